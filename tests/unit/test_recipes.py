@@ -1,0 +1,93 @@
+"""Recipes: every shipped one loads; unknown keys, wrong types and bad values fail by name."""
+
+from pathlib import Path
+
+import pytest
+
+from train.config import RecipeError, load_recipe, recipe_from, recipe_names
+
+SMALL = """
+name = "small"
+[data]
+kind = "parity"
+longest = 4
+rows = 100
+[model]
+family = "encoder"
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_load_and_survive_json(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe_from(recipe.to_json(), "again") == recipe
+
+
+def test_overrides_reach_every_type(small: str) -> None:
+    recipe = load_recipe(
+        small,
+        [
+            "optim.lr=0.01",
+            "optim.batch=4",
+            "steps.short=[1, 2]",
+            "model.norm=none",
+            "data.lowercase=true",
+            "optim.clip=2",
+        ],
+        data="somewhere",
+    )
+    assert (recipe.optim.lr, recipe.optim.batch, recipe.optim.clip) == (0.01, 4, 2.0)
+    assert recipe.steps.short == (1, 2)
+    assert (recipe.model.norm, recipe.data.lowercase, recipe.data.path) == (
+        "none",
+        True,
+        "somewhere",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optim.learning_rate=1", "unknown key 'optim.learning_rate'"),
+        ("colour=blue", "unknown key 'colour'"),
+        ("optim.lr", "write it as key=value"),
+        ("optim.lr=fast", "optim.lr must be float"),
+        ("optim.batch=1.5", "optim.batch must be int"),
+        ("data.lowercase=1", "data.lowercase must be bool"),
+        ("model.norm=batch", "model.norm must be one of pre, post, none"),
+        ("model=3", "model must be a section"),
+        ("name.first=a", "name is a value"),
+        ("model.heads=3", "model.width must be a multiple of model.heads"),
+        ("steps.short=[16]", "steps.short must be counts from 1 to steps.full"),
+        ("steps.short=[]", "steps.short must not be empty"),
+        ("optim.transport=-1", "optim.transport must not be negative"),
+        ("data.held_out=1.0", "data.held_out"),
+        ("data.head=1000", "must not exceed model.window"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(small: str, override: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
+        load_recipe(small, [override])
+
+
+def test_a_missing_recipe_lists_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"parity.*shakespeare"):
+        load_recipe("shakespear")
+
+
+def test_broken_toml_and_missing_keys(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = ")
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        load_recipe(str(path))
+    path.write_text('name = "x"\n[model]\nfamily = "encoder"\n[data]\n')
+    with pytest.raises(RecipeError, match=r"missing data\.kind"):
+        load_recipe(str(path))

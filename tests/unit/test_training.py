@@ -1,0 +1,198 @@
+"""The loop: it learns, resumes exactly, refuses what would mislead, and stops on NaN."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
+from train.__main__ import main
+from train.checkpoint import RunError, load_run
+from train.config import ModelConfig
+from train.evaluate import evaluate_run
+from train.loop import Diverged, learning_rate, train
+from train.model import build_model
+from train.objective import expected_steps, growing_iterations, progress, steps_for
+
+
+def records(run: Path) -> list[dict[str, object]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_small_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
+    run = tiny_text_run(tmp_path, "optim.iterations=120", "optim.lr=0.01")
+    kept = records(run)
+    assert kept[-1]["iteration"] == 120
+    first, last = kept[0]["loss"], kept[-1]["loss"]
+    assert isinstance(first, float) and isinstance(last, float) and last < 0.8 * first
+    validation = kept[-1]["validation"]
+    assert isinstance(validation, dict) and set(validation) == {"loss@1", "loss@4"}
+    assert {p.name for p in run.iterdir()} >= {
+        "recipe.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "state.safetensors",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_growing_comes_first_then_every_count(tmp_path: Path) -> None:
+    recipe = tiny_text_recipe(tmp_path)
+    config = dataclasses.replace(recipe.steps, full=8, short=(1, 2, 4), grow=0.5)
+    count = 4000
+    grown = growing_iterations(count, config)
+    drawn = [steps_for(i, count, config, seed=0) for i in range(count)]
+    assert set(drawn[:grown]) == {1}
+    assert set(drawn[grown:]) == {1, 2, 4, 8}
+    assert drawn[grown:].count(8) / (count - grown) == pytest.approx(0.5, abs=0.06)
+    # Both halves cost the same number of evaluations, and progress counts cost.
+    assert sum(drawn[grown:]) == pytest.approx(grown, rel=0.1)
+    assert progress(grown, count, config) == pytest.approx(0.5)
+    assert expected_steps(config) == pytest.approx(0.5 * 8 + 0.5 * 7 / 3)
+    fixed = dataclasses.replace(config, schedule="fixed")
+    assert {steps_for(i, count, fixed, seed=0) for i in range(50)} == {8}
+
+
+def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
+    recipe = tiny_text_recipe(tmp_path, "optim.iterations=100", "optim.warmup=10")
+    rates = [learning_rate(i, recipe) for i in range(100)]
+    assert rates[0] < rates[5] < rates[9]
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+    assert rates[-1] < 0.1 * max(rates)
+
+
+@pytest.mark.parametrize("kind", ["text", "label"])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, kind: str) -> None:
+    """kill -9 in the middle, then the same command again: byte for byte the uninterrupted run."""
+    overrides = ["optim.iterations=60", "model.dropout=0.1"]
+    recipe = (
+        tiny_text_recipe(tmp_path, *overrides)
+        if kind == "text"
+        else tiny_label_recipe(*overrides, "optim.token_dropout=0.1")
+    )
+    train(recipe, tmp_path / "whole", quiet=True)
+    script = tmp_path / "go.py"
+    script.write_text(
+        "import json, sys\nfrom pathlib import Path\nfrom train.config import recipe_from\n"
+        "from train.loop import train\n"
+        f"recipe = recipe_from(json.loads({json.dumps(recipe.to_json())!r}), 'test')\n"
+        "train(recipe, Path(sys.argv[1]), quiet=True)\n"
+    )
+    killed = tmp_path / "killed"
+    command = [sys.executable, str(script), str(killed)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, env=environment)
+    deadline = time.monotonic() + 60
+    while not _reached(killed, 10):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not _reached(killed, 60), "the run ended before it was killed; make it longer"
+    train(recipe, killed, quiet=True)
+    for name in ("model.safetensors", "state.safetensors"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def _reached(run: Path, iteration: int) -> bool:
+    try:
+        return int(load_run(run)[3]["iteration"]) >= iteration
+    except RunError:
+        return False
+
+
+def test_another_recipe_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run = tiny_label_run(tmp_path)
+    with pytest.raises(RunError, match=r"differs in optim\.lr"):
+        train(tiny_label_recipe("optim.lr=0.5"), run, quiet=True)
+
+
+def test_a_diverging_run_names_its_last_checkpoint(tmp_path: Path) -> None:
+    overrides = ["optim.lr=1e30", "optim.warmup=0", "run.checkpoint_every=1", "optim.clip=1e30"]
+    with pytest.raises(Diverged, match=r"state\.safetensors, iteration \d+.*lower optim\.lr"):
+        tiny_text_run(tmp_path, *overrides)
+    model, _, _, facts = load_run(tmp_path / "run")
+    assert facts["iteration"] >= 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_damaged_and_missing_runs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is not a run"):
+        load_run(tmp_path)
+    run = tiny_label_run(tmp_path)
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(RunError, match=r"model\.safetensors is damaged"):
+        load_run(run)
+
+
+def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None:
+    rows = evaluate_run(tiny_label_run(tmp_path), [1, 2, 4], "euler")
+    assert list(rows) == [1, 2, 4]
+    for quality in rows.values():
+        assert quality.metric == "accuracy" and quality.samples == 40
+        assert 0 <= quality.low <= quality.value <= quality.high <= 1
+        assert quality.cost > 0
+
+
+def test_a_discrete_model_ignores_steps() -> None:
+    config = ModelConfig("decoder", depth="discrete", width=16, heads=2, hidden=32)
+    model = build_model(config, 20, None).eval()
+    tokens = torch.randint(1, 20, (2, 9))
+    x, _ = model.embed(tokens)
+    assert torch.equal(model(tokens, 1).logits, model(tokens, 8).logits)
+    assert torch.equal(model(tokens, 1).logits, model.head(model.velocity(x)))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "none"])
+@pytest.mark.parametrize("final_norm", ["inside", "outside", "none"])
+def test_one_step_is_x_plus_f_for_every_norm(norm: str, final_norm: str) -> None:
+    config = ModelConfig("decoder", width=16, heads=2, hidden=32, norm=norm, final_norm=final_norm)  # type: ignore[arg-type]
+    model = build_model(config, 20, None).eval()
+    tokens = torch.randint(1, 20, (2, 9))
+    x, _ = model.embed(tokens)
+    assert torch.equal(model(tokens, 1).logits, model.head(x + model.velocity(x)))
+
+
+def test_a_decoder_cannot_see_the_future_and_an_encoder_cannot_see_padding() -> None:
+    decoder = build_model(ModelConfig("decoder", width=16, heads=2, hidden=32), 20, None).eval()
+    tokens = torch.randint(1, 20, (1, 9))
+    changed = tokens.clone()
+    changed[0, 6:] = 1
+    before, after = decoder(tokens, 3).logits, decoder(changed, 3).logits
+    assert torch.equal(before[:, :6], after[:, :6])
+    for pool in ("mean", "max"):
+        config = ModelConfig("encoder", width=16, heads=2, hidden=32, pool=pool)
+        encoder = build_model(config, 20, 3).eval()
+        padded = torch.cat([tokens, torch.zeros(1, 4, dtype=torch.int64)], dim=1)
+        torch.testing.assert_close(encoder(tokens, 3).logits, encoder(padded, 3).logits)
+
+
+def test_the_commands_train_evaluate_and_explain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    small = ["optim.iterations=4", "data.rows=200", "run.evaluate_every=4", "optim.batch=8"]
+    command = ["train", "parity", "--out", run]
+    for setting in small:
+        command += ["--set", setting]
+    assert main(command) == 0
+    assert "next: stepdial export" in capsys.readouterr().out
+    assert main(["evaluate", run, "--steps", "1,2"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert (tmp_path / "run" / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["evaluate", run, "--steps", "zero"]) == 2
+    assert "write counts like 1,2,4,8" in capsys.readouterr().err
+    assert main(["train", "sentiment", "--out", str(tmp_path / "other")]) == 2
+    assert "pass --data FOLDER" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""Data: tables, corpora, generators, tokenizers; batches are functions of (seed, iteration)."""
+
+import csv
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+from train import generators
+from train.config import DataConfig, load_recipe
+from train.data import LabelledDataset, TextDataset, open_dataset
+from train.tables import DataError, read_table
+from train.tokens import cut, train_tokenizer
+
+ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
+
+
+def table(path: str, **changes: object) -> DataConfig:
+    return DataConfig(kind="table", path=path, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.csv", "t.csv.gz"])
+def test_tables_read_alike_in_every_format(tmp_path: Path, name: str) -> None:
+    if "jsonl" in name:
+        text = "".join(json.dumps({"text": t, "label": int(y)}) + "\n" for t, y in ROWS)
+    else:
+        plain = tmp_path / "plain"
+        with plain.open("w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *ROWS])
+        text = plain.read_text()
+    data = text.encode()
+    if name.endswith(".gz"):
+        data = gzip.compress(data)
+    if name.endswith(".xz"):
+        data = lzma.compress(data)
+    (tmp_path / name).write_bytes(data)
+    assert read_table(table(str(tmp_path)), name) == ROWS
+
+
+def test_a_file_is_the_training_table_and_its_test_table_stands_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("text,label\na,x\nb,y\n")
+    (tmp_path / "test.csv").write_text("text,label\nc,x\n")
+    config = table(str(tmp_path / "mine.csv"), test="test.csv")
+    assert read_table(config, "train.csv") == [("a", "x"), ("b", "y")]
+    assert read_table(config, "test.csv") == [("c", "x")]
+
+
+def test_columns_by_number_where_there_is_no_header(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('"3","Title","Words"\n')
+    config = table(str(tmp_path), text=("1", "2"), label="0")
+    assert read_table(config, "t.csv") == [("Title Words", "3")]
+
+
+def test_missing_data_says_what_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"pass --data FOLDER, where t\.csv is"):
+        read_table(table(""), "t.csv")
+    with pytest.raises(DataError, match=r"pass --data FOLDER, the folder that holds t\.csv"):
+        read_table(table(str(tmp_path)), "t.csv")
+    with pytest.raises(DataError, match=r"pass --data FILE\.txt"):
+        open_dataset(load_recipe("shakespeare"))
+
+
+def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": 1}\nnot json\n')
+    with pytest.raises(DataError, match=r"t\.jsonl, line 2: not valid JSON"):
+        read_table(table(str(tmp_path)), "t.jsonl")
+    (tmp_path / "t.jsonl").write_text('{"words": "a", "label": 1}\n')
+    with pytest.raises(
+        DataError, match=r"row 1: no columns text and label; there are words, label"
+    ):
+        read_table(table(str(tmp_path)), "t.jsonl")
+    (tmp_path / "t.csv").write_text("")
+    with pytest.raises(DataError, match="no rows"):
+        read_table(table(str(tmp_path)), "t.csv")
+    (tmp_path / "t.parquet").write_text("x")
+    with pytest.raises(DataError, match=r"expected \.csv or \.jsonl"):
+        read_table(table(str(tmp_path)), "t.parquet")
+
+
+def rows(count: int) -> list[tuple[str, str]]:
+    return [(" ".join(["word"] * (i % 7 + 1)) + f" {i}", str(i % 2)) for i in range(count)]
+
+
+def labelled(count: int = 200) -> LabelledDataset:
+    config = DataConfig(kind="table", vocabulary=300)
+    return LabelledDataset(rows(count), None, config, 16, None, seed=0)
+
+
+def test_an_epoch_shows_every_row_once() -> None:
+    data = labelled()
+    per_epoch = 180 // 10
+    seen = [data.batch(i, 10, seed=1) for i in range(per_epoch)]
+    texts = {tuple(row[row != 0].tolist()) for batch in seen for row in batch.tokens}
+    assert len(texts) == 180  # of 200 rows, 20 are held out
+    again = data.batch(per_epoch, 10, seed=1)
+    assert not torch.equal(again.tokens, seen[0].tokens)  # the next epoch has its own order
+
+
+def test_batches_depend_on_seed_and_iteration_alone() -> None:
+    one, other = labelled(), labelled()
+    for iteration in (0, 7, 31):
+        a, b = one.batch(iteration, 8, seed=3), other.batch(iteration, 8, seed=3)
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+    text = TextDataset("to be or not to be " * 50, DataConfig(kind="text"), 16, None)
+    assert torch.equal(text.batch(5, 4, 0).tokens, text.batch(5, 4, 0).tokens)
+    assert not torch.equal(text.batch(5, 4, 0).tokens, text.batch(5, 4, 1).tokens)
+
+
+def test_unknown_labels_are_refused() -> None:
+    config = DataConfig(kind="table", vocabulary=300, labels=("a", "b"), values=("0", "9"))
+    with pytest.raises(DataError, match=r"label '1' is not one of 0, 9.*data\.values"):
+        LabelledDataset(rows(50), None, config, 16, None, seed=0)
+
+
+def test_held_out_windows_cover_the_end_of_a_corpus_once() -> None:
+    text = "".join(chr(97 + i % 26) for i in range(1000))
+    data = TextDataset(text, DataConfig(kind="text", held_out=0.2), 16, None)
+    batches = list(data.held_out(3))
+    tokens = torch.cat([b.tokens for b in batches])
+    assert tokens.numel() == (200 - 1) // 16 * 16
+    assert data.tokenizer.decode(tokens[0].tolist()) == text[800:816]
+    assert torch.equal(batches[0].targets[0, :-1], batches[0].tokens[0, 1:])
+
+
+def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("too short")
+    with pytest.raises(DataError, match=r"too short.*model\.window = 256"):
+        open_dataset(load_recipe("shakespeare", data=str(tmp_path / "tiny.txt")))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        open_dataset(load_recipe("shakespeare", data=str(tmp_path / "bytes.txt")))
+
+
+def test_tokenizers_round_trip() -> None:
+    text = "To be,\nor not — to be? 😀"
+    for kind in ("chars", "bpe"):
+        tokenizer = train_tokenizer([text * 3], kind, 300)
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+        assert 0 not in tokenizer.encode(text).ids
+    low = train_tokenizer(["Good<br />Film"], "bpe", 300, lowercase=True)
+    assert low.encode("GOOD FILM").ids == low.encode("good<br />film").ids
+
+
+def test_cutting_keeps_both_ends() -> None:
+    assert cut([1, 2, 3], 5, 0, 0) == [1, 2, 3]
+    assert cut([1, 2, 3, 4, 5], 3, 0, 0) == [1, 2, 3]
+    assert cut([1, 2, 3, 4, 5], 3, 1, 2) == [1, 4, 5]
+    assert cut([1, 2, 3, 4, 5], 3, 3, 0) == [1, 2, 3]
+
+
+def test_parity_is_parity() -> None:
+    for text, label in generators.parity(8, 200, seed=1):
+        assert label == ("odd" if text.count("1") % 2 else "even")
+    assert len(generators.all_parity(4)) == 2 + 4 + 8 + 16
+
+
+def test_listops_answers_are_recomputed_from_the_text() -> None:
+    for text, label in generators.listops(40, 200, seed=1):
+        value, rest = _parse(text.split())
+        assert rest == [] and value == int(label)
+
+
+def _parse(tokens: list[str]) -> tuple[int, list[str]]:
+    if tokens[0].isdigit():
+        return int(tokens[0]), tokens[1:]
+    operator, rest, values = tokens[0], tokens[1:], []
+    while rest[0] != "]":
+        value, rest = _parse(rest)
+        values.append(value)
+    return generators.apply_operator(operator, values), rest[1:]
+
+
+def test_listops_operators_by_hand() -> None:
+    assert generators.apply_operator("[MED", [9, 1, 5]) == 5
+    assert generators.apply_operator("[MED", [9, 1, 5, 4]) == 4
+    assert generators.apply_operator("[SM", [9, 8]) == 7
+    assert generators.apply_operator("[MIN", [3, 2]) == 2
+    assert generators.apply_operator("[MAX", [3, 2]) == 3
+
+
+def test_the_stdlib_corpus_is_plain_python() -> None:
+    text = generators.stdlib_text(50_000)
+    assert len(text) == 50_000 and text.isascii() and "import" in text

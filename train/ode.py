@@ -1,0 +1,109 @@
+"""Fixed-step integration of x' = f(x): methods as data, one loop.
+
+A velocity is any callable from (B, N, D) to (B, N, D). One whose attribute `timed` is true is
+called with (x, t, h) instead. This module does not know what is inside a velocity.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Velocity = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An explicit Runge-Kutta tableau, or one evaluation a step combined with the one before."""
+
+    name: str
+    order: int
+    a: tuple[tuple[float, ...], ...]  # row i weighs the stages before stage i
+    b: tuple[float, ...]  # weights of the stages in the step
+    c: tuple[float, ...]  # times of the stages, as fractions of the step
+    history: float = 0.0  # x += h ((1 + history) v - history v_prev)
+
+    @property
+    def evaluations(self) -> int:
+        return len(self.b)
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("euler", 1, ((),), (1.0,), (0.0,)),
+        Method("ab2", 2, ((),), (1.0,), (0.0,), history=0.5),
+        Method("midpoint", 2, ((), (0.5,)), (0.0, 1.0), (0.0, 0.5)),
+        Method("heun", 2, ((), (1.0,)), (0.5, 0.5), (0.0, 1.0)),
+        Method(
+            "rk4",
+            4,
+            ((), (0.5,), (0.0, 0.5), (0.0, 0.0, 1.0)),
+            (1 / 6, 1 / 3, 1 / 3, 1 / 6),
+            (0.0, 0.5, 0.5, 1.0),
+        ),
+    )
+}
+
+
+class Path(NamedTuple):
+    """Where a trajectory ended and what it cost: sum over steps of h * mean(f^2)."""
+
+    state: Tensor  # (B, N, D)
+    cost: Tensor  # ()
+
+
+def method_named(name: str) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def integrate(
+    velocity: Velocity,
+    x0: Tensor,
+    method: str = "euler",
+    steps: int = 1,
+    T: float = 1.0,
+    mask: Tensor | None = None,
+) -> Path:
+    """Carry x0 from 0 to T in `steps` steps; only positions of `mask` (B, N) count in the cost."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    table = method_named(method)
+    h = T / steps
+    x, cost = x0, x0.new_zeros((), dtype=torch.float32)
+    before: Tensor | None = None
+    for m in range(steps):
+        t = T * m / steps  # a fraction of the interval: adding h up would drift
+        stages: list[Tensor] = []
+        for row, c in zip(table.a, table.c, strict=True):
+            at = _advance(x, h, row, stages)
+            timed = getattr(velocity, "timed", False)
+            stages.append(velocity(at, t + c * h, h) if timed else velocity(at))
+        for weight, stage in zip(table.b, stages, strict=True):
+            if weight:
+                cost = cost + (h * weight) * mean_square(stage, mask)
+        if table.history and before is not None:
+            x = x + h * ((1 + table.history) * stages[0] - table.history * before)
+        else:
+            x = _advance(x, h, table.b, stages)
+        before = stages[0]
+    return Path(x, cost)
+
+
+def mean_square(v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean of v^2 over all elements, in float32; only over the positions of `mask` if given."""
+    if mask is None:
+        return v.float().square().mean()
+    square = v.float().square().sum(-1) * mask  # (B, N)
+    return square.sum() / (mask.sum() * v.shape[-1])
+
+
+def _advance(x: Tensor, h: float, weights: tuple[float, ...], stages: list[Tensor]) -> Tensor:
+    for weight, stage in zip(weights, stages, strict=True):
+        if weight:
+            x = x + (h * weight) * stage
+    return x
