@@ -1,0 +1,1 @@
+"""Serving: bundles, their runtime, the scheduler, the engine, the HTTP contract; never torch."""

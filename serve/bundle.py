@@ -1,0 +1,61 @@
+"""The bundle, the contract between export and serve: one place to import it from.
+
+Knows the folder and its JSON, as docs/bundle.md specifies them; neither graphs nor runtimes.
+"""
+
+from serve.bundle_fields import BundleError
+from serve.bundle_latency import Latency, LatencyEntry, Machine
+from serve.bundle_manifest import (
+    LATENCY_FILE,
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    Manifest,
+    Precision,
+    Task,
+)
+from serve.bundle_read import Bundle, read_bundle
+from serve.bundle_rung import (
+    EFFORTS,
+    EVALUATIONS_PER_STEP,
+    METHODS,
+    Effort,
+    Method,
+    Metric,
+    Quality,
+    Rung,
+    Verified,
+)
+from serve.bundle_seal import open_staging, seal_bundle, write_latency
+from serve.bundle_spec import FileEntry, InputSpec, Shape, TokenizerSpec, Truncation
+
+__all__ = [
+    "EFFORTS",
+    "EVALUATIONS_PER_STEP",
+    "LATENCY_FILE",
+    "MANIFEST_FILE",
+    "METHODS",
+    "SCHEMA_VERSION",
+    "Bundle",
+    "BundleError",
+    "Effort",
+    "FileEntry",
+    "InputSpec",
+    "Latency",
+    "LatencyEntry",
+    "Machine",
+    "Manifest",
+    "Method",
+    "Metric",
+    "Precision",
+    "Quality",
+    "Rung",
+    "Shape",
+    "Task",
+    "TokenizerSpec",
+    "Truncation",
+    "Verified",
+    "open_staging",
+    "read_bundle",
+    "seal_bundle",
+    "write_latency",
+]

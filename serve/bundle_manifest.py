@@ -1,0 +1,241 @@
+"""The manifest of a bundle: what the model is, what it takes, its ladder, its files.
+
+Knows the rules within the manifest; not whether the files exist: reading a bundle checks that.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from serve.bundle_fields import (
+    BundleError,
+    check_choice,
+    check_facts,
+    check_file_name,
+    check_integer,
+    check_list,
+    check_members,
+    check_number,
+    check_text,
+    inside,
+    plain,
+    shown,
+)
+from serve.bundle_rung import METHODS, Method, Rung, check_ladder
+from serve.bundle_spec import FileEntry, InputSpec, Shape, TokenizerSpec
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+LATENCY_FILE = "latency.json"
+TASKS = ("generate", "classify")
+PRECISIONS = ("fp32",)
+MAX_LABELS = 100_000
+MAX_RUNGS = 64
+MAX_FILES = 1024
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+Task = Literal["generate", "classify"]
+Precision = Literal["fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that a server must know of a model before it opens a graph.
+
+    `files` is empty until the bundle is sealed; a manifest read from disk lists every file.
+    """
+
+    name: str
+    task: Task
+    precision: Precision = "fp32"
+    method: Method
+    T: float
+    full_steps: int
+    default_steps: int
+    input: InputSpec
+    labels: tuple[str, ...] | None
+    tokenizer: TokenizerSpec
+    shape: Shape
+    weights: str
+    rungs: tuple[Rung, ...]
+    card: Mapping[str, object] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        check_schema_version(self.schema_version)
+        if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
+            raise BundleError(
+                f"is {shown(self.name)}; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit "
+                "first",
+                field="name",
+            )
+        check_choice("task", self.task, TASKS)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("method", self.method, METHODS)
+        check_number("T", self.T, 1e-6, 1e6)
+        check_file_name("weights", self.weights)
+        check_facts("card", self.card)
+        check_facts("provenance", self.provenance)
+        with inside("rungs"):
+            check_ladder(self.rungs, self.method)
+        self._check_steps()
+        self._check_task()
+        self._check_names()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The step counts of the ladder, ascending."""
+        return tuple(rung.steps for rung in self.rungs)
+
+    def rung(self, steps: int) -> Rung:
+        """The rung of that many steps."""
+        for rung in self.rungs:
+            if rung.steps == steps:
+                return rung
+        raise BundleError(f"{self.name} has no rung of {steps} steps; it has {self._ladder()}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as the value of manifest.json."""
+        value: dict[str, Any] = plain(self)
+        return {"schema_version": value.pop("schema_version"), **value}
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        """The manifest that a manifest.json holds; refuses everything that it does not know."""
+        if isinstance(value, dict) and "schema_version" in value:
+            # Before the keys: a later schema has other keys, and its number explains them best.
+            check_schema_version(value["schema_version"])
+        members = dict(check_members(value, _KEYS))
+        for key, part in _PARTS.items():
+            with inside(key):
+                members[key] = part.from_json(members[key])
+        if members["labels"] is not None:
+            members["labels"] = tuple(check_list("labels", members["labels"], MAX_LABELS))
+        rungs = []
+        for index, rung in enumerate(check_list("rungs", members["rungs"], MAX_RUNGS)):
+            with inside(f"rungs[{index}]"):
+                rungs.append(Rung.from_json(rung))
+        members["rungs"] = tuple(rungs)
+        members["files"] = _read_files(members["files"])
+        manifest = cls(**members)
+        manifest.check_files()
+        return manifest
+
+    def check_files(self) -> None:
+        """Every file that the manifest speaks of has its entry, as in a sealed bundle."""
+        for name in (self.weights, self.tokenizer.file, *(rung.graph for rung in self.rungs)):
+            if name not in self.files:
+                raise BundleError(
+                    f"does not list {name}, which the manifest uses; export the bundle again",
+                    field="files",
+                )
+
+    def _ladder(self) -> str:
+        return ", ".join(map(str, self.steps))
+
+    def _check_steps(self) -> None:
+        check_integer("full_steps", self.full_steps, 1, 1 << 30)
+        check_integer("default_steps", self.default_steps, 1, 1 << 30)
+        if self.full_steps != self.steps[-1]:
+            raise BundleError(
+                f"is {self.full_steps}, but the largest rung has {self.steps[-1]} steps",
+                field="full_steps",
+            )
+        if self.default_steps not in self.steps:
+            raise BundleError(
+                f"is {self.default_steps}, which is no rung; the rungs are {self._ladder()}",
+                field="default_steps",
+            )
+
+    def _check_task(self) -> None:
+        if self.task == "generate":
+            if self.labels is not None:
+                raise BundleError("must be null for the task generate", field="labels")
+            if self.input.truncation is not None:
+                raise BundleError("must be null for the task generate", field="input.truncation")
+            return
+        if self.labels is None:
+            raise BundleError("must be a list for the task classify, not null", field="labels")
+        if not 2 <= len(self.labels) <= MAX_LABELS:
+            raise BundleError(
+                f"has {len(self.labels)} labels; a classifier has from 2 to {MAX_LABELS}",
+                field="labels",
+            )
+        seen: set[str] = set()
+        for index, label in enumerate(self.labels):
+            check_text(f"labels[{index}]", label, 1000)
+            if label in seen:
+                raise BundleError(
+                    f"repeats {label!r}; every class has a label of its own",
+                    field=f"labels[{index}]",
+                )
+            seen.add(label)
+
+    def _check_names(self) -> None:
+        used = {MANIFEST_FILE: "the manifest", LATENCY_FILE: "the latency table"}
+        uses = [("weights", self.weights), ("tokenizer.file", self.tokenizer.file)]
+        uses += [(f"rungs[{index}].graph", rung.graph) for index, rung in enumerate(self.rungs)]
+        for where, name in uses:
+            if name in used:
+                raise BundleError(
+                    f"is {name}, which is {used[name]} already; give each file its own name",
+                    field=where,
+                )
+            used[name] = where
+        for name in self.files:
+            check_file_name("files", name)
+            if name in (MANIFEST_FILE, LATENCY_FILE):
+                raise BundleError(
+                    f"lists {name}, which is never hashed; remove that entry", field="files"
+                )
+
+
+def check_schema_version(value: object) -> None:
+    """The one schema version that this release reads and writes."""
+    if type(value) is not int or value != SCHEMA_VERSION:
+        raise BundleError(
+            f"is {shown(value)}, but this release reads version {SCHEMA_VERSION}: use the release "
+            "that wrote the bundle, or export it again with this one",
+            field="schema_version",
+        )
+
+
+def _read_files(value: object) -> dict[str, FileEntry]:
+    if not isinstance(value, dict):
+        raise BundleError("must be an object", field="files")
+    if len(value) > MAX_FILES:
+        raise BundleError(f"has {len(value)} entries; at most {MAX_FILES}", field="files")
+    files = {}
+    for name, entry in value.items():
+        with inside(f"files[{name!r}]"):
+            files[name] = FileEntry.from_json(entry)
+    return files
+
+
+_PARTS: dict[str, type[InputSpec] | type[TokenizerSpec] | type[Shape]] = {
+    "input": InputSpec,
+    "tokenizer": TokenizerSpec,
+    "shape": Shape,
+}
+_KEYS = (
+    "schema_version",
+    "name",
+    "task",
+    "precision",
+    "method",
+    "T",
+    "full_steps",
+    "default_steps",
+    "input",
+    "labels",
+    "tokenizer",
+    "shape",
+    "weights",
+    "rungs",
+    "card",
+    "provenance",
+    "files",
+)

@@ -1,0 +1,168 @@
+"""A rung of a bundle's ladder: its steps, its cost, its measured quality, its verification.
+
+Knows neither graphs nor time: latency is measured apart from the manifest.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from serve.bundle_fields import (
+    BundleError,
+    check_choice,
+    check_file_name,
+    check_integer,
+    check_members,
+    check_number,
+    inside,
+)
+
+Method = Literal["euler", "ab2", "midpoint", "heun", "rk4"]
+Effort = Literal["low", "medium", "high", "max"]
+Metric = Literal["loss", "accuracy"]
+
+EVALUATIONS_PER_STEP: dict[str, int] = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}
+METHODS = tuple(EVALUATIONS_PER_STEP)
+EFFORTS = ("low", "medium", "high", "max")
+METRICS = ("loss", "accuracy")
+MAX_STEPS = 1024
+_HUGE = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A rung's measured quality on held-out data, with its confidence interval."""
+
+    metric: Metric
+    value: float
+    low: float
+    high: float
+    samples: int
+
+    def __post_init__(self) -> None:
+        check_choice("metric", self.metric, METRICS)
+        ceiling = 1.0 if self.metric == "accuracy" else _HUGE
+        floor = 0.0 if self.metric == "accuracy" else -_HUGE
+        check_number("value", self.value, floor, ceiling)
+        check_number("low", self.low, -_HUGE, self.value)
+        check_number("high", self.high, self.value, _HUGE)
+        check_integer("samples", self.samples, 1, 1 << 53)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("metric", "value", "low", "high", "samples")))
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How far the graph's float32 answer was from the model's, and how far it was allowed to be."""
+
+    max_abs_error: float
+    tolerance: float
+    float32_error: float
+
+    def __post_init__(self) -> None:
+        check_number("tolerance", self.tolerance, 0.0, _HUGE)
+        check_number("float32_error", self.float32_error, 0.0, _HUGE)
+        check_number("max_abs_error", self.max_abs_error, 0.0, _HUGE)
+        if self.max_abs_error > self.tolerance:
+            raise BundleError(
+                f"is {self.max_abs_error:g}, above the tolerance {self.tolerance:g}: this graph "
+                "failed its verification; export the bundle again",
+                field="max_abs_error",
+            )
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("max_abs_error", "tolerance", "float32_error")))
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One operating point: so many steps of a method, as one fixed-step graph."""
+
+    steps: int
+    method: Method
+    nfe: int
+    effort: Effort | None
+    graph: str
+    quality: Quality
+    verified: Verified
+
+    def __post_init__(self) -> None:
+        check_integer("steps", self.steps, 1, MAX_STEPS)
+        check_choice("method", self.method, METHODS)
+        if self.effort is not None:
+            check_choice("effort", self.effort, EFFORTS)
+        check_file_name("graph", self.graph)
+        spent = self.steps * EVALUATIONS_PER_STEP[self.method]
+        check_integer("nfe", self.nfe, 1, MAX_STEPS * max(EVALUATIONS_PER_STEP.values()))
+        if self.nfe != spent:
+            raise BundleError(
+                f"is {self.nfe}, but {self.steps} steps of {self.method} spend {spent} "
+                "evaluations; export the bundle again",
+                field="nfe",
+            )
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        keys = ("steps", "method", "nfe", "effort", "graph", "quality", "verified")
+        members = dict(check_members(value, keys))
+        with inside("quality"):
+            members["quality"] = Quality.from_json(members["quality"])
+        with inside("verified"):
+            members["verified"] = Verified.from_json(members["verified"])
+        return cls(**members)
+
+
+def check_ladder(rungs: tuple[Rung, ...], method: str) -> None:
+    """Rules that hold between the rungs of one bundle."""
+    if not rungs:
+        raise BundleError("is empty; a bundle has at least one rung: export it again")
+    for index, rung in enumerate(rungs):
+        here = f"[{index}]"
+        if rung.method != method:
+            raise BundleError(
+                f"is {rung.method}, but the bundle's method is {method}: a bundle has one method",
+                field=f"{here}.method",
+            )
+        if rung.quality.metric != rungs[0].quality.metric:
+            raise BundleError(
+                f"is {rung.quality.metric}, but the first rung's is {rungs[0].quality.metric}: "
+                "a ladder has one metric",
+                field=f"{here}.quality.metric",
+            )
+        if index and rung.steps == rungs[index - 1].steps:
+            raise BundleError(
+                f"repeats {rung.steps}; keep one rung of each step count", field=f"{here}.steps"
+            )
+        if index and rung.steps < rungs[index - 1].steps:
+            raise BundleError(
+                f"is {rung.steps} after {rungs[index - 1].steps}; sort the rungs by steps",
+                field=f"{here}.steps",
+            )
+    graphs = [rung.graph for rung in rungs]
+    for index, graph in enumerate(graphs):
+        if graph in graphs[:index]:
+            raise BundleError(
+                f"repeats {graph}; every rung has a graph of its own", field=f"[{index}].graph"
+            )
+    _check_efforts(rungs)
+
+
+def _check_efforts(rungs: tuple[Rung, ...]) -> None:
+    last = -1
+    for index, rung in enumerate(rungs):
+        if rung.effort is None:
+            continue
+        field = f"[{index}].effort"
+        rank = EFFORTS.index(rung.effort)
+        if rank == last:
+            raise BundleError(f"repeats {rung.effort}; each word names one rung", field=field)
+        if rank < last:
+            raise BundleError(
+                f"is {rung.effort} after {EFFORTS[last]}; a greater effort has more steps",
+                field=field,
+            )
+        if rung.effort == "max" and index != len(rungs) - 1:
+            raise BundleError("is max, which belongs to the rung of most steps", field=field)
+        last = rank

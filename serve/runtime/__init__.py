@@ -1,0 +1,20 @@
+"""Runtimes: what turns a bundle into answers; the only place that imports onnxruntime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serve.runtime.protocol import Classifier, DecodeBatch, Decoder, Model, WindowFullError
+
+if TYPE_CHECKING:
+    from serve.bundle import Bundle
+
+__all__ = ["Classifier", "DecodeBatch", "Decoder", "Model", "WindowFullError", "open_model"]
+
+
+def open_model(bundle: Bundle, threads: int | None = None) -> Model:
+    """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
+    # Here, not above: whoever only reads a bundle or a Protocol must not load a runtime.
+    from serve.runtime.ort_model import OrtModel
+
+    return OrtModel(bundle, threads)

@@ -1,0 +1,138 @@
+"""An onnxruntime session for one graph of a bundle, and the check that it is the graph it must be.
+
+Knows session options and the names of a graph's inputs and outputs; not what is run when.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import onnxruntime as ort
+
+from serve.bundle import Bundle, BundleError, Rung
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, less what a container's quota takes away."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        if quota != "max":
+            return max(1, min(cores or 1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return max(1, cores or 1)
+
+
+def open_session(bundle: Bundle, rung: Rung, threads: int) -> ort.InferenceSession:
+    """The session of one rung; BundleError when its graph is not what the manifest promises."""
+    path = bundle.folder / rung.graph
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.log_severity_level = 3
+    # Idle threads of a dozen sessions would otherwise burn the cores that a running one needs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    # One arena for all: a session's own would keep that session's largest batch for ever.
+    _register_arena()
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    try:
+        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has no base class of its own
+        raise BundleError(
+            f"cannot be opened by onnxruntime {ort.__version__} ({_first_line(error)}); export "
+            "the bundle again",
+            file=str(path),
+        ) from error
+    check_interface(bundle, rung, session)
+    return session
+
+
+@cache
+def _register_arena() -> None:
+    """The working memory that all sessions of the process take turns with."""
+    place = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 0}))
+
+
+def check_interface(bundle: Bundle, rung: Rung, session: ort.InferenceSession) -> None:
+    """The graph's inputs and outputs are those of its task, with the sizes of the manifest."""
+    inputs, outputs = expected_interface(bundle, rung)
+    for side, nodes, wanted in (
+        ("input", session.get_inputs(), inputs),
+        ("output", session.get_outputs(), outputs),
+    ):
+        found = {node.name: (node.type, tuple(node.shape)) for node in nodes}
+        for name, (kind, shape) in wanted.items():
+            if name not in found:
+                raise _mismatch(bundle, rung, f"has no {side} {name}")
+            found_kind, found_shape = found.pop(name)
+            if found_kind != kind or not _fits(found_shape, shape):
+                raise _mismatch(
+                    bundle,
+                    rung,
+                    f"has the {side} {name} as {found_kind} {list(found_shape)} instead of "
+                    f"{kind} {list(shape)}",
+                )
+        if found:
+            raise _mismatch(bundle, rung, f"has the unknown {side} {min(found)}")
+
+
+Interface = dict[str, tuple[str, tuple[int | str, ...]]]
+
+
+def expected_interface(bundle: Bundle, rung: Rung) -> tuple[Interface, Interface]:
+    """Types and shapes of a rung's inputs and outputs; a word stands for any size."""
+    manifest = bundle.manifest
+    if manifest.task == "classify":
+        classes = len(manifest.labels or ())
+        return (
+            {"tokens": ("tensor(int64)", ("batch", "length"))},
+            {"logits": ("tensor(float)", ("batch", classes))},
+        )
+    shape = manifest.shape
+    cache = ("tensor(float)", ("batch", shape.heads, "capacity", shape.head_width))
+    inputs: Interface = {
+        "tokens": ("tensor(int64)", ("batch", "length")),
+        "past": ("tensor(int32)", ("batch",)),
+        "keep": ("tensor(int64)", ("kept",)),
+    }
+    outputs: Interface = {
+        "logits": ("tensor(float)", ("batch", "kept", manifest.tokenizer.vocab_size))
+    }
+    for name in cache_names(rung.nfe, shape.layers):
+        inputs[name] = cache
+        outputs[f"{name}_out"] = cache
+    return inputs, outputs
+
+
+def cache_names(evaluations: int, layers: int) -> list[str]:
+    """The cache inputs of a decoder graph; the outputs have _out behind."""
+    return [
+        f"{part}_{evaluation}_{layer}"
+        for evaluation in range(evaluations)
+        for layer in range(layers)
+        for part in ("k", "v")
+    ]
+
+
+def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...]) -> bool:
+    """A size that the graph leaves open fits anything; one that must be open has to be open."""
+    return len(found) == len(wanted) and all(
+        not isinstance(have, int) or have == want for have, want in zip(found, wanted, strict=True)
+    )
+
+
+def _mismatch(bundle: Bundle, rung: Rung, problem: str) -> BundleError:
+    return BundleError(f"{problem}; export the bundle again", file=str(bundle.folder / rung.graph))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,190 @@
+"""The graphs of the tiny bundles, written node by node with onnx.helper.
+
+The model, for both tasks: x = embed[token] + positions[index]; then per layer of the velocity
+u += attention(u); u += relu(u @ up) @ down; the velocity is u - x, and one Euler step adds
+velocity / steps to x. The decoder reads its logits at `keep`; the classifier averages the real
+tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from serve.bundle import Manifest, Shape
+
+OPSET = 21
+IR_VERSION = 10
+CONTRIB = "com.microsoft"
+
+
+class GraphWriter:
+    """Collects nodes and constants; every node has one output, named by its caller or by count."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self._counter = 0
+
+    def node(self, op: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        self._counter += 1
+        name = out or f"{op.lower()}_{self._counter}"
+        self.nodes.append(helper.make_node(op, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def constant(self, value: object, kind: type[np.generic]) -> str:
+        self._counter += 1
+        name = f"constant_{self._counter}"
+        self.constants.append(numpy_helper.from_array(np.asarray(value, dtype=kind), name))
+        return name
+
+
+def generate_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto:
+    """A decoder rung: GroupQueryAttention updates the caches of every evaluation and layer."""
+    w = GraphWriter()
+    one32 = w.constant(1, np.int32)
+    length = w.node("Gather", w.node("Shape", "tokens"), w.constant(1, np.int64))
+    length32 = w.node("Cast", length, to=TensorProto.INT32)
+    # GroupQueryAttention wants the index of each row's last position, and the greatest length.
+    last = w.node("Sub", w.node("Add", "past", length32), one32)  # (B,)
+    total = w.node("Add", w.node("ReduceMax", "past", keepdims=0), length32)
+    steps_of_row = w.node("Range", w.constant(0, np.int64), length, w.constant(1, np.int64))
+    past64 = w.node("Cast", "past", to=TensorProto.INT64)
+    index = w.node("Add", w.node("Unsqueeze", past64, w.constant([1], np.int64)), steps_of_row)
+    x = w.node("Add", w.node("Gather", "embed", "tokens"), w.node("Gather", "positions", index))
+    caches = []
+    for evaluation in range(steps):
+        u = x
+        for layer in range(shape.layers):
+            qkv = w.node("MatMul", u, f"qkv_{layer}")  # (B, N, 3 * H * W)
+            suffix = f"{evaluation}_{layer}"
+            attended = f"attended_{suffix}"
+            w.nodes.append(
+                helper.make_node(
+                    "GroupQueryAttention",
+                    [qkv, "", "", f"k_{suffix}", f"v_{suffix}", last, total],
+                    [attended, f"k_{suffix}_out", f"v_{suffix}_out"],
+                    name=attended,
+                    domain=CONTRIB,
+                    num_heads=shape.heads,
+                    kv_num_heads=shape.heads,
+                )
+            )
+            caches += [f"k_{suffix}", f"v_{suffix}"]
+            u = _after_attention(w, u, attended, layer)
+        x = _euler(w, x, u, steps)
+    w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
+    cache: list[int | str] = ["batch", shape.heads, "capacity", shape.head_width]
+    inputs = [
+        _value("tokens", TensorProto.INT64, ["batch", "length"]),
+        _value("past", TensorProto.INT32, ["batch"]),
+        _value("keep", TensorProto.INT64, ["kept"]),
+        *(_value(name, TensorProto.FLOAT, cache) for name in caches),
+    ]
+    outputs = [
+        _value("logits", TensorProto.FLOAT, ["batch", "kept", vocab_size]),
+        *(_value(f"{name}_out", TensorProto.FLOAT, cache) for name in caches),
+    ]
+    return helper.make_graph(w.nodes, f"generate_{steps}", inputs, outputs, w.constants)
+
+
+def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
+    """A classifier rung of plain ONNX operators; its mask follows from the padding."""
+    w = GraphWriter()
+    heads, width = shape.heads, shape.head_width
+    real = w.node("Not", w.node("Equal", "tokens", w.constant(0, np.int64)))  # (B, N)
+    weight = w.node("Cast", real, to=TensorProto.FLOAT)
+    bias = w.node(
+        "Mul",
+        w.node("Sub", weight, w.constant(1, np.float32)),
+        w.constant(1e9, np.float32),
+    )
+    bias = w.node("Unsqueeze", bias, w.constant([1, 2], np.int64))  # (B, 1, 1, N)
+    length = w.node("Gather", w.node("Shape", "tokens"), w.constant(1, np.int64))
+    index = w.node("Range", w.constant(0, np.int64), length, w.constant(1, np.int64))
+    x = w.node("Add", w.node("Gather", "embed", "tokens"), w.node("Gather", "positions", index))
+    split = w.constant([0, 0, 3 * heads, width], np.int64)
+    merge = w.constant([0, 0, heads * width], np.int64)
+    scale = w.constant(1.0 / math.sqrt(width), np.float32)
+    for _ in range(steps):
+        u = x
+        for layer in range(shape.layers):
+            qkv = w.node("Reshape", w.node("MatMul", u, f"qkv_{layer}"), split)
+            qkv = w.node("Transpose", qkv, perm=[0, 2, 1, 3])  # (B, 3 * H, N, W)
+            q, k, v = (_heads(w, qkv, part, heads) for part in range(3))
+            scores = w.node("MatMul", q, w.node("Transpose", k, perm=[0, 1, 3, 2]))
+            scores = w.node("Add", w.node("Mul", scores, scale), bias)
+            mixed = w.node("MatMul", w.node("Softmax", scores, axis=-1), v)  # (B, H, N, W)
+            mixed = w.node("Reshape", w.node("Transpose", mixed, perm=[0, 2, 1, 3]), merge)
+            u = _after_attention(w, u, mixed, layer)
+        x = _euler(w, x, u, steps)
+    weight = w.node("Unsqueeze", weight, w.constant([2], np.int64))  # (B, N, 1)
+    axis = w.constant([1], np.int64)
+    total = w.node("ReduceSum", w.node("Mul", x, weight), axis, keepdims=0)
+    mean = w.node("Div", total, w.node("ReduceSum", weight, axis, keepdims=0))
+    w.node("MatMul", mean, "head", out="logits")
+    return helper.make_graph(
+        w.nodes,
+        f"classify_{steps}",
+        [_value("tokens", TensorProto.INT64, ["batch", "length"])],
+        [_value("logits", TensorProto.FLOAT, ["batch", classes])],
+        w.constants,
+    )
+
+
+def write_graphs(
+    staging: Path,
+    manifest: Manifest,
+    weights: Mapping[str, npt.NDArray[np.float32]],
+    graphs: Mapping[int, onnx.GraphProto],
+) -> None:
+    """All graphs of a bundle, and the one weights file that they share as external data."""
+    offsets, content = {}, bytearray()
+    for name, array in weights.items():
+        content += bytes(-len(content) % 4096)  # aligned, so that it can be mapped
+        offsets[name] = len(content)
+        content += array.tobytes()
+    (staging / manifest.weights).write_bytes(content)
+    for rung in manifest.rungs:
+        graph = graphs[rung.steps]
+        for name, array in weights.items():
+            tensor = graph.initializer.add()
+            tensor.name = name
+            tensor.data_type = TensorProto.FLOAT
+            tensor.dims.extend(array.shape)
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, value in (
+                ("location", manifest.weights),
+                ("offset", str(offsets[name])),
+                ("length", str(array.nbytes)),
+            ):
+                entry = tensor.external_data.add()
+                entry.key, entry.value = key, value
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+        (staging / rung.graph).write_bytes(model.SerializeToString())
+
+
+def _after_attention(w: GraphWriter, u: str, attended: str, layer: int) -> str:
+    u = w.node("Add", u, w.node("MatMul", attended, f"mix_{layer}"))
+    wide = w.node("Relu", w.node("MatMul", u, f"up_{layer}"))
+    return w.node("Add", u, w.node("MatMul", wide, f"down_{layer}"))
+
+
+def _euler(w: GraphWriter, x: str, u: str, steps: int) -> str:
+    velocity = w.node("Sub", u, x)
+    return w.node("Add", x, w.node("Mul", velocity, w.constant(1.0 / steps, np.float32)))
+
+
+def _heads(w: GraphWriter, qkv: str, part: int, heads: int) -> str:
+    start, end = w.constant([part * heads], np.int64), w.constant([(part + 1) * heads], np.int64)
+    return w.node("Slice", qkv, start, end, w.constant([1], np.int64))
+
+
+def _value(name: str, kind: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)

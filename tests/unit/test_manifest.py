@@ -1,0 +1,281 @@
+"""One test per malformed manifest: each is refused with the field named."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.bundle import MANIFEST_FILE, BundleError, Manifest, read_bundle
+from tests.tiny_bundles import build_classify, build_generate
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def generate_json(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return build_generate(tmp_path_factory.mktemp("bundles") / "g").manifest.to_json()
+
+
+@pytest.fixture(scope="module")
+def classify_json(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return build_classify(tmp_path_factory.mktemp("bundles") / "c").manifest.to_json()
+
+
+def put(*path: str | int, to: object) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        place: Any = manifest
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return change
+
+
+def drop(*path: str | int) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        place: Any = manifest
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+
+    return change
+
+
+GENERATE_CASES: dict[str, tuple[Change, str]] = {
+    "unknown key": (put("color", to=1), "color is not a known key"),
+    "unknown key in a rung": (put("rungs", 0, "color", to=1), "rungs[0].color is not a known key"),
+    "unknown key in the input": (put("input", "color", to=1), "input.color is not a known key"),
+    "unknown key in a quality": (
+        put("rungs", 1, "quality", "mean", to=1.0),
+        "rungs[1].quality.mean is not a known key",
+    ),
+    "missing key": (drop("task"), "task is missing"),
+    "missing key in a rung": (drop("rungs", 2, "nfe"), "rungs[2].nfe is missing"),
+    "missing key in the tokenizer": (drop("tokenizer", "pad_id"), "tokenizer.pad_id is missing"),
+    "missing quality": (drop("rungs", 0, "quality"), "rungs[0].quality is missing"),
+    "missing verification": (drop("rungs", 0, "verified"), "rungs[0].verified is missing"),
+    "missing schema version": (drop("schema_version"), "schema_version is missing"),
+    "older schema": (put("schema_version", to=0), "schema_version is 0, but this release reads"),
+    "later schema": (put("schema_version", to=2), "use the release that wrote the bundle"),
+    "schema as text": (put("schema_version", to="1"), "schema_version is '1'"),
+    "schema as boolean": (put("schema_version", to=True), "schema_version is True"),
+    "input is a list": (put("input", to=[]), "input must be an object, not a list"),
+    "rungs are an object": (put("rungs", to={}), "rungs must be a list, not an object"),
+    "a rung is a number": (put("rungs", 1, to=4), "rungs[1] must be an object, not an integer"),
+    "quality is null": (put("rungs", 0, "quality", to=None), "rungs[0].quality must be an object"),
+    "empty name": (put("name", to=""), "name is ''"),
+    "name of upper case": (put("name", to="Shakespeare"), "name is 'Shakespeare'"),
+    "name with a slash": (put("name", to="a/b"), "name is 'a/b'"),
+    "name that ends its line": (put("name", to="a\n"), "name is"),
+    "name too long": (put("name", to="a" * 65), "name is"),
+    "name is null": (put("name", to=None), "name is None"),
+    "unknown task": (put("task", to="translate"), "task must be one of generate, classify"),
+    "unknown precision": (put("precision", to="fp8"), "precision must be one of fp32"),
+    "unknown method": (put("method", to="leapfrog"), "method must be one of euler"),
+    "task is a list": (put("task", to=["generate"]), "task must be one of"),
+    "T is zero": (put("T", to=0), "T must be from"),
+    "T is text": (put("T", to="1.0"), "T must be a number, not a string"),
+    "T is a boolean": (put("T", to=True), "T must be a number, not a boolean"),
+    "T is enormous": (put("T", to=10**400), "T must be from"),
+    "no rungs": (put("rungs", to=[]), "rungs is empty"),
+    "too many rungs": (put("rungs", to=[{}] * 65), "rungs has 65 items"),
+    "duplicate rung": (put("rungs", 1, to="copy of 0"), "rungs[1].steps repeats 1"),
+    "unsorted rungs": (put("rungs", to="reversed"), "sort the rungs by steps"),
+    "zero steps": (put("rungs", 0, "steps", to=0), "rungs[0].steps must be from 1 to"),
+    "absurd steps": (put("rungs", 2, "steps", to=10**9), "rungs[2].steps must be from 1 to"),
+    "steps are a float": (put("rungs", 0, "steps", to=1.0), "rungs[0].steps must be an integer"),
+    "steps are a boolean": (put("rungs", 0, "steps", to=True), "rungs[0].steps must be an integer"),
+    "nfe inconsistent": (put("rungs", 1, "nfe", to=4), "rungs[1].nfe is 4, but 2 steps of euler"),
+    "two methods": (put("rungs", 1, "method", to="ab2"), "rungs[1].method is ab2, but the bundle"),
+    "unknown effort": (put("rungs", 0, "effort", to="tiny"), "rungs[0].effort must be one of low"),
+    "duplicate effort": (put("rungs", 1, "effort", to="low"), "rungs[1].effort repeats low"),
+    "efforts descend": (put("rungs", 0, "effort", to="high"), "a greater effort has more steps"),
+    "max not the largest": (put("rungs", 1, "effort", to="max"), "rungs[1].effort is max"),
+    "graph is a path": (put("rungs", 0, "graph", to="../steps-1.onnx"), "no plain file name"),
+    "graph is absolute": (put("rungs", 0, "graph", to="/etc/passwd"), "no plain file name"),
+    "graph of a folder": (put("rungs", 0, "graph", to="a\\b.onnx"), "no plain file name"),
+    "graph is hidden": (put("rungs", 0, "graph", to=".."), "no plain file name"),
+    "graph shared": (put("rungs", 1, "graph", to="steps-1.onnx"), "rungs[1].graph repeats"),
+    "graph is the manifest": (
+        put("rungs", 0, "graph", to="manifest.json"),
+        "rungs[0].graph is manifest.json, which is the manifest already",
+    ),
+    "weights escape": (put("weights", to="../weights.bin"), "weights is '../weights.bin', which"),
+    "weights are the tokenizer": (put("weights", to="tokenizer.json"), "tokenizer.file is"),
+    "weights are unlisted": (put("weights", to="other.bin"), "files does not list other.bin"),
+    "weights are a number": (put("weights", to=1), "weights must be a string, not an integer"),
+    "tokenizer escapes": (put("tokenizer", "file", to="a/b"), "tokenizer.file is 'a/b', which"),
+    "tokenizer is unlisted": (put("tokenizer", "file", to="t.json"), "does not list t.json"),
+    "unknown tokenizer": (put("tokenizer", "kind", to="words"), "tokenizer.kind must be one of"),
+    "padding outside": (put("tokenizer", "pad_id", to=10**6), "tokenizer.pad_id must be from 0"),
+    "negative padding": (put("tokenizer", "pad_id", to=-1), "tokenizer.pad_id must be from 0"),
+    "absurd vocabulary": (put("tokenizer", "vocab_size", to=1 << 40), "tokenizer.vocab_size must"),
+    "full steps wrong": (put("full_steps", to=8), "full_steps is 8, but the largest rung has 4"),
+    "default steps wrong": (put("default_steps", to=3), "default_steps is 3, which is no rung"),
+    "default steps null": (put("default_steps", to=None), "default_steps must be an integer"),
+    "input is an image": (put("input", "kind", to="image"), "input.kind must be one of text"),
+    "no tokens": (put("input", "max_tokens", to=0), "input.max_tokens must be from 1"),
+    "absurd tokens": (put("input", "max_tokens", to=1 << 60), "input.max_tokens must be from 1"),
+    "truncation of a prompt": (
+        put("input", "truncation", to={"head": 1, "tail": 1}),
+        "input.truncation must be null for the task generate",
+    ),
+    "labels of a generator": (put("labels", to=["a", "b"]), "labels must be null for the task"),
+    "absurd layers": (put("shape", "layers", to=10**7), "shape.layers must be from 1 to"),
+    "no heads": (put("shape", "heads", to=0), "shape.heads must be from 1 to"),
+    "negative width": (put("shape", "width", to=-1), "shape.width must be from 1 to"),
+    "absurd head width": (put("shape", "head_width", to=10**5000), "shape.head_width must be"),
+    "parameters as text": (put("shape", "parameters", to="2M"), "shape.parameters must be an"),
+    "NaN quality": (
+        put("rungs", 0, "quality", "value", to=float("nan")),
+        "rungs[0].quality.value must be a finite number",
+    ),
+    "infinite quality": (
+        put("rungs", 0, "quality", "high", to=float("inf")),
+        "rungs[0].quality.high must be a finite number",
+    ),
+    "interval beside its value": (
+        put("rungs", 0, "quality", "low", to=99.0),
+        "rungs[0].quality.low must be from",
+    ),
+    "unknown metric": (put("rungs", 0, "quality", "metric", to="bleu"), "quality.metric must be"),
+    "two metrics": (
+        put("rungs", 1, "quality", to=dict(metric="accuracy", value=1, low=1, high=1, samples=9)),
+        "rungs[1].quality.metric is accuracy, but the first rung's is loss",
+    ),
+    "percent as accuracy": (
+        put(
+            "rungs", 1, "quality", to=dict(metric="accuracy", value=85, low=84, high=86, samples=9)
+        ),
+        "rungs[1].quality.value must be from 0 to 1",
+    ),
+    "no samples": (put("rungs", 0, "quality", "samples", to=0), "quality.samples must be from 1"),
+    "failed verification": (
+        put("rungs", 0, "verified", "max_abs_error", to=1.0),
+        "rungs[0].verified.max_abs_error is 1, above the tolerance",
+    ),
+    "negative tolerance": (
+        put("rungs", 0, "verified", "tolerance", to=-1.0),
+        "rungs[0].verified.tolerance must be from 0",
+    ),
+    "card is text": (put("card", to="hello"), "card must be an object, not a string"),
+    "card has half a character": (put("card", "title", to="\ud800"), "card cannot be written"),
+    "provenance is null": (put("provenance", to=None), "provenance must be an object, not null"),
+    "files are a list": (put("files", to=[]), "files must be an object"),
+    "a file escapes": (put("files", "../x", to=dict(sha256="0" * 64, bytes=1)), "files is '../x'"),
+    "the manifest is a file": (
+        put("files", "manifest.json", to=dict(sha256="0" * 64, bytes=1)),
+        "files lists manifest.json, which is never hashed",
+    ),
+    "hash of upper case": (
+        put("files", "weights.bin", "sha256", to="A" * 64),
+        "files['weights.bin'].sha256 must be 64 lower-case",
+    ),
+    "short hash": (put("files", "weights.bin", "sha256", to="0"), "sha256 must be 64 lower-case"),
+    "absurd size": (
+        put("files", "weights.bin", "bytes", to=1 << 60),
+        "files['weights.bin'].bytes must be from 0 to",
+    ),
+    "negative size": (put("files", "weights.bin", "bytes", to=-1), "bytes must be from 0 to"),
+    "too many files": (
+        put("files", to={f"f{index}": None for index in range(1025)}),
+        "files has 1025 entries",
+    ),
+    "a file entry is a number": (put("files", "weights.bin", to=3), "files['weights.bin'] must be"),
+}
+
+CLASSIFY_CASES: dict[str, tuple[Change, str]] = {
+    "no labels": (put("labels", to=None), "labels must be a list for the task classify"),
+    "one label": (put("labels", to=["only"]), "labels has 1 labels; a classifier has from 2"),
+    "repeated label": (put("labels", to=["a", "a"]), "labels[1] repeats 'a'"),
+    "empty label": (put("labels", to=["a", ""]), "labels[1] must have from 1 to"),
+    "label is a number": (put("labels", to=["a", 2]), "labels[1] must be a string, not an integer"),
+    "label is half a character": (put("labels", to=["a", "\udc00"]), "labels[1] holds half"),
+    "labels are text": (put("labels", to="ab"), "labels must be a list, not a string"),
+    "truncation too long": (
+        put("input", "truncation", "tail", to=40),
+        "input.truncation keeps 56 tokens, more than max_tokens (48)",
+    ),
+    "truncation keeps nothing": (
+        put("input", "truncation", to={"head": 0, "tail": 0}),
+        "input.truncation.head must be at least 1",
+    ),
+    "negative truncation": (
+        put("input", "truncation", "head", to=-1),
+        "input.truncation.head must be from 0",
+    ),
+}
+
+
+def _broken(manifest: dict[str, Any], change: Change) -> dict[str, Any]:
+    broken = copy.deepcopy(manifest)
+    change(broken)
+    if broken["rungs"] == "reversed":
+        broken["rungs"] = manifest["rungs"][::-1]
+    if isinstance(broken["rungs"], list) and "copy of 0" in broken["rungs"]:
+        broken["rungs"][1] = {**manifest["rungs"][0], "graph": "again.onnx"}
+    return broken
+
+
+@pytest.mark.parametrize("case", GENERATE_CASES)
+def test_malformed_generate_manifest_is_refused(case: str, generate_json: dict[str, Any]) -> None:
+    change, message = GENERATE_CASES[case]
+    with pytest.raises(BundleError) as refusal:
+        Manifest.from_json(_broken(generate_json, change))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", CLASSIFY_CASES)
+def test_malformed_classify_manifest_is_refused(case: str, classify_json: dict[str, Any]) -> None:
+    change, message = CLASSIFY_CASES[case]
+    with pytest.raises(BundleError) as refusal:
+        Manifest.from_json(_broken(classify_json, change))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [None, [], "manifest", 3, True])
+def test_a_manifest_that_is_no_object_is_refused(value: object) -> None:
+    with pytest.raises(BundleError, match="must be an object"):
+        Manifest.from_json(value)
+
+
+MALFORMED_TEXTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is not valid JSON"),
+    "cut off": (b'{"schema_version": 1,', "is not valid JSON"),
+    "no UTF-8": (b'{"name": "\xff\xfe"}', "is not valid JSON"),
+    "NaN": (b'{"T": NaN}', "holds NaN"),
+    "infinity": (b'{"T": -Infinity}', "holds -Infinity"),
+    "overflow": (b'{"T": 1e999}', "holds the number 1e999"),
+    "repeated key": (b'{"name": "a", "name": "b"}', "repeats the key 'name'"),
+    "deeply nested": (b"[" * 200_000, "is not valid JSON"),
+    "endless integer": (b'{"T": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+    "enormous": (b" " * (5 << 20), "is larger than"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED_TEXTS)
+def test_malformed_manifest_text_is_refused_with_the_file_named(case: str, tmp_path: Path) -> None:
+    text, message = MALFORMED_TEXTS[case]
+    (tmp_path / MANIFEST_FILE).write_bytes(text)
+    with pytest.raises(BundleError) as refusal:
+        read_bundle(tmp_path)
+    assert str(refusal.value).startswith(f"{tmp_path / MANIFEST_FILE}: {message}")
+
+
+def test_manifest_survives_json(
+    generate_json: dict[str, Any], classify_json: dict[str, Any]
+) -> None:
+    for value in (generate_json, classify_json):
+        manifest = Manifest.from_json(json.loads(json.dumps(value)))
+        assert manifest.to_json() == value
+        assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_rung_is_found_by_its_steps(generate_json: dict[str, Any]) -> None:
+    manifest = Manifest.from_json(generate_json)
+    assert manifest.rung(2).graph == "steps-2.onnx"
+    with pytest.raises(BundleError, match="has no rung of 3 steps; it has 1, 2, 4"):
+        manifest.rung(3)
