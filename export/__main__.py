@@ -1,0 +1,111 @@
+"""The commands of export: `stepdial export`, `inspect`, `calibrate`; also `python -m export`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from serve.bundle import BundleError, read_bundle
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    from export.verify import VerificationError
+    from train.checkpoint import RunError
+    from train.config import RecipeError
+    from train.tables import DataError
+
+    try:
+        return int(arguments.run_command(arguments))
+    except (BundleError, VerificationError, RunError, RecipeError, DataError, ValueError) as error:
+        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export",
+        help="turn a run into a bundle",
+        description="Stitch, verify, calibrate and pack every rung of a run into a bundle.",
+    )
+    export.set_defaults(run_command=_export)
+    export.add_argument("run", type=Path, metavar="RUN")
+    export.add_argument("--out", type=Path, metavar="BUNDLE", help="default bundles/NAME")
+    export.add_argument("--steps", default="1,2,4,8", help="the rungs (default 1,2,4,8)")
+    export.add_argument("--method", help="integration method (default: as trained)")
+    export.add_argument("--name", help="name of the model (default: the recipe's)")
+    export.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    export.add_argument(
+        "--samples", type=int, help="calibrate on about this many held-out rows (default: all)"
+    )
+    export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
+    inspect = commands.add_parser(
+        "inspect",
+        help="print a bundle's ladder",
+        description="Print the ladder of bundles and draw their quality-latency frontier.",
+    )
+    inspect.set_defaults(run_command=_inspect)
+    inspect.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
+    inspect.add_argument("--plot", type=Path, help="draw the frontier to this .png or .svg")
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure a bundle's latency here",
+        description="Measure the latency of every rung on this machine into latency.json.",
+    )
+    calibrate.set_defaults(run_command=_calibrate)
+    calibrate.add_argument("bundle", type=Path, metavar="BUNDLE")
+    calibrate.add_argument("--threads", type=int, help="threads a call (default: all cores)")
+    return parser
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from export.frontier import describe
+    from export.pack import ExportRequest, export_run
+    from train.__main__ import parse_steps
+
+    steps = tuple(parse_steps(arguments.steps))
+    card = json.loads(arguments.card.read_text(encoding="utf-8")) if arguments.card else {}
+    target = arguments.out or Path("bundles") / (arguments.name or arguments.run.name)
+    request = ExportRequest(
+        arguments.run,
+        target,
+        steps,
+        arguments.method,
+        arguments.name,
+        arguments.data,
+        arguments.samples,
+        card,
+    )
+    print(describe(export_run(request)))
+    print(f"bundle: {target}\nnext: stepdial serve {target}")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from export.frontier import describe, draw
+
+    bundles = [read_bundle(folder) for folder in arguments.bundles]
+    print("\n\n".join(describe(bundle) for bundle in bundles))
+    if len({bundle.manifest.task for bundle in bundles}) > 1 and arguments.plot:
+        raise ValueError("--plot compares bundles of one task; draw these one at a time")
+    if arguments.plot:
+        draw(bundles, arguments.plot)
+        print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from export.frontier import describe
+    from export.pack import calibrate_latency
+
+    calibrate_latency(arguments.bundle, arguments.threads)
+    print(describe(read_bundle(arguments.bundle)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

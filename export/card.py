@@ -1,0 +1,53 @@
+"""The model card of a bundle: README.md, written from the manifest alone."""
+
+from serve.bundle import Manifest
+
+
+def model_card(manifest: Manifest) -> str:
+    m = manifest
+    metric = m.rungs[0].quality.metric
+    title = str(m.card.get("title") or m.name)
+    lines = [
+        f"# {m.name}: {title}",
+        "",
+        str(m.card.get("description", "")),
+        "",
+        f"An OT-Transformer: depth is the ODE x' = f(x) over [0, {m.T:g}], solved with {m.method}; "
+        f"one set of weights serves every step count. {m.shape.parameters:,} parameters, "
+        f"{m.shape.layers} blocks of width {m.shape.width}, {m.shape.heads} heads, at most "
+        f"{m.input.max_tokens} tokens, {m.precision}.",
+        "",
+        f"| steps | effort | evaluations | {_shown(metric)} | 95 % interval | default |",
+        "|---:|---|---:|---:|---|---|",
+    ]
+    for rung in m.rungs:
+        q = rung.quality
+        default = "yes" if rung.steps == m.default_steps else ""
+        lines.append(
+            f"| {rung.steps} | {rung.effort or ''} | {rung.nfe} | {_number(metric, q.value)} | "
+            f"{_number(metric, q.low)} to {_number(metric, q.high)} | {default} |"
+        )
+    samples = m.rungs[0].quality.samples
+    unit = "tokens" if metric == "loss" else "rows"
+    lines += ["", f"Measured on {samples:,} held-out {unit}, in the runtime that serves.", ""]
+    if m.labels:
+        lines += [f"Labels: {', '.join(m.labels)}.", ""]
+    for key, heading in (
+        ("data", "Data"),
+        ("baselines", "Measured beside it"),
+        ("intended_use", "Intended use"),
+        ("limits", "Limits"),
+        ("license", "Licence"),
+        ("made_with", "Made with"),
+    ):
+        if m.card.get(key):
+            lines += [f"## {heading}", "", str(m.card[key]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(metric: str) -> str:
+    return "loss (nats a token)" if metric == "loss" else metric
+
+
+def _number(metric: str, value: float) -> str:
+    return f"{value:.4f}" if metric == "loss" else f"{100 * value:.2f} %"

@@ -1,0 +1,208 @@
+"""From run to bundle: every method and norm verified, weights once, never half a bundle."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from export import stitch as stitching
+from export.__main__ import main
+from export.calibrate import choose_default, name_efforts
+from export.pack import ExportRequest, calibrate_latency, export_run
+from export.parts import Parts, trace
+from export.verify import VerificationError
+from serve.bundle import Bundle, Quality, read_bundle
+from serve.runtime import open_model
+from tests.tiny_runs import tiny_label_run, tiny_text_run
+from train.checkpoint import load_run
+from train.model import OTTransformer
+from train.ode import METHODS
+
+# Logits of these models are of order one; torch and the runtime are both float32.
+ABSOLUTE = 2e-5
+TRACED: dict[object, Parts] = {}
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing is the slow part and the same for every method: once for each set of weights."""
+
+    def traced(model: OTTransformer) -> Parts:
+        weights = tuple(float(p.double().sum()) for p in model.parameters())
+        key = (model.discrete, model.T, weights)
+        if key not in TRACED:
+            TRACED[key] = trace(model)
+        return TRACED[key]
+
+    monkeypatch.setattr("export.pack.trace", traced)
+
+
+def export(run: Path, target: Path, *steps: int, method: str | None = None) -> Bundle:
+    request = ExportRequest(run, target, steps or (1, 2, 4), method)
+    return export_run(request, say=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text_run(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def label_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_label_run(tmp_path_factory.mktemp("label"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rung_of_a_decoder_agrees_with_torch(
+    text_run: Path, tmp_path: Path, method: str
+) -> None:
+    bundle = export(text_run, tmp_path / "b", 1, 2, 3, method=method)
+    model = load_run(text_run)[0]
+    opened = open_model(bundle)
+    tokens = torch.randint(1, 30, (3, 24))
+    for rung in bundle.manifest.rungs:
+        with torch.no_grad():
+            expected = model(tokens, rung.steps, method).logits.numpy()
+        decoder = opened.decoder(rung.steps)
+        np.testing.assert_allclose(decoder.forward(tokens.numpy()), expected, atol=ABSOLUTE)
+        batch = decoder.open_batch()
+        for row, prompt in enumerate((5, 9, 1)):
+            first = batch.add(tokens[row, :prompt].numpy())
+            np.testing.assert_allclose(first, expected[row, prompt - 1], atol=ABSOLUTE)
+        for _ in range(6):
+            at = np.array(batch.lengths)
+            logits = batch.step(tokens.numpy()[np.arange(3), at])
+            np.testing.assert_allclose(logits, expected[np.arange(3), at], atol=ABSOLUTE)
+        assert rung.verified.max_abs_error <= rung.verified.tolerance < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rung_of_a_classifier_agrees_with_torch(
+    label_run: Path, tmp_path: Path, method: str
+) -> None:
+    bundle = export(label_run, tmp_path / "b", 1, 2, 3, method=method)
+    model = load_run(label_run)[0]
+    opened = open_model(bundle)
+    tokens = torch.randint(1, 30, (4, 12))
+    tokens[1, 5:] = 0
+    tokens[2, 1:] = 0
+    for rung in bundle.manifest.rungs:
+        with torch.no_grad():
+            expected = model(tokens, rung.steps, method).logits.numpy()
+        logits = opened.classifier(rung.steps).run(tokens.numpy())
+        np.testing.assert_allclose(logits, expected, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.norm=post", "model.final_norm=none"],
+        ["model.norm=none", "model.final_norm=inside"],
+        ["model.depth=discrete"],
+        ["data.tokenizer=bpe", "data.vocabulary=300"],
+        ["model.T=2.0"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_kind_of_model_exports_and_verifies(tmp_path: Path, overrides: list[str]) -> None:
+    run = tiny_text_run(tmp_path, *overrides)
+    bundle = export(run, tmp_path / "b", 1, 2)
+    discrete = "model.depth=discrete" in overrides
+    assert bundle.manifest.steps == ((1,) if discrete else (1, 2))
+    label = tiny_label_run(tmp_path / "label", *(o for o in overrides if "data." not in o))
+    assert export(label, tmp_path / "c", 1, 2).manifest.task == "classify"
+
+
+def test_weights_stand_once_and_graphs_are_valid(text_run: Path, tmp_path: Path) -> None:
+    one = export(text_run, tmp_path / "one", 4)
+    four = export(text_run, tmp_path / "four", 1, 2, 4, 8)
+    assert four.weights_path.read_bytes() == one.weights_path.read_bytes()
+    for rung in four.manifest.rungs:
+        onnx.checker.check_model(str(four.graph_path(rung.steps)))
+        graph = onnx.load(str(four.graph_path(rung.steps)), load_external_data=False)
+        assert {o.version for o in graph.opset_import if not o.domain} == {21}
+        named = [v.name for v in graph.graph.input]
+        layers = four.manifest.shape.layers
+        assert sum(n.startswith("k_") for n in named) == rung.nfe * layers
+
+
+def test_plain_operators_only_in_a_classifier(label_run: Path, tmp_path: Path) -> None:
+    bundle = export(label_run, tmp_path / "b", 1, 4)
+    for rung in bundle.manifest.rungs:
+        graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False)
+        assert {node.domain for node in graph.graph.node} == {""}
+
+
+def test_two_exports_of_one_run_are_the_same_bytes(text_run: Path, tmp_path: Path) -> None:
+    first, second = (export(text_run, tmp_path / name, 1, 2) for name in ("a", "b"))
+    names = {path.name for path in first.folder.iterdir()}
+    assert names == {path.name for path in second.folder.iterdir()}
+    for name in names - {"latency.json"}:
+        assert (first.folder / name).read_bytes() == (second.folder / name).read_bytes(), name
+
+
+def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
+    text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stitch = stitching.stitch
+
+    def wrong(parts: object, method: str, steps: int, T: float, discrete: bool) -> onnx.ModelProto:
+        return stitch(parts, method, steps, T * (1.001 if steps == 2 else 1), discrete)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("export.pack.stitch", wrong)
+    with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
+        export(text_run, tmp_path / "b", 1, 2)
+    assert [p.name for p in tmp_path.iterdir()] == []
+
+
+def test_the_manifest_holds_what_was_measured(label_run: Path, tmp_path: Path) -> None:
+    bundle = export(label_run, tmp_path / "b", 1, 2, 4)
+    m = bundle.manifest
+    assert m.labels == ("even", "odd") and m.full_steps == 4
+    assert {rung.effort for rung in m.rungs} == {"low", "medium", "max"}
+    assert all(rung.quality.samples == 40 for rung in m.rungs)
+    assert bundle.latency is not None
+    measured = {(e.steps, e.batch) for e in bundle.latency.entries}
+    assert measured == {(s, b) for s in (1, 2, 4) for b in (1, 8, 32)}
+    card = (bundle.folder / "README.md").read_text()
+    assert "even, odd" in card and "| 4 | max | 4 |" in card
+    recipe = m.provenance["recipe"]
+    assert isinstance(recipe, dict) and recipe["data"]["path"] == ""
+
+
+def test_efforts_and_default() -> None:
+    assert name_efforts([1]) == {1: "max"}
+    assert name_efforts([1, 2]) == {1: "low", 2: "max"}
+    assert name_efforts([1, 2, 4]) == {1: "low", 2: "medium", 4: "max"}
+    assert name_efforts([1, 2, 4, 8]) == {1: "low", 2: "medium", 4: "high", 8: "max"}
+    assert name_efforts([1, 2, 4, 6, 8, 16]) == {1: "low", 2: "medium", 8: "high", 16: "max"}
+    q = Quality("loss", 1.5, 1.4, 1.6, 10)
+    better = dataclasses.replace(q, value=1.45)
+    assert choose_default({1: q, 2: better, 4: better}) == 2
+    accuracy = Quality("accuracy", 0.5, 0.4, 0.6, 10)
+    assert choose_default({1: accuracy, 2: dataclasses.replace(accuracy, value=0.55)}) == 2
+
+
+def test_the_commands_export_inspect_and_calibrate(
+    label_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "b"
+    assert main(["export", str(label_run), "--out", str(target), "--steps", "1,2"]) == 0
+    assert "next: stepdial serve" in capsys.readouterr().out
+    plot = tmp_path / "frontier.png"
+    assert main(["inspect", str(target), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "labels: even, odd" in capsys.readouterr().out
+    before = json.loads((target / "latency.json").read_text())
+    calibrate_latency(target, threads=1)
+    after = json.loads((target / "latency.json").read_text())
+    assert after["machine"]["threads"] == 1 and len(after["entries"]) == len(before["entries"])
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "manifest.json" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    assert "is not a run" in capsys.readouterr().err
+    read_bundle(target)
