@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Train and export the three models of zoo/, and the discrete transformers measured beside them.
+#
+#   benchmarks/make_zoo.sh DATA [RUNS]
+#
+# DATA holds tinyshakespeare/input.txt, imdb/{train,test}.jsonl.xz and ag_news/*.csv.gz. Every
+# training uses one thread; killed at any moment, the same command goes on from its checkpoint.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+data=$1
+runs=${2:-runs}
+discrete=(--set model.depth=discrete --set optim.transport=0
+    --set steps.schedule=fixed --set steps.full=1 --set 'steps.short=[1]')
+
+stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" --out "$runs/shakespeare"
+stepdial train sentiment --data "$data/imdb" --out "$runs/sentiment"
+stepdial train topics --data "$data/ag_news" --out "$runs/topics"
+
+# As many velocity evaluations, so the same training time, for the language model; as many
+# iterations, so the same examples seen, for the classifiers.
+stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" \
+    --out "$runs/shakespeare-discrete" "${discrete[@]}" --set optim.iterations=9800
+stepdial train sentiment --data "$data/imdb" --out "$runs/sentiment-discrete" "${discrete[@]}"
+stepdial train topics --data "$data/ag_news" --out "$runs/topics-discrete" "${discrete[@]}"
+
+for model in shakespeare sentiment topics; do
+    stepdial export "$runs/$model" --out "zoo/$model" --steps 1,2,4,8 \
+        --card "benchmarks/cards/$model.json"
+done
