@@ -1,0 +1,50 @@
+# syntax=docker/dockerfile:1
+
+# Serves the zoo, or bundles mounted into it. Only what serving needs: no PyTorch, no training code.
+#
+#   docker build --tag stepdial .
+#   docker run --rm --publish 127.0.0.1:8000:8000 stepdial
+#   docker run --rm --publish 127.0.0.1:8000:8000 --volume "$PWD/my-bundle:/bundle:ro" stepdial /bundle
+#
+# With the GPU runtimes:
+#
+#   docker build --build-arg RUNTIME=gpu --tag stepdial:gpu .
+#   docker run --rm --gpus all --publish 127.0.0.1:8000:8000 stepdial:gpu
+
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim-bookworm AS build
+ARG RUNTIME=cpu
+RUN python -m venv /venv
+WORKDIR /app
+# An editable install: a change of the code below does not install everything again, and the zoo is
+# found beside the code, as in a checkout.
+COPY LICENSE pyproject.toml stepdial.py ./
+RUN case "$RUNTIME" in \
+        cpu) extra=serve ;; \
+        gpu) extra=gpu ;; \
+        *) echo "RUNTIME is '$RUNTIME'; it may be cpu or gpu" >&2; exit 1 ;; \
+    esac \
+    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check --editable ".[$extra]"
+COPY serve ./serve
+COPY zoo ./zoo
+RUN /venv/bin/python -m compileall -q serve stepdial.py
+
+FROM python:${PYTHON}-slim-bookworm
+RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin stepdial
+COPY --from=build /venv /venv
+COPY --from=build /app /app
+# The last two are read by the NVIDIA container runtime, and by nothing where there is none.
+ENV PATH=/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    STEPDIAL_HOST=0.0.0.0 \
+    STEPDIAL_PORT=8000 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+WORKDIR /app
+USER 10001
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 CMD \
+    ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['STEPDIAL_PORT']}/health/ready\", timeout=2)"]
+ENTRYPOINT ["stepdial", "serve"]

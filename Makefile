@@ -1,0 +1,107 @@
+# The one door to Stepdial. `make` alone lists the targets.
+#
+# Installs are stamped inside the virtual environment, so that a second run starts at once; editing
+# pyproject.toml makes the stamps stale.
+
+# Set on the command line (make demo PORT=9000), never by a variable of the same name that happens
+# to be in the environment.
+VENV := .venv
+HOST := 127.0.0.1
+PORT := 8000
+RUNTIME := cpu
+IMAGE := stepdial:$(RUNTIME)
+ARGS :=
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python ...` overrides it.
+PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python; do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$candidate; break; }; done)
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks tests)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check e2e bench load image clean
+
+help:
+	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
+	@echo 'make test    run every test (installs the development extras first)'
+	@echo 'make check   ruff, mypy --strict and the import rules'
+	@echo 'make e2e     only the tests that start the real server'
+	@echo 'make load    30 seconds of mixed load against http://$(HOST):$(PORT)'
+	@echo 'make bench   measure what the README states'
+	@echo 'make image   build the Docker image $(IMAGE) (RUNTIME=gpu for NVIDIA)'
+	@echo 'make setup   create $(VENV) with everything for development, and the pre-commit hook'
+	@echo 'make clean   remove $(VENV) and caches'
+	@echo
+	@echo 'Variables: PYTHON=$(or $(PYTHON),none found) VENV=$(VENV) HOST=$(HOST) PORT=$(PORT) ARGS=...'
+
+$(VENV)/.created:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo 'Stepdial needs Python 3.11 or newer; none was found on the PATH'; \
+		echo '(python3 is: '"$$(python3 --version 2>&1 || echo missing)"').'; \
+		echo 'Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'; \
+		exit 1; \
+	fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'Stepdial needs Python 3.11 or newer; $(PYTHON) is' \
+			"$$($(PYTHON) --version 2>&1 || echo missing)."; \
+		echo 'Name a newer one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'; \
+		exit 1; \
+	}
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo 'Creating a virtual environment failed. On Debian and Ubuntu: apt install python3-venv'; \
+		exit 1; \
+	}
+	@touch $@
+
+# The development extras contain the serving ones: with them installed, serving needs no install.
+$(VENV)/.installed-serve: pyproject.toml $(VENV)/.created
+	@echo 'Installing what serving needs into $(VENV); this happens once.'
+	$(PIP) install --editable '.[serve]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.created
+	@echo 'Installing what development needs into $(VENV); this happens once, and takes minutes.'
+	$(PIP) install --editable '.[dev]'
+	@touch $(VENV)/.installed-serve $@
+
+setup: $(VENV)/.installed-dev
+	@if [ "$$(git rev-parse --show-toplevel 2>/dev/null)" = "$(CURDIR)" ]; then \
+		$(PY) -m pre_commit install || echo 'The pre-commit hook was not installed; run `make check` by hand.'; \
+	else \
+		echo 'Not a git work tree: the pre-commit hook was left out.'; \
+	fi
+
+demo: $(VENV)/.installed-serve
+	$(PY) -m stepdial demo --host $(HOST) --port $(PORT) $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict $(SOURCES)
+	$(VENV)/bin/lint-imports
+
+test: $(VENV)/.installed-dev
+	$(PY) -m pytest $(ARGS)
+
+e2e: $(VENV)/.installed-dev
+	$(PY) -m pytest $(wildcard tests/e2e tests/faults) $(ARGS)
+
+bench: $(VENV)/.installed-dev
+	$(PY) benchmarks/run.py $(ARGS)
+
+load: $(VENV)/.installed-dev
+	$(PY) -m stepdial loadtest --url http://$(HOST):$(PORT) --duration 30s $(ARGS)
+
+image:
+	@command -v docker >/dev/null || { \
+		echo 'make image needs Docker, and there is no docker command on the PATH.'; exit 1; }
+	@docker info >/dev/null 2>&1 || { \
+		echo 'make image needs a running Docker engine: `docker info` cannot reach one.'; \
+		echo 'Start it (for example: systemctl start docker) and try again.'; exit 1; }
+	docker build --build-arg RUNTIME=$(RUNTIME) --tag $(IMAGE) .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

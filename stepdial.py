@@ -1,0 +1,148 @@
+"""The `stepdial` command: finds the package that owns a subcommand and hands it the arguments.
+
+It deliberately knows none of the options of those packages, and imports a package only when its
+command is used, so that `stepdial serve` never pays for torch and `stepdial --help` for nothing.
+The one command of its own is `demo`, which only strings others together.
+"""
+
+import difflib
+import importlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_OWN_PACKAGES = frozenset({"train", "export", "serve", "loadtest", "stepdial"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a subcommand lives: `package.__main__.main`, installed by an extra."""
+
+    package: str
+    extra: str
+    takes_name: bool  # the package has several commands, so it is told which one was meant
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
+    "evaluate": Command("train", "train", True, "quality of a run or a bundle against steps"),
+    "export": Command("export", "export", True, "turn a run into a bundle that the server loads"),
+    "inspect": Command("export", "export", True, "show a bundle and its quality-latency frontier"),
+    "calibrate": Command("export", "export", True, "measure a bundle's latency on this machine"),
+    "serve": Command("serve", "serve", False, "answer HTTP requests; without a bundle, the zoo"),
+    "loadtest": Command("loadtest", "loadtest", False, "load a running server and report"),
+}
+_DEMO_SUMMARY = "serve the zoo; with --train: train, export and serve a small model"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(_help_text(), file=sys.stderr)
+        return 2
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-h", "--help", "help"):
+        print(_help_text())
+        return 0
+    if name in ("-V", "--version"):
+        print(f"stepdial {__version__}")
+        return 0
+    try:
+        if name == "demo":
+            return _demo(rest)
+        if name in COMMANDS:
+            return _forward(name, rest)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    print(_unknown_text(name), file=sys.stderr)
+    return 2
+
+
+def _forward(name: str, arguments: list[str]) -> int:
+    command = COMMANDS[name]
+    if name == "evaluate" and any(Path(word, "manifest.json").is_file() for word in arguments):
+        command = replace(command, package="export", extra="export")  # a bundle, not a run
+    forwarded = [name, *arguments] if command.takes_name else arguments
+    try:
+        # Inside the `try` too: a package may import its heavy dependencies only when it runs.
+        entry = importlib.import_module(f"{command.package}.__main__")
+        status = entry.main(forwarded)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing in _OWN_PACKAGES:
+            raise
+        print(
+            f"stepdial {name} needs a package that is not installed ({missing}). "
+            f"Install what it needs: pip install -e '.[{command.extra}]'",
+            file=sys.stderr,
+        )
+        return 1
+    return int(status or 0)
+
+
+def _demo(arguments: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="stepdial demo",
+        description="Serve the zoo. With --train: train a small model from a recipe that needs no "
+        "download, measure it, export it and serve the result, showing each command.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument("--train", action="store_true", help="train and export a model first")
+    parser.add_argument(
+        "--recipe", default="listops", help="what --train trains: listops, parity or stdlib"
+    )
+    options = parser.parse_args(arguments)
+    server = ["--host", options.host, "--port", str(options.port)]
+    if not options.train:
+        return _forward("serve", server)
+
+    run, bundle = f"runs/demo-{options.recipe}", f"bundles/demo-{options.recipe}"
+    for stage in (
+        ["train", options.recipe, "--out", run],
+        ["evaluate", run, "--steps", "1,2,4"],
+        ["export", run, "--out", bundle, "--steps", "1,2,4"],
+    ):
+        print(f"\n$ stepdial {' '.join(stage)}", flush=True)
+        # Processes of their own, so that the one which goes on to serve never holds torch.
+        status = subprocess.run([sys.executable, "-m", "stepdial", *stage], check=False).returncode
+        if status:
+            print(f"stepdial demo stopped: `stepdial {stage[0]}` failed.", file=sys.stderr)
+            return status
+    print(f"\n$ stepdial serve {bundle} {' '.join(server)}", flush=True)
+    return _forward("serve", [bundle, *server])
+
+
+def _help_text() -> str:
+    summaries = {name: command.summary for name, command in COMMANDS.items()}
+    summaries["demo"] = _DEMO_SUMMARY
+    width = max(map(len, summaries))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, text in summaries.items())
+    return (
+        "usage: stepdial COMMAND [options]\n"
+        "\n"
+        "Transformers whose depth is a dial that each request turns.\n"
+        "\n"
+        f"commands:\n{listed}\n"
+        "\n"
+        "`stepdial COMMAND --help` lists a command's options; `stepdial --version` the version."
+    )
+
+
+def _unknown_text(name: str) -> str:
+    close = difflib.get_close_matches(name, [*COMMANDS, "demo"], n=1)
+    hint = f" Did you mean `stepdial {close[0]}`?" if close else ""
+    return f"stepdial has no command {name!r}.{hint} `stepdial --help` lists them."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What every test shares: the marks that leave tests out, and saying so where it is seen.
+
+It deliberately knows nothing of servers, bundles or models.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("stepdial", deadline=None)
+hypothesis.settings.load_profile("stepdial")
+
+_CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_LEFT_OUT = pytest.StashKey[list[str]]()
+
+
+def find_chromium() -> Path | None:
+    """The Chromium to drive: STEPDIAL_CHROMIUM, or the first known name on the PATH."""
+    named = os.environ.get("STEPDIAL_CHROMIUM")
+    if named:
+        if not Path(named).is_file():
+            raise pytest.UsageError(f"STEPDIAL_CHROMIUM names {named}, which is no file")
+        return Path(named)
+    found = next(filter(None, map(shutil.which, _CHROMIUM_NAMES)), None)
+    return Path(found) if found else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if find_chromium() is not None:
+        return
+    left_out = [item for item in items if item.get_closest_marker("browser")]
+    config.stash[_LEFT_OUT] = [item.nodeid for item in left_out]
+    for item in left_out:
+        item.add_marker(pytest.mark.skip(reason="no Chromium on this machine"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left_out = config.stash.get(_LEFT_OUT, [])
+    if not left_out:
+        return
+    terminalreporter.section("PAGE TESTS LEFT OUT: NO CHROMIUM FOUND", sep="!", red=True, bold=True)
+    for nodeid in left_out:
+        terminalreporter.line(f"left out: {nodeid}")
+    terminalreporter.line(
+        "Install one (Debian, Ubuntu: apt install chromium) or name it in STEPDIAL_CHROMIUM."
+    )
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Path:
+    """The browser for tests marked `browser`."""
+    found = find_chromium()
+    assert found is not None, "a test that uses the `chromium` fixture must be marked `browser`"
+    return found

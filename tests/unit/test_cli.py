@@ -1,0 +1,180 @@
+"""The dispatcher: what it forwards, to whom, and what it says when it cannot."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import stepdial
+
+ROOT = Path(__file__).parents[2]
+
+
+class Entry(ModuleType):
+    """A package's `__main__` that notes what it was called with."""
+
+    def __init__(self, outcome: Callable[[], int]) -> None:
+        super().__init__("entry")
+        self.seen: list[list[str]] = []
+        self._outcome = outcome
+
+    def main(self, argv: list[str]) -> int:
+        self.seen.append(argv)
+        return self._outcome()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, package: str, outcome: Callable[[], int]) -> Entry:
+    entry = Entry(outcome)
+    monkeypatch.setitem(sys.modules, f"{package}.__main__", entry)
+    return entry
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def outcome() -> int:
+        raise error
+
+    return outcome
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert stepdial.main(argv) == 0
+    printed = capsys.readouterr().out
+    for name in [*stepdial.COMMANDS, "demo"]:
+        assert f"\n  {name} " in printed
+
+
+def test_without_a_command_it_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stepdial.main([]) == 2
+    assert "usage: stepdial COMMAND" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stepdial.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stepdial {stepdial.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("serv", "serve"), ("evalute", "evaluate"), ("dmeo", "demo")]
+)
+def test_a_misspelt_command_is_suggested(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stepdial.main([typed]) == 2
+    assert f"Did you mean `stepdial {meant}`?" in capsys.readouterr().err
+
+
+def test_an_unlike_command_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stepdial.main(["xyzzy"]) == 2
+    printed = capsys.readouterr().err
+    assert "no command 'xyzzy'" in printed
+    assert "Did you mean" not in printed
+
+
+@pytest.mark.parametrize("name", stepdial.COMMANDS)
+def test_every_command_has_a_package_that_owns_it(name: str) -> None:
+    package = stepdial.COMMANDS[name].package
+    assert importlib.util.find_spec(f"{package}.__main__") is not None
+
+
+def test_a_package_with_several_commands_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = plant(monkeypatch, "train", lambda: 3)
+    assert stepdial.main(["evaluate", "runs/x", "--steps", "1,2"]) == 3
+    assert entry.seen == [["evaluate", "runs/x", "--steps", "1,2"]]
+
+
+def test_a_package_with_one_command_gets_only_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = plant(monkeypatch, "serve", lambda: 0)
+    assert stepdial.main(["serve", "--port", "1"]) == 0
+    assert entry.seen == [["--port", "1"]]
+
+
+def test_demo_serves_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = plant(monkeypatch, "serve", lambda: 0)
+    assert stepdial.main(["demo", "--port", "8123"]) == 0
+    assert entry.seen == [["--host", "127.0.0.1", "--port", "8123"]]
+
+
+def test_demo_stops_at_the_first_stage_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = plant(monkeypatch, "serve", lambda: 0)
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(command[3:])
+        return subprocess.CompletedProcess(command, returncode=len(ran) - 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert stepdial.main(["demo", "--train", "--recipe", "parity"]) == 1
+    assert [stage[0] for stage in ran] == ["train", "evaluate"]
+    assert entry.seen == []
+    assert "`stepdial evaluate` failed" in capsys.readouterr().err
+
+
+def test_a_missing_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ModuleNotFoundError("No module named 'onnx.helper'", name="onnx.helper")
+    plant(monkeypatch, "export", raising(missing))
+    assert stepdial.main(["inspect", "zoo/x"]) == 1
+    printed = capsys.readouterr().err
+    assert "(onnx)" in printed
+    assert "pip install -e '.[export]'" in printed
+    assert printed.count("\n") == 1
+
+
+def test_our_own_missing_module_is_a_bug_and_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch, "train", raising(ModuleNotFoundError("gone", name="train.gone")))
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        stepdial.main(["train"])
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "train", raising(KeyboardInterrupt()))
+    assert stepdial.main(["train"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("train", ["parity"]),
+        ("evaluate", ["runs/x"]),
+        ("export", ["runs/x"]),
+        ("inspect", ["zoo/x"]),
+        ("calibrate", ["zoo/x"]),
+        ("serve", []),
+        ("loadtest", []),
+    ],
+)
+def test_on_a_bare_python_every_command_names_its_extra(command: str, arguments: list[str]) -> None:
+    # -S leaves out site-packages: the interpreter of somebody who has installed nothing yet.
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "stepdial", command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"pip install -e '.[{stepdial.COMMANDS[command].extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_imports_none_of_the_packages() -> None:
+    code = (
+        "import sys, stepdial; stepdial.main(['--help']);"
+        "loaded = {'train', 'export', 'serve', 'loadtest', 'torch'} & set(sys.modules);"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
