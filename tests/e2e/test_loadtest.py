@@ -1,0 +1,171 @@
+"""The load test as people run it: the real command, first against a stub that can go wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.browser import served
+from tests.loadtest_stub import LADDER, running_stub
+from tests.tiny_bundles import STEPS, build_classify, build_generate
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(url: str, *options: str, duration: str = "2s") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stepdial", "loadtest", "--url", url, "--users", "3"]
+    command += ["--duration", duration, "--max-tokens", "8", "--timeout", "2", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_every_rung_is_loaded_measured_and_reported(tmp_path: Path) -> None:
+    with running_stub() as stub:
+        done = run(stub.url, "--out", str(tmp_path / "report"))
+        asked = {(body["model"], body["steps"]) for body in stub.bodies}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert asked == {(model, steps) for model in ("talker", "judge") for steps in LADDER}
+    record = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert record["errors"] == 0
+    assert record["requests"] == len(stub.bodies)
+    assert len(record["rows"]) == 4
+    for row in record["rows"]:
+        assert row["requests"] > 0
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
+        if row["endpoint"] == "generate":
+            assert 0 < row["first_token_p50_ms"] < row["p50_ms"]
+            # The stub pauses 1 ms after each token.
+            assert 0 < row["stream_tokens_per_s"] < 1000
+    assert "no errors" in done.stdout
+
+
+def test_the_real_server_answers_every_rung_rightly(tmp_path: Path) -> None:
+    folders = [tmp_path / "writer", tmp_path / "critic"]
+    build_generate(folders[0], name="writer")
+    build_classify(folders[1], name="critic")
+    with served(folders) as server:
+        done = run(server.url, "--out", str(tmp_path / "report"), duration="4s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "report" / "report.json").read_text())
+    measured = {(row["model"], row["steps"]) for row in record["rows"] if row["requests"] > 0}
+    assert measured == {(model, steps) for model in ("writer", "critic") for steps in STEPS}
+    assert record["errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("other_steps", "asked for 4 steps, the answer says 99"),
+        ("refuse", "HTTP 429 queue_full: try later"),
+        ("error_event", "the stream ended with an error"),
+        ("no_terminal", "the stream broke off after 8 tokens"),
+        ("cut", "generate talker steps=4: "),
+        ("hang", "generate talker steps=4: "),
+    ],
+)
+def test_a_wrong_answer_is_an_error_of_its_rung_alone(fault: str, says: str) -> None:
+    with running_stub(fault, fault_steps=4) as stub:
+        done = run(stub.url, "--mix", "generate:*=1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert says in done.stdout
+    rows = {
+        line.split()[2]: line.split() for line in done.stdout.splitlines()[1:] if "talker" in line
+    }
+    assert int(rows["1"][3]) > 0
+    assert int(rows["1"][4]) == 0
+    assert int(rows["4"][3]) == int(rows["4"][4]) > 0
+
+
+def test_the_mix_sets_the_shares() -> None:
+    with running_stub() as stub:
+        done = run(stub.url, "--mix", "classify:1=3,classify:4=1")
+        steps = [body["steps"] for body in stub.bodies]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps.count(1) / len(steps) == pytest.approx(0.75, abs=0.05)
+
+
+def test_an_interrupt_still_reports() -> None:
+    with running_stub() as stub:
+        command = [sys.executable, "-m", "stepdial", "loadtest", "--url", stub.url]
+        process = subprocess.Popen(
+            [*command, "--duration", "1h", "--max-tokens", "8"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        while len(stub.bodies) < 50:
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
+        printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, printed
+    assert "no errors" in printed
+
+
+def test_locust_runs_the_file_by_itself_in_several_processes() -> None:
+    with running_stub() as stub:
+        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
+        command += ["--host", stub.url, "-u", "4", "-r", "4", "-t", "2s", "--processes", "2"]
+        done = subprocess.run(
+            [*command, "--max-tokens", "8", "--stop-timeout", "5"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        sent = len(stub.bodies)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{sent} requests in" in done.stdout
+
+
+def test_the_page_starts_a_test_and_shows_its_report() -> None:
+    with running_stub() as stub:
+        command = [sys.executable, "-m", "stepdial", "loadtest", "--url", stub.url, "--web"]
+        port = free_port()
+        process = subprocess.Popen(
+            [*command, "--web-port", str(port), "--max-tokens", "8"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            page = f"http://127.0.0.1:{port}"
+            fetch_when_up(f"{page}/steps")
+            form = {"user_count": 2, "spawn_rate": 2, "host": stub.url, "mix": "classify:4=1"}
+            urllib.request.urlopen(f"{page}/swarm", urllib.parse.urlencode(form).encode()).close()
+            while len(stub.bodies) < 20:
+                time.sleep(0.05)
+            shown = fetch_when_up(f"{page}/steps")
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+    assert "<td>judge</td><td>4</td>" in shown
+    assert "<td>talker</td>" not in shown
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def fetch_when_up(url: str, patience_s: float = 20.0) -> str:
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                text: str = response.read().decode()
+                return text
+        except OSError:
+            assert time.monotonic() < deadline_s, f"{url} never answered"
+            time.sleep(0.1)

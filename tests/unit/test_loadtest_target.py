@@ -1,0 +1,70 @@
+"""Asking a server what it offers, and the command line in front of it."""
+
+import socket
+
+import pytest
+
+from loadtest.__main__ import main
+from loadtest.target import Offer, TargetError, read_offers
+from tests.loadtest_stub import LADDER, running_stub
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_models_and_ladders_are_read() -> None:
+    with running_stub() as stub:
+        assert read_offers(stub.url + "/") == [
+            Offer("talker", "generate", LADDER, max_tokens=64),
+            Offer("judge", "classify", LADDER, max_tokens=None, examples=("ham", "spam")),
+        ]
+
+
+def test_a_server_that_is_down_is_told_with_what_to_do() -> None:
+    with pytest.raises(TargetError, match=r"No server answers.*make demo.*--url"):
+        read_offers(f"http://127.0.0.1:{free_port()}")
+
+
+def test_another_server_is_not_mistaken_for_ours() -> None:
+    with running_stub() as stub, pytest.raises(TargetError, match=r"answered 404: .*not_found"):
+        read_offers(stub.url + "/elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--duration", "soon"], "write 30s, 2m or 1h30m"),
+        (["--duration", ""], "write 30s, 2m or 1h30m"),
+        (["--duration", "0m0s"], "write 30s, 2m or 1h30m"),
+        (["--users", "0"], "no whole number above 0"),
+        (["--max-tokens", "many"], "no whole number above 0"),
+        (["--spawn-rate", "nan"], "no number above 0"),
+        (["--url", "localhost:8000"], "write http://host:port"),
+        (["--shapes", "x"], "unrecognized arguments"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_no_server_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", f"http://127.0.0.1:{free_port()}"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_mix_the_server_cannot_answer_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_stub() as stub:
+        assert main(["--url", stub.url, "--mix", "generate:3=1"]) == 2
+        assert stub.bodies == []
+    assert "Ladders: talker: 1, 4" in capsys.readouterr().err
