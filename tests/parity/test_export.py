@@ -32,7 +32,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing is the slow part and the same for every method: once for each set of weights."""
 
     def traced(model: OTTransformer) -> Parts:
-        weights = tuple(float(p.double().sum()) for p in model.parameters())
+        weights = tuple(float(p.detach().double().sum()) for p in model.parameters())
         key = (model.discrete, model.T, weights)
         if key not in TRACED:
             TRACED[key] = trace(model)
@@ -201,6 +201,10 @@ def test_the_commands_export_inspect_and_calibrate(
     calibrate_latency(target, threads=1)
     after = json.loads((target / "latency.json").read_text())
     assert after["machine"]["threads"] == 1 and len(after["entries"]) == len(before["entries"])
+    assert main(["evaluate", str(target), "--steps", "2"]) == 0
+    assert f"{read_bundle(target).manifest.rung(2).quality.value:.4f}" in capsys.readouterr().out
+    assert main(["evaluate", str(target), "--steps", "3"]) == 2
+    assert "has no rung of 3 steps" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 2
     assert "manifest.json" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "x")]) == 2

@@ -1,0 +1,247 @@
+"""What clients get: every field of every answer, documented.
+
+Knows shapes only; the routes fill them.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve.budget import Decision, Reason
+from serve.bundle import Effort, Method, Metric, Task
+
+
+class Answer(BaseModel):
+    """A part of a response."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Expected(Answer):
+    """The measured quality of the rung that was used, beside that of the full one."""
+
+    metric: Metric = Field(description="`loss` (nats a token; lower is better) or `accuracy`.")
+    value: float = Field(description="Of the steps that were used, on held-out data.")
+    full_value: float = Field(description="Of the full steps, on the same data.")
+
+
+class Budget(Answer):
+    """The work that was done."""
+
+    steps: int = Field(description="Steps that were taken.")
+    method: Method = Field(description="How a step uses the velocity.")
+    nfe: int = Field(description="Velocity evaluations of those steps: the true cost.")
+    reason: Reason = Field(description="What decided: the request's steps, effort, or no budget.")
+    full_steps: int = Field(description="The most steps that the model's ladder has.")
+    expected: Expected = Field(description="How good answers of these steps are.")
+
+    @classmethod
+    def of(cls, decision: Decision) -> "Budget":
+        rung, full = decision.rung, decision.full
+        return cls(
+            steps=rung.steps,
+            method=rung.method,
+            nfe=rung.nfe,
+            reason=decision.reason,
+            full_steps=full.steps,
+            expected=Expected(
+                metric=rung.quality.metric,
+                value=rung.quality.value,
+                full_value=full.quality.value,
+            ),
+        )
+
+
+class Timing(Answer):
+    """Where the time went, in milliseconds."""
+
+    queue_ms: float = Field(description="Waiting for the first call of the model.")
+    compute_ms: float = Field(description="From the first call to the end of the last.")
+    total_ms: float = Field(description="From the arrival of the request to this answer.")
+
+    @property
+    def header(self) -> str:
+        """The value of `Server-Timing`."""
+        return (
+            f"queue;dur={self.queue_ms}, compute;dur={self.compute_ms}, total;dur={self.total_ms}"
+        )
+
+
+class LabelScore(Answer):
+    """A label and how likely it is."""
+
+    label: str = Field(description="One of the model's labels.")
+    score: float = Field(description="Its probability under the model.")
+
+
+class ClassifyResult(Answer):
+    """The answer for one text."""
+
+    label: str = Field(description="The likeliest label.")
+    score: float = Field(description="Its probability under the model.")
+    top: list[LabelScore] = Field(description="The likeliest labels, likeliest first.")
+    truncated: bool = Field(description="Whether the text was cut to fit the model.")
+    budget: Budget = Field(description="The work that was done.")
+
+
+class ClassifyResponse(Answer):
+    """One result for each input, in the same order."""
+
+    id: str = Field(description="Of the request; also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    results: list[ClassifyResult] = Field(description="One for each input, in their order.")
+    timing: Timing = Field(description="Where the time went.")
+
+
+class Usage(Answer):
+    """Tokens read and written."""
+
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    completion_tokens: int = Field(description="Tokens of the answer.")
+    total_tokens: int = Field(description="Both together.")
+
+
+class Alternative(Answer):
+    """A token that could have come."""
+
+    token: str = Field(description="The text of a token; U+FFFD for a part of a character.")
+    logprob: float = Field(description="Its log-probability under the model.")
+
+
+class TokenScore(Answer):
+    """How likely the model found a token."""
+
+    token: str = Field(description="The text of the token; U+FFFD for a part of a character.")
+    logprob: float = Field(description="Its log-probability under the model.")
+    top: list[Alternative] = Field(description="The likeliest tokens, likeliest first.")
+
+
+class GenerateResponse(Answer):
+    """The text that continues the prompt."""
+
+    id: str = Field(description="Of the request; also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    text: str = Field(description="The answer, without the prompt and without the stop string.")
+    finish_reason: Literal["stop", "length"] = Field(
+        description="`stop`: a stop string came; `length`: max_tokens were written."
+    )
+    seed: int = Field(description="The seed that was used; send it to get this answer again.")
+    logprobs: list[TokenScore] | None = Field(
+        None, description="One for each token of the answer, if asked for."
+    )
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
+
+class TokenChunk(Answer):
+    """The data of an event without a name: one more token."""
+
+    index: int = Field(description="Number of the token in the answer, from 0.")
+    text: str = Field(
+        description="Text to append. Empty while a character is not complete or a stop string "
+        "may be coming; a later event then carries it."
+    )
+    steps: int = Field(description="Steps that this token took.")
+    logprob: TokenScore | None = Field(None, description="Its likelihood, if asked for.")
+
+
+class DoneChunk(Answer):
+    """The data of the event `done`, the last of a stream that went well."""
+
+    id: str = Field(description="Of the request; also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    finish_reason: Literal["stop", "length"] = Field(
+        description="`stop`: a stop string came; `length`: max_tokens were written."
+    )
+    seed: int = Field(description="The seed that was used.")
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
+
+class Interval(Answer):
+    """A measured quality with its confidence interval."""
+
+    value: float = Field(description="Measured on held-out data.")
+    low: float = Field(description="Lower end of the interval.")
+    high: float = Field(description="Upper end of the interval.")
+    samples: int = Field(description="How many samples were measured.")
+
+
+class LadderRung(Answer):
+    """One operating point."""
+
+    steps: int = Field(description="What to send as `steps`.")
+    method: Method = Field(description="How a step uses the velocity.")
+    nfe: int = Field(description="Velocity evaluations: the true cost.")
+    effort: Effort | None = Field(description="What to send as `effort`, if the rung has a name.")
+    quality: Interval = Field(description="On held-out data, in the metric of the ladder.")
+    latency_ms: float | None = Field(
+        description="Measured when the bundle was made: one input of the greatest length "
+        "(classify), or one token after it (generate). Null if it was not measured."
+    )
+    predicted_ms: float | None = Field(
+        description="The same as this server would do it now, waiting included. Null while "
+        "nothing is known."
+    )
+
+
+class LadderResponse(Answer):
+    """All operating points of a model."""
+
+    model: str = Field(description="Name of the model.")
+    metric: Metric = Field(description="`loss` (nats a token; lower is better) or `accuracy`.")
+    full_steps: int = Field(description="The most steps there are.")
+    default_steps: int = Field(description="What a request without a budget gets.")
+    rungs: list[LadderRung] = Field(description="By steps, ascending.")
+
+
+class ModelCard(Answer):
+    """A model that is served."""
+
+    id: str = Field(description="What to send as `model`.")
+    object: Literal["model"] = Field(default="model", description="Always `model`.")
+    created: int = Field(description="When this server loaded it, in Unix seconds.")
+    owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
+    task: Task = Field(description="Which endpoint it answers: /v1/classify or /v1/generate.")
+    method: Method = Field(description="How a step uses the velocity.")
+    steps: list[int] = Field(description="What `steps` may be.")
+    efforts: dict[str, int] = Field(description="What `effort` may be, and the steps it means.")
+    default_steps: int = Field(description="What a request without a budget gets.")
+    full_steps: int = Field(description="The most steps there are.")
+    metric: Metric = Field(description="What the quality of a rung is measured in.")
+    labels: list[str] | None = Field(description="What a classifier answers; null for generators.")
+    max_tokens: int = Field(description="Tokens that the model sees at once.")
+    parameters: int = Field(description="Number of weights.")
+    precision: str = Field(description="Of the weights.")
+    card: dict[str, Any] = Field(description="What its makers say of it.")
+
+
+class ModelList(Answer):
+    """All models that are served."""
+
+    object: Literal["list"] = Field(default="list", description="Always `list`.")
+    data: list[ModelCard] = Field(description="In the order in which they were loaded.")
+
+
+class Health(Answer):
+    """That all is well; what is not comes as an error."""
+
+    status: str = Field(description="`live` or `ready`.")
+
+
+class Problem(BaseModel):
+    """What went wrong, and what to do about it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    code: str = Field(description="For programs: stable.")
+    message: str = Field(description="For people: what to do.")
+    param: str | None = Field(description="The field that is to blame, if one is.")
+
+
+class ErrorResponse(Answer):
+    """Every answer that is not a 200."""
+
+    error: Problem = Field(description="What went wrong.")

@@ -1,0 +1,72 @@
+"""Budgets: from what a caller asked to a rung of the ladder.
+
+Pure: the same ask and the same ladder give the same decision. It deliberately knows neither load
+nor time; a decision that depends on them will be told of them here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from serve.bundle import Effort, Manifest, Rung
+from serve.errors import ImpossibleBudget
+
+Reason = Literal["exact", "effort", "default"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request says about its budget."""
+
+    steps: int | None = None
+    effort: Effort | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The rung that serves a request, and why."""
+
+    rung: Rung
+    full: Rung
+    reason: Reason
+
+    @property
+    def steps(self) -> int:
+        return self.rung.steps
+
+
+def decide(ask: Ask, manifest: Manifest) -> Decision:
+    """The rung for this ask; ImpossibleBudget, naming the ladder, where there is none."""
+    full = manifest.rungs[-1]
+    if ask.steps is not None and ask.effort is not None:
+        raise ImpossibleBudget(
+            "steps and effort both name a rung: send one of them", param="effort"
+        )
+    if ask.steps is not None:
+        for rung in manifest.rungs:
+            if rung.steps == ask.steps:
+                return Decision(rung, full, "exact")
+        ladder = list(manifest.steps)
+        raise ImpossibleBudget(
+            f"{manifest.name} has no rung of {ask.steps} steps; its ladder has {_listed(ladder)}",
+            param="steps",
+            ladder=ladder,
+        )
+    if ask.effort is not None:
+        for rung in manifest.rungs:
+            if rung.effort == ask.effort:
+                return Decision(rung, full, "effort")
+        efforts = {rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None}
+        named = _listed([f"{word} ({steps})" for word, steps in efforts.items()])
+        raise ImpossibleBudget(
+            f"{manifest.name} has no rung for effort {ask.effort}; "
+            + (f"its efforts, with their steps, are {named}" if efforts else "it names no efforts")
+            + f"; its ladder has {_listed(list(manifest.steps))} steps",
+            param="effort",
+            efforts=efforts,
+            ladder=list(manifest.steps),
+        )
+    return Decision(manifest.rung(manifest.default_steps), full, "default")
+
+
+def _listed(items: list[int] | list[str]) -> str:
+    return ", ".join(map(str, items))

@@ -1,0 +1,32 @@
+"""The work of one classify request: its rows, and their scores as they come in.
+
+It deliberately knows neither which rows of other requests ran beside them, nor the labels' names.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from serve.errors import ModelFailure
+from serve.events import ClassifiedEvent, Deliver, Span
+from serve.sampling import FloatArray, softmax
+
+
+class Classification:
+    """Rows to classify, for one caller."""
+
+    def __init__(self, rows: Sequence[list[int]], deliver: Deliver) -> None:
+        self.rows = rows
+        self.deliver = deliver
+        self._scores: list[tuple[float, ...]] = [()] * len(rows)
+
+    def accept(self, row: int, logits: FloatArray) -> None:
+        """Take the logits (C,) of a row; ModelFailure if they are no numbers."""
+        if not np.isfinite(logits).all():
+            raise ModelFailure("the model's scores for this input are not finite numbers")
+        self._scores[row] = tuple(softmax(logits).tolist())
+
+    def finished(self, span: Span) -> ClassifiedEvent:
+        """The answer, once every row has its scores."""
+        assert all(self._scores), "a row without scores"
+        return ClassifiedEvent(tuple(self._scores), span)

@@ -1,0 +1,148 @@
+"""Every error a client can see, with its status, code and what to do about it.
+
+    ServeError
+    ├── BadRequest            400  the body is not JSON
+    ├── NotFound              404  no such path
+    │   └── UnknownModel      404  no model of that name is served
+    ├── MethodNotAllowed      405  the path exists, the method does not
+    ├── RequestTimeout        408  the body did not arrive in time
+    ├── PayloadTooLarge       413  the body is larger than the limit
+    ├── Unprocessable         422  the request can never be answered as it stands
+    │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
+    │   ├── NotSupported      422  a field of the contract that this release does not support
+    │   ├── ImpossibleBudget  422  the ladder has no such rung
+    │   └── WrongTask         422  the model serves the other endpoint
+    ├── QueueFull             429  try again after `retry_after_s`
+    ├── InternalError         500  our own bug; never caused by input that a client may send
+    └── Unavailable           503  nothing is wrong with the request
+        ├── NotReady          503  the engine is starting or has stopped
+        ├── Draining          503  the server is shutting down
+        └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
+
+It deliberately knows neither HTTP frameworks nor the engine: an error is data that a route writes
+as a response or as the last event of a stream.
+"""
+
+import math
+from typing import Any, ClassVar
+
+
+class ServeError(Exception):
+    """An error with a public shape: `{"error": {"code", "message", "param", ...}}`."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.details = details
+
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        public = {"code": self.code, "message": self.message, "param": self.param}
+        return {"error": public | self.details}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to this error."""
+        return {}
+
+
+class BadRequest(ServeError):
+    status = 400
+    code = "invalid_json"
+
+
+class NotFound(ServeError):
+    status = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    code = "unknown_model"
+
+
+class MethodNotAllowed(ServeError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeout(ServeError):
+    status = 408
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
+
+class PayloadTooLarge(ServeError):
+    status = 413
+    code = "payload_too_large"
+
+    def headers(self) -> dict[str, str]:
+        # The rest of the body is never read, so the connection cannot carry another request.
+        return {"connection": "close"}
+
+
+class Unprocessable(ServeError):
+    status = 422
+    code = "unprocessable"
+
+
+class InvalidField(Unprocessable):
+    code = "invalid_field"
+
+
+class NotSupported(Unprocessable):
+    code = "not_supported"
+
+
+class ImpossibleBudget(Unprocessable):
+    code = "impossible_budget"
+
+
+class WrongTask(Unprocessable):
+    code = "wrong_task"
+
+
+class QueueFull(ServeError):
+    """The queue has no place; says when it is worth trying again."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_ms=max(1, math.ceil(retry_after_s * 1000)))
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        return {
+            "retry-after": str(max(1, math.ceil(self.retry_after_s))),
+            "retry-after-ms": str(self.details["retry_after_ms"]),
+        }
+
+
+class InternalError(ServeError):
+    status = 500
+    code = "internal_error"
+
+
+class Unavailable(ServeError):
+    status = 503
+    code = "unavailable"
+
+
+class NotReady(Unavailable):
+    code = "not_ready"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "1", "connection": "close"}
+
+
+class ModelFailure(Unavailable):
+    code = "model_failure"

@@ -1,0 +1,77 @@
+"""What the engine tells whoever waits for an answer.
+
+Plain data; deliberately nothing of HTTP, and nothing that the engine goes on changing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from serve.errors import ServeError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When the work of a request ran, on the engine's clock."""
+
+    queued_s: float
+    started_s: float
+    ended_s: float
+
+    @property
+    def queue_ms(self) -> float:
+        return (self.started_s - self.queued_s) * 1000
+
+    @property
+    def compute_ms(self) -> float:
+        return (self.ended_s - self.started_s) * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself found a token, and what else it found likely."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One more token. Its text may come with a later one: see TextStream and StopFilter."""
+
+    index: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedEvent:
+    """The end of a generation."""
+
+    finish_reason: FinishReason
+    text: str
+    completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifiedEvent:
+    """The end of a classification: the probability of every label, for each row."""
+
+    scores: tuple[tuple[float, ...], ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The end of a request that got no answer."""
+
+    error: ServeError
+
+
+Event = TokenEvent | GeneratedEvent | ClassifiedEvent | FailedEvent
+Deliver = Callable[[Event], None]

@@ -1,0 +1,146 @@
+"""Every instrument of the server, on a registry of its own.
+
+Knows names, units and labels; deliberately not when things happen: whoever knows that calls in.
+Labels take few values: models, rungs, routes and codes, never anything that a client can invent.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import generate_latest
+
+from serve.bundle import Manifest
+from serve.job import LaneKey
+
+SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Watched(Protocol):
+    """What can be read off an engine at any time."""
+
+    @property
+    def queued(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
+
+
+class Metrics:
+    """All instruments, ready to be written to."""
+
+    def __init__(self) -> None:
+        # A gauge beside every counter, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._nfe: dict[tuple[str, int], int] = {}
+        self.requests = self._counter(
+            "requests", "Requests answered, by route, model and status code.", "route model code"
+        )
+        self.request_seconds = self._seconds(
+            "request", "From the arrival of a request to its last byte.", "route model steps"
+        )
+        self.queue_seconds = self._seconds(
+            "queue", "From the queue to the first call of a request.", "model steps"
+        )
+        self.first_token_seconds = self._seconds(
+            "time_to_first_token", "From the queue to the first token.", "model steps"
+        )
+        self.inter_token_seconds = self._seconds(
+            "inter_token", "Between two tokens of one answer.", "model steps"
+        )
+        self.batch_rows = Histogram(
+            "stepdial_batch_rows",
+            "Rows in a call of the runtime.",
+            ("model", "kind"),
+            buckets=ROWS,
+            registry=self.registry,
+        )
+        self.tokens = self._counter("tokens", "Tokens generated.", "model")
+        self.steps = self._counter(
+            "steps", "Steps taken, counted once a row and call.", "model kind"
+        )
+        self.evaluations = self._counter(
+            "velocity_evaluations", "Velocity evaluations, once a row and call.", "model kind"
+        )
+        self.decisions = self._counter(
+            "budget_decisions", "Budgets decided, by reason.", "model reason steps"
+        )
+        self.degraded = self._counter(
+            "degraded", "Requests served with fewer steps because of load.", "model"
+        )
+        self.rejected = self._counter("rejected", "Requests refused, by error code.", "reason")
+        self.cancelled = self._counter(
+            "cancelled", "Requests dropped because their client had gone."
+        )
+        self.runtime_failures = self._counter(
+            "runtime_failures", "Calls of the runtime that threw.", "model"
+        )
+        self._model_info = Gauge(
+            "stepdial_model_info",
+            "The models that are served; always 1.",
+            ("model", "task", "method", "precision", "full_steps"),
+            registry=self.registry,
+        )
+
+    def serve(self, manifests: Iterable[Manifest]) -> None:
+        """Show which models there are, and every decision they can make, before the first one."""
+        for manifest in manifests:
+            self._model_info.labels(
+                manifest.name,
+                manifest.task,
+                manifest.method,
+                manifest.precision,
+                str(manifest.full_steps),
+            ).set(1)
+            self.degraded.labels(manifest.name)
+            for rung in manifest.rungs:
+                self._nfe[manifest.name, rung.steps] = rung.nfe
+
+    def watch(self, engine: Watched, cache_limit_bytes: int) -> None:
+        """Read the gauges off an engine whenever they are asked for."""
+        self._gauge("queue_depth", "Requests that wait.").set_function(lambda: engine.queued)
+        self._gauge("in_flight", "Requests that run.").set_function(lambda: engine.running)
+        self._gauge("cache_bytes", "Cache memory of generations.").set_function(
+            lambda: engine.cache_bytes
+        )
+        self._gauge("cache_limit_bytes", "The limit of stepdial_cache_bytes.").set(
+            cache_limit_bytes
+        )
+
+    def call(self, lane: LaneKey, kind: str, rows: int) -> None:
+        """Count a call of the runtime."""
+        self.batch_rows.labels(lane.model, kind).observe(rows)
+        self.steps.labels(lane.model, kind).inc(rows * lane.steps)
+        nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
+        self.evaluations.labels(lane.model, kind).inc(rows * nfe)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str, labels: str = "") -> Counter:
+        return Counter(f"stepdial_{name}", about, labels.split(), registry=self.registry)
+
+    def _seconds(self, name: str, about: str, labels: str) -> Histogram:
+        return Histogram(
+            f"stepdial_{name}_seconds",
+            about,
+            labels.split(),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"stepdial_{name}", about, registry=self.registry)

@@ -1,0 +1,137 @@
+"""POST /v1/classify: texts in, labels out.
+
+Knows the shape of requests and answers; the engine knows how they are run.
+"""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.answers import Budget, ClassifyResponse, ClassifyResult, LabelScore
+from serve.body import read_json
+from serve.budget import Decision
+from serve.catalog import Served
+from serve.classification import Classification
+from serve.engine import Engine
+from serve.errors import InvalidField, Unprocessable
+from serve.events import ClassifiedEvent, FailedEvent
+from serve.executor import Work
+from serve.job import Job, LaneKey
+from serve.mailbox import Mailbox, submitted
+from serve.routes.shared import (
+    RUN_PROBLEMS,
+    answer,
+    decide_budget,
+    encode,
+    request_id,
+    takes,
+    timing,
+)
+from serve.schemas import ClassifyRequest
+from serve.settings import Settings
+from serve.text import Encoded
+
+_DEFAULT_LABELS = 5
+
+
+def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
+    """The route, for an engine."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post(
+        "/v1/classify",
+        summary="Label one text or several",
+        response_model=ClassifyResponse,
+        response_description="A result for each text.",
+        responses=RUN_PROBLEMS,
+        openapi_extra=takes(ClassifyRequest),
+    )
+    async def classify(request: Request) -> Response:
+        asked = await read_json(
+            request, ClassifyRequest, settings.max_body_bytes, settings.body_timeout_s
+        )
+        served = engine.catalog.pick(asked.model, "classify")
+        decision = decide_budget(request, engine, served, asked)
+        labels = served.manifest.labels or ()
+        top = _labels_to_list(asked.top_k, served, len(labels))
+        encoded = await _encode(asked, served, settings.max_inputs)
+        mailbox = Mailbox()
+        rows = [one.tokens for one in encoded]
+        job: Job[Work] = Job(
+            lane=LaneKey(served.name, "classify", decision.steps),
+            work=Classification(rows, mailbox.deliver),
+            lengths=tuple(map(len, rows)),
+        )
+        async with submitted(engine, job, mailbox, request):
+            event = (await mailbox.take())[0]
+        if isinstance(event, FailedEvent):
+            raise event.error
+        assert isinstance(event, ClassifiedEvent)
+        spent = timing(request, engine, event.span)
+        response = ClassifyResponse(
+            id=request_id(request),
+            model=served.name,
+            results=_results(event, encoded, labels, top, decision),
+            timing=spent,
+        )
+        return answer(response, {"server-timing": spent.header})
+
+    return router
+
+
+def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
+    if top_k is None:
+        return min(labels, _DEFAULT_LABELS)
+    if top_k > labels:
+        raise InvalidField(
+            f"top_k is {top_k}, but {served.name} has {labels} labels: send at most {labels}",
+            param="top_k",
+        )
+    return top_k
+
+
+async def _encode(asked: ClassifyRequest, served: Served, max_inputs: int) -> list[Encoded]:
+    texts = asked.texts
+    if len(texts) > max_inputs:
+        raise Unprocessable(
+            f"input has {len(texts)} texts, but this server takes at most {max_inputs} at once: "
+            "send several requests",
+            param="input",
+        )
+
+    def work() -> list[Encoded]:
+        names = (
+            ["input"]
+            if isinstance(asked.input, str)
+            else [f"input[{i}]" for i in range(len(texts))]
+        )
+        return [
+            served.codec.encode_input(text, asked.truncate, name)
+            for text, name in zip(texts, names, strict=True)
+        ]
+
+    return await encode(sum(map(len, texts)), work)
+
+
+def _results(
+    event: ClassifiedEvent,
+    encoded: list[Encoded],
+    labels: tuple[str, ...],
+    top: int,
+    decision: Decision,
+) -> list[ClassifyResult]:
+    budget = Budget.of(decision)
+    results = []
+    for scores, one in zip(event.scores, encoded, strict=True):
+        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        best = [LabelScore(label=labels[index], score=scores[index]) for index in ranked[:top]]
+        results.append(
+            ClassifyResult(
+                label=best[0].label,
+                score=best[0].score,
+                top=best,
+                truncated=one.truncated,
+                budget=budget,
+            )
+        )
+    return results

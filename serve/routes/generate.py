@@ -1,0 +1,185 @@
+"""POST /v1/generate: a prompt in, its continuation out, whole or token by token.
+
+Knows the shape of requests and answers; the engine knows how they are run.
+"""
+
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.answers import (
+    Alternative,
+    Budget,
+    DoneChunk,
+    GenerateResponse,
+    TokenChunk,
+    TokenScore,
+    Usage,
+)
+from serve.body import read_json
+from serve.budget import Decision
+from serve.catalog import Served
+from serve.engine import Engine
+from serve.errors import InvalidField
+from serve.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
+from serve.executor import Work
+from serve.generation import Generation, Wish
+from serve.job import Job, LaneKey
+from serve.mailbox import Mailbox, submitted
+from serve.routes.shared import (
+    RUN_PROBLEMS,
+    answer,
+    decide_budget,
+    encode,
+    request_id,
+    takes,
+    timing,
+)
+from serve.schemas import GenerateRequest
+from serve.settings import Settings
+from serve.stream import EventStream
+
+# A drawn seed fits a JavaScript number, so that every client can send it back as it came.
+_DRAWN_BITS = 32
+
+_STREAM_ABOUT = (
+    "The answer; with `stream`, server-sent events: one without a name for each token "
+    "(TokenChunk), then exactly one, `done` (DoneChunk) or `error` (ErrorResponse). A connection "
+    "that breaks without one means that the answer is not complete."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request, decided and ready to run; writes the parts of its answer."""
+
+    request: Request
+    engine: Engine
+    served: Served
+    decision: Decision
+    wish: Wish
+
+    def chunk(self, event: TokenEvent) -> TokenChunk:
+        return TokenChunk(
+            index=event.index,
+            text=event.text,
+            steps=self.decision.steps,
+            logprob=None if event.logprob is None else _token_score(event.logprob),
+        )
+
+    def done(self, event: GeneratedEvent) -> DoneChunk:
+        return DoneChunk(
+            id=request_id(self.request),
+            model=self.served.name,
+            finish_reason=event.finish_reason,
+            seed=self.wish.sampling.seed,
+            usage=self._usage(event),
+            budget=Budget.of(self.decision),
+            timing=timing(self.request, self.engine, event.span),
+        )
+
+    def whole(self, event: GeneratedEvent) -> GenerateResponse:
+        scores = [_token_score(logprob) for logprob in event.logprobs]
+        return GenerateResponse(
+            id=request_id(self.request),
+            model=self.served.name,
+            text=event.text,
+            finish_reason=event.finish_reason,
+            seed=self.wish.sampling.seed,
+            logprobs=None if self.wish.logprobs is None else scores,
+            usage=self._usage(event),
+            budget=Budget.of(self.decision),
+            timing=timing(self.request, self.engine, event.span),
+        )
+
+    def _usage(self, event: GeneratedEvent) -> Usage:
+        prompt, completion = len(self.wish.prompt), event.completion_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+        )
+
+
+def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
+    """The route, for an engine."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post(
+        "/v1/generate",
+        summary="Continue a prompt",
+        response_model=GenerateResponse,
+        responses={
+            200: {"description": _STREAM_ABOUT, "content": {"text/event-stream": {}}},
+            **RUN_PROBLEMS,
+        },
+        openapi_extra=takes(GenerateRequest),
+    )
+    async def generate(request: Request) -> Response:
+        asked = await read_json(
+            request, GenerateRequest, settings.max_body_bytes, settings.body_timeout_s
+        )
+        served = engine.catalog.pick(asked.model, "generate")
+        decision = decide_budget(request, engine, served, asked)
+        if asked.max_tokens > settings.max_tokens:
+            raise InvalidField(
+                f"max_tokens is {asked.max_tokens}, but this server writes at most "
+                f"{settings.max_tokens}: send less",
+                param="max_tokens",
+            )
+        prompt = await encode(len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt))
+        wish = Wish(
+            prompt=prompt,
+            max_tokens=asked.max_tokens,
+            window=served.manifest.input.max_tokens,
+            sampling=asked.sampling(secrets.randbits(_DRAWN_BITS)),
+            stops=asked.stops,
+            logprobs=asked.logprobs,
+            stream=asked.stream,
+        )
+        return await _run(Exchange(request, engine, served, decision, wish))
+
+    return router
+
+
+async def _run(exchange: Exchange) -> Response:
+    mailbox, wish = Mailbox(), exchange.wish
+    job: Job[Work] = Job(
+        lane=LaneKey(exchange.served.name, "generate", exchange.decision.steps),
+        work=Generation(wish, exchange.served.codec, mailbox.deliver),
+        lengths=(len(wish.prompt),),
+        positions=min(len(wish.prompt) + wish.max_tokens, wish.window),
+    )
+    async with AsyncExitStack() as work:
+        await work.enter_async_context(submitted(exchange.engine, job, mailbox, exchange.request))
+        # A stream waits for its first event too: what fails at once gets a status of its own.
+        events = await mailbox.take()
+        first = events[0]
+        if isinstance(first, FailedEvent):
+            raise first.error
+        if wish.stream:
+            assert job.started_s is not None
+            queue_ms = round((job.started_s - job.queued_s) * 1000, 3)
+            return EventStream(
+                events,
+                mailbox,
+                work.pop_all(),
+                exchange.chunk,
+                exchange.done,
+                {"server-timing": f"queue;dur={queue_ms}"},
+            )
+    assert isinstance(first, GeneratedEvent)
+    response = exchange.whole(first)
+    return answer(response, {"server-timing": response.timing.header})
+
+
+def _token_score(logprob: TokenLogprob) -> TokenScore:
+    return TokenScore(
+        token=logprob.token,
+        logprob=logprob.logprob,
+        top=[Alternative(token=token, logprob=value) for token, value in logprob.top],
+    )

@@ -1,0 +1,105 @@
+"""GET /v1/models and below: what is served, and what each step costs and brings.
+
+Knows manifests and predictions; deliberately not how either is made.
+"""
+
+import time
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from serve.answers import Interval, LadderResponse, LadderRung, ModelCard, ModelList
+from serve.bundle import Rung
+from serve.catalog import Served
+from serve.engine import Engine
+from serve.job import LaneKey
+from serve.routes.shared import answer, problems
+
+_UNKNOWN = problems(e404="No such model is served.")
+
+
+def model_routes(engine: Engine) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["models"])
+    loaded_at_s = int(time.time())
+
+    @router.get(
+        "/v1/models",
+        summary="All models that are served",
+        response_model=ModelList,
+        response_description="Every model, in the order in which they were loaded.",
+    )
+    async def models() -> Response:
+        return answer(ModelList(data=[_card(served, loaded_at_s) for served in engine.catalog]))
+
+    @router.get(
+        "/v1/models/{name}",
+        summary="One model",
+        response_model=ModelCard,
+        response_description="The model of that name.",
+        responses=_UNKNOWN,
+    )
+    async def model(name: str) -> Response:
+        return answer(_card(engine.catalog.find(name), loaded_at_s))
+
+    @router.get(
+        "/v1/models/{name}/ladder",
+        summary="The operating points of a model",
+        response_model=LadderResponse,
+        response_description="Every rung, with its quality and latency.",
+        responses=_UNKNOWN,
+    )
+    async def ladder(name: str) -> Response:
+        served = engine.catalog.find(name)
+        manifest = served.manifest
+        return answer(
+            LadderResponse(
+                model=manifest.name,
+                metric=manifest.rungs[0].quality.metric,
+                full_steps=manifest.full_steps,
+                default_steps=manifest.default_steps,
+                rungs=[_rung(served, rung, engine) for rung in manifest.rungs],
+            )
+        )
+
+    return router
+
+
+def _card(served: Served, loaded_at_s: int) -> ModelCard:
+    manifest = served.manifest
+    return ModelCard(
+        id=manifest.name,
+        created=loaded_at_s,
+        task=manifest.task,
+        method=manifest.method,
+        steps=list(manifest.steps),
+        efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+        default_steps=manifest.default_steps,
+        full_steps=manifest.full_steps,
+        metric=manifest.rungs[0].quality.metric,
+        labels=None if manifest.labels is None else list(manifest.labels),
+        max_tokens=manifest.input.max_tokens,
+        parameters=manifest.shape.parameters,
+        precision=manifest.precision,
+        card=dict(manifest.card),
+    )
+
+
+def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
+    measured_ms = served.measured_ms(rung.steps)
+    predicted_s = engine.predict_s(
+        LaneKey(served.name, served.manifest.task, rung.steps),
+        None if measured_ms is None else measured_ms / 1000,
+    )
+    quality = rung.quality
+    return LadderRung(
+        steps=rung.steps,
+        method=rung.method,
+        nfe=rung.nfe,
+        effort=rung.effort,
+        quality=Interval(
+            value=quality.value, low=quality.low, high=quality.high, samples=quality.samples
+        ),
+        latency_ms=measured_ms,
+        predicted_ms=None if predicted_s is None else round(predicted_s * 1000, 3),
+    )

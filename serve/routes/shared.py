@@ -1,0 +1,85 @@
+"""What several routes need: picking a rung, telling the time, and documenting errors.
+
+Knows requests and answers; deliberately no task.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.answers import ErrorResponse, Timing
+from serve.budget import Decision, decide
+from serve.catalog import Served
+from serve.engine import Engine
+from serve.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
+from serve.events import Span
+from serve.schemas import BudgetFields
+
+T = TypeVar("T")
+
+# Texts of more characters are encoded on another thread, so that they do not hold up the others.
+_LONG_CHARACTERS = 20_000
+
+
+def request_id(request: Request) -> str:
+    """The id that this request has, or was given."""
+    return str(request.scope[ID_KEY])
+
+
+def decide_budget(
+    request: Request, engine: Engine, served: Served, asked: BudgetFields
+) -> Decision:
+    """The rung for a request, noted for the metrics."""
+    decision = decide(asked.ask, served.manifest)
+    request.scope[SERVED_KEY] = (served.name, decision.steps)
+    engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
+    return decision
+
+
+def timing(request: Request, engine: Engine, span: Span) -> Timing:
+    """Where the time of this request went."""
+    return Timing(
+        queue_ms=round(span.queue_ms, 3),
+        compute_ms=round(span.compute_ms, 3),
+        total_ms=round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
+    )
+
+
+async def encode(size: int, work: Callable[[], T]) -> T:
+    """Run a tokenizer on so many characters, here or aside."""
+    return await asyncio.to_thread(work) if size > _LONG_CHARACTERS else work()
+
+
+def answer(body: BaseModel, headers: dict[str, str] | None = None) -> Response:
+    """A 200 with this body; fields without a value are left out where they are optional."""
+    return Response(body.model_dump_json(), media_type="application/json", headers=headers or {})
+
+
+def problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of error responses: `problems(e404="...")`."""
+    return {
+        int(code[1:]): {"model": ErrorResponse, "description": about}
+        for code, about in reasons.items()
+    }
+
+
+def takes(schema: type[BaseModel]) -> dict[str, Any]:
+    """The documentation of a body that the route reads itself."""
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    content = {"application/json": {"schema": reference}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+RUN_PROBLEMS = problems(
+    e400="The body is not JSON that can be read.",
+    e404="No such model is served.",
+    e408="The body did not arrive in time.",
+    e413="The body is too large.",
+    e422="A field is unknown, missing, of the wrong type or impossible; `param` names it.",
+    e429="The queue is full; `Retry-After` and `retry-after-ms` say when to try again.",
+    e503="The server is starting or shutting down, or the model failed.",
+)

@@ -1,0 +1,114 @@
+"""The process: an event loop, a listening socket, and an orderly end on SIGTERM.
+
+Knows uvicorn and signals; deliberately neither routes nor models.
+"""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from serve.engine import Engine
+from serve.errors import Draining
+from serve.settings import Settings
+
+_POLL_S = 0.02
+# For what has been answered to reach clients that read slowly.
+_FLUSH_S = 2
+
+
+class Server(uvicorn.Server):
+    """Takes no more requests on the first signal, and ends when those that run have finished.
+
+    It goes on listening meanwhile, so that probes and balancers are told rather than refused.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        app: FastAPI,
+        engine: Engine,
+        listening: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                ws="none",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
+        self._engine = engine
+        self._listening = listening
+        self._drain_s = settings.drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        self._loop = asyncio.get_running_loop()
+        self._listening(url_of(sockets[0]))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains; a second one ends at once."""
+        if self._loop is None or self._engine.draining:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self._engine.drain()
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain = asyncio.get_running_loop().create_task(self._drained())
+
+    async def _drained(self) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._drain_s
+        while (self._engine.queued or self._engine.running) and loop.time() < end_s:
+            await asyncio.sleep(_POLL_S)
+        self._engine.abort(
+            Draining("the server has shut down before the answer was complete: send it again")
+        )
+        self.should_exit = True
+
+
+class AddressError(OSError):
+    """An address that cannot be listened on; the message says what to do."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise AddressError(
+            f"cannot listen on {host} port {port} ({error.strerror or error}): choose another "
+            "with --host and --port"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """How to reach a listening socket from this machine."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,153 @@
+"""Text and tokens: encoding what a request says, decoding an answer as it grows.
+
+Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from serve.bundle import Bundle, BundleError, Manifest
+from serve.errors import Unprocessable
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one input, and whether some were left out to make it fit."""
+
+    tokens: list[int]
+    truncated: bool = False
+
+
+class TextCodec:
+    """The tokenizer of a bundle, with the limits of its model."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._manifest: Manifest = bundle.manifest
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
+        except Exception as error:  # the library raises plain Exception for whatever is wrong
+            raise BundleError(
+                f"is no tokenizer that can be read ({error}); export the bundle again",
+                file=str(bundle.tokenizer_path),
+            ) from error
+        # A caller who writes "<pad>" means these five characters, not padding.
+        self._tokenizer.encode_special_tokens = True
+        self._pad_id = self._manifest.tokenizer.pad_id
+        self._pad_text = self._tokenizer.id_to_token(self._pad_id)
+        self._characters = (
+            frozenset(self._tokenizer.get_vocab()) - {self._pad_text}
+            if self._manifest.tokenizer.kind == "chars"
+            else None
+        )
+
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that no answer contains: padding stands for no text."""
+        return (self._pad_id,)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._manifest.tokenizer.vocab_size
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt; at most the window of the model."""
+        tokens = self._encode(text, "prompt")
+        limit = self._manifest.input.max_tokens
+        if len(tokens) > limit:
+            raise Unprocessable(
+                f"the prompt has {len(tokens)} tokens, but {self._manifest.name} reads at most "
+                f"{limit}: shorten it, for example to its end",
+                param="prompt",
+                tokens=len(tokens),
+                max_tokens=limit,
+            )
+        return tokens
+
+    def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
+        """The tokens of a text to classify, cut as in training if it is too long."""
+        tokens = self._encode(text, param)
+        spec = self._manifest.input
+        head, tail = spec.max_tokens, 0
+        if spec.truncation is not None:
+            head, tail = spec.truncation.head, spec.truncation.tail
+        limit = head + tail
+        if len(tokens) <= limit:
+            return Encoded(tokens)
+        if not truncate:
+            raise Unprocessable(
+                f"{param} has {len(tokens)} tokens, but {self._manifest.name} reads at most "
+                f"{limit}: shorten it, or allow truncate to keep its first {head}"
+                + (f" and last {tail} tokens" if tail else " tokens"),
+                param=param,
+                tokens=len(tokens),
+                max_tokens=limit,
+            )
+        return Encoded(tokens[:head] + tokens[len(tokens) - tail :], truncated=True)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of these tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str, param: str) -> list[int]:
+        if not text:
+            raise Unprocessable(f"{param} is empty: send some text", param=param)
+        if self._characters is not None:
+            self._check_characters(text, self._characters, param)
+        tokens: list[int] = self._tokenizer.encode(text).ids
+        if not tokens:
+            raise Unprocessable(f"{param} holds no text that the model can read", param=param)
+        return tokens
+
+    def _check_characters(self, text: str, known: frozenset[str], param: str) -> None:
+        if known.issuperset(text):
+            return
+        index, character = next(
+            (index, character) for index, character in enumerate(text) if character not in known
+        )
+        raise Unprocessable(
+            f"{param} has the character {character!r} (U+{ord(character):04X}) at index {index}, "
+            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it",
+            param=param,
+            index=index,
+            character=character,
+        )
+
+
+class TextStream:
+    """The text of an answer while its tokens arrive.
+
+    Bytes of a character that is not complete yet are held back, so the pieces always join to the
+    text of the whole; `flush` gives what was held back, decoded as it is.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._tokens: list[int] = []
+        self._context = 0  # first token of the window that is decoded again
+        self._written = 0  # tokens whose text has been given out
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; often its own, sometimes none."""
+        self._tokens.append(token)
+        text = self._pending()
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """Whatever is left, complete or not."""
+        return self._advance(self._pending()) if self._written < len(self._tokens) else ""
+
+    def _pending(self) -> str:
+        known = self._codec.decode(self._tokens[self._context : self._written])
+        return self._codec.decode(self._tokens[self._context :])[len(known) :]
+
+    def _advance(self, text: str) -> str:
+        # The last written tokens stay as context: the text of a token can depend on the one before.
+        self._context = self._written
+        self._written = len(self._tokens)
+        return text

@@ -1,0 +1,129 @@
+"""What the real process tells of itself: models, ladders, health, metrics, page, documents."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from serve import answers
+from tests.server_process import ServerProcess, server_process
+from tests.tiny_folders import classify_bundle, generate_bundle
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    folders = [classify_bundle().folder, generate_bundle().folder]
+    with server_process(folders) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as connected:
+        yield connected
+
+
+def test_models(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()
+    answers.ModelList.model_validate(listed, strict=True)
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["tiny-classify", "tiny-generate"]
+    one = client.get("/v1/models/tiny-generate").json()
+    assert one == listed["data"][1]
+    assert (one["task"], one["steps"], one["labels"]) == ("generate", [1, 2, 4], None)
+    assert one["efforts"] == {"low": 1, "medium": 2, "max": 4}
+
+
+@pytest.mark.parametrize("model", ["tiny-classify", "tiny-generate"])
+def test_the_ladder(client: httpx.Client, model: str) -> None:
+    client.post("/v1/classify", json={"input": "warm", "steps": 2})
+    client.post("/v1/generate", json={"prompt": "warm", "steps": 2})
+    ladder = client.get(f"/v1/models/{model}/ladder").json()
+    answers.LadderResponse.model_validate(ladder, strict=True)
+    assert (ladder["model"], ladder["full_steps"], ladder["default_steps"]) == (model, 4, 4)
+    assert [rung["steps"] for rung in ladder["rungs"]] == [1, 2, 4]
+    assert [rung["latency_ms"] for rung in ladder["rungs"]] == pytest.approx([0.1, 0.2, 0.4])
+    assert all(rung["predicted_ms"] > 0 for rung in ladder["rungs"])
+    used = ladder["rungs"][1]
+    assert used["predicted_ms"] != used["latency_ms"]
+
+
+def test_health(client: httpx.Client) -> None:
+    assert client.get("/health/live").json() == {"status": "live"}
+    assert client.get("/health/ready").json() == {"status": "ready"}
+
+
+def test_metrics(client: httpx.Client) -> None:
+    client.post("/v1/generate", json={"prompt": "To be", "max_tokens": 2, "steps": 1})
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    for line in (
+        'stepdial_model_info{full_steps="4",method="euler",model="tiny-generate",'
+        'precision="fp32",task="generate"} 1.0',
+        'stepdial_degraded_total{model="tiny-generate"} 0.0',
+        "stepdial_queue_depth 0.0",
+        "stepdial_in_flight 0.0",
+        "stepdial_cache_bytes 0.0",
+    ):
+        assert line in response.text
+    assert 'stepdial_time_to_first_token_seconds_bucket{le="0.0005",' in response.text
+    assert 'stepdial_requests_total{code="200",model="tiny-generate"' in response.text
+
+
+def test_the_page_and_the_documents_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+    for path in ("/", "/docs"):
+        response = client.get(path)
+        assert response.headers["content-type"].startswith("text/html")
+        policy = response.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+        assert 'src="http' not in response.text and '<link rel="stylesheet" href="http' not in (
+            response.text
+        )
+    assert client.get("/docs.css").headers["content-type"].startswith("text/css")
+    assert client.get("/static/app.js").status_code == 200
+    assert client.get("/static/../app.py").status_code == 404
+    assert client.get("/static/%2e%2e/app.py").status_code == 404
+    assert client.head("/").status_code == 200
+
+
+def test_every_response_has_the_security_headers(client: httpx.Client) -> None:
+    for path in ("/", "/v1/models", "/nowhere", "/metrics"):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert "server" not in headers
+
+
+def test_openapi_documents_every_field(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for name in ("ClassifyRequest", "GenerateRequest", "TokenChunk", "DoneChunk", "ErrorResponse"):
+        assert name in schemas
+    undescribed = [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, shape in schema.get("properties", {}).items()
+        # A reference is described where it leads.
+        if not shape.get("description") and "$ref" not in shape
+    ]
+    assert undescribed == []
+    assert [name for name, schema in schemas.items() if not schema.get("description")] == []
+    for path in ("/v1/classify", "/v1/generate"):
+        operation = document["paths"][path]["post"]
+        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert reference.rpartition("/")[2] in schemas
+        assert {"200", "400", "404", "413", "422", "429", "503"} <= set(operation["responses"])
+    references = set(json.dumps(document).split('"#/components/schemas/')[1:])
+    assert {one.partition('"')[0] for one in references} <= set(schemas)
+
+
+def test_the_reference_page_lists_every_operation(client: httpx.Client) -> None:
+    page = client.get("/docs").text
+    for path in client.get("/openapi.json").json()["paths"]:
+        assert f" {path}</code>" in page
+
+
+def test_importing_the_app_does_not_load_torch(server: ServerProcess) -> None:
+    with open(f"/proc/{server.process.pid}/maps") as maps:
+        assert "torch" not in maps.read()

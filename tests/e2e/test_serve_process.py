@@ -1,0 +1,217 @@
+"""The process: how it starts, what it says, how it ends."""
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve.__main__ import main
+from tests.server_process import ServerProcess, run_to_end, server_process
+from tests.sse import parse_events
+from tests.tiny_bundles import build_classify, build_generate
+from tests.tiny_folders import classify_bundle, generate_bundle
+
+FOLDERS = [classify_bundle().folder, generate_bundle().folder]
+
+
+def test_it_starts_within_seconds_and_says_what_to_try() -> None:
+    began_s = time.monotonic()
+    with server_process(FOLDERS) as server:
+        assert time.monotonic() - began_s < 10
+        assert "tiny-classify  classify  steps 1, 2, 4" in server.banner
+        assert "tiny-generate  generate  steps 1, 2, 4" in server.banner
+        (curl,) = (line for line in server.banner.splitlines() if "curl" in line)
+        command = shlex.split(curl)
+        found = subprocess.run([*command, "-s"], capture_output=True, timeout=20, check=True)
+        assert json.loads(found.stdout)["results"][0]["budget"]["steps"] == 1
+
+
+def test_without_a_bundle_it_serves_the_zoo(tmp_path: Path) -> None:
+    build_classify(tmp_path / "b", name="second")
+    build_classify(tmp_path / "a", name="first")
+    with (
+        server_process([], environment={"STEPDIAL_ZOO": str(tmp_path)}) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        models = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert models == ["first", "second"]
+        answer = client.post("/v1/classify", json={"input": "x"}).json()
+        assert answer["model"] == "first"
+        response = client.post("/v1/generate", json={"prompt": "x"})
+        assert response.status_code == 404
+        assert "no model that can generate" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["nowhere"], {}, "nowhere"),
+        ([], {"STEPDIAL_ZOO": "nowhere"}, "nowhere: holds no bundles"),
+        ([FOLDERS[0], FOLDERS[0]], {}, "is named tiny-classify, like"),
+        ([FOLDERS[0]], {"STEPDIAL_PROT": "1"}, "did you mean STEPDIAL_PORT?"),
+        ([FOLDERS[0], "--port", "x"], {}, "--port is 'x'"),
+        ([FOLDERS[0], "--host", "256.0.0.1"], {}, "choose another with --host and --port"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    arguments: list[str | Path],
+    environment: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    assert main(list(map(str, arguments))) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and line.startswith("stepdial serve: ") and says in line
+
+
+def test_the_process_ends_with_that_line_and_status() -> None:
+    ended = run_to_end(["nowhere"])
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "stepdial serve: nowhere: is no folder; name the folder of a bundle\n"
+
+
+HASHED = ("weights.bin", "steps-2.onnx", "tokenizer.json")
+HARMS = [(name, harm) for name in HASHED for harm in ("truncate", "alter", "remove")] + [
+    ("manifest.json", "truncate"),
+    ("manifest.json", "alter"),
+    ("manifest.json", "remove"),
+    ("latency.json", "truncate"),
+    ("latency.json", "alter"),
+]
+
+
+@pytest.mark.parametrize(("name", "harm"), HARMS)
+def test_a_broken_bundle_is_refused_naming_the_file(
+    tmp_path: Path, name: str, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build_generate(tmp_path / "bundle").folder
+    path = folder / name
+    content = path.read_bytes()
+    if harm == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif harm == "alter":
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    else:
+        path.unlink()
+    assert main([str(folder), "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    named = str(folder) if (name, harm) == ("manifest.json", "remove") else name
+    assert line.startswith("stepdial serve: ") and named in line
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run_to_end([FOLDERS[0], "--port", str(port)])
+    assert ended.returncode == 2
+    assert f"port {port}" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_it_listens_on_other_addresses() -> None:
+    with server_process(FOLDERS[:1], "--host", "::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
+def test_the_access_log() -> None:
+    with server_process(FOLDERS[:1], "--access-log") as server:
+        httpx.get(f"{server.url}/health/ready", headers={"x-request-id": "seen"})
+        server.terminate()
+        assert server.wait() == 0
+        log = server.rest_of_output()
+    assert re.search(r"stepdial\.access: GET /health/ready 200 \d+\.\d ms seen\n", log)
+
+
+def stream_body(max_tokens: int) -> dict[str, object]:
+    return {"prompt": "To be", "max_tokens": max_tokens, "stream": True, "steps": 4}
+
+
+def probe(server: ServerProcess, path: str) -> int:
+    return httpx.get(f"{server.url}{path}").status_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_streams_finish(number: signal.Signals) -> None:
+    with server_process(FOLDERS) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with client.stream("POST", "/v1/generate", json=stream_body(1500)) as response:
+            lines = response.iter_text()
+            text = next(lines)
+            server.process.send_signal(number)
+            sent_s = time.monotonic()
+            while probe(server, "/health/ready") == 200:
+                pass
+            assert time.monotonic() - sent_s < 0.5
+            assert probe(server, "/health/live") == 200
+            refused = httpx.post(f"{server.url}/v1/classify", json={"input": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert refused.headers["retry-after"]
+            text += "".join(lines)
+        *tokens, (last, done) = parse_events(text)
+        assert last == "done" and len(tokens) == 1500
+        assert done["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+def test_after_the_grace_limit_streams_end_with_an_error() -> None:
+    flags = ("--drain-s", "0.3", "--max-tokens", "1000000")
+    with server_process(FOLDERS, *flags) as server:
+        body = stream_body(1_000_000)
+        with httpx.stream("POST", f"{server.url}/v1/generate", json=body, timeout=30) as response:
+            lines = response.iter_text()
+            text = next(lines)
+            server.terminate()
+            text += "".join(lines)
+        *tokens, (last, error) = parse_events(text)
+        assert last == "error" and error["error"]["code"] == "draining"
+        assert {name for name, _ in tokens} == {"message"}
+        assert server.wait() == 0
+
+
+def test_an_idle_server_ends_at_once_though_clients_stay_connected() -> None:
+    with server_process(FOLDERS[:1]) as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health/ready").status_code == 200
+        began_s = time.monotonic()
+        server.terminate()
+        assert server.wait() == 0
+        assert time.monotonic() - began_s < 3
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with server_process(FOLDERS, "--max-tokens", "1000000") as server:
+        body = stream_body(1_000_000)
+        with httpx.stream("POST", f"{server.url}/v1/generate", json=body, timeout=30) as response:
+            next(response.iter_raw())
+            began_s = time.monotonic()
+            server.terminate()
+            time.sleep(0.2)
+            server.terminate()
+            server.wait()
+            assert time.monotonic() - began_s < 10
+
+
+def test_a_client_that_never_reads_does_not_hold_up_the_end() -> None:
+    flags = ("--drain-s", "0.3", "--max-tokens", "1000000")
+    with server_process(FOLDERS, *flags) as server:
+        content = json.dumps(stream_body(1_000_000) | {"logprobs": 5}).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            head = (
+                f"POST /v1/generate HTTP/1.1\r\nhost: t\r\ncontent-length: {len(content)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + content)
+            time.sleep(1.5)
+            began_s = time.monotonic()
+            server.terminate()
+            assert server.wait() == 0
+            assert time.monotonic() - began_s < 8

@@ -1,0 +1,133 @@
+"""A model of known answers behind the runtime's Protocols, which can be told to misbehave.
+
+Classification: the more tokens a row has, the likelier its second label. Generation: after a token
+comes the next one of the vocabulary, so "abc" goes on with "def". Nothing here computes.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serve.bundle import Bundle
+from serve.catalog import Catalog, Served
+from serve.runtime.protocol import FloatArray, IntArray
+from serve.text import TextCodec
+
+ROW_BYTES_A_POSITION = 1000
+
+
+@dataclass
+class Mood:
+    """How the fake behaves; tests change it while it runs."""
+
+    fail: Callable[[str, IntArray], None] = lambda kind, tokens: None  # may raise
+    logits: Callable[[FloatArray], FloatArray] = lambda logits: logits
+    gate: threading.Event = field(default_factory=threading.Event)  # calls wait for it
+    calls: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    open_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def call(self, kind: str, steps: int, tokens: IntArray) -> None:
+        self.gate.wait(10)
+        self.calls.append((kind, steps, tokens.shape))
+        self.fail(kind, tokens)
+
+
+class FakeClassifier:
+    def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
+        self._pad_id = bundle.manifest.tokenizer.pad_id
+        self._steps = steps
+        self._mood = mood
+
+    def run(self, tokens: IntArray) -> FloatArray:
+        self._mood.call("classify", self._steps, tokens)
+        logits = np.zeros((len(tokens), 2), np.float32)
+        logits[:, 1] = 0.1 * (tokens != self._pad_id).sum(axis=1)
+        return self._mood.logits(logits)
+
+
+class FakeBatch:
+    def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
+        self._vocab_size = bundle.manifest.tokenizer.vocab_size
+        self._window = bundle.manifest.input.max_tokens
+        self._steps = steps
+        self._mood = mood
+        self._lengths: list[int] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        longest = max(self._lengths, default=0)
+        return len(self._lengths) * longest * ROW_BYTES_A_POSITION
+
+    def add(self, tokens: IntArray) -> FloatArray:
+        self._mood.call("prefill", self._steps, tokens)
+        assert 0 < len(tokens) <= self._window
+        self._lengths.append(len(tokens))
+        self._mood.open_rows += 1
+        following: FloatArray = self._next(tokens[-1:])[0]
+        return following
+
+    def step(self, tokens: IntArray) -> FloatArray:
+        assert tokens.shape == (len(self._lengths),)
+        assert max(self._lengths) < self._window, "a row has no room"
+        self._mood.call("decode", self._steps, tokens)
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._next(tokens)
+
+    def remove(self, row: int) -> None:
+        self._lengths[row] = self._lengths[-1]
+        self._lengths.pop()
+        self._mood.open_rows -= 1
+
+    def _next(self, tokens: IntArray) -> FloatArray:
+        logits = np.zeros((len(tokens), self._vocab_size), np.float32)
+        following = tokens + 1
+        following[following == self._vocab_size] = 1
+        logits[np.arange(len(tokens)), following] = 20.0
+        return self._mood.logits(logits)
+
+
+class FakeDecoder:
+    def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
+        self._bundle, self._steps, self._mood = bundle, steps, mood
+
+    def open_batch(self) -> FakeBatch:
+        return FakeBatch(self._bundle, self._steps, self._mood)
+
+    def bytes_for(self, positions: int) -> int:
+        return positions * ROW_BYTES_A_POSITION
+
+    def forward(self, tokens: IntArray) -> FloatArray:
+        raise NotImplementedError("only verification asks for this")
+
+
+class FakeModel:
+    def __init__(self, bundle: Bundle, mood: Mood) -> None:
+        self._bundle = bundle
+        self.mood = mood
+
+    @property
+    def bundle(self) -> Bundle:
+        return self._bundle
+
+    def classifier(self, steps: int) -> FakeClassifier:
+        return FakeClassifier(self._bundle, steps, self.mood)
+
+    def decoder(self, steps: int) -> FakeDecoder:
+        return FakeDecoder(self._bundle, steps, self.mood)
+
+    def warm_up(self) -> None:
+        pass
+
+
+def fake_catalog(mood: Mood, *bundles: Bundle) -> Catalog:
+    """These bundles, served by fakes."""
+    return Catalog(Served(bundle, FakeModel(bundle, mood), TextCodec(bundle)) for bundle in bundles)

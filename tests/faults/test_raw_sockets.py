@@ -1,0 +1,171 @@
+"""Bytes that no client library would send: never a 5xx, and the server goes on."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server_process import ServerProcess, server_process
+from tests.tiny_folders import classify_bundle, generate_bundle
+
+GOOD = b'{"input": "x"}'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    folders = [classify_bundle().folder, generate_bundle().folder]
+    with server_process(folders, "--body-timeout-s", "0.5", "--max-body-bytes", "65536") as running:
+        yield running
+        metrics = httpx.get(f"{running.url}/metrics").text
+        assert 'code="500"' not in metrics
+        assert "stepdial_in_flight 0.0" in metrics
+
+
+@pytest.fixture(autouse=True)
+def survives(server: ServerProcess) -> Iterator[None]:
+    yield
+    answer = httpx.post(f"{server.url}/v1/classify", json={"input": "still here"}, timeout=10)
+    assert answer.status_code == 200
+
+
+def head(length: int | str | None, *headers: str, path: str = "/v1/classify") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: test", *headers]
+    if length is not None:
+        lines.append(f"content-length: {length}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def exchange(
+    server: ServerProcess, *pieces: bytes, pause_s: float = 0.0, wait_s: float = 5
+) -> bytes:
+    """Send these pieces and read until the server closes or nothing more comes."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=wait_s) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause_s)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        try:
+            while chunk := connection.recv(65536):
+                received += chunk
+                if _complete(received):
+                    break
+        except (TimeoutError, ConnectionResetError):
+            pass
+    return received
+
+
+def _complete(received: bytes) -> bool:
+    start, separator, body = received.partition(b"\r\n\r\n")
+    for line in start.lower().split(b"\r\n"):
+        if separator and line.startswith(b"content-length:"):
+            return len(body) >= int(line.partition(b":")[2])
+    return False
+
+
+def status(received: bytes) -> int:
+    assert received.startswith(b"HTTP/1.1 "), received[:100]
+    return int(received.split(b" ", 2)[1])
+
+
+def error_code(received: bytes) -> str:
+    return str(json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+def test_a_body_byte_by_byte(server: ServerProcess) -> None:
+    pieces = [GOOD[index : index + 1] for index in range(len(GOOD))]
+    assert status(exchange(server, head(len(GOOD)), *pieces, pause_s=0.005)) == 200
+
+
+def test_a_body_that_never_comes(server: ServerProcess) -> None:
+    began_s = time.monotonic()
+    received = exchange(server, head(100), b'{"input": ')
+    assert (status(received), error_code(received)) == (408, "request_timeout")
+    assert 0.4 < time.monotonic() - began_s < 3
+    assert b"connection: close" in received.lower()
+
+
+@pytest.mark.parametrize("length", [2**31, 2**63, 2**70, 10**30])
+def test_a_huge_length_is_refused_before_the_body(server: ServerProcess, length: int) -> None:
+    received = exchange(server, head(length))
+    assert status(received) in (400, 413)
+
+
+def test_a_body_that_grows_beyond_the_limit(server: ServerProcess) -> None:
+    chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    received = exchange(server, head(None, "transfer-encoding: chunked"), *[chunk] * 50)
+    # The server closes while bytes are still coming, so its answer may be lost on the way.
+    assert received == b"" or status(received) == 413
+
+
+@pytest.mark.parametrize(
+    "bytes_sent",
+    [
+        b"\r\n\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x00" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x01" * 50,
+        b"POST /v1/classify HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        head("-1"),
+        head("ten"),
+        head("1, 2"),
+        head(5, "content-length: 6") + b"12345",
+        head(5, "transfer-encoding: chunked") + b"zz\r\n",
+        head(None, "transfer-encoding: chunked") + b"fffffffffffffffff\r\n",
+        head(None, "transfer-encoding: banana"),
+        head(14, "bad header") + GOOD,
+        head(14, "x: \x00") + GOOD,
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /%zz%00%ff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET //v1//models HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET http://elsewhere/v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /v1/models/" + b"a" * 60_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        head(14, *[f"x-{number}: {'y' * 100}" for number in range(500)]) + GOOD,
+        head(14, "x-request-id: \xff\xfe") + GOOD,
+        head(14, "expect: 100-continue") + GOOD,
+        head(14, "connection: upgrade", "upgrade: websocket") + GOOD,
+    ],
+    ids=lambda sent: repr(sent[:24]),
+)
+def test_strange_requests_get_no_5xx(server: ServerProcess, bytes_sent: bytes) -> None:
+    received = exchange(server, bytes_sent, wait_s=1.5)
+    assert received == b"" or status(received) < 500, received[:200]
+
+
+def test_requests_in_one_piece_are_answered_in_order(server: ServerProcess) -> None:
+    first = head(len(GOOD)) + GOOD
+    second = b"GET /health/ready HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(first + first + second)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    assert received.count(b"HTTP/1.1 200") == 3
+    assert received.index(b'"results"') < received.index(b'"ready"')
+
+
+def test_a_client_that_closes_its_half_counts_as_gone(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(head(len(GOOD)) + GOOD)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    assert received == b"" or status(received) == 200
+
+
+def test_a_shorter_body_than_declared_is_a_client_that_left(server: ServerProcess) -> None:
+    assert exchange(server, head(1000), GOOD, wait_s=2)[:12] in (b"", b"HTTP/1.1 408")
+
+
+def test_more_body_than_declared_is_another_bad_request(server: ServerProcess) -> None:
+    received = exchange(server, head(len(GOOD)) + GOOD + b"garbage garbage\r\n\r\n", wait_s=1.5)
+    assert status(received) in (200, 400)

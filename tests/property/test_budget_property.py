@@ -1,0 +1,58 @@
+"""Whatever is asked, the decision is a rung of the ladder or one kind of error: never a crash."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.budget import Ask, decide
+from serve.bundle import EFFORTS, Effort, Manifest
+from serve.errors import ImpossibleBudget
+from tests.tiny_folders import classify_bundle
+
+BASE = classify_bundle().manifest
+LOWER: tuple[Effort, ...] = ("low", "medium", "high")
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    counts = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=6)))
+    words: list[Effort] = [word for word in LOWER if draw(st.booleans())][: len(counts) - 1]
+    rungs = []
+    for index, steps in enumerate(counts):
+        effort: Effort | None = words[index] if index < len(words) else None
+        if index == len(counts) - 1 and draw(st.booleans()):
+            effort = "max"
+        rung = replace(BASE.rungs[0], steps=steps, nfe=steps, effort=effort, graph=f"{steps}.onnx")
+        rungs.append(rung)
+    default = draw(st.sampled_from(counts))
+    return replace(BASE, rungs=tuple(rungs), full_steps=counts[-1], default_steps=default)
+
+
+@settings(deadline=None)
+@given(
+    manifest=manifests(),
+    steps=st.none() | st.integers(1, 64) | st.integers(),
+    effort=st.none() | st.sampled_from(EFFORTS),
+)
+def test_every_ask_has_an_answer(
+    manifest: Manifest, steps: int | None, effort: Effort | None
+) -> None:
+    ladder = {rung.steps: rung for rung in manifest.rungs}
+    efforts = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
+    try:
+        decision = decide(Ask(steps, effort), manifest)
+    except ImpossibleBudget as error:
+        assert error.param in ("steps", "effort")
+        both = steps is not None and effort is not None
+        assert both or (steps is not None and steps not in ladder) or effort not in efforts
+        return
+    assert decision.full is manifest.rungs[-1]
+    match decision.reason:
+        case "exact":
+            assert decision.rung is ladder[steps or 0]
+        case "effort":
+            assert effort is not None and decision.rung is efforts[effort]
+        case "default":
+            assert steps is None and effort is None
+            assert decision.steps == manifest.default_steps

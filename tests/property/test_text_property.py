@@ -1,0 +1,66 @@
+"""However text is cut into tokens and pieces, what comes out is the text, up to the stop."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.stop import StopFilter
+from serve.text import TextCodec, TextStream
+from tests.tiny_folders import classify_bundle
+
+CODEC = TextCodec(classify_bundle())
+FEW = st.text(alphabet="ab\n", max_size=30)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def complete_first(text: str, stops: list[str]) -> int | None:
+    """Where the stop begins that is complete first; an earlier start wins among equals."""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return min(ends)[1] if ends else None
+
+
+@settings(deadline=None)
+@given(
+    text=FEW,
+    stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=4),
+    places=st.lists(st.integers(0, 100)),
+)
+def test_no_stop_gets_out_whatever_the_pieces(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    stop_filter, out, stopped = StopFilter(stops), "", False
+    for piece in cut(text, places):
+        given_out, stopped = stop_filter.push(piece)
+        out += given_out
+        if stopped:
+            break
+    if not stopped:
+        out += stop_filter.flush()
+    at = complete_first(text, stops)
+    assert stopped == (at is not None)
+    assert out == (text if at is None else text[:at])
+
+
+@settings(deadline=None)
+@given(tokens=st.lists(st.integers(1, CODEC.vocab_size - 1), max_size=40))
+def test_pieces_join_to_the_text_of_any_tokens(tokens: list[int]) -> None:
+    stream = TextStream(CODEC)
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) + stream.flush() == CODEC.decode(tokens)
+
+
+@settings(deadline=None)
+@given(text=st.text(min_size=1, max_size=40))
+def test_any_text_goes_through_tokens_and_back(text: str) -> None:
+    tokens = CODEC.encode_input(text, truncate=True)
+    if not tokens.truncated:
+        assert CODEC.decode(tokens.tokens) == text
+    stream = TextStream(CODEC)
+    for token in tokens.tokens:
+        piece = stream.push(token)
+        assert not piece.endswith("\ufffd") or "\ufffd" in text

@@ -1,0 +1,182 @@
+"""The engine when models throw, callers leave and servers end: everybody is told once."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve.errors import Draining, NotReady
+from serve.scheduler import Limits
+from tests.engine_bench import Bench, classified, generated, running
+from tests.fake_model import Mood
+
+
+def test_not_a_number_fails_one_request_only() -> None:
+    with running() as bench:
+
+        def spoil_first_row(logits: Any) -> Any:
+            if len(logits) == 3:
+                logits[0, 0] = np.nan
+            return logits
+
+        bench.mood.logits = spoil_first_row
+        bench.mood.gate.clear()
+        callers = [bench.generate(prompt, 6)[1] for prompt in ("a", "f", "k")]
+        bench.mood.gate.set()
+        assert callers[0].error().code == "model_failure"
+        assert [generated(caller).text for caller in callers[1:]] == ["ghijkl", "lmnopq"]
+        assert bench.idle()
+
+
+def test_not_a_number_fails_one_classification_only() -> None:
+    with running() as bench:
+
+        def spoil_last_row(logits: Any) -> Any:
+            if len(logits) == 3:
+                logits[2, 0] = np.inf
+            return logits
+
+        bench.mood.logits = spoil_last_row
+        bench.mood.gate.clear()
+        first = bench.classify(5)[1]
+        while not bench.engine.running:
+            time.sleep(0.001)
+        good, bad = bench.classify(5, 5)[1], bench.classify(5)[1]
+        bench.mood.gate.set()
+        assert bad.error().status == 503
+        assert classified(first) and classified(good)
+        assert bench.idle()
+
+
+def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
+    with running() as bench:
+
+        def fail(kind: str, tokens: Any) -> None:
+            if kind == "decode" and len(tokens) == 2:
+                raise RuntimeError("out of luck")
+
+        bench.mood.fail = fail
+        bench.mood.gate.clear()
+        pair = [bench.generate(prompt, 6)[1] for prompt in ("a", "f")]
+        other = bench.generate("a", 6, steps=4)[1]
+        bench.mood.gate.set()
+        for caller in pair:
+            assert caller.error().code == "model_failure"
+            assert "try again" in caller.error().message
+        assert generated(other).text == "bcdefg"
+        bench.mood.open_rows = 0  # the batch that threw was dropped with its rows in it
+        assert generated(bench.generate("a", 6)[1]).text == "bcdefg"
+        assert bench.idle()
+
+
+def test_a_prompt_that_throws_leaves_the_rows_beside_it() -> None:
+    with running() as bench:
+
+        def fail(kind: str, tokens: Any) -> None:
+            if kind == "prefill" and len(tokens) == 5:
+                raise RuntimeError("out of luck")
+
+        bench.mood.fail = fail
+        bench.mood.gate.clear()
+        good, bad = bench.generate("abc", 20)[1], bench.generate("abcde", 5)[1]
+        bench.mood.gate.set()
+        assert bad.error().code == "model_failure"
+        assert generated(good).completion_tokens == 20
+        assert bench.idle()
+
+
+def test_a_classification_that_throws_leaves_the_engine_alive() -> None:
+    with running() as bench:
+        bench.mood.fail = lambda kind, tokens: (_ for _ in ()).throw(ValueError("no"))
+        assert bench.classify(5)[1].error().code == "model_failure"
+        bench.mood.fail = lambda kind, tokens: None
+        assert classified(bench.classify(5)[1])
+        assert bench.engine.alive
+
+
+def test_a_client_that_left_is_dropped_within_a_tick() -> None:
+    with running() as bench:
+        job, caller = bench.generate("a", 1000, stream=True)
+        while len(caller.events) < 3:
+            time.sleep(0.001)
+        bench.engine.cancel(job)
+        count = len(caller.events)
+        assert bench.idle()
+        assert not caller.over.is_set() and len(caller.events) <= count + 1
+        assert bench.metrics.registry.get_sample_value("stepdial_cancelled_total") == 1
+
+
+def test_a_client_that_left_the_queue_never_runs() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        first = bench.classify(5)[1]
+        while not bench.engine.running:
+            time.sleep(0.001)
+        jobs = [bench.classify(7)[0], bench.generate("a", 5)[0]]
+        for job in jobs:
+            bench.engine.cancel(job)
+            bench.engine.cancel(job)
+        bench.mood.gate.set()
+        classified(first)
+        assert bench.idle()
+        assert bench.mood.calls == [("classify", 2, (1, 5))]
+        assert bench.metrics.registry.get_sample_value("stepdial_cancelled_total") == 2
+
+
+def test_draining_finishes_what_runs_and_takes_no_more() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        caller = bench.generate("a", 5)[1]
+        bench.engine.drain()
+        with pytest.raises(Draining):
+            bench.classify(5)
+        bench.mood.gate.set()
+        assert generated(caller).text == "bcdef"
+
+
+def test_aborting_ends_everything_with_the_error() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        callers = [bench.generate("a", 500, stream=True)[1], bench.classify(5)[1]]
+        bench.engine.abort(Draining("over"))
+        assert [caller.error().message for caller in callers] == ["over", "over"]
+        bench.mood.gate.set()
+        assert bench.idle()
+
+
+def test_stopping_leaves_nobody_waiting() -> None:
+    bench = Bench(Mood(), Limits())
+    bench.engine.start()
+    callers = [bench.generate("a", 100_000, stream=True)[1] for _ in range(3)]
+    bench.engine.stop()
+    assert {caller.error().code for caller in callers} == {"draining"}
+    assert not bench.engine.alive
+
+
+def test_the_death_of_the_thread_is_told_to_everybody() -> None:
+    bench = Bench(Mood(), Limits())
+    bench.mood.fail = lambda kind, tokens: (_ for _ in ()).throw(SystemExit("our bug"))
+    bench.engine.start()
+    assert bench.classify(5)[1].error().code == "not_ready"
+    assert bench.engine.dead and not bench.engine.alive
+    with pytest.raises(NotReady, match="restarted"):
+        bench.classify(5)
+    bench.engine.stop()
+
+
+def test_before_the_start_nothing_is_taken() -> None:
+    with pytest.raises(NotReady):
+        Bench(Mood(), Limits()).classify(5)
+
+
+def test_a_call_that_hangs_shows_in_the_beat() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        caller = bench.classify(5)[1]
+        time.sleep(0.3)
+        assert bench.engine.beat_age_s > 0.2
+        bench.mood.gate.set()
+        classified(caller)
+        time.sleep(0.3)
+        assert bench.engine.beat_age_s < 0.28

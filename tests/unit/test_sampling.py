@@ -1,0 +1,104 @@
+"""Tokens follow from logits, seed and number alone, with the right frequencies."""
+
+import numpy as np
+import pytest
+
+from serve.sampling import FloatArray, Sampler, Sampling, likelihood, softmax
+
+
+def logits(*values: float) -> FloatArray:
+    return np.array(values, np.float32)
+
+
+PLAIN = logits(2.0, 1.0, 0.0, -1.0, -2.0)
+
+
+def tokens(sampling: Sampling, count: int = 4000, given: FloatArray = PLAIN) -> list[int]:
+    sampler = Sampler(sampling)
+    return [sampler.choose(given, number) for number in range(count)]
+
+
+def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first() -> None:
+    sampler = Sampler(Sampling(temperature=0.0, seed=3))
+    assert sampler.choose(logits(0.0, 2.0, 2.0), 0) == 1
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    found = np.bincount(tokens(Sampling(seed=1), 20_000), minlength=5) / 20_000
+    expected = softmax(PLAIN)
+    # Five standard deviations of a frequency: a right sampler fails once in a million runs.
+    assert np.all(np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / 20_000))
+
+
+def test_temperature_sharpens() -> None:
+    cold = np.bincount(tokens(Sampling(temperature=0.5, seed=1)), minlength=5) / 4000
+    expected = softmax(PLAIN * 2)
+    assert np.all(np.abs(cold - expected) < 5 * np.sqrt(expected * (1 - expected) / 4000))
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-6])
+def test_a_tiny_temperature_is_greedy_and_no_nan(temperature: float) -> None:
+    assert set(tokens(Sampling(temperature=temperature, seed=1), 50)) == {0}
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    assert set(tokens(Sampling(top_k=2, seed=1))) == {0, 1}
+    assert set(tokens(Sampling(top_k=1, seed=1), 100)) == {0}
+    assert set(tokens(Sampling(top_k=99, seed=1))) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_keeps_the_likeliest_that_reach_p() -> None:
+    # The probabilities are 0.64, 0.23, 0.09, 0.03, 0.01.
+    assert set(tokens(Sampling(top_p=0.64, seed=1))) == {0, 1}
+    assert set(tokens(Sampling(top_p=0.63, seed=1))) == {0}
+    assert set(tokens(Sampling(top_p=1e-9, seed=1), 100)) == {0}
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    # Of two tokens with 0.73 and 0.27, the first alone reaches 0.7.
+    assert set(tokens(Sampling(top_k=2, top_p=0.7, seed=1))) == {0}
+
+
+def test_ties_at_the_border_keep_k() -> None:
+    assert set(tokens(Sampling(top_k=2, seed=1), given=logits(1.0, 1.0, 1.0, 1.0))) == {0, 1}
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_order() -> None:
+    ahead = tokens(Sampling(seed=7), 50)
+    sampler = Sampler(Sampling(seed=7))
+    assert [sampler.choose(PLAIN, number) for number in reversed(range(50))] == ahead[::-1]
+    assert tokens(Sampling(seed=8), 50) != ahead
+
+
+def test_tokens_of_a_seed_never_change() -> None:
+    # Written down: a seed that somebody kept must go on giving the same answer.
+    assert tokens(Sampling(seed=7), 12) == [1, 2, 1, 1, 0, 0, 2, 0, 0, 0, 0, 1]
+
+
+def test_the_greatest_seed_works() -> None:
+    assert set(tokens(Sampling(seed=2**63 - 1), 100)) <= {0, 1, 2, 3, 4}
+
+
+def test_banned_tokens_never_come() -> None:
+    sampler = Sampler(Sampling(seed=1), banned_tokens=(0,))
+    assert 0 not in {sampler.choose(PLAIN, number) for number in range(2000)}
+    assert Sampler(Sampling(temperature=0.0), (0,)).choose(PLAIN, 0) == 1
+
+
+def test_the_logits_are_left_as_they_are() -> None:
+    given = PLAIN.copy()
+    Sampler(Sampling(top_k=2, top_p=0.5, seed=1), (1,)).choose(given, 0)
+    assert np.array_equal(given, PLAIN)
+
+
+def test_likelihood_is_the_models_own() -> None:
+    found = likelihood(PLAIN, token=3, alternatives=2)
+    log_probabilities = np.log(softmax(PLAIN))
+    assert found.chosen == pytest.approx(log_probabilities[3])
+    assert [token for token, _ in found.top] == [0, 1]
+    assert [value for _, value in found.top] == pytest.approx(log_probabilities[:2])
+    assert likelihood(PLAIN, 3, 0).top == ()
+
+
+def test_softmax_of_large_logits_is_finite() -> None:
+    assert softmax(logits(1e4, 0.0)).tolist() == [1.0, 0.0]

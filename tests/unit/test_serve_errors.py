@@ -1,0 +1,39 @@
+"""Errors own their status and shape, and the tree that is drawn is the tree there is."""
+
+import re
+
+import pytest
+
+from serve import errors
+from serve.errors import ModelFailure, QueueFull, ServeError
+
+
+def classes(root: type[ServeError]) -> list[type[ServeError]]:
+    return [root, *(one for child in root.__subclasses__() for one in classes(child))]
+
+
+def test_the_drawn_tree_is_true() -> None:
+    drawn = re.findall(r"[├└]── (\w+) +(\d{3})", errors.__doc__ or "")
+    assert sorted(drawn) == sorted(
+        (one.__name__, str(one.status)) for one in classes(ServeError)[1:]
+    )
+    codes = [one.code for one in classes(ServeError)[1:]]
+    assert len(codes) == len(set(codes))
+
+
+def test_the_shape() -> None:
+    error = ModelFailure("it broke", param="steps", extra=1)
+    assert error.body() == {
+        "error": {"code": "model_failure", "message": "it broke", "param": "steps", "extra": 1}
+    }
+    assert str(error) == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole", "milliseconds"),
+    [(0.0, "1", "1"), (0.2504, "1", "251"), (1.0, "1", "1000"), (12.3, "13", "12300")],
+)
+def test_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
+    error = QueueFull("full", retry_after_s=seconds)
+    assert error.headers() == {"retry-after": whole, "retry-after-ms": milliseconds}
+    assert error.body()["error"]["retry_after_ms"] == int(milliseconds)

@@ -1,0 +1,91 @@
+"""Encoding with its limits and refusals; decoding that never shows half a character."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from serve.bundle import Bundle, BundleError, InputSpec
+from serve.errors import Unprocessable
+from serve.text import TextCodec, TextStream
+from tests.tiny_folders import classify_bundle, generate_bundle
+
+CHARS = TextCodec(generate_bundle())
+BPE = TextCodec(classify_bundle())
+
+
+def codec(spec: InputSpec) -> TextCodec:
+    bundle = classify_bundle()
+    return TextCodec(replace(bundle, manifest=replace(bundle.manifest, input=spec)))
+
+
+def test_characters_outside_the_vocabulary_are_refused_naming_the_first() -> None:
+    with pytest.raises(Unprocessable, match=r"character 'é' \(U\+00E9\) at index 3") as error:
+        CHARS.encode_prompt("café ü")
+    assert (error.value.param, error.value.details["index"]) == ("prompt", 3)
+
+
+def test_a_prompt_may_fill_the_window_and_no_more() -> None:
+    assert len(CHARS.encode_prompt("a" * 160)) == 160
+    with pytest.raises(Unprocessable, match="161 tokens, but tiny-generate reads at most 160"):
+        CHARS.encode_prompt("a" * 161)
+
+
+def test_empty_text_is_refused() -> None:
+    with pytest.raises(Unprocessable, match="prompt is empty"):
+        CHARS.encode_prompt("")
+    with pytest.raises(Unprocessable, match=r"input\[2\] is empty"):
+        BPE.encode_input("", True, "input[2]")
+
+
+def test_long_texts_keep_head_and_tail_as_in_training() -> None:
+    head, tail = 16, 32
+    text = "".join(chr(0x100 + index) for index in range(100))  # two bytes, so two tokens, each
+    whole = codec(InputSpec("text", 10_000)).encode_input(text, True).tokens
+    cut = BPE.encode_input(text, truncate=True)
+    assert cut.truncated and cut.tokens == whole[:head] + whole[-tail:]
+
+
+def test_without_a_rule_the_head_stays() -> None:
+    spec = InputSpec("text", 10)
+    cut = codec(spec).encode_input("q" * 30, truncate=True)
+    assert cut.truncated and len(cut.tokens) == 10
+
+
+def test_what_fits_is_left_alone() -> None:
+    exactly = codec(InputSpec("text", 10)).encode_input("q" * 10, truncate=False)
+    assert (len(exactly.tokens), exactly.truncated) == (10, False)
+
+
+def test_without_truncation_long_texts_are_refused() -> None:
+    with pytest.raises(Unprocessable, match="100 tokens, but tiny-classify reads at most 48"):
+        BPE.encode_input("q" * 100, truncate=False)
+
+
+@pytest.mark.parametrize("text_codec", [CHARS, BPE], ids=["chars", "bpe"])
+def test_the_name_of_padding_is_no_padding(text_codec: TextCodec) -> None:
+    if text_codec is BPE:
+        assert 0 not in text_codec.encode_input("a <pad> b", True).tokens
+        return
+    with pytest.raises(Unprocessable, match="character '<'"):
+        text_codec.encode_prompt("<pad>")
+
+
+def test_half_a_character_is_held_back() -> None:
+    first, second = BPE.encode_input("é", True).tokens
+    stream = TextStream(BPE)
+    assert (stream.push(first), stream.push(second)) == ("", "é")
+    assert stream.flush() == ""
+
+
+def test_an_unfinished_character_ends_as_a_replacement() -> None:
+    first, _ = BPE.encode_input("é", True).tokens
+    stream = TextStream(BPE)
+    assert (stream.push(first), stream.flush(), stream.flush()) == ("", "\ufffd", "")
+
+
+def test_a_broken_tokenizer_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    bundle = Bundle(tmp_path, classify_bundle().manifest, None)
+    with pytest.raises(BundleError, match=r"tokenizer\.json"):
+        TextCodec(bundle)
