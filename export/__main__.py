@@ -1,4 +1,4 @@
-"""The commands of export: `stepdial export`, `inspect`, `calibrate`; also `python -m export`."""
+"""The commands on bundles: `export`, `inspect`, `calibrate`, and `evaluate` of a bundle."""
 
 import argparse
 import json
@@ -51,6 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run_command=_inspect)
     inspect.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
     inspect.add_argument("--plot", type=Path, help="draw the frontier to this .png or .svg")
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="quality of a bundle at each rung",
+        description="Measure the quality of a bundle's rungs in the serving runtime.",
+    )
+    evaluate.set_defaults(run_command=_evaluate)
+    evaluate.add_argument("bundle", type=Path, metavar="BUNDLE")
+    evaluate.add_argument("--steps", help="rungs to measure (default: all)")
+    evaluate.add_argument("--data", default="", metavar="PATH", help="where the data is")
+    evaluate.add_argument(
+        "--samples", type=int, help="use about this many held-out rows (default: all)"
+    )
     calibrate = commands.add_parser(
         "calibrate",
         help="measure a bundle's latency here",
@@ -95,6 +107,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         draw(bundles, arguments.plot)
         print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from export.evaluate import evaluate_bundle, print_beside_manifest
+    from train.__main__ import parse_steps
+
+    bundle = read_bundle(arguments.bundle)
+    steps = parse_steps(arguments.steps) if arguments.steps else None
+    rows = evaluate_bundle(bundle, steps, arguments.data, arguments.samples)
+    print_beside_manifest(bundle, rows)
     return 0
 
 

@@ -55,10 +55,9 @@ def table_path(config: DataConfig, name: str) -> Path:
     base = Path(config.path)
     if not config.path:
         raise DataError(f"this recipe needs a data set: pass --data FOLDER, where {name} is")
+    path = base / name
     if base.is_file():  # the training table itself; a test table stands beside it
         path = base.parent / name if name == config.test else base
-    else:
-        path = base / name
     if not path.is_file():
         raise DataError(f"{path} does not exist: pass --data FOLDER, the folder that holds {name}")
     return path

@@ -1,0 +1,52 @@
+"""`stepdial evaluate BUNDLE`: quality of every rung, again, in the runtime, beside its manifest.
+
+Takes the data set that the bundle was trained for from its provenance; the path must be given.
+"""
+
+from tokenizers import Tokenizer
+
+from export.calibrate import held_out_batches, measure_rung
+from serve.bundle import Bundle, BundleError, Quality
+from serve.runtime import open_model
+from train.config import RecipeError, recipe_from
+from train.data import open_dataset
+
+
+def evaluate_bundle(
+    bundle: Bundle, steps: list[int] | None, data: str, samples: int | None
+) -> dict[int, Quality]:
+    """Measured quality by steps; only rungs that the bundle has."""
+    manifest = bundle.manifest
+    counts = steps or list(manifest.steps)
+    for count in counts:
+        manifest.rung(count)
+    try:
+        kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]
+        recipe = recipe_from({**kept, "data": {**kept["data"], "path": data}}, "provenance.recipe")
+    except (KeyError, TypeError, RecipeError) as error:
+        raise BundleError(
+            f"does not say how to read its data ({error}); evaluate the run it was exported from",
+            field="provenance",
+            file=str(bundle.folder),
+        ) from None
+    dataset = open_dataset(recipe, Tokenizer.from_file(str(bundle.tokenizer_path)))
+    model = open_model(bundle)
+    window, labelled = manifest.input.max_tokens, manifest.labels is not None
+    return {
+        count: measure_rung(
+            model.classifier(count) if labelled else model.decoder(count),
+            held_out_batches(dataset, window, samples),
+            labelled,
+        )
+        for count in counts
+    }
+
+
+def print_beside_manifest(bundle: Bundle, rows: dict[int, Quality]) -> None:
+    metric = bundle.manifest.rungs[0].quality.metric
+    print(f"{bundle.manifest.name}, {bundle.manifest.method}, in the serving runtime")
+    print(f"{'steps':>5} {metric:>9}  {'95 % interval':<18} {'samples':>8} {'manifest':>9}")
+    for steps, q in rows.items():
+        known = bundle.manifest.rung(steps).quality.value
+        interval = f"{q.low:.4f} to {q.high:.4f}"
+        print(f"{steps:>5} {q.value:>9.4f}  {interval:<18} {q.samples:>8} {known:>9.4f}")
