@@ -3,7 +3,7 @@
     python benchmarks/baselines.py --data DATA --runs RUNS
 
 DATA holds `imdb/` and `ag_news/`; RUNS holds the runs that benchmarks/make_zoo.sh trained, each
-model NAME beside NAME-discrete: the same blocks and parameters, an ordinary transformer of one pass.
+model NAME beside NAME-discrete: the same blocks and parameters, but an ordinary transformer.
 """
 
 import argparse

@@ -30,13 +30,8 @@ class Runner:
         return self._batches[lane].nbytes if lane in self._batches else 0
 
     def cache_bytes_for(self, lane: LaneKey, rows: int, positions: int) -> int:
-        """The most cache memory that a batch of so many rows may hold, as it grows row by row.
-
-        Buffers that are full grow to twice their rows, so the last row may have added as many as
-        there were before it.
-        """
-        grown_rows = max(1, 2 * (rows - 1))
-        return grown_rows * self._models[lane.model].decoder(lane.steps).bytes_for(positions)
+        """The most cache memory that a batch which had so many rows may hold."""
+        return self._models[lane.model].decoder(lane.steps).bytes_for(positions, rows)
 
     def classify(self, lane: LaneKey, rows: Sequence[list[int]]) -> FloatArray:
         """Logits (B, C) of rows of any length."""

@@ -102,8 +102,8 @@ class FakeDecoder:
     def open_batch(self) -> FakeBatch:
         return FakeBatch(self._bundle, self._steps, self._mood)
 
-    def bytes_for(self, positions: int) -> int:
-        return positions * ROW_BYTES_A_POSITION
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        return rows * positions * ROW_BYTES_A_POSITION
 
     def forward(self, tokens: IntArray) -> FloatArray:
         raise NotImplementedError("only verification asks for this")

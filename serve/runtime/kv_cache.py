@@ -40,10 +40,18 @@ class CacheLayout:
         buckets = -(-max(positions, 1) // BUCKET_POSITIONS)
         return min(buckets * BUCKET_POSITIONS, self.max_tokens)
 
-    def bytes_for(self, positions: int) -> int:
-        """Bytes of one row of that many positions."""
+    def rows_for(self, rows: int) -> int:
+        """Rows that a buffer gets: to the row while they are few, then one to spare at most.
+
+        Doubling would copy less when rows join, but a limit on memory would then admit half as
+        many, and a row that joins costs the reading of its prompt anyway.
+        """
+        return rows if rows <= 4 else rows + rows % 2
+
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        """Bytes that so many rows of up to so many positions hold."""
         capacity = self.capacity_for(positions)
-        return self.buffers * self.heads * capacity * self.head_width * _FLOAT_BYTES
+        return self.rows_for(rows) * self.buffers * self.heads * capacity * self.head_width * _FLOAT_BYTES
 
 
 @final
@@ -68,7 +76,7 @@ class RowCaches:
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows and capacity <= self.capacity:
             return False
-        grown_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
+        grown_rows = self.rows if rows <= self.rows else self.layout.rows_for(rows)
         self._resize(used, grown_rows, capacity)
         return True
 
@@ -84,7 +92,7 @@ class RowCaches:
         wasteful = 4 * used * capacity <= self.rows * self.capacity
         if not wasteful and 2 * capacity > self.capacity:
             return False
-        self._resize(used, min(self.rows, 2 * used), capacity)
+        self._resize(used, min(self.rows, self.layout.rows_for(2 * used)), capacity)
         return True
 
     def move(self, source: int, target: int, positions: int) -> None:

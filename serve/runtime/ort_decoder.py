@@ -32,8 +32,8 @@ class OrtDecoder:
     def open_batch(self) -> OrtDecodeBatch:
         return OrtDecodeBatch(self._session, self._names, self._layout, self._vocab_size)
 
-    def bytes_for(self, positions: int) -> int:
-        return self._layout.bytes_for(positions)
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        return self._layout.bytes_for(positions, rows)
 
     def forward(self, tokens: IntArray) -> FloatArray:
         tokens = check_tokens(tokens, 2, self._vocab_size)  # (B, S)

@@ -63,8 +63,8 @@ class Decoder(Protocol):
         """A batch without rows, which holds no memory."""
         ...
 
-    def bytes_for(self, positions: int) -> int:
-        """Cache bytes that a row of that many positions holds."""
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        """The most cache bytes that a batch which had so many rows, so long, holds."""
         ...
 
     def forward(self, tokens: IntArray) -> FloatArray:

@@ -73,8 +73,8 @@ class WatchedDecoder:
     def open_batch(self) -> WatchedBatch:
         return WatchedBatch(self._decoder.open_batch(), self._ledger)
 
-    def bytes_for(self, positions: int) -> int:
-        return self._decoder.bytes_for(positions)
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        return self._decoder.bytes_for(positions, rows)
 
     def forward(self, tokens: IntArray) -> FloatArray:
         return self._decoder.forward(tokens)

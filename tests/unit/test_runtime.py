@@ -145,7 +145,9 @@ def test_caches_grow_in_buckets_and_are_freed(generator: Model) -> None:
     assert batch.nbytes == decoder.bytes_for(65)
     for _ in range(7):
         batch.add(np.array([1]))
-    assert batch.nbytes == 8 * decoder.bytes_for(65)
+    assert batch.nbytes == decoder.bytes_for(65, 8) == 8 * decoder.bytes_for(65)
+    assert decoder.bytes_for(65, 7) == decoder.bytes_for(65, 8)
+    assert decoder.bytes_for(65, 3) == 3 * decoder.bytes_for(65)
     while len(batch.lengths) > 1:
         batch.remove(0)
     assert batch.nbytes <= 2 * decoder.bytes_for(2)
