@@ -88,6 +88,17 @@ def test_a_package_with_several_commands_is_told_which(monkeypatch: pytest.Monke
     assert entry.seen == [["evaluate", "runs/x", "--steps", "1,2"]]
 
 
+def test_evaluating_a_bundle_is_for_export_and_a_run_for_train(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train, export = (plant(monkeypatch, package, lambda: 0) for package in ("train", "export"))
+    stepdial.main(["evaluate", str(tmp_path), "--steps", "1"])
+    (tmp_path / "manifest.json").touch()
+    stepdial.main(["evaluate", str(tmp_path), "--steps", "2"])
+    assert train.seen == [["evaluate", str(tmp_path), "--steps", "1"]]
+    assert export.seen == [["evaluate", str(tmp_path), "--steps", "2"]]
+
+
 def test_a_package_with_one_command_gets_only_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
