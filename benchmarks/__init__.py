@@ -1,0 +1,1 @@
+"""Measurements: the scripts behind every published figure. See RESULTS.md for what they found."""

@@ -1,0 +1,151 @@
+"""The dial is real: what an answer takes at each rung, beside what it takes at the largest.
+
+Asks the real server for the same answers at every rung in turn, and counts whether each says that
+it took the steps it was asked for. It deliberately knows nothing of how good the answers are.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.client import Client
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.server import running_server
+from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
+from serve.bundle import Bundle
+from serve.text import TextCodec
+
+NAME = "dial"
+TEXT_TOKENS, ANSWER_TOKENS = 100, 200
+WANTED_RATIO, OF_STEPS, TO_STEPS = 0.35, 1, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer."""
+
+    compute_ms: float
+    wall_ms: float
+    as_asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of request, at every rung."""
+
+    name: str
+    calls: dict[int, Callable[[], Sample]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed)))
+
+
+def measure(chosen: Options, provenance: Provenance) -> Result:
+    bundles = chosen.read()
+    seconds, least = (0.2, 2) if chosen.quick else (12.0, 9)
+    rows: list[Sequence[Cell]] = []
+    targets = []
+    answers = honest = 0
+    with running_server(chosen.bundles) as server, Client.of(server) as client:
+        for case in [case for bundle in bundles for case in _cases(bundle, client, chosen.quick)]:
+            samples = interleave(case.calls, seconds, least)
+            answers += sum(map(len, samples.values()))
+            honest += sum(one.as_asked for column in samples.values() for one in column)
+            rows += _rows(case, samples)
+            if OF_STEPS in samples and TO_STEPS in samples:
+                ratio = _compute_ratio(samples, OF_STEPS, TO_STEPS)
+                what = f"{case.name}: compute time at {OF_STEPS} step, of that at {TO_STEPS}"
+                targets.append(Target(what, ratio, "<=", WANTED_RATIO))
+    targets.append(Target("answers that took the steps they were asked for", honest, "==", answers))
+    columns = ("request", "steps", "compute ms", "of the largest", "client ms", "answers")
+    caption = (
+        "compute: as the server reports it, from its first call of the model to the end of the "
+        "last; client: from asking to having read the answer, at one client. Medians; the ratio "
+        "is the median of the ratios within each round."
+    )
+    return provenance.result(
+        NAME,
+        "The dial: time at each rung",
+        "The same answers at every rung in turn, from the real server over HTTP.",
+        [Table(caption, columns, rows)],
+        targets,
+    )
+
+
+def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
+    name, steps = bundle.manifest.name, bundle.manifest.steps
+    if bundle.manifest.task == "generate":
+        tokens = 16 if quick else answer_tokens(bundle, ANSWER_TOKENS)
+        calls = {one: partial(_generate, client, name, one, tokens) for one in steps}
+        return [Case(f"{name}, a token of an answer of {tokens}", dict(calls))]
+    codec = TextCodec(bundle)
+    cases = []
+    for length in sorted(
+        {min(TEXT_TOKENS, window_of(bundle.manifest)), window_of(bundle.manifest)}
+    ):
+        text = text_of(codec, length)
+        count = len(codec.encode_input(text, truncate=True).tokens)
+        classify = {one: partial(_classify, client, name, one, text) for one in steps}
+        cases.append(Case(f"{name}, a text of {count} tokens", dict(classify)))
+    return cases
+
+
+def _classify(client: Client, model: str, steps: int, text: str) -> Sample:
+    reply = client.post("/v1/classify", {"model": model, "input": text, "steps": steps})
+    budgets = [result["budget"] for result in reply.body["results"]]
+    return _sample(reply.body, reply.wall_ms, budgets, steps, 1)
+
+
+def _generate(client: Client, model: str, steps: int, tokens: int) -> Sample:
+    asked = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "steps": steps,
+    }
+    reply = client.post("/v1/generate", asked)
+    written = reply.body["usage"]["completion_tokens"]
+    assert written == tokens, "without a stop string every answer has max_tokens"
+    return _sample(reply.body, reply.wall_ms, [reply.body["budget"]], steps, tokens)
+
+
+def _sample(
+    body: dict[str, Any], wall_ms: float, budgets: list[dict[str, Any]], steps: int, parts: int
+) -> Sample:
+    return Sample(
+        compute_ms=body["timing"]["compute_ms"] / parts,
+        wall_ms=wall_ms / parts,
+        as_asked=all(budget["steps"] == steps for budget in budgets),
+    )
+
+
+def _rows(case: Case, samples: dict[int, list[Sample]]) -> list[Sequence[Cell]]:
+    largest = max(samples)
+    return [
+        [
+            case.name,
+            steps,
+            median([one.compute_ms for one in column]),
+            _compute_ratio(samples, steps, largest),
+            median([one.wall_ms for one in column]),
+            len(column),
+        ]
+        for steps, column in samples.items()
+    ]
+
+
+def _compute_ratio(samples: dict[int, list[Sample]], steps: int, others: int) -> float:
+    return median_ratio(
+        [one.compute_ms for one in samples[steps]], [one.compute_ms for one in samples[others]]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""From `make demo` in a fresh clone to the first answer, everything installed on the way.
+
+Clones the current commit into a temporary folder and measures twice: cold, with nothing installed
+and no cache of packages used, and warm, when all is installed. It deliberately knows nothing of
+how the demo does it, and measures the commit, not the work tree.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.machine import ROOT
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.texts import PROMPT
+
+NAME = "first_answer"
+HOST = "127.0.0.1"
+COLD_LIMIT_S, WARM_LIMIT_S = 300.0, 10.0
+_GIVE_UP_S, _STOP_S, _POLL_S = 1800.0, 45.0, 0.05
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument(
+        "--cache", action="store_true", help="let pip use its cache of packages when cold"
+    )
+    parsed = made.parse_args(arguments)
+    if parsed.bundles:
+        made.error("--bundles: the demo serves the zoo of the commit, and nothing else")
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), parsed.cache))
+
+
+def measure(chosen: Options, cache: bool, provenance: Provenance) -> Result:
+    with tempfile.TemporaryDirectory(prefix="stepdial-") as folder:
+        clone = Path(folder) / "stepdial"
+        _git("clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone))
+        cloned = _git("-C", str(clone), "rev-parse", "--short", "HEAD")
+        cold_s = _first_answer_s(clone, _environment(cache))
+        warm_s = _first_answer_s(clone, _environment(cache))
+    rows: list[Sequence[Cell]] = [
+        ["cold: nothing installed" + (", packages cached" if cache else ""), cold_s],
+        ["warm: the second start", warm_s],
+    ]
+    caption = (
+        f"`make demo` in a clone of {cloned}, from the start of the command to having read the "
+        "first answer."
+    )
+    targets = [
+        Target("first answer, cold", cold_s, "<=", COLD_LIMIT_S, "s"),
+        Target("first answer, warm", warm_s, "<=", WARM_LIMIT_S, "s"),
+    ]
+    return provenance.result(
+        NAME,
+        "From a clean clone to the first answer",
+        "Everything is installed on the way, as on a machine that has only Python, make and git.",
+        [Table(caption, ("start", "seconds"), rows)],
+        targets,
+    )
+
+
+def _first_answer_s(clone: Path, environment: dict[str, str]) -> float:
+    """Start the demo, ask until it answers, stop it."""
+    port = _free_port()
+    log = clone.parent / "demo.log"
+    begun_s = time.perf_counter()
+    with log.open("w", encoding="utf-8") as output:
+        # A session of its own, so that make and all it started can be ended together.
+        process = subprocess.Popen(
+            ["make", "demo", f"HOST={HOST}", f"PORT={port}"],
+            cwd=clone,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while not _answered(port):
+            if process.poll() is not None:
+                raise SystemExit(f"make demo ended before it answered:\n{_tail(log)}")
+            if time.perf_counter() - begun_s > _GIVE_UP_S:
+                raise SystemExit(f"no answer after {_GIVE_UP_S:g} s:\n{_tail(log)}")
+            time.sleep(_POLL_S)
+        return time.perf_counter() - begun_s
+    finally:
+        _end(process)
+
+
+def _answered(port: int) -> bool:
+    """Ask the first model for something; whether there was an answer."""
+    with Client(HOST, port) as client:
+        try:
+            first = json.loads(client.get("/v1/models"))["data"][0]
+            if first["task"] == "classify":
+                client.post("/v1/classify", {"model": first["id"], "input": PROMPT})
+            else:
+                asked = {"model": first["id"], "prompt": PROMPT, "max_tokens": 8}
+                client.post("/v1/generate", asked)
+        except (OSError, UnexpectedAnswer):
+            return False
+    return True
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+        if not _group_lives(process.pid):
+            break
+    process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    """Whether the server outlives make, which may end first, for a while longer."""
+    end_s = time.monotonic() + _STOP_S
+    while time.monotonic() < end_s:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _environment(cache: bool) -> dict[str, str]:
+    """That of a new shell: nothing of this virtual environment, of make, or of our settings."""
+    left_out = ("STEPDIAL_", "MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHON")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(left_out)}
+    if "VIRTUAL_ENV" in os.environ:
+        own = os.path.join(os.environ["VIRTUAL_ENV"], "bin")
+        parts = kept.get("PATH", os.defpath).split(os.pathsep)
+        kept["PATH"] = os.pathsep.join(part for part in parts if part != own)
+    return kept if cache else kept | {"PIP_NO_CACHE_DIR": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _git(*arguments: str) -> str:
+    ended = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"git {arguments[0]} failed: {ended.stderr.strip()}")
+    return ended.stdout.strip()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""Runs the benchmarks, each in a process of its own, and writes RESULTS.md from what they kept.
+
+Knows their names and order; deliberately nothing of what they measure. Results of scripts that
+are not run here, and were kept in the same form, are shown as well.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.result import BASELINES, RESULTS, Result
+
+SCRIPTS = (
+    *("quality", "bundle_size", "dial", "overhead", "cached_decode"),
+    *("soak", "first_answer"),
+)
+# What installs packages takes minutes however quick the rest is.
+_NEVER_QUICK = ("first_answer",)
+_SERVES_ZOO = ("first_answer",)
+PAGE = RESULTS.parent / "RESULTS.md"
+_HEAD = """# Measured results
+
+Written by `make bench` from `benchmarks/results/*.json`; do not edit. Every section names the
+command that repeats it, the commit, the date and the machine. Machines are noisy: compare medians
+and ratios within a section, not milliseconds between sections.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    unknown = set(parsed.names) - set(SCRIPTS)
+    if unknown:
+        parser.error(f"no benchmark is named {min(unknown)}: there are {', '.join(SCRIPTS)}")
+    names = parsed.names or [name for name in SCRIPTS if name not in parsed.skip]
+    if parsed.page:
+        write_page(RESULTS, PAGE)
+        return 0
+    if parsed.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            left_out = [] if parsed.names else [one for one in names if one in _NEVER_QUICK]
+            failed = _run([one for one in names if one not in left_out], parsed, Path(folder))
+            print(render_page(read_results(Path(folder))))
+        for name in left_out:
+            print(f"left out, since it is never quick: {name}")
+    else:
+        failed = _run(names, parsed, RESULTS)
+        write_page(RESULTS, PAGE)
+    for name in failed:
+        print(f"FAILED, nothing was measured: {name}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All that was kept, in the order of the scripts, then by name."""
+    kept = [path for path in folder.glob("*.json") if path.name != BASELINES.name]
+    results = [Result.read(path) for path in kept]
+
+    def place(result: Result) -> tuple[int, str]:
+        known = result.name in SCRIPTS
+        return (SCRIPTS.index(result.name) if known else len(SCRIPTS)), result.name
+
+    return sorted(results, key=place)
+
+
+def render_page(results: Iterable[Result]) -> str:
+    """The text of RESULTS.md."""
+    return "\n".join([_HEAD, *(result.markdown for result in results)])
+
+
+def write_page(folder: Path, page: Path) -> None:
+    """Write RESULTS.md, and say which targets were missed."""
+    results = read_results(folder)
+    page.write_text(render_page(results), encoding="utf-8")
+    print(f"\nwritten: {page}")
+    for result in results:
+        for target in result.targets:
+            if not target.met:
+                print(f"MISSED in {result.name}: {target.what}")
+
+
+def _run(names: Sequence[str], parsed: argparse.Namespace, folder: Path) -> list[str]:
+    """Run these one after the other; the names of those that failed."""
+    failed = []
+    for name in names:
+        command = [sys.executable, "-m", f"benchmarks.{name}"]
+        if parsed.quick:
+            command += ["--quick"]
+        if folder != RESULTS:
+            command += ["--results", str(folder)]
+        if parsed.bundles and name not in _SERVES_ZOO:
+            command += ["--bundles", *(str(one.resolve()) for one in parsed.bundles)]
+        if parsed.run and name == "cached_decode":
+            command += ["--run", str(parsed.run.resolve())]
+        print(f"\n===== {name} =====", flush=True)
+        begun_s = time.perf_counter()
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+        print(f"({name} took {time.perf_counter() - begun_s:.0f} s)", flush=True)
+    return failed
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    listed = ", ".join(SCRIPTS)
+    made.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"what to run: {listed} (default: everything)"
+    )
+    made.add_argument(
+        "--skip", nargs="+", choices=SCRIPTS, metavar="NAME", default=[], help="what not to run"
+    )
+    made.add_argument(
+        "--bundles",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="bundles to measure (default: those of the zoo)",
+    )
+    made.add_argument(
+        "--run", type=Path, metavar="FOLDER", help="passed to cached_decode, which describes it"
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="only show that it works, and keep nothing"
+    )
+    made.add_argument(
+        "--page", action="store_true", help="measure nothing: only write RESULTS.md again"
+    )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""The real server, as a process of its own on a free port, with what it takes of memory.
+
+Knows how to start, find and stop it; deliberately nothing of what it answers.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.machine import ROOT
+
+READY_LINE = "Ctrl-C ends it."  # the last of what a server says when all is well
+_START_S, _STOP_S = 60.0, 45.0
+_URL = re.compile(r"^on http://([\d.]+):(\d+) ", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a process, in bytes; `pss` counts shared pages in part, `peak` is the largest `rss`."""
+
+    rss: int
+    pss: int
+    peak: int
+    swapped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that runs."""
+
+    pid: int
+    host: str
+    port: int
+    log: Path
+
+    def memory(self) -> Memory:
+        """What it takes now."""
+        return process_memory(self.pid)
+
+    def logged(self) -> str:
+        """Everything that it wrote so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def running_server(bundles: Sequence[Path], *flags: str) -> Iterator[Server]:
+    """A server of these bundles, with default settings but for the flags; ended afterwards."""
+    own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
+    folders = [str(folder.resolve()) for folder in bundles]
+    command = [sys.executable, "-m", "serve", *folders, "--port", "0", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with log.open("w", encoding="utf-8") as output:
+            process = _start(command, own, output)
+        try:
+            host, port = _address(process, log)
+            yield Server(process.pid, host, port, log)
+        finally:
+            _stop(process)
+
+
+def process_memory(pid: int) -> Memory:
+    """The memory of a process, as the kernel counts it."""
+    status = _fields(Path(f"/proc/{pid}/status"))
+    rollup = _fields(Path(f"/proc/{pid}/smaps_rollup"))
+    return Memory(
+        rss=status["VmRSS"], pss=rollup["Pss"], peak=status["VmHWM"], swapped=status["VmSwap"]
+    )
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The sizes that a file of /proc lists, in bytes."""
+    if not path.exists():
+        raise SystemExit(f"{path} does not exist: memory can be measured on Linux only")
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(encoding="ascii"), re.MULTILINE)
+    return {name: int(kilobytes) * 1024 for name, kilobytes in found}
+
+
+def _start(
+    command: list[str], environment: dict[str, str], output: IO[str]
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+    )
+
+
+def _address(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, int]:
+    end_s = time.monotonic() + _START_S
+    while time.monotonic() < end_s:
+        ended = process.poll()
+        text = log.read_text(encoding="utf-8", errors="replace")
+        found = _URL.search(text)
+        if found and READY_LINE in text and ended is None:
+            return found.group(1), int(found.group(2))
+        if ended is not None:
+            raise SystemExit(f"the server ended with status {ended}:\n{text}")
+        time.sleep(0.02)
+    raise SystemExit(f"the server did not start within {_START_S:g} s")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,58 @@
+"""What is asked of the models: realistic texts of a wanted number of tokens, and prompts.
+
+Plain ASCII letters and punctuation, so that a model of characters knows them all. It deliberately
+knows nothing of the models but their tokenizer.
+"""
+
+import itertools
+from bisect import bisect_left
+
+from serve.bundle import Bundle, Manifest
+from serve.text import TextCodec
+
+PROMPT = "What news, my lord? "
+
+PARAGRAPHS = (
+    "The film begins slowly, with a train that crosses a wide and empty plain, and for half an "
+    "hour it seems that nothing will ever happen. Then the brother comes home, and everything "
+    "that was said over dinner turns out to have been a lie. I have rarely seen a plot that is "
+    "so carefully laid, and the two leads play it without a single false note.",
+    "Shares fell for a third day on Thursday after the maker of computer chips warned that "
+    "orders from its largest customers would be lower than expected. Analysts said that the "
+    "company had built too much, too soon, and that prices would need a year to recover. The "
+    "central bank, which meets next week, is expected to leave interest rates where they are.",
+    "With four minutes left the visitors were a goal behind and a man short, and most of the "
+    "crowd had begun to sing. What followed will be told for years: two corners, two headers, "
+    "and a goalkeeper who stood in the mud with his hands on his knees. The coach said only "
+    "that his team had never stopped running, and that the final was still far away.",
+    "Engineers have switched on a telescope that will look for water in the air of small "
+    "planets around nearby stars. The instrument, which took eleven years to build, splits the "
+    "light of a star into thousands of colours and watches which of them fade when a planet "
+    "passes in front of it. First results are expected before the end of the summer.",
+)
+
+
+def window_of(manifest: Manifest) -> int:
+    """The most tokens of a text that the model is given."""
+    kept = manifest.input.truncation
+    return kept.head + kept.tail if kept is not None else manifest.input.max_tokens
+
+
+def answer_tokens(bundle: Bundle, wanted: int) -> int:
+    """So many tokens, or as many as the window of the model holds behind the prompt."""
+    prompt = TextCodec(bundle).encode_prompt(PROMPT)
+    return min(wanted, bundle.manifest.input.max_tokens - len(prompt))
+
+
+def text_of(codec: TextCodec, tokens: int) -> str:
+    """The first words of the paragraphs, again and again, that encode to that many tokens or
+    just over; `tokens` is at most the window of the model."""
+    words = " ".join(PARAGRAPHS).split(" ")
+
+    def encoded_tokens(count: int) -> int:
+        text = " ".join(itertools.islice(itertools.cycle(words), count))
+        return len(codec.encode_input(text, truncate=True).tokens)
+
+    # A word takes at least one token, so that many words are always enough.
+    count = bisect_left(range(1, tokens + 1), tokens, key=encoded_tokens) + 1
+    return " ".join(itertools.islice(itertools.cycle(words), count))

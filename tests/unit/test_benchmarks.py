@@ -1,0 +1,234 @@
+"""The benchmarks run, keep what they found, and their page is what the kept results say."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bundle_size, cached_decode, dial, first_answer, overhead, quality, run, soak
+from benchmarks.machine import Machine, command_line
+from benchmarks.result import Result, Table, Target, format_cell
+from benchmarks.rounds import interleave, median_ratio
+from benchmarks.run import SCRIPTS, read_results, render_page
+from benchmarks.texts import text_of, window_of
+from serve.bundle import Bundle
+from serve.text import TextCodec
+from tests.tiny_bundles import build_classify, build_generate
+
+MACHINE = Machine("a chip", 2, 8.0, "Linux x86_64", "3.11.0", "1.31.1", 0.0)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return [build_generate(folder / "generate"), build_classify(folder / "classify")]
+
+
+def _run(module: object, name: str, bundles: list[Bundle], folder: Path) -> Result:
+    folders = [str(bundle.folder) for bundle in bundles]
+    arguments = ["--quick", "--results", str(folder), "--bundles", *folders]
+    assert module.main(arguments) == 0  # type: ignore[attr-defined]
+    return Result.read(folder / f"{name}.json")
+
+
+def _met(result: Result) -> dict[str, bool]:
+    return {target.what: target.met for target in result.targets}
+
+
+def test_dial_asks_for_every_rung_and_is_told_so(bundles: list[Bundle], tmp_path: Path) -> None:
+    result = _run(dial, "dial", bundles, tmp_path)
+    rows = result.tables[0].rows
+    assert {row[1] for row in rows} == {1, 2, 4}
+    assert len(rows) == 3 * 2  # the window of the tiny classifier is shorter than 100 tokens
+    assert _met(result)["answers that took the steps they were asked for"]
+    assert result.targets[-1].value == sum(int(row[5] or 0) for row in rows)
+
+
+def test_overhead_compares_the_same_work(bundles: list[Bundle], tmp_path: Path) -> None:
+    result = _run(overhead, "overhead", bundles, tmp_path)
+    assert len(result.tables[0].rows) == 2 * (3 + 1)
+    for _, _, bare_ms, http_ms, added_ms, _, times in result.tables[0].rows:
+        assert isinstance(bare_ms, float) and isinstance(http_ms, float)
+        assert added_ms == pytest.approx(http_ms - bare_ms)
+        assert isinstance(times, int) and times >= 2
+
+
+def test_cached_decoding_writes_what_recomputing_writes(
+    bundles: list[Bundle], tmp_path: Path
+) -> None:
+    result = _run(cached_decode, "cached_decode", bundles, tmp_path)
+    assert len(result.tables[0].rows) == 3
+    assert _met(result)["tiny-generate, 4 steps: tokens that recomputing chooses too"]
+
+
+def test_soak_ends_without_an_error_and_with_empty_gauges(
+    bundles: list[Bundle], tmp_path: Path
+) -> None:
+    result = _run(soak, "soak", bundles, tmp_path)
+    met = _met(result)
+    del met["RSS added by the second load"]  # two seconds are too short to tell
+    assert all(met.values()), result.text
+    assert "stepdial_in_flight after a load" in met
+
+
+def test_quality_sets_the_ladder_beside_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = build_generate(tmp_path / "bundle", name="shakespeare")
+    found = {"metric": "loss", "value": 1.7, "low": 1.6, "high": 1.8, "samples": 10}
+    kept = tmp_path / "baselines.json"
+    kept.write_text(json.dumps({"shakespeare": {"discrete": {"rungs": {"1": found}}}}))
+    monkeypatch.setattr(quality, "BASELINES", kept)
+    result = _run(quality, "quality", [ladder], tmp_path)
+    assert [row[3] for row in result.tables[0].rows] == ["2.0000", "1.9000", "1.8000", "1.7000"]
+    assert {target.what: round(target.value, 6) for target in result.targets} == {
+        "shakespeare: loss at its best rung": 1.8,
+        "shakespeare: worse at 1 than at 4 steps by": 0.2,
+        "shakespeare: worse at 2 than at 4 steps by": 0.1,
+        "shakespeare: worse at 4 than at 4 steps by": 0.0,
+        "shakespeare: above the discrete transformer by": 0.1,
+    }
+
+
+def test_one_rung_takes_what_the_exporter_would_write(
+    bundles: list[Bundle], tmp_path: Path
+) -> None:
+    for bundle in bundles:
+        alone = build_generate(tmp_path / "one", steps=[4], name="tiny-generate")
+        if bundle.manifest.task == "generate":
+            written = sum(path.stat().st_size for path in alone.folder.iterdir())
+            assert bundle_size.one_rung_bytes(bundle, 4) == pytest.approx(written, abs=200)
+    result = _run(bundle_size, "bundle_size", bundles, tmp_path / "results")
+    assert [row[1] for row in result.tables[0].rows] == [3, 3, 3, 3]
+
+
+def test_first_answer_measures_the_zoo_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        first_answer.main(["--bundles", "some"])
+    assert "the demo serves the zoo" in capsys.readouterr().err
+
+
+def test_a_script_without_a_bundle_says_what_to_name(bundles: list[Bundle]) -> None:
+    with pytest.raises(SystemExit, match="that can generate to measure: name one with --bundles"):
+        cached_decode.main(["--quick", "--bundles", str(bundles[1].folder)])
+
+
+def test_texts_have_the_wanted_number_of_tokens(bundles: list[Bundle]) -> None:
+    codec, window = TextCodec(bundles[1]), window_of(bundles[1].manifest)
+    assert window == 48
+    for wanted in (1, 20, window):
+        found = len(codec.encode_input(text_of(codec, wanted), truncate=True).tokens)
+        assert wanted <= found <= wanted + 12
+
+
+def test_rounds_take_turns_and_keep_no_first_call() -> None:
+    made: list[str] = []
+
+    def call(name: str) -> int:
+        made.append(name)
+        return len(made)
+
+    calls = {name: partial(call, name) for name in "ab"}
+    samples = interleave(calls, seconds=0.0, least=3)
+    assert sorted(made[:2]) == ["a", "b"]
+    assert [set(made[at : at + 2]) for at in (2, 4, 6)] == [{"a", "b"}] * 3
+    assert len(made) == 8 and all(len(column) == 3 for column in samples.values())
+    assert min(*samples["a"], *samples["b"]) == 3
+
+
+def test_median_ratio_pairs_the_rounds() -> None:
+    assert median_ratio([1.0, 10.0, 4.0], [2.0, 20.0, 2.0]) == 0.5
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = _result().write(tmp_path)
+    assert json.loads(path.read_text())["schema_version"] == 1
+    assert Result.read(path).markdown == _result().markdown
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(ValueError, match="another schema version"):
+        Result.read(path)
+
+
+def test_run_runs_all_but_what_is_skipped(
+    bundles: list[Bundle], capfd: pytest.CaptureFixture[str]
+) -> None:
+    skipped = ["dial", "overhead", "cached_decode", "soak"]
+    folders = [str(bundle.folder) for bundle in bundles]
+    assert run.main(["--quick", "--bundles", *folders, "--skip", *skipped]) == 0
+    printed = capfd.readouterr().out
+    assert "## What a ladder costs on disk" in printed and "## Quality at each rung" in printed
+    assert "left out, since it is never quick: first_answer" in printed
+
+
+def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["dail"])
+    assert "no benchmark is named dail: there are quality, bundle_size" in capsys.readouterr().err
+
+
+def test_run_fails_when_a_script_does(bundles: list[Bundle], tmp_path: Path) -> None:
+    arguments = ["--quick", "--bundles", str(tmp_path / "missing"), "--", "bundle_size"]
+    assert run.main(arguments) == 1
+
+
+def test_targets_that_are_missed_say_so() -> None:
+    text = _result().markdown
+    assert "| fast | <= 2 ms | 1.50 ms | met |" in text
+    assert "| right | == 4 | 3 | MISSED |" in text
+    assert "a chip" in text and "abc1234" in text and "python -m benchmarks.one" in text
+
+
+def test_rows_fit_their_columns() -> None:
+    with pytest.raises(ValueError, match="2 cells under 1"):
+        Table("t", ("a",), [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [(None, "–"), ("x", "x"), (7, "7"), (1234.5, "1234"), (12.34, "12.3"), (0.0456, "0.0456")],
+)
+def test_cells_show_the_digits_that_mean_something(
+    cell: str | int | float | None, shown: str
+) -> None:
+    assert format_cell(cell) == shown
+
+
+def test_commands_name_no_folder_of_this_machine(tmp_path: Path) -> None:
+    shown = command_line("benchmarks.dial", ["--bundles", str(tmp_path / "mine"), "--quick"])
+    assert shown == "python -m benchmarks.dial --bundles .../mine --quick"
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    """The published page; there is one as soon as there are results."""
+    root = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+    results = read_results(root / "results")
+    page = root / "RESULTS.md"
+    assert page.is_file() == bool(results)
+    if results:
+        assert page.read_text(encoding="utf-8") == render_page(results), (
+            "run benchmarks/run.py --page"
+        )
+
+
+def test_every_script_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (quality, bundle_size, dial, overhead, cached_decode, soak, first_answer):
+        assert module.NAME in SCRIPTS
+        with pytest.raises(SystemExit) as ended:
+            module.main(["--help"])
+        assert ended.value.code == 0
+    assert capsys.readouterr().out.count("--quick") >= len(SCRIPTS)
+
+
+def _result() -> Result:
+    return Result(
+        name="one",
+        title="One",
+        about="About one.",
+        command="python -m benchmarks.one",
+        commit="abc1234",
+        date="2026-01-01 00:00 UTC",
+        machine=MACHINE,
+        tables=[Table("A table.", ("what", "ms"), [["a", 1.5]])],
+        targets=[Target("fast", 1.5, "<=", 2.0, "ms"), Target("right", 3, "==", 4)],
+    )
