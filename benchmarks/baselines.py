@@ -1,6 +1,6 @@
 """What the zoo's models are measured against: a bag of words, and the discrete transformer.
 
-    python benchmarks/baselines.py --data DATA --runs RUNS
+    python -m benchmarks.baselines --data DATA --runs RUNS
 
 DATA holds `imdb/` and `ag_news/`; RUNS holds the runs that benchmarks/make_zoo.sh trained, each
 model NAME beside NAME-discrete: the same blocks and parameters, but an ordinary transformer.
@@ -8,18 +8,20 @@ model NAME beside NAME-discrete: the same blocks and parameters, but an ordinary
 
 import argparse
 import json
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import METRICS, load_run
+from benchmarks.result import BASELINES, Provenance
+from train.checkpoint import METRICS, MODEL, load_run
 from train.config import load_recipe
 from train.evaluate import evaluate_run
-from train.quality import Quality, wilson
+from train.quality import wilson
 from train.tables import Rows, read_table
 
 FOLDERS = {"sentiment": "imdb", "topics": "ag_news", "shakespeare": "tinyshakespeare/input.txt"}
-RESULT = Path(__file__).parent / "results" / "baselines.json"
 
 
 def bag_of_words(train: Rows, test: Rows) -> dict[str, Any]:
@@ -47,36 +49,22 @@ def bag_of_words(train: Rows, test: Rows) -> dict[str, Any]:
     }
 
 
-def quality_of(run: Path, data: Path) -> dict[str, Any]:
-    """Quality of a run at every rung, its size, and what its training cost."""
-    recipe, facts = load_run(run)[1], load_run(run)[3]
-    rows = evaluate_run(run, [1, 2, 4, 8], recipe.steps.method, str(data))
-    return {
-        "parameters": facts["parameters"],
-        "iterations": facts["iteration"],
-        "rungs": {steps: _shown(quality) for steps, quality in rows.items()},
-        **_cost(run),
-    }
+def discrete_quality(run: Path, data: Path) -> dict[str, Any]:
+    """Quality of a discrete run on its one depth, in torch."""
+    quality = evaluate_run(run, [1], "euler", str(data))[1]
+    keys = ("metric", "value", "low", "high", "samples")
+    return {key: getattr(quality, key) for key in keys}
 
 
-def _cost(run: Path) -> dict[str, Any]:
-    """CPU seconds and velocity evaluations of a training run, from its log."""
-    last: dict[str, Any] = {}
+def training_cost(run: Path) -> dict[str, Any]:
+    """Size, iterations, velocity evaluations and CPU seconds of a training run, from its log."""
+    facts = load_run(run)[3]
+    last: dict[str, Any] = {"parameters": facts["parameters"], "iterations": facts["iteration"]}
     for line in (run / METRICS).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if "cpu_s" in record:
-            last = record
-    return {"cpu_s": last.get("cpu_s"), "evaluations": last.get("evaluations")}
-
-
-def _shown(quality: Quality) -> dict[str, Any]:
-    return {
-        "metric": quality.metric,
-        "value": quality.value,
-        "low": quality.low,
-        "high": quality.high,
-        "samples": quality.samples,
-    }
+            last |= {"cpu_s": record["cpu_s"], "evaluations": record["evaluations"]}
+    return last
 
 
 def main() -> None:
@@ -85,22 +73,33 @@ def main() -> None:
     parser.add_argument("--runs", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
-    if RESULT.is_file():
-        results = json.loads(RESULT.read_text(encoding="utf-8"))
+    if BASELINES.is_file():
+        results = json.loads(BASELINES.read_text(encoding="utf-8"))
+    results["provenance"] = asdict(Provenance.now("baselines", sys.argv[1:]))
     for name in ("sentiment", "topics"):
         data = load_recipe(name, data=str(arguments.data / FOLDERS[name])).data
         found = bag_of_words(read_table(data, data.train), read_table(data, data.test))
         results.setdefault(name, {})["bag_of_words"] = found
         print(f"{name}: bag of words {100 * found['value']:.2f} % ({found['cpu_s']} s)")
     for name, folder in FOLDERS.items() if arguments.runs else ():
-        for kind, run in (("any_step", name), ("discrete", f"{name}-discrete")):
-            if (arguments.runs / run / "model.safetensors").is_file():
-                found = quality_of(arguments.runs / run, arguments.data / folder)
-                results.setdefault(name, {})[kind] = found
-                shown = {m: round(q["value"], 4) for m, q in found["rungs"].items()}
-                print(f"{name}, {kind}: {shown}, {found['cpu_s']} CPU s")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        found = results.setdefault(name, {})
+        if _ended(arguments.runs / name):
+            found["any_step"] = training_cost(arguments.runs / name)
+            print(f"{name}, any step: {found['any_step']}")
+        run = arguments.runs / f"{name}-discrete"
+        if _ended(run):
+            found["discrete"] = discrete_quality(run, arguments.data / folder) | training_cost(run)
+            print(f"{name}, discrete: {found['discrete']}")
+    BASELINES.parent.mkdir(exist_ok=True)
+    BASELINES.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def _ended(run: Path) -> bool:
+    """Whether a run is there and reached its last iteration."""
+    if not (run / MODEL).is_file():
+        return False
+    _, recipe, _, facts = load_run(run)
+    return bool(facts["iteration"] == recipe.optim.iterations)
 
 
 if __name__ == "__main__":

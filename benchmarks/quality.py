@@ -71,9 +71,27 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         "Quality at each rung",
         "As the exporter measured it in the runtime that serves, beside a discrete transformer "
         "of equal size and a logistic regression on bags of words.",
-        [Table(caption, columns, rows)],
+        [Table(caption, columns, rows), _costs(kept)],
         targets,
     )
+
+
+def _costs(kept: Mapping[str, Any]) -> Table:
+    """What the models of the zoo and the discrete ones cost to train."""
+    kinds = {"any_step": "any step", "discrete": "discrete"}
+    columns = ("model", "kind", "parameters", "iterations", "evaluations", "CPU seconds")
+    rows: list[Sequence[Cell]] = []
+    for name in WANTED:
+        for kind, shown in kinds.items():
+            found = kept.get(name, {}).get(kind)
+            if found and "evaluations" in found:
+                keys = ("parameters", "iterations", "evaluations", "cpu_s")
+                rows.append([name, shown, *(found[key] for key in keys)])
+    caption = (
+        "What training cost, on one thread: an evaluation is one pass of a batch through the "
+        "velocity, forward and back."
+    )
+    return Table(caption, columns, rows)
 
 
 def _baseline(found: Mapping[str, Any]) -> Quality:

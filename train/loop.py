@@ -92,6 +92,7 @@ class _Loop:
     def run(self, first: int) -> None:
         recipe, optim = self.recipe, self.recipe.optim
         self.saved = first
+        self.evaluations = sum(map(self._spent, range(first)))
         self.model.train()
         cpu = time.process_time()
         bar = tqdm(
@@ -133,7 +134,7 @@ class _Loop:
         rate = learning_rate(iteration, self.recipe)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        steps = steps_for(iteration, optim.iterations, self.recipe.steps, seed)
+        steps = self._steps(iteration)
         started, total, cost, tokens = time.perf_counter(), 0.0, 0.0, 0
         for part in range(optim.accumulate):
             batch = self.dataset.batch(iteration * optim.accumulate + part, optim.batch, seed)
@@ -149,7 +150,7 @@ class _Loop:
             raise Diverged(self._diverged(iteration, total, norm))
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        self.evaluations += steps * method_named(self.recipe.steps.method).evaluations
+        self.evaluations += self._spent(iteration)
         return {
             "iteration": iteration + 1,
             "steps": steps,
@@ -158,6 +159,14 @@ class _Loop:
             "lr": rate,
             "tokens_per_s": round(tokens / (time.perf_counter() - started)),
         }
+
+    def _steps(self, iteration: int) -> int:
+        recipe = self.recipe
+        return steps_for(iteration, recipe.optim.iterations, recipe.steps, recipe.run.seed)
+
+    def _spent(self, iteration: int) -> int:
+        method = method_named(self.recipe.steps.method)
+        return self._steps(iteration) * method.evaluations * self.recipe.optim.accumulate
 
     def watch(self) -> dict[str, Any]:
         """Validation quality at one step and at the full count, on the first few batches."""
