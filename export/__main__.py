@@ -2,22 +2,21 @@
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from serve.bundle import BundleError, read_bundle
+from serve.bundle import read_bundle
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    from export.verify import VerificationError
-    from train.checkpoint import RunError
-    from train.config import RecipeError
-    from train.tables import DataError
-
+    # A supervisor's SIGTERM ends an export as Ctrl-C does: with nothing left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(arguments.run_command(arguments))
-    except (BundleError, VerificationError, RunError, RecipeError, DataError, ValueError) as error:
+    except (ValueError, OSError) as error:
         print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -50,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run_command=_inspect)
     inspect.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
-    inspect.add_argument("--plot", type=Path, help="draw the frontier to this .png or .svg")
+    inspect.add_argument(
+        "--plot", type=Path, help="where to draw the frontier (default: NAME-frontier.png)"
+    )
     evaluate = commands.add_parser(
         "evaluate",
         help="quality of a bundle at each rung",
@@ -80,7 +81,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from train.__main__ import parse_steps
 
     steps = tuple(parse_steps(arguments.steps))
-    card = json.loads(arguments.card.read_text(encoding="utf-8")) if arguments.card else {}
+    card = _read_card(arguments.card) if arguments.card else {}
     target = arguments.out or Path("bundles") / (arguments.name or arguments.run.name)
     request = ExportRequest(
         arguments.run,
@@ -97,16 +98,29 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _read_card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(card, dict):
+        raise ValueError(f"{path}: a card is an object of facts")
+    return card
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     from export.frontier import describe, draw
+    from train.evaluate import check_plot
 
     bundles = [read_bundle(folder) for folder in arguments.bundles]
     print("\n\n".join(describe(bundle) for bundle in bundles))
-    if len({bundle.manifest.task for bundle in bundles}) > 1 and arguments.plot:
-        raise ValueError("--plot compares bundles of one task; draw these one at a time")
-    if arguments.plot:
-        draw(bundles, arguments.plot)
-        print(f"plot: {arguments.plot}")
+    if len({bundle.manifest.rungs[0].quality.metric for bundle in bundles}) > 1:
+        print("no plot: these bundles have different metrics; draw them one at a time")
+        return 0
+    path = arguments.plot or Path("-".join(b.manifest.name for b in bundles) + "-frontier.png")
+    check_plot(path)
+    draw(bundles, path)
+    print(f"plot: {path}")
     return 0
 
 

@@ -39,6 +39,7 @@ from serve.bundle import (
     write_latency,
 )
 from serve.runtime import Model, open_model
+from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import IntArray
 from train.checkpoint import load_run
 from train.config import Recipe
@@ -75,30 +76,41 @@ def export_run(request: ExportRequest, say: Callable[[str], None] = print) -> Bu
     ladder = (1,) if model.discrete else request.steps
     if model.discrete and request.steps not in ((), (1,)):
         say("a discrete model has one depth: its bundle has the one rung of 1 step")
+    draft = _draft(request, recipe, model, facts, method, ladder)
+    _check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
-    say(f"tracing one evaluation of {recipe.name}")
-    parts = trace(model)
     with open_staging(request.target) as staging:
+        say(f"tracing one evaluation of {recipe.name}")
+        parts = trace(model)
         (staging / TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
         _write_graphs(staging, parts, model, method, ladder)
-        draft = _draft(request, recipe, parts, model, facts, method, ladder)
         with open_staging(request.target.with_name(f"{request.target.name}.trial")) as trial:
             rungs = _measure(draft, staging, trial, model, dataset, request.samples, say)
         default = choose_default({rung.steps: rung.quality for rung in rungs})
         manifest = dataclasses.replace(draft, rungs=rungs, default_steps=default)
         (staging / CARD).write_text(model_card(manifest), encoding="utf-8")
         bundle = seal_bundle(staging, manifest, request.target)
-    say(f"measuring latency on this machine ({os.cpu_count()} cores)")
+    say(f"measuring latency on this machine ({usable_cores()} cores)")
     calibrate_latency(bundle.folder)
     return read_bundle(bundle.folder)
+
+
+def _check_target(target: Path) -> None:
+    """Before the work, not after it: whether a bundle can be sealed there."""
+    if not target.exists() or (target / "manifest.json").is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise ValueError(
+            f"{target} exists and is no bundle, so it is not replaced: remove it or choose another "
+            "--out"
+        )
 
 
 def calibrate_latency(folder: Path, threads: int | None = None) -> None:
     """Measure a bundle's latency here and write its latency.json."""
     bundle = read_bundle(folder)
     model = open_model(bundle, threads)
-    used = threads or len(os.sched_getaffinity(0))
-    write_latency(bundle.folder, measure_latency(model, used))
+    write_latency(bundle.folder, measure_latency(model, threads or usable_cores()))
 
 
 def _write_graphs(
@@ -119,7 +131,6 @@ def _graph_name(steps: int) -> str:
 def _draft(
     request: ExportRequest,
     recipe: Recipe,
-    parts: Parts,
     model: OTTransformer,
     facts: dict[str, Any],
     method: str,
@@ -139,7 +150,7 @@ def _draft(
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
     return Manifest(
         name=request.name or recipe.name,
-        task=parts.task,  # type: ignore[arg-type]
+        task="classify" if labels else "generate",
         method=method,  # type: ignore[arg-type]
         T=model.T,
         full_steps=ladder[-1],
@@ -153,10 +164,10 @@ def _draft(
             facts["vocabulary"],
         ),
         shape=Shape(
-            parts.layers,
-            parts.heads,
-            parts.head_width,
-            parts.heads * parts.head_width,
+            recipe.model.layers,
+            recipe.model.heads,
+            recipe.model.width // recipe.model.heads,
+            recipe.model.width,
             count_parameters(model),
         ),
         weights=WEIGHTS,

@@ -1,26 +1,22 @@
 """The commands of training: `stepdial train` and `stepdial evaluate`; also `python -m train`."""
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-from train.checkpoint import RunError, load_run
+from train.checkpoint import load_run
 from train.config import RecipeError, load_recipe, recipe_names
 from train.loop import Diverged, train
-from train.tables import DataError
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    # A supervisor's SIGTERM ends a run as Ctrl-C does: with a checkpoint.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if arguments.command == "train":
             return _train(arguments)
         return _evaluate(arguments)
-    except (RecipeError, DataError, RunError, Diverged) as error:
+    except (ValueError, OSError, Diverged) as error:
         print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -66,13 +62,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from train.evaluate import evaluate_run, plot_quality, print_quality
+    from train.evaluate import check_plot, evaluate_run, plot_quality, print_quality
 
     _, recipe, _, _ = load_run(arguments.run)
+    path = arguments.plot or arguments.run / "quality.png"
+    check_plot(path)
     method = arguments.method or recipe.steps.method
     rows = evaluate_run(arguments.run, parse_steps(arguments.steps), method, arguments.data)
     print_quality(recipe.name, method, rows)
-    path = arguments.plot or arguments.run / "quality.png"
     plot_quality(recipe.name, rows, path)
     print(f"plot: {path}")
     return 0

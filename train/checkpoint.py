@@ -4,8 +4,11 @@ A run folder holds recipe.json, tokenizer.json, metrics.jsonl, model.safetensors
 and state.safetensors (weights, optimiser moments and iteration, all that resuming needs).
 """
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,64 @@ def start_run(folder: Path, recipe: Recipe, tokenizer: Tokenizer, facts: dict[st
     write_atomically(folder / RECIPE, json.dumps(content, indent=2).encode())
 
 
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """One training in a folder at a time; the lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(
+                f"another training is at work in {folder}: choose another --out"
+            ) from None
+        yield
+
+
+def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer:
+    """The tokenizer to go on with; refuses a run of another recipe."""
+    kept, now = read_facts(folder)["recipe"], recipe.to_json()
+    differs = [
+        f"{section}.{key}" if isinstance(value, dict) else section
+        for section, value in now.items()
+        for key in (value if isinstance(value, dict) else [section])
+        if (
+            kept.get(section, {}).get(key) != value[key]
+            if isinstance(value, dict)
+            else kept.get(section) != value
+        )
+    ]
+    if differs:
+        raise RunError(
+            f"{folder} holds a run of another recipe (it differs in {', '.join(differs)}): "
+            "choose another --out, or pass the settings it was started with to go on"
+        )
+    return Tokenizer.from_file(str(folder / TOKENIZER))
+
+
+def check_same_data(folder: Path, digest: str) -> None:
+    """Refuse to go on with other data than the run began with."""
+    if read_facts(folder).get("data_sha256", digest) != digest:
+        raise RunError(
+            f"{folder} was started on other data than this: choose another --out, or pass the data "
+            "it was started with to go on"
+        )
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a run keeps about itself."""
+    path = folder / RECIPE
+    if not path.is_file():
+        raise RunError(
+            f"{folder} is not a run: it has no {RECIPE}. Make one with `stepdial train`."
+        )
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {**facts, "recipe": dict(facts["recipe"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}): train again or restore the file") from None
+
+
 def save_checkpoint(
     folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, iteration: int
 ) -> None:
@@ -74,11 +135,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
 
 def load_run(folder: Path) -> tuple[OTTransformer, Recipe, Tokenizer, dict[str, Any]]:
     """The newest model of a run, in evaluation mode, with its recipe, tokenizer and facts."""
-    if not (folder / RECIPE).is_file():
-        raise RunError(
-            f"{folder} is not a run: it has no {RECIPE}. Make one with `stepdial train`."
-        )
-    content = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+    content = read_facts(folder)
     recipe = recipe_from(content["recipe"], str(folder / RECIPE))
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     labels = content.get("labels")

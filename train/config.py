@@ -5,6 +5,7 @@ Knows the settings and their limits, not what they do.
 
 import dataclasses
 import json
+import re
 import tomllib
 import types
 import typing
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -62,7 +64,7 @@ class ModelConfig:
 class StepsConfig:
     """How many steps each batch takes in training."""
 
-    method: str = "euler"
+    method: Literal["euler", "ab2", "midpoint", "heun", "rk4"] = "euler"
     full: int = 8
     schedule: Literal["any", "fixed"] = "any"
     short: tuple[int, ...] = (1, 2, 4)  # the smaller counts that `any` draws from
@@ -108,39 +110,66 @@ class Recipe:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        short = self.steps.short
-        checks = {
-            "model.width must be a multiple of model.heads": self.model.width % self.model.heads
-            == 0,
-            "model.dropout must be in [0, 1)": 0 <= self.model.dropout < 1,
-            "data.held_out must be in (0, 1)": 0 < self.data.held_out < 1,
-            "steps.full must be at least 1": self.steps.full >= 1,
-            "steps.short must be counts from 1 to steps.full": all(
-                1 <= s <= self.steps.full for s in short
+        for sentence, holds in {
+            **_data_and_model_rules(self.data, self.model),
+            **_training_rules(self.steps, self.optim, self.run),
+            "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
+                _NAME.fullmatch(self.name)
             ),
-            "steps.full_probability must be in [0, 1]": 0 <= self.steps.full_probability <= 1,
-            "steps.short must not be empty with schedule any": self.steps.schedule != "any"
-            or bool(short),
-            "steps.grow must be in [0, 1)": 0 <= self.steps.grow < 1,
-            "optim.iterations, batch and accumulate must be at least 1": min(
-                self.optim.iterations, self.optim.batch, self.optim.accumulate
-            )
-            >= 1,
-            "optim.lr must be above 0": self.optim.lr > 0,
-            "optim.transport must not be negative": self.optim.transport >= 0,
-            "run.checkpoint_every and evaluate_every must be at least 1": min(
-                self.run.checkpoint_every, self.run.evaluate_every
-            )
-            >= 1,
-            "data.head + data.tail must not exceed model.window": self.data.head + self.data.tail
-            <= self.model.window,
-        }
-        for sentence, holds in checks.items():
+        }.items():
             if not holds:
                 raise RecipeError(f"recipe {self.name!r}: {sentence}")
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+
+def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, bool]:
+    sizes = (model.layers, model.heads, model.width, model.hidden, model.window)
+    made = data.kind in ("parity", "listops")
+    text = data.kind in ("text", "stdlib")
+    return {
+        "model.layers, heads, width, hidden and window must be at least 1": min(sizes) >= 1,
+        "model.width must be a multiple of model.heads": model.heads > 0
+        and model.width % model.heads == 0,
+        "model.T must be above 0": model.T > 0,
+        "model.dropout and embed_dropout must be in [0, 1)": 0 <= model.dropout < 1
+        and 0 <= model.embed_dropout < 1,
+        'model.family must be "decoder" for text and "encoder" for labelled data': text
+        == (model.family == "decoder"),
+        "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
+        "data.longest must be at least 1 and data.rows at least 20": not made
+        or (data.longest >= 1 and data.rows >= 20),
+        "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
+        and data.head + data.tail <= model.window,
+    }
+
+
+def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> dict[str, bool]:
+    return {
+        "steps.full must be at least 1": steps.full >= 1,
+        "steps.short must be counts from 1 to steps.full": all(
+            1 <= count <= steps.full for count in steps.short
+        ),
+        "steps.short must not be empty with schedule any": steps.schedule != "any"
+        or bool(steps.short),
+        "steps.full_probability must be in [0, 1]": 0 <= steps.full_probability <= 1,
+        "steps.grow must be in [0, 1)": 0 <= steps.grow < 1,
+        "optim.iterations, batch and accumulate must be at least 1": min(
+            optim.iterations, optim.batch, optim.accumulate
+        )
+        >= 1,
+        "optim.lr must be above 0": optim.lr > 0,
+        "optim.transport must not be negative": optim.transport >= 0,
+        "optim.warmup and final_lr must not be negative": min(optim.warmup, optim.final_lr) >= 0,
+        "optim.token_dropout and smoothing must be in [0, 1)": 0 <= optim.token_dropout < 1
+        and 0 <= optim.smoothing < 1,
+        "run.seed must be from 0 to 2147483647": 0 <= run.seed < 2**31,
+        "run.checkpoint_every, evaluate_every and evaluate_batches must be at least 1": min(
+            run.checkpoint_every, run.evaluate_every, run.evaluate_batches
+        )
+        >= 1,
+    }
 
 
 def recipe_names() -> list[str]:

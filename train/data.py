@@ -3,6 +3,7 @@
 A dataset owns its tokenizer and its splits. It does not know models or objectives.
 """
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -27,6 +28,7 @@ class Batch(NamedTuple):
 
 class Dataset(Protocol):
     tokenizer: Tokenizer
+    digest: str  # of all ids and classes: the same data, split and tokenizer
 
     @property
     def labels(self) -> tuple[str, ...] | None: ...
@@ -56,6 +58,7 @@ class TextDataset:
         self.window = window
         self.train_ids = self._encode(text[:cutoff])
         self.held_ids = self._encode(text[cutoff:])
+        self.digest = _digest(self.train_ids.numpy(), self.held_ids.numpy())
         if len(self.train_ids) <= window + 1 or len(self.held_ids) <= window + 1:
             raise DataError(
                 f"the corpus is too short: {len(text)} characters, but both parts need more than "
@@ -99,9 +102,11 @@ class LabelledDataset:
         kept = max(1, int(len(train) * config.held_out))
         held, used = order[:kept], order[kept:]
         values = config.values or config.labels or tuple(sorted({label for _, label in train}))
-        self.labels: tuple[str, ...] | None = config.labels or values
-        if config.labels and len(config.labels) != len(values):
-            raise DataError("data.labels and data.values must be equally long")
+        self.labels: tuple[str, ...] = config.labels or values
+        if len(self.labels) != len(values) or len(set(self.labels)) != len(self.labels):
+            raise DataError("data.labels must differ, and be as many as data.values")
+        if len(values) < 2:
+            raise DataError(f"every row has the label {values[0]!r}: a classifier needs two")
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")
         self.tokenizer = tokenizer or train_tokenizer(
@@ -112,6 +117,9 @@ class LabelledDataset:
         self._used = self._pack([train[i] for i in used])
         self._held = self._pack([train[i] for i in held])
         self._test = self._held if test is None else self._pack(test)
+        self.digest = _digest(
+            *(np.array([*ids, label]) for part in (self._used, self._held) for ids, label in part)
+        )
         self._epochs: dict[tuple[int, int, int], list[np.ndarray]] = {}
 
     def _pack(self, rows: Rows) -> list[tuple[list[int], int]]:
@@ -122,7 +130,7 @@ class LabelledDataset:
                 "the file writes them) and data.labels (as they are shown)"
             )
         encoded = self.tokenizer.encode_batch([text for text, _ in rows])
-        ids = [cut(e.ids, *self._cut) or [0] for e in encoded]
+        ids = [cut(e.ids, *self._cut) for e in encoded]
         return [(i, self._classes[label]) for i, (_, label) in zip(ids, rows, strict=True)]
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
@@ -156,6 +164,13 @@ class LabelledDataset:
         return (batches[i] for i in order)
 
 
+def _digest(*parts: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.astype(np.int32).tobytes() + b";")
+    return digest.hexdigest()
+
+
 def pad(rows: list[tuple[list[int], int]]) -> Batch:
     longest = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -173,6 +188,7 @@ def _in_order(rows: list[tuple[list[int], int]], size: int) -> Iterator[Batch]:
 def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
     """The dataset of a recipe; a resumed run passes the tokenizer that it kept."""
     data, model = recipe.data, recipe.model
+    check_window(data, model)
     if data.kind in ("text", "stdlib"):
         return TextDataset(_corpus(data), data, model.window, tokenizer)
     train, test = _labelled_rows(data, recipe.run.seed)
@@ -191,20 +207,16 @@ def _corpus(data: DataConfig) -> str:
     if not files:
         raise DataError(f"{path}: no .txt files there")
     try:
-        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+        return "\n".join(file.read_text(encoding="utf-8-sig") for file in files)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _labelled_rows(data: DataConfig, seed: int) -> tuple[Rows, Rows | None]:
     if data.kind == "parity":
-        return generators.parity(data.longest, data.rows, seed), None
+        return generators.parity(data.longest, data.rows, seed)
     if data.kind == "listops":
-        rows = data.rows // 10
-        return (
-            generators.listops(data.longest, data.rows, seed),
-            generators.listops(data.longest, rows, seed + 1),
-        )
+        return generators.listops(data.longest, data.rows, seed)
     name = data.train or "train.csv"
     return read_table(data, name), read_table(data, data.test) if data.test else None
 

@@ -38,6 +38,14 @@ def print_quality(name: str, method: str, rows: Rows) -> None:
         print(f"{steps:>5} {nfe:>4} {q.value:>9.4f}  {interval:<19} {q.loss:>7.4f} {q.cost:>9.4f}")
 
 
+def check_plot(path: Path) -> None:
+    """Before the work, not after it: whether a picture can be written there."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: a plot is a .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+
+
 def plot_quality(name: str, rows: Rows, path: Path) -> None:
     import matplotlib
 

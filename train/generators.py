@@ -12,18 +12,21 @@ Rows = list[tuple[str, str]]
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 
 
-def parity(longest: int, rows: int, seed: int) -> Rows:
-    """Random bit strings of 1 to `longest` bits after a start token; is the number of ones odd?"""
-    draw = random.Random(seed)
-    made: Rows = []
-    for _ in range(rows):
-        bits = [draw.randint(0, 1) for _ in range(draw.randint(1, longest))]
-        made.append((" ".join(["^", *map(str, bits)]), "odd" if sum(bits) % 2 else "even"))
-    return made
+TEST_SHARE = 0.1
+
+
+def parity(longest: int, rows: int, seed: int) -> tuple[Rows, Rows]:
+    """Bit strings drawn at random to train on, and every one there is, once, to test on.
+
+    As in the N-ODE paper, the question is whether a model can represent the function, not whether
+    it carries over to strings that it has not seen.
+    """
+    draw, every = random.Random(seed), all_parity(longest)
+    return [draw.choice(every) for _ in range(rows)], every
 
 
 def all_parity(longest: int) -> Rows:
-    """Every bit string of 1 to `longest` bits, once."""
+    """Every string of 1 to `longest` bits after a start token; is the number of ones odd?"""
     made: Rows = []
     for length in range(1, longest + 1):
         for value in range(2**length):
@@ -32,15 +35,22 @@ def all_parity(longest: int) -> Rows:
     return made
 
 
-def listops(longest: int, rows: int, seed: int, depth: int = 5) -> Rows:
-    """Nested MIN, MAX, MED and SM (sum mod 10) over digits, of at most `longest` tokens."""
+def listops(longest: int, rows: int, seed: int, depth: int = 5) -> tuple[Rows, Rows]:
+    """Different nestings of MIN, MAX, MED and SM (sum mod 10) over digits: to train and to test on.
+
+    Each has at most `longest` tokens; fewer than `rows` where there are not so many.
+    """
     draw = random.Random(seed)
-    made: Rows = []
-    while len(made) < rows:
+    made: dict[str, str] = {}
+    for _ in range(20 * rows):
         tokens, value = _expression(draw, depth, root=True)
         if len(tokens) <= longest:
-            made.append((" ".join(tokens), str(value)))
-    return made
+            made[" ".join(tokens)] = str(value)
+        if len(made) == rows:
+            break
+    every = list(made.items())
+    kept = max(1, int(len(every) * TEST_SHARE))
+    return every[kept:], every[:kept]
 
 
 def _expression(draw: random.Random, depth: int, root: bool = False) -> tuple[list[str], int]:

@@ -5,20 +5,29 @@ and resumed reaches the weights of an uninterrupted one.
 """
 
 import itertools
-import json
 import math
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.checkpoint import METRICS, STATE, RunError, load_checkpoint, save_checkpoint, start_run
+from train.checkpoint import (
+    STATE,
+    check_resumable,
+    check_same_data,
+    load_checkpoint,
+    lock_run,
+    save_checkpoint,
+    start_run,
+)
 from train.config import OptimConfig, Recipe
 from train.data import Batch, Dataset, open_dataset, vocabulary_of
+from train.interrupt import listen
+from train.metrics import MetricsLog
 from train.model import OTTransformer, build_model, count_parameters
 from train.objective import objective, progress, steps_for
 from train.ode import method_named
@@ -33,20 +42,27 @@ def train(recipe: Recipe, folder: Path, quiet: bool = False) -> OTTransformer:
     """Train a recipe into a run folder, going on from its checkpoint if it holds one."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    _refuse_other_recipe(folder, recipe)
-    dataset = open_dataset(recipe)
-    torch.manual_seed(recipe.run.seed)
-    classes = None if dataset.labels is None else len(dataset.labels)
-    model = build_model(recipe.model, vocabulary_of(dataset), classes)
-    optimiser = make_optimiser(model, recipe.optim)
-    first = 0
-    if (folder / STATE).is_file():
-        first = load_checkpoint(folder, model, optimiser)
-    else:
-        facts = {"labels": dataset.labels, "parameters": count_parameters(model)}
-        start_run(folder, recipe, dataset.tokenizer, facts)
-        save_checkpoint(folder, model, optimiser, 0)
-    _Loop(recipe, folder, dataset, model, optimiser, quiet).run(first)
+    with lock_run(folder):
+        resumed = (folder / STATE).is_file()
+        tokenizer = check_resumable(folder, recipe) if resumed else None
+        dataset = open_dataset(recipe, tokenizer)
+        torch.manual_seed(recipe.run.seed)
+        classes = None if dataset.labels is None else len(dataset.labels)
+        model = build_model(recipe.model, vocabulary_of(dataset), classes)
+        optimiser = make_optimiser(model, recipe.optim)
+        first = 0
+        if resumed:
+            check_same_data(folder, dataset.digest)
+            first = load_checkpoint(folder, model, optimiser)
+        else:
+            facts = {
+                "labels": dataset.labels,
+                "parameters": count_parameters(model),
+                "data_sha256": dataset.digest,
+            }
+            start_run(folder, recipe, dataset.tokenizer, facts)
+            save_checkpoint(folder, model, optimiser, 0)
+        _Loop(recipe, folder, dataset, model, optimiser, quiet).run(first)
     return model.eval()
 
 
@@ -104,28 +120,25 @@ class _Loop:
             disable=self.quiet,
             mininterval=1.0,
         )
-        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first)
-        with (self.folder / METRICS).open("a", encoding="utf-8") as log:
-            try:
-                for iteration in bar:
-                    record = self.iterate(iteration)
-                    done = iteration + 1
-                    if done % recipe.run.checkpoint_every == 0 or done == optim.iterations:
-                        self._save(done)
-                    if done % recipe.run.evaluate_every == 0 or done == optim.iterations:
-                        record |= self.watch()
-                        record["cpu_s"] = round(time.process_time() - cpu, 1)
-                    if "validation" in record or done % 20 == 0:
-                        _write(record, log, writer)
-                        bar.set_postfix(_shown(record), refresh=False)
-            except KeyboardInterrupt:
-                self._save(iteration)
-                bar.close()
-                print(f"stopped at iteration {iteration}; the same command goes on from there")
-                raise
-            finally:
-                writer.close()
-                bar.close()
+        log = MetricsLog(self.folder, first)
+        with closing(log), closing(bar), listen() as interrupt:
+            for iteration in bar:
+                record = self.iterate(iteration)
+                done = iteration + 1
+                last = done == optim.iterations
+                if done % recipe.run.checkpoint_every == 0 or last:
+                    self._save(done)
+                if done % recipe.run.evaluate_every == 0 or last:
+                    record |= self.watch()
+                    record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
+                if "validation" in record or done % 20 == 0:
+                    log.write(record)
+                    bar.set_postfix(_shown(record), refresh=False)
+                if interrupt.asked and not last:
+                    self._save(done)
+                    bar.close()
+                    print(f"stopped after {done} iterations; the same command goes on from there")
+                    raise KeyboardInterrupt
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """One optimiser step; what to log of it."""
@@ -207,35 +220,6 @@ class _Loop:
         )
 
 
-def _write(record: dict[str, Any], log: Any, writer: SummaryWriter) -> None:
-    log.write(json.dumps(record) + "\n")
-    log.flush()
-    for key, value in {**record, **record.get("validation", {})}.items():
-        if isinstance(value, int | float) and key != "iteration":
-            writer.add_scalar(key, value, record["iteration"])
-
-
 def _shown(record: dict[str, Any]) -> dict[str, str]:
     shown = {"loss": f"{record['loss']:.3f}", "tok/s": str(record["tokens_per_s"])}
     return shown | {key: f"{value:.4f}" for key, value in record.get("validation", {}).items()}
-
-
-def _refuse_other_recipe(folder: Path, recipe: Recipe) -> None:
-    path = folder / "recipe.json"
-    if not path.is_file():
-        return
-    kept = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-    now = recipe.to_json()
-    if kept != now:
-        differs = [
-            f"{section}.{key}" if isinstance(now[section], dict) else section
-            for section in now
-            if kept.get(section) != now[section]
-            for key in (now[section] if isinstance(now[section], dict) else [section])
-            if not isinstance(now[section], dict)
-            or kept.get(section, {}).get(key) != now[section][key]
-        ]
-        raise RunError(
-            f"{folder} holds a run of another recipe (it differs in {', '.join(differs)}): "
-            "choose another --out, or pass the settings it was started with to go on"
-        )

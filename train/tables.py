@@ -7,12 +7,17 @@ import csv
 import gzip
 import io
 import json
+import logging
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from train.config import DataConfig
+
+_log = logging.getLogger("stepdial")
+LONGEST_CELL = 1 << 24
+KINDS = (".csv", ".jsonl", ".json")
 
 
 class DataError(ValueError):
@@ -23,38 +28,33 @@ Rows = list[tuple[str, str]]
 
 
 def read_table(config: DataConfig, name: str) -> Rows:
-    """(text, label as written in the file) of every row of one table."""
+    """(text, label as written in the file) of every row of one table that has a text."""
     path = table_path(config, name)
-    plain = path.name.removesuffix(".gz").removesuffix(".xz")
-    rows: Rows = []
-    with _open(path) as file:
-        if plain.endswith((".jsonl", ".json")):
-            records: Iterator[Any] = _json_lines(file, path)
-        elif plain.endswith(".csv"):
-            by_number = all(c.isdigit() for c in (*config.text, config.label))
-            records = iter(csv.reader(file)) if by_number else iter(csv.DictReader(file))
-        else:
-            raise DataError(f"{path}: expected .csv or .jsonl, plain or as .gz or .xz")
-        for number, record in enumerate(records, 1):
-            try:
-                text = " ".join(str(_cell(record, column)) for column in config.text)
-                label = str(_cell(record, config.label))
-            except (KeyError, IndexError):
-                known = ", ".join(record) if isinstance(record, dict) else f"0 to {len(record) - 1}"
-                raise DataError(
-                    f"{path}, row {number}: no columns {', '.join(config.text)} and {config.label};"
-                    f" there are {known}. Set data.text and data.label."
-                ) from None
-            rows.append((text, label))
-    if not rows:
+    if _plain_name(path).suffix not in KINDS:
+        raise DataError(f"{path}: expected .csv or .jsonl, plain or as .gz or .xz")
+    try:
+        with _open(path) as file:
+            rows = [
+                _row(record, config, f"{path}, {at}") for at, record in _records(file, path, config)
+            ]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+    except (OSError, EOFError, lzma.LZMAError, csv.Error, json.JSONDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    kept = [row for row in rows if row[0].strip()]
+    if len(kept) < len(rows):
+        _log.warning("%s: left out %d rows without text", path, len(rows) - len(kept))
+    if not kept:
         raise DataError(f"{path}: no rows")
-    return rows
+    return kept
 
 
 def table_path(config: DataConfig, name: str) -> Path:
     base = Path(config.path)
     if not config.path:
         raise DataError(f"this recipe needs a data set: pass --data FOLDER, where {name} is")
+    if not base.exists():
+        raise DataError(f"{base} does not exist: pass --data FOLDER, the folder that holds {name}")
     path = base / name
     if base.is_file():  # the training table itself; a test table stands beside it
         path = base.parent / name if name == config.test else base
@@ -63,26 +63,66 @@ def table_path(config: DataConfig, name: str) -> Path:
     return path
 
 
+def _plain_name(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in (".gz", ".xz") else path
+
+
 def _open(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
     if path.suffix == ".xz":
-        return io.TextIOWrapper(lzma.open(path), encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return io.TextIOWrapper(lzma.open(path), encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
-def _json_lines(file: IO[str], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: expected an object with text and label")
-        yield record
+def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Where each record stands, and the record: a dictionary by column, or a list."""
+    if _plain_name(path).suffix != ".csv":
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", _json_line(line, f"{path}, line {number}")
+        return
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(file)
+    by_number = all(column.isdigit() for column in (*config.text, config.label))
+    header = None if by_number else next(reader, [])
+    for number, cells in enumerate(reader, 1):
+        if header is not None and cells and len(cells) != len(header):
+            raise DataError(
+                f"{path}, row {number}: {len(cells)} cells, but the header has {len(header)}: "
+                "put a text that holds commas in quotes"
+            )
+        if cells:
+            yield (
+                f"row {number}",
+                cells if header is None else dict(zip(header, cells, strict=True)),
+            )
 
 
-def _cell(record: Any, column: str) -> Any:
-    return record[column] if isinstance(record, dict) else record[int(column)]
+def _json_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object with text and label")
+    return record
+
+
+def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
+    try:
+        texts = [_cell(record, column, where) for column in config.text]
+        return " ".join(texts), _cell(record, config.label, where)
+    except (KeyError, IndexError):
+        known = ", ".join(record) if isinstance(record, dict) else f"0 to {len(record) - 1}"
+        raise DataError(
+            f"{where}: no columns {', '.join(config.text)} and {config.label}; there are {known}. "
+            "Set data.text and data.label."
+        ) from None
+
+
+def _cell(record: Any, column: str, where: str) -> str:
+    value = record[column] if isinstance(record, dict) else record[int(column)]
+    if value is None:
+        raise DataError(f"{where}: {column} is null; give it a value or remove the row")
+    return str(value)

@@ -164,7 +164,7 @@ def test_the_manifest_holds_what_was_measured(label_run: Path, tmp_path: Path) -
     m = bundle.manifest
     assert m.labels == ("even", "odd") and m.full_steps == 4
     assert {rung.effort for rung in m.rungs} == {"low", "medium", "max"}
-    assert all(rung.quality.samples == 40 for rung in m.rungs)
+    assert all(rung.quality.samples == 510 for rung in m.rungs)
     assert bundle.latency is not None
     measured = {(e.steps, e.batch) for e in bundle.latency.entries}
     assert measured == {(s, b) for s in (1, 2, 4) for b in (1, 8, 32)}

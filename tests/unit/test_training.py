@@ -15,10 +15,11 @@ import torch
 
 from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.__main__ import main
-from train.checkpoint import RunError, load_run
+from train.checkpoint import RunError, load_run, lock_run
 from train.config import ModelConfig
 from train.evaluate import evaluate_run
-from train.loop import Diverged, learning_rate, train
+from train.loop import Diverged, _Loop, learning_rate, train
+from train.metrics import MetricsLog, read_metrics
 from train.model import build_model
 from train.objective import expected_steps, growing_iterations, progress, steps_for
 
@@ -118,6 +119,61 @@ def test_another_recipe_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         train(tiny_label_recipe("optim.lr=0.5"), run, quiet=True)
 
 
+def test_other_data_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run = tiny_text_run(tmp_path)
+    (tmp_path / "corpus.txt").write_text((tmp_path / "corpus.txt").read_text().replace("j", "é"))
+    with pytest.raises(RunError, match="started on other data"):
+        train(tiny_text_recipe(tmp_path), run, quiet=True)
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with lock_run(tmp_path), pytest.raises(RunError, match="another training is at work"):
+        train(tiny_label_recipe(), tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("where", ["iterate", "watch", "_save"])
+def test_an_interrupt_anywhere_resumes_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C in the middle of whatever the loop does at that moment."""
+    recipe = tiny_text_recipe(tmp_path, "model.dropout=0.1")
+    train(recipe, tmp_path / "whole", quiet=True)
+    original, calls = getattr(_Loop, where), itertools.count()
+
+    def interrupted(*arguments: object) -> object:
+        if next(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Loop, where, interrupted)
+        if where == "watch":  # the second validation is the end: nothing is left to interrupt
+            train(recipe, tmp_path / "broken", quiet=True)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                train(recipe, tmp_path / "broken", quiet=True)
+    train(recipe, tmp_path / "broken", quiet=True)
+    whole, broken = (tmp_path / name / "state.safetensors" for name in ("whole", "broken"))
+    assert whole.read_bytes() == broken.read_bytes()
+    logs = [[r["iteration"] for r in records(tmp_path / name)] for name in ("whole", "broken")]
+    assert logs[0] == logs[1]
+
+
+def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
+    recipe = tiny_text_recipe(tmp_path, "optim.iterations=40")
+    run = tmp_path / "run"
+    train(recipe, run, quiet=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 999, "half a li')
+    before = read_metrics(run / "metrics.jsonl")[-1]
+    log = MetricsLog(run, 40)
+    log.close()
+    assert log.cpu_s == before["cpu_s"]
+    assert read_metrics(run / "metrics.jsonl")[-1] == before
+    spent = sum(steps_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40))
+    assert before["evaluations"] == spent
+
+
 def test_a_diverging_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     overrides = ["optim.lr=1e30", "optim.warmup=0", "run.checkpoint_every=1", "optim.clip=1e30"]
     with pytest.raises(Diverged, match=r"state\.safetensors, iteration \d+.*lower optim\.lr"):
@@ -141,7 +197,7 @@ def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None
     rows = evaluate_run(tiny_label_run(tmp_path), [1, 2, 4], "euler")
     assert list(rows) == [1, 2, 4]
     for quality in rows.values():
-        assert quality.metric == "accuracy" and quality.samples == 40
+        assert quality.metric == "accuracy" and quality.samples == 510
         assert 0 <= quality.low <= quality.value <= quality.high <= 1
         assert quality.cost > 0
 

@@ -69,7 +69,7 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
         read_table(table(str(tmp_path)), "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"words": "a", "label": 1}\n')
     with pytest.raises(
-        DataError, match=r"row 1: no columns text and label; there are words, label"
+        DataError, match=r"line 1: no columns text and label; there are words, label"
     ):
         read_table(table(str(tmp_path)), "t.jsonl")
     (tmp_path / "t.csv").write_text("")
@@ -87,6 +87,58 @@ def rows(count: int) -> list[tuple[str, str]]:
 def labelled(count: int = 200) -> LabelledDataset:
     config = DataConfig(kind="table", vocabulary=300)
     return LabelledDataset(rows(count), None, config, 16, None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"text,label\ngood, really,pos\n", "row 1: 3 cells, but the header has 2: .*quotes"),
+        (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
+        (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
+        (b'text,label\n"   ",pos\n', "no rows"),
+    ],
+)
+def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
+    (tmp_path / "t.csv").write_bytes(data)
+    with pytest.raises(DataError, match=sentence):
+        read_table(table(str(tmp_path)), "t.csv")
+
+
+def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": null, "label": 1}')
+    with pytest.raises(DataError, match="line 1: text is null"):
+        read_table(table(str(tmp_path)), "t.jsonl")
+    for name in ("t.jsonl.gz", "t.jsonl.xz"):
+        (tmp_path / name).write_bytes(b"no archive")
+        with pytest.raises(DataError, match="cannot be read"):
+            read_table(table(str(tmp_path)), name)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftext,label\ngood,pos\n")
+    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
+
+
+def test_rows_without_text_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "t.csv").write_text('text,label\n"",pos\ngood,pos\n')
+    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
+    assert "left out 1 rows without text" in caplog.text
+
+
+def test_one_class_and_repeated_labels_are_refused() -> None:
+    same = [(text, "pos") for text, _ in rows(50)]
+    with pytest.raises(DataError, match="every row has the label 'pos'"):
+        LabelledDataset(same, None, DataConfig(kind="table", vocabulary=300), 16, None, seed=0)
+    twice = DataConfig(kind="table", vocabulary=300, labels=("a", "a"), values=("0", "1"))
+    with pytest.raises(DataError, match=r"data\.labels must differ"):
+        LabelledDataset(rows(50), None, twice, 16, None, seed=0)
+
+
+def test_strings_longer_than_the_window_are_refused() -> None:
+    with pytest.raises(DataError, match=r"model\.window 16 is too small for data\.longest 100"):
+        open_dataset(load_recipe("parity", ["data.longest=100"]))
 
 
 def test_an_epoch_shows_every_row_once() -> None:
@@ -152,13 +204,17 @@ def test_cutting_keeps_both_ends() -> None:
 
 
 def test_parity_is_parity() -> None:
-    for text, label in generators.parity(8, 200, seed=1):
+    train, test = generators.parity(8, 200, seed=1)
+    assert len(train) == 200 and test == generators.all_parity(8)
+    for text, label in train + test:
         assert label == ("odd" if text.count("1") % 2 else "even")
-    assert len(generators.all_parity(4)) == 2 + 4 + 8 + 16
+    assert len(generators.all_parity(4)) == len(set(generators.all_parity(4))) == 2 + 4 + 8 + 16
 
 
 def test_listops_answers_are_recomputed_from_the_text() -> None:
-    for text, label in generators.listops(40, 200, seed=1):
+    train, test = generators.listops(40, 200, seed=1)
+    assert len({text for text, _ in train + test}) == 200
+    for text, label in train + test:
         value, rest = _parse(text.split())
         assert rest == [] and value == int(label)
 
