@@ -17,7 +17,7 @@ from serve.catalog import Catalog, Served, find_bundles, open_catalog
 from serve.engine import Engine
 from serve.flags import parse
 from serve.metrics import Metrics
-from serve.server import AddressError, Server, bind
+from serve.server import AddressError, Server, bind, listen
 from serve.settings import Settings, SettingsError
 
 _UNUSABLE = 2
@@ -50,6 +50,7 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket) -> Non
     def listening(url: str) -> None:
         print(_banner(catalog, url), flush=True)
 
+    listen(listener)
     Server(settings, app, engine, listening).run([listener])
 
 

@@ -22,6 +22,7 @@ from serve.errors import (
     ServeError,
 )
 from serve.mailbox import ClientGone
+from serve.wording import json_problem_in_words, problem_in_words
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -89,8 +90,7 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
     problems = error.errors(include_url=False)
     first = problems[0]
     if first["type"] == "json_invalid":
-        reason = str(first.get("ctx", {}).get("error", "")) or first["msg"]
-        return BadRequest(f"the body is not JSON that can be read: {reason}")
+        return BadRequest(f"the body is not JSON that can be read: {json_problem_in_words(first)}")
     if not first["loc"]:
         return InvalidField("the body must be a JSON object")
     not_yet = _not_yet(problems)
@@ -149,8 +149,7 @@ def _sentence(param: str, reasons: Sequence[ErrorDetails], schema: type[BaseMode
         return f"unknown field {param!r}: {hint}"
     if first["type"] == "missing":
         return f"{param} is missing: send it"
-    messages = dict.fromkeys(reason["msg"][0].lower() + reason["msg"][1:] for reason in reasons)
-    return f"{param}: {'; or '.join(messages)}"
+    return f"{param} {', or '.join(dict.fromkeys(map(problem_in_words, reasons)))}"
 
 
 def _shown(text: str) -> str:

@@ -78,6 +78,8 @@ def read_bundle(folder: Path, verify: bool = True) -> Bundle:
 def check_file(path: Path, expected: FileEntry, verify: bool) -> None:
     """Refuse a file that is not the one that was sealed."""
     with inside_file(path):
+        if path.is_symlink():  # which runtimes refuse, since it may lead out of the bundle
+            raise BundleError("is a link; copy the file itself into the bundle")
         if not path.is_file():
             raise BundleError("is missing from the bundle; copy or export the bundle again")
         try:

@@ -93,8 +93,12 @@ class Catalog:
 
 
 def find_bundles(zoo: Path) -> list[Path]:
-    """The bundles of a zoo, by name; BundleError if there is none."""
-    folders = sorted(path.parent for path in zoo.glob("*/manifest.json"))
+    """The bundles of a zoo, by name; BundleError if there is none.
+
+    Hidden folders are left out: an export that was cut short leaves such a one.
+    """
+    found = (path.parent for path in zoo.glob("*/manifest.json"))
+    folders = sorted(folder for folder in found if not folder.name.startswith("."))
     if not folders:
         raise BundleError(
             "holds no bundles: name one (stepdial serve BUNDLE) or make one (stepdial export)",

@@ -10,17 +10,20 @@ import re
 import secrets
 import time
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import InternalError
+from serve.errors import InternalError, ServeError
 from serve.metrics import Metrics
+from serve.origin import cross_origin
 
 ID_KEY = "stepdial.id"
 ARRIVED_KEY = "stepdial.arrived_s"
 SERVED_KEY = "stepdial.served"  # (model, steps)
 CLIENT_GONE = 499  # nobody reads this status; it is only counted
 
+_PRINTABLE = "/%:@!$&'()*+,;=-._~"
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _SECURITY: tuple[tuple[bytes, bytes], ...] = (
     (b"x-content-type-options", b"nosniff"),
@@ -50,7 +53,9 @@ class Envelope:
             return
         arrived_s = scope[ARRIVED_KEY] = time.perf_counter()
         request_id = scope[ID_KEY] = _request_id(scope)
-        status = 0
+        method, status = scope["method"], 0
+        if method == "HEAD":  # the same answer as to GET, without its body
+            scope = {**scope, "method": "GET"}
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -58,19 +63,26 @@ class Envelope:
                 status = message["status"]
                 extra = ((b"x-request-id", request_id.encode()), *_SECURITY)
                 message["headers"] = [*message.get("headers", ()), *extra]
+            elif method == "HEAD" and message["type"] == "http.response.body":
+                message["body"] = b""
             await send(message)
 
         try:
+            refusal = cross_origin(scope)
+            if refusal is not None:
+                await _send_error(send_with_headers, refusal)
+                return
             await self._app(scope, receive, send_with_headers)
         except Exception:
             _log.exception("a bug of ours in request %s", request_id)
             if status:
                 raise  # the response has begun: only breaking the connection tells the client
-            await _send_error(send_with_headers, request_id)
+            bug = InternalError(f"this is our bug; please report it with the id {request_id}")
+            await _send_error(send_with_headers, bug)
         finally:
-            self._count(scope, status or CLIENT_GONE, arrived_s, request_id)
+            self._count(scope, method, status or CLIENT_GONE, arrived_s)
 
-    def _count(self, scope: Scope, status: int, arrived_s: float, request_id: str) -> None:
+    def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
         seconds = time.perf_counter() - arrived_s
         route = getattr(scope.get("route"), "path", "none")
         model, steps = scope.get(SERVED_KEY, ("", ""))
@@ -79,11 +91,11 @@ class Envelope:
         if self._access_log:
             _access.info(
                 "%s %s %d %.1f ms %s",
-                scope["method"],
-                scope["path"],
+                method,
+                _path_as_sent(scope),
                 status,
                 seconds * 1000,
-                request_id,
+                scope[ID_KEY],
             )
 
 
@@ -95,8 +107,12 @@ def _request_id(scope: Scope) -> str:
     return secrets.token_hex(8)
 
 
-async def _send_error(send: Any, request_id: str) -> None:
-    error = InternalError(f"this is our bug; please report it with the id {request_id}")
+def _path_as_sent(scope: Scope) -> str:
+    """The path in printable characters only: a decoded one could forge lines of the log."""
+    return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
+
+
+async def _send_error(send: Any, error: ServeError) -> None:
     body = json.dumps(error.body()).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -2,6 +2,7 @@
 
     ServeError
     ├── BadRequest            400  the body is not JSON
+    ├── CrossOrigin           403  a page of another address sent the request
     ├── NotFound              404  no such path
     │   └── UnknownModel      404  no model of that name is served
     ├── MethodNotAllowed      405  the path exists, the method does not
@@ -52,6 +53,11 @@ class ServeError(Exception):
 class BadRequest(ServeError):
     status = 400
     code = "invalid_json"
+
+
+class CrossOrigin(ServeError):
+    status = 403
+    code = "cross_origin"
 
 
 class NotFound(ServeError):

@@ -16,6 +16,7 @@ from serve.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
 
+_BACKLOG = 2048
 _POLL_S = 0.02
 # For what has been answered to reach clients that read slowly.
 _FLUSH_S = 2
@@ -99,11 +100,17 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise AddressError(
-            f"cannot listen on {host} port {port} ({error.strerror or error}): choose another "
-            "with --host and --port"
-        ) from None
+        raise _address_error(host, port, error) from None
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Let clients connect. Another server may have bound the same address, and listened first."""
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _address_error(host, port, error) from None
 
 
 def url_of(listener: socket.socket) -> str:
@@ -112,3 +119,10 @@ def url_of(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _address_error(host: str, port: int, error: OSError) -> AddressError:
+    return AddressError(
+        f"cannot listen on {host} port {port} ({error.strerror or error}): choose another with "
+        "--host and --port"
+    )

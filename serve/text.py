@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from serve.bundle import Bundle, BundleError, Manifest
+from serve.bundle_fields import inside_file
 from serve.errors import Unprocessable
+from serve.tokens import check_tokenizer, encode, encode_ends
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -19,6 +21,7 @@ class Encoded:
 
     tokens: list[int]
     truncated: bool = False
+    counted: int | None = None  # tokens of the whole text, where they were counted
 
 
 class TextCodec:
@@ -35,10 +38,12 @@ class TextCodec:
             ) from error
         # A caller who writes "<pad>" means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
+        with inside_file(bundle.tokenizer_path):
+            check_tokenizer(self._tokenizer, self._manifest.tokenizer)
         self._pad_id = self._manifest.tokenizer.pad_id
-        self._pad_text = self._tokenizer.id_to_token(self._pad_id)
+        pad_text = self._tokenizer.id_to_token(self._pad_id)
         self._characters = (
-            frozenset(self._tokenizer.get_vocab()) - {self._pad_text}
+            frozenset(self._tokenizer.get_vocab()) - {pad_text}
             if self._manifest.tokenizer.kind == "chars"
             else None
         )
@@ -54,53 +59,69 @@ class TextCodec:
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a prompt; at most the window of the model."""
-        tokens = self._encode(text, "prompt")
         limit = self._manifest.input.max_tokens
-        if len(tokens) > limit:
-            raise Unprocessable(
-                f"the prompt has {len(tokens)} tokens, but {self._manifest.name} reads at most "
-                f"{limit}: shorten it, for example to its end",
-                param="prompt",
-                tokens=len(tokens),
-                max_tokens=limit,
-            )
-        return tokens
+        encoded = self._encode(text, "prompt", limit, 0)
+        if encoded.truncated:
+            raise self._too_long(encoded, "prompt", "shorten it, for example to its end")
+        return encoded.tokens
 
     def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
         """The tokens of a text to classify, cut as in training if it is too long."""
-        tokens = self._encode(text, param)
         spec = self._manifest.input
         head, tail = spec.max_tokens, 0
         if spec.truncation is not None:
             head, tail = spec.truncation.head, spec.truncation.tail
-        limit = head + tail
-        if len(tokens) <= limit:
-            return Encoded(tokens)
-        if not truncate:
-            raise Unprocessable(
-                f"{param} has {len(tokens)} tokens, but {self._manifest.name} reads at most "
-                f"{limit}: shorten it, or allow truncate to keep its first {head}"
+        encoded = self._encode(text, param, head, tail)
+        if encoded.truncated and not truncate:
+            raise self._too_long(
+                encoded,
+                param,
+                f"shorten it, or allow truncate to keep its first {head}"
                 + (f" and last {tail} tokens" if tail else " tokens"),
-                param=param,
-                tokens=len(tokens),
-                max_tokens=limit,
             )
-        return Encoded(tokens[:head] + tokens[len(tokens) - tail :], truncated=True)
+        return encoded
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def _encode(self, text: str, param: str) -> list[int]:
+    def _encode(self, text: str, param: str, head: int, tail: int) -> Encoded:
         if not text:
             raise Unprocessable(f"{param} is empty: send some text", param=param)
         if self._characters is not None:
             self._check_characters(text, self._characters, param)
-        tokens: list[int] = self._tokenizer.encode(text).ids
+            return self._encode_characters(text, head, tail)
+        ends = encode_ends(self._tokenizer, text, head, tail)
+        if ends is not None:
+            return Encoded(ends[0] + ends[1], truncated=True)
+        tokens = encode(self._tokenizer, text)
         if not tokens:
             raise Unprocessable(f"{param} holds no text that the model can read", param=param)
-        return tokens
+        if len(tokens) <= head + tail:
+            return Encoded(tokens)
+        kept = tokens[:head] + tokens[len(tokens) - tail :]
+        return Encoded(kept, truncated=True, counted=len(tokens))
+
+    def _encode_characters(self, text: str, head: int, tail: int) -> Encoded:
+        """A token is a character, so a long text is cut before it is encoded."""
+        if len(text) <= head + tail:
+            return Encoded(encode(self._tokenizer, text))
+        kept = encode(self._tokenizer, text[:head] + text[len(text) - tail :])
+        return Encoded(kept, truncated=True, counted=len(text))
+
+    def _too_long(self, encoded: Encoded, param: str, advice: str) -> Unprocessable:
+        limit = len(encoded.tokens)
+        # Of a text that is far too long only the ends are encoded, so nobody has counted.
+        known = {} if encoded.counted is None else {"tokens": encoded.counted}
+        found = f"more than {limit}" if encoded.counted is None else str(encoded.counted)
+        return Unprocessable(
+            f"{param} has {found} tokens, but {self._manifest.name} reads at most {limit}: "
+            f"{advice}",
+            param=param,
+            max_tokens=limit,
+            **known,
+        )
 
     def _check_characters(self, text: str, known: frozenset[str], param: str) -> None:
         if known.issuperset(text):

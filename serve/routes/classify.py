@@ -20,9 +20,9 @@ from serve.job import Job, LaneKey
 from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
     RUN_PROBLEMS,
+    Encoding,
     answer,
     decide_budget,
-    encode,
     request_id,
     takes,
     timing,
@@ -37,6 +37,7 @@ _DEFAULT_LABELS = 5
 def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["inference"])
+    encoding = Encoding()
 
     @router.post(
         "/v1/classify",
@@ -54,7 +55,10 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         decision = decide_budget(request, engine, served, asked)
         labels = served.manifest.labels or ()
         top = _labels_to_list(asked.top_k, served, len(labels))
-        encoded = await _encode(asked, served, settings.max_inputs)
+        _check_count(asked, settings.max_inputs)
+        encoded = await encoding.run(
+            request, sum(map(len, asked.texts)), lambda: _encode(asked, served)
+        )
         mailbox = Mailbox()
         rows = [one.tokens for one in encoded]
         job: Job[Work] = Job(
@@ -90,27 +94,22 @@ def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
     return top_k
 
 
-async def _encode(asked: ClassifyRequest, served: Served, max_inputs: int) -> list[Encoded]:
-    texts = asked.texts
-    if len(texts) > max_inputs:
+def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
+    if len(asked.texts) > max_inputs:
         raise Unprocessable(
-            f"input has {len(texts)} texts, but this server takes at most {max_inputs} at once: "
-            "send several requests",
+            f"input has {len(asked.texts)} texts, but this server takes at most {max_inputs} at "
+            "once: send several requests",
             param="input",
         )
 
-    def work() -> list[Encoded]:
-        names = (
-            ["input"]
-            if isinstance(asked.input, str)
-            else [f"input[{i}]" for i in range(len(texts))]
-        )
-        return [
-            served.codec.encode_input(text, asked.truncate, name)
-            for text, name in zip(texts, names, strict=True)
-        ]
 
-    return await encode(sum(map(len, texts)), work)
+def _encode(asked: ClassifyRequest, served: Served) -> list[Encoded]:
+    if isinstance(asked.input, str):
+        return [served.codec.encode_input(asked.input, asked.truncate)]
+    return [
+        served.codec.encode_input(text, asked.truncate, f"input[{index}]")
+        for index, text in enumerate(asked.input)
+    ]
 
 
 def _results(

@@ -32,9 +32,9 @@ from serve.job import Job, LaneKey
 from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
     RUN_PROBLEMS,
+    Encoding,
     answer,
     decide_budget,
-    encode,
     request_id,
     takes,
     timing,
@@ -108,6 +108,7 @@ class Exchange:
 def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["inference"])
+    encoding = Encoding()
 
     @router.post(
         "/v1/generate",
@@ -131,7 +132,9 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
                 f"{settings.max_tokens}: send less",
                 param="max_tokens",
             )
-        prompt = await encode(len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt))
+        prompt = await encoding.run(
+            request, len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt)
+        )
         wish = Wish(
             prompt=prompt,
             max_tokens=asked.max_tokens,

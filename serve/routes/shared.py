@@ -5,7 +5,7 @@ Knows requests and answers; deliberately no task.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -17,12 +17,13 @@ from serve.catalog import Served
 from serve.engine import Engine
 from serve.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
 from serve.events import Span
+from serve.mailbox import ClientGone
 from serve.schemas import BudgetFields
 
 T = TypeVar("T")
 
 # Texts of more characters are encoded on another thread, so that they do not hold up the others.
-_LONG_CHARACTERS = 20_000
+_LONG_CHARACTERS = 4_000
 
 
 def request_id(request: Request) -> str:
@@ -49,9 +50,24 @@ def timing(request: Request, engine: Engine, span: Span) -> Timing:
     )
 
 
-async def encode(size: int, work: Callable[[], T]) -> T:
-    """Run a tokenizer on so many characters, here or aside."""
-    return await asyncio.to_thread(work) if size > _LONG_CHARACTERS else work()
+@final
+class Encoding:
+    """Runs a tokenizer: short texts here, long ones aside, one request at a time.
+
+    However many long texts come at once, they take the time and the memory of one.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def run(self, request: Request, characters: int, work: Callable[[], T]) -> T:
+        """What `work` gives; ClientGone if nobody is left to answer when its turn comes."""
+        if characters <= _LONG_CHARACTERS:
+            return work()
+        async with self._turn:
+            if await request.is_disconnected():
+                raise ClientGone
+            return await asyncio.to_thread(work)
 
 
 def answer(body: BaseModel, headers: dict[str, str] | None = None) -> Response:
@@ -76,6 +92,7 @@ def takes(schema: type[BaseModel]) -> dict[str, Any]:
 
 RUN_PROBLEMS = problems(
     e400="The body is not JSON that can be read.",
+    e403="A page of another address sent the request.",
     e404="No such model is served.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",

@@ -51,7 +51,14 @@ class CacheLayout:
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         """Bytes that so many rows of up to so many positions hold."""
         capacity = self.capacity_for(positions)
-        return self.rows_for(rows) * self.buffers * self.heads * capacity * self.head_width * _FLOAT_BYTES
+        return (
+            self.rows_for(rows)
+            * self.buffers
+            * self.heads
+            * capacity
+            * self.head_width
+            * _FLOAT_BYTES
+        )
 
 
 @final

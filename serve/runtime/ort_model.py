@@ -10,7 +10,8 @@ import numpy as np
 from serve.bundle import Bundle, BundleError, Rung
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
-from serve.runtime.ort_session import open_session, usable_cores
+from serve.runtime.ort_session import first_line, open_session, usable_cores
+from serve.runtime.protocol import IntArray
 
 if TYPE_CHECKING:
     from serve.bundle import Task
@@ -52,15 +53,38 @@ class OrtModel:
         return self._decoders[steps]
 
     def warm_up(self) -> None:
-        token = 1 if self._bundle.manifest.tokenizer.pad_id == 0 else 0
-        for steps in self._bundle.manifest.steps:
-            if self._bundle.manifest.task == "classify":
-                self.classifier(steps).run(np.full((1, 1), token, dtype=np.int64))
-                continue
-            batch = self.decoder(steps).open_batch()
-            batch.add(np.full(1, token, dtype=np.int64))
-            if self._bundle.manifest.input.max_tokens > 1:
-                batch.step(np.full(1, token, dtype=np.int64))
+        manifest = self._bundle.manifest
+        for rung in manifest.rungs:
+            run = self._warm_classifier if manifest.task == "classify" else self._warm_decoder
+            try:
+                run(rung.steps)
+            except BundleError:
+                raise
+            except Exception as error:  # onnxruntime has no base class of its own
+                raise BundleError(
+                    f"fails on {manifest.input.max_tokens} tokens of a vocabulary of "
+                    f"{manifest.tokenizer.vocab_size}, which the manifest promises "
+                    f"({first_line(error)}); export the bundle again",
+                    file=str(self._bundle.folder / rung.graph),
+                ) from error
+
+    def _warm_classifier(self, steps: int) -> None:
+        self.classifier(steps).run(self._largest()[None])
+
+    def _warm_decoder(self, steps: int) -> None:
+        tokens = self._largest()
+        batch = self.decoder(steps).open_batch()
+        batch.add(tokens[: max(1, len(tokens) - 1)])
+        if len(tokens) > 1:
+            batch.step(tokens[-1:])
+
+    def _largest(self) -> IntArray:
+        """The longest row of the greatest token: a graph that takes it takes any."""
+        spec = self._bundle.manifest.tokenizer
+        token = spec.vocab_size - 1
+        if token == spec.pad_id:
+            token = max(0, token - 1)
+        return np.full(self._bundle.manifest.input.max_tokens, token, dtype=np.int64)
 
     def _rung(self, steps: int, task: "Task") -> Rung:
         manifest = self._bundle.manifest

@@ -44,7 +44,7 @@ def open_session(bundle: Bundle, rung: Rung, threads: int) -> ort.InferenceSessi
         session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has no base class of its own
         raise BundleError(
-            f"cannot be opened by onnxruntime {ort.__version__} ({_first_line(error)}); export "
+            f"cannot be opened by onnxruntime {ort.__version__} ({first_line(error)}); export "
             "the bundle again",
             file=str(path),
         ) from error
@@ -133,6 +133,7 @@ def _mismatch(bundle: Bundle, rung: Rung, problem: str) -> BundleError:
     return BundleError(f"{problem}; export the bundle again", file=str(bundle.folder / rung.graph))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What onnxruntime says first; the rest is its own call stack."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
 from serve.__main__ import main
+from serve.catalog import Catalog, open_catalog
+from serve.server import bind, listen
 from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.sse import parse_events
 from tests.tiny_bundles import build_classify, build_generate
@@ -118,6 +121,24 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
     assert f"port {port}" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+def test_a_port_that_another_server_takes_meanwhile_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+
+        def load_slowly(folders: Sequence[Path], threads: int | None) -> Catalog:
+            listen(other)
+            return open_catalog(folders, threads)
+
+        monkeypatch.setattr("serve.__main__.open_catalog", load_slowly)
+        # As the process does it: afterwards these would change the tests that follow.
+        monkeypatch.setattr("serve.__main__._set_up", lambda settings: None)
+        assert main([str(FOLDERS[0]), "--port", str(port)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"stepdial serve: cannot listen on 127.0.0.1 port {port} (")
+
+
 def test_it_listens_on_other_addresses() -> None:
     with server_process(FOLDERS[:1], "--host", "::1") as server:
         assert server.url.startswith("http://[::1]:")
@@ -131,6 +152,16 @@ def test_the_access_log() -> None:
         assert server.wait() == 0
         log = server.rest_of_output()
     assert re.search(r"stepdial\.access: GET /health/ready 200 \d+\.\d ms seen\n", log)
+
+
+def test_no_path_forges_a_line_of_the_access_log() -> None:
+    with server_process(FOLDERS[:1], "--access-log") as server:
+        httpx.get(f"{server.url}/x%0a2026-01-01%20INFO%20forged%1b[2J")
+        server.terminate()
+        assert server.wait() == 0
+        log = server.rest_of_output()
+    (line,) = (line for line in log.splitlines() if "forged" in line)
+    assert "GET /x%0a2026-01-01%20INFO%20forged%1b" in line and "\x1b" not in line
 
 
 def stream_body(max_tokens: int) -> dict[str, object]:

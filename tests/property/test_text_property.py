@@ -2,11 +2,15 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from serve.stop import StopFilter
 from serve.text import TextCodec, TextStream
+from serve.tokens import encode, encode_ends
+from tests.tiny_bundles import bpe_tokenizer
 from tests.tiny_folders import classify_bundle
 
 CODEC = TextCodec(classify_bundle())
@@ -52,6 +56,44 @@ def test_pieces_join_to_the_text_of_any_tokens(tokens: list[int]) -> None:
     stream = TextStream(CODEC)
     pieces = [stream.push(token) for token in tokens]
     assert "".join(pieces) + stream.flush() == CODEC.decode(tokens)
+
+
+def _lower() -> Tokenizer:
+    tokenizer = bpe_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace("<br />", " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [bpe_tokenizer(), _lower()], ids=["plain", "lowercase"])
+@settings(max_examples=30)
+@given(
+    words=st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["Good", "film.", "<br /><br />", "  ", "\n\n", "don't", "…", "影片。"]
+            ),
+            st.text(min_size=1, max_size=20),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    head=st.integers(0, 20),
+    tail=st.integers(0, 20),
+    glue=st.sampled_from([" ", "\n", ", "]),
+)
+def test_the_ends_of_a_long_text_are_those_of_the_whole(
+    tokenizer: Tokenizer, words: list[str], head: int, tail: int, glue: str
+) -> None:
+    piece = glue.join(words) + glue
+    text = piece * (4000 // len(piece) + 1)
+    ends = encode_ends(tokenizer, text, head, tail)
+    whole = encode(tokenizer, text)
+    if ends is not None:
+        assert ends == (whole[:head], whole[len(whole) - tail :])
+        assert len(whole) > head + tail
 
 
 @settings(deadline=None)

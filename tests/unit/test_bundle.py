@@ -98,6 +98,13 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(bundle: Bundle) ->
         read_bundle(bundle.folder)
 
 
+def test_a_link_in_place_of_a_file_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    elsewhere = bundle.weights_path.rename(tmp_path / "elsewhere.bin")
+    bundle.weights_path.symlink_to(elsewhere)
+    with pytest.raises(BundleError, match=r"weights\.bin: is a link; copy the file itself"):
+        read_bundle(bundle.folder)
+
+
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"has no manifest\.json, so it is no bundle"):
         read_bundle(tmp_path)

@@ -131,6 +131,27 @@ def test_a_graph_that_breaks_its_promise_is_refused(
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize("task", ["generate", "classify"])
+def test_a_longer_window_than_the_graph_has_is_refused(
+    generate_bundle: Bundle, tmp_path: Path, task: str
+) -> None:
+    bundle = generate_bundle if task == "generate" else build_classify(tmp_path / "c")
+    longer = replace(bundle.manifest.input, max_tokens=bundle.manifest.input.max_tokens + 1)
+    bundle = promise(bundle, tmp_path / "b", replace(bundle.manifest, input=longer))
+    with pytest.raises(
+        BundleError, match=r"steps-1\.onnx: fails on \d+ tokens .* export the bundle"
+    ):
+        open_model(bundle, threads=1).warm_up()
+
+
+def test_a_larger_vocabulary_than_a_classifier_has_is_refused(tmp_path: Path) -> None:
+    bundle = build_classify(tmp_path / "c")
+    larger = replace(bundle.manifest.tokenizer, vocab_size=4096)
+    bundle = promise(bundle, tmp_path / "b", replace(bundle.manifest, tokenizer=larger))
+    with pytest.raises(BundleError, match=r"steps-1\.onnx: fails on 48 tokens .* of 4096"):
+        open_model(bundle, threads=1).warm_up()
+
+
 def test_a_graph_that_is_no_graph_is_refused(generate_bundle: Bundle, tmp_path: Path) -> None:
     with open_staging(tmp_path / "b") as staging:
         restage(generate_bundle, staging)

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from serve.bundle import Bundle, BundleError, InputSpec
 from serve.errors import Unprocessable
 from serve.text import TextCodec, TextStream
+from serve.tokens import encode
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 CHARS = TextCodec(generate_bundle())
@@ -82,6 +84,53 @@ def test_an_unfinished_character_ends_as_a_replacement() -> None:
     first, _ = BPE.encode_input("é", True).tokens
     stream = TextStream(BPE)
     assert (stream.push(first), stream.flush(), stream.flush()) == ("", "\ufffd", "")
+
+
+@pytest.mark.parametrize("text_codec", [CHARS, BPE], ids=["chars", "bpe"])
+def test_of_a_long_text_only_the_ends_are_encoded(
+    text_codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def watched(tokenizer: Tokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr("serve.tokens.encode", watched)
+    monkeypatch.setattr("serve.text.encode", watched)
+    for text in ("a good film " * 80_000, "q" * 1_000_000, " " * 1_000_000):
+        cut = text_codec.encode_input(text, truncate=True)
+        assert cut.truncated
+        with pytest.raises(Unprocessable, match="shorten it"):
+            text_codec.encode_input(text, truncate=False)
+        with pytest.raises(Unprocessable, match="shorten it"):
+            text_codec.encode_prompt(text)
+    assert encoded and sum(encoded) < 100_000
+
+
+def described(**facts: object) -> Bundle:
+    bundle = classify_bundle() if facts.pop("task", "") == "classify" else generate_bundle()
+    spec = replace(bundle.manifest.tokenizer, **facts)  # type: ignore[arg-type]
+    return replace(bundle, manifest=replace(bundle.manifest, tokenizer=spec))
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"vocab_size": 7}, "tokens, but the manifest says 7"),
+        ({"vocab_size": 9999}, "tokens, but the manifest says 9999"),
+        ({"kind": "bpe"}, "is a WordLevel tokenizer, but the manifest says bpe"),
+        ({"kind": "chars", "task": "classify"}, "is a BPE tokenizer, but the manifest says chars"),
+        ({"pad_id": 5}, "which is no padding"),
+        ({"pad_id": 5, "task": "classify"}, "which is no padding"),
+    ],
+)
+def test_a_tokenizer_that_the_manifest_does_not_describe_is_refused(
+    facts: dict[str, object], says: str
+) -> None:
+    with pytest.raises(BundleError, match=r"tokenizer\.json: ") as error:
+        TextCodec(described(**facts))
+    assert says in str(error.value) and "export the bundle again" in str(error.value)
 
 
 def test_a_broken_tokenizer_names_its_file(tmp_path: Path) -> None:
