@@ -16,6 +16,7 @@ from serve.bundle import BundleError
 from serve.catalog import Catalog, Served, find_bundles, open_catalog
 from serve.engine import Engine
 from serve.flags import parse
+from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
 from serve.server import AddressError, Server, bind, listen
 from serve.settings import Settings, SettingsError
@@ -28,6 +29,7 @@ _SWITCH_S = 0.0005
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status of the process."""
     line = parse(sys.argv[1:] if argv is None else argv)
+    keep_memory_low()
     try:
         settings = Settings.read(line.flags)
         # First, so that a port in use is known before anything is loaded.
