@@ -43,6 +43,7 @@ def held_out_batches(dataset: Dataset, window: int, samples: int | None) -> Iter
 def measure_rung(run: Classifier | Decoder, batches: Iterable[Batch], labelled: bool) -> Quality:
     def logits_of(tokens: Tensor) -> tuple[Tensor, float]:
         array = tokens.contiguous().numpy()
+        # `labelled` says which of the two it is.
         logits = run.run(array) if labelled else run.forward(array)  # type: ignore[union-attr]
         return torch.from_numpy(logits), 0.0
 

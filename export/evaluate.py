@@ -21,6 +21,7 @@ def evaluate_bundle(
     for count in counts:
         manifest.rung(count)
     try:
+        # Provenance is free: what is no recipe is caught below.
         kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]
         recipe = recipe_from({**kept, "data": {**kept["data"], "path": data}}, "provenance.recipe")
     except (KeyError, TypeError, RecipeError) as error:

@@ -142,6 +142,7 @@ def _draft(
     unknown = Quality("accuracy" if labels else "loss", 0.0, 0.0, 0.0, 1)
     spent = method_named(method).evaluations
     rungs = tuple(
+        # method_named has checked the name; the manifest checks it again.
         Rung(m, method, m * spent, efforts.get(m), _graph_name(m), unknown, UNMEASURED)  # type: ignore[arg-type]
         for m in ladder
     )

@@ -62,6 +62,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.include_router(health_routes(settings, engine))
     add_page(app)
     _handle_errors(app, engine)
+    # The way FastAPI documents for replacing its schema.
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 

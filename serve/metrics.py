@@ -42,6 +42,7 @@ class Metrics:
 
     def __init__(self) -> None:
         # A gauge beside every counter, which nobody reads.
+        # prometheus_client leaves this function untyped.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=True)
         self._nfe: dict[tuple[str, int], int] = {}

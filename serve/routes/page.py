@@ -22,6 +22,7 @@ class FreshFiles(StaticFiles):
     """Files that browsers check before they use what they have."""
 
     def file_response(self, *args: object, **kwargs: object) -> Response:
+        # Passed on as they came; Starlette types them one by one.
         response = super().file_response(*args, **kwargs)  # type: ignore[arg-type]
         response.headers.update(_FRESH)
         return response
