@@ -4,6 +4,7 @@ A block maps (B, N, D) to (B, N, D) and keeps its own inner skip connections. No
 about steps, embeddings or heads.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -11,23 +12,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Norm = Literal["pre", "post", "none"]
+Activation = Literal["gelu", "relu"]
 
 
 class Attention(nn.Module):
     """Multi-head self-attention, causal or over all positions that the mask allows."""
 
-    def __init__(self, width: int, heads: int, causal: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        causal: bool,
+        dropout: float = 0.0,
+        bias: bool = True,
+        project: bool = True,
+        head_width: int = 0,
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of heads {heads}")
+        self.head_width = head_width or width // heads
+        inner = heads * self.head_width
+        if inner != width and not project:
+            raise ValueError(f"heads of {head_width} need a projection back to width {width}")
         self.heads, self.causal, self.dropout = heads, causal, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * inner, bias=bias)
+        self.out: nn.Module = nn.Linear(inner, width, bias=bias) if project else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        B, N, D = x.shape
+        B, N, _ = x.shape
         q, k, v = (
-            part.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
+            part.view(B, N, self.heads, self.head_width).transpose(1, 2)  # (B, H, N, D/H)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         allowed = None if mask is None else mask[:, None, None, :]
@@ -39,60 +54,106 @@ class Attention(nn.Module):
             is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(B, N, D))  # (B, N, D)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # (B, N, D)
         return out
 
 
 class FeedForward(nn.Module):
-    """Two linear layers around a GELU."""
+    """Two linear layers around a GELU or a ReLU."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Activation = "gelu", bias: bool = True
+    ) -> None:
         super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
+        self.activation = activation
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        x = self.up(x)
+        x = F.relu(x) if self.activation == "relu" else F.gelu(x, approximate="tanh")
+        out: Tensor = self.down(x)
         return out
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a skip; norms before, after, or nowhere."""
+    """Attention and feed-forward, each with a skip; norms before, after, or nowhere.
+
+    Without hidden units the block is attention alone.
+    """
 
     def __init__(
-        self, width: int, heads: int, hidden: int, causal: bool, norm: Norm, dropout: float
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        causal: bool,
+        norm: Norm = "pre",
+        dropout: float = 0.0,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        project: bool = True,
+        head_width: int = 0,
     ) -> None:
         super().__init__()
+
+        def new_norm() -> nn.Module:
+            return nn.Identity() if norm == "none" else nn.LayerNorm(width, bias=bias)
+
         self.norm = norm
-        self.attention = Attention(width, heads, causal, 0.0)
-        self.feedforward = FeedForward(width, hidden)
-        self.norm1: nn.Module = nn.Identity() if norm == "none" else nn.LayerNorm(width)
-        self.norm2: nn.Module = nn.Identity() if norm == "none" else nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal, 0.0, bias, project, head_width)
+        self.norm1 = new_norm()
         self.drop = nn.Dropout(dropout)
+        self.feedforward: FeedForward | None = None
+        if hidden:
+            self.feedforward = FeedForward(width, hidden, activation, bias)
+            self.norm2 = new_norm()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.norm == "post":
             x = self.norm1(x + self.drop(self.attention(x, mask)))
-            x = self.norm2(x + self.drop(self.feedforward(x)))
+            if self.feedforward is not None:
+                x = self.norm2(x + self.drop(self.feedforward(x)))
         else:
             x = x + self.drop(self.attention(self.norm1(x), mask))
-            x = x + self.drop(self.feedforward(self.norm2(x)))
+            if self.feedforward is not None:
+                x = x + self.drop(self.feedforward(self.norm2(x)))
         return x
 
 
 class BlockVelocity(nn.Module):
     """f = [norm o] f_L o ... o f_1: the whole stack, with one set of weights for every step."""
 
-    def __init__(self, blocks: list[Block], width: int, final_norm: bool) -> None:
+    def __init__(
+        self, blocks: Iterable[nn.Module], width: int, final_norm: bool, bias: bool = True
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.norm: nn.Module = nn.LayerNorm(width) if final_norm else nn.Identity()
+        self.norm: nn.Module = nn.LayerNorm(width, bias=bias) if final_norm else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, *context)
         x = self.norm(x)
         return x
+
+
+class Conditioned(nn.Module):
+    """A velocity that sees the size of its step: scales and shifts that begin as nothing."""
+
+    timed = True
+
+    def __init__(self, velocity: nn.Module, width: int, hidden: int = 32) -> None:
+        super().__init__()
+        self.velocity = velocity
+        self.up, self.down = nn.Linear(1, hidden), nn.Linear(hidden, 3 * width)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        *context, _, h = rest
+        size = torch.log2(torch.as_tensor(h, dtype=x.dtype, device=x.device)).reshape(1)
+        scale, shift, gain = self.down(torch.tanh(self.up(size))).chunk(3)  # (D,) each
+        out: Tensor = self.velocity(x * (1 + scale) + shift, *context) * (1 + gain)
+        return out
 
 
 def initialise(module: nn.Module, layers: int) -> None:
@@ -107,3 +168,5 @@ def initialise(module: nn.Module, layers: int) -> None:
     for module_ in module.modules():
         if isinstance(module_, nn.Linear) and module_.bias is not None:
             nn.init.zeros_(module_.bias)
+        if isinstance(module_, Conditioned):
+            nn.init.zeros_(module_.down.weight)

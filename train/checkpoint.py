@@ -5,12 +5,13 @@ and state.safetensors (weights, optimiser moments and iteration, all that resumi
 """
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +19,15 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from train.config import Recipe, recipe_from
-from train.model import OTTransformer, build_model
+from train.batch import Sizes
+from train.build import build_model, tied_weights
+from train.config import Recipe
+from train.model import Stepped
+from train.otify import otified_from
+from train.recipe_file import recipe_from
 
 RECIPE, TOKENIZER, METRICS = "recipe.json", "tokenizer.json", "metrics.jsonl"
-MODEL, STATE = "model.safetensors", "state.safetensors"
+MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"
 
 
 class RunError(ValueError):
@@ -43,9 +48,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def start_run(folder: Path, recipe: Recipe, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+def start_run(
+    folder: Path, recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, Any]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / TOKENIZER, tokenizer.to_str().encode())
+    if tokenizer is not None:
+        write_atomically(folder / TOKENIZER, tokenizer.to_str().encode())
     content = {"recipe": recipe.to_json(), **facts}
     write_atomically(folder / RECIPE, json.dumps(content, indent=2).encode())
 
@@ -64,8 +72,8 @@ def lock_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer:
-    """The tokenizer to go on with; refuses a run of another recipe."""
+def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer to go on with, if the run has one; refuses a run of another recipe."""
     kept, now = read_facts(folder)["recipe"], recipe.to_json()
     differs = [
         f"{section}.{key}" if isinstance(value, dict) else section
@@ -82,7 +90,12 @@ def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer:
             f"{folder} holds a run of another recipe (it differs in {', '.join(differs)}): "
             "choose another --out, or pass the settings it was started with to go on"
         )
-    return Tokenizer.from_file(str(folder / TOKENIZER))
+    return read_tokenizer(folder)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    path = folder / TOKENIZER
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
 
 
 def check_same_data(folder: Path, digest: str) -> None:
@@ -103,52 +116,103 @@ def read_facts(folder: Path) -> dict[str, Any]:
         )
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        return {**facts, "recipe": dict(facts["recipe"])}
+        return {**facts, "recipe": dict(facts["recipe"]), "sizes": dict(facts["sizes"])}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged ({error}): train again or restore the file") from None
 
 
+class Reached(NamedTuple):
+    """How far a run has come."""
+
+    iteration: int = 0
+    evaluations: int = 0  # of velocities, trained through
+
+
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, iteration: int
+    folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, reached: Reached
 ) -> None:
-    weights = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    tied = tied_weights(model)
+    weights = {
+        name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied
+    }
     state = {f"model.{name}": t for name, t in weights.items()}
     for name, parameter in model.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
             state[f"optimiser.{key}.{name}"] = torch.as_tensor(value).detach().contiguous()
-    meta = {"iteration": str(iteration)}
+    state["evaluations"] = torch.tensor(reached.evaluations)
+    meta = {"iteration": str(reached.iteration)}  # alone: the order of several is not fixed
     write_atomically(folder / STATE, save(state, meta))
     write_atomically(folder / MODEL, save(weights, meta))
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> int:
-    """Restore weights and moments; the iteration to go on with."""
+def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Reached:
+    """Restore weights and moments; where to go on."""
     state, iteration = _read(folder / STATE)
-    model.load_state_dict({k.removeprefix("model."): v for k, v in _under(state, "model.").items()})
+    load_weights(model, {k.removeprefix("model."): v for k, v in _under(state, "model.").items()})
     for name, parameter in model.named_parameters():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = state.get(f"optimiser.{key}.{name}")
             if value is not None:
                 optimiser.state[parameter][key] = value
-    return iteration
+    return Reached(iteration, int(state["evaluations"]))
 
 
-def load_run(folder: Path) -> tuple[OTTransformer, Recipe, Tokenizer, dict[str, Any]]:
+def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Set every weight; those that are another one are kept once."""
+    tied = {name: weights[owner] for name, owner in tied_weights(model).items()}
+    model.load_state_dict(weights | tied)
+
+
+def start_from(origin: Path, folder: Path, model: Stepped) -> dict[str, Any]:
+    """Take over the weights of another run, and keep them as the teacher; where they are from."""
+    weights, iteration = _read(origin / MODEL)
+    load_weights(model, weights)
+    content = (origin / MODEL).read_bytes()
+    write_atomically(folder / TEACHER, content)
+    return {
+        "name": read_facts(origin)["recipe"]["name"],
+        "iteration": iteration,
+        "weights_sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def load_teacher(folder: Path, recipe: Recipe, sizes: Sizes) -> Stepped:
+    """The model that a run started from, frozen."""
+    teacher = new_model(folder, recipe, sizes)
+    load_weights(teacher, _read(folder / TEACHER)[0])
+    return teacher.eval().requires_grad_(False)
+
+
+def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
+    """Fresh weights for the model of a run, or of a recipe that has no run yet."""
+    facts = {} if folder is None else read_facts(folder)
+    if facts.get("own_model"):
+        raise RunError(
+            f"{folder} trained a module of your own: build it and load {MODEL} into it, or pass it "
+            "to `train` to go on"
+        )
+    if facts.get("otify"):
+        return otified_from(facts["otify"])
+    return build_model(recipe.model, sizes)
+
+
+class Run(NamedTuple):
+    """A trained model and what its run keeps about it."""
+
+    model: Stepped
+    recipe: Recipe
+    tokenizer: Tokenizer | None
+    facts: dict[str, Any]
+
+
+def load_run(folder: Path) -> Run:
     """The newest model of a run, in evaluation mode, with its recipe, tokenizer and facts."""
     content = read_facts(folder)
     recipe = recipe_from(content["recipe"], str(folder / RECIPE))
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    labels = content.get("labels")
-    model = build_model(recipe.model, tokenizer.get_vocab_size(), labels and len(labels))
+    model = new_model(folder, recipe, Sizes(**content["sizes"]))
     weights, iteration = _read(folder / MODEL)
-    model.load_state_dict(weights)
-    vocabulary = tokenizer.get_vocab_size()
-    return (
-        model.eval(),
-        recipe,
-        tokenizer,
-        content | {"iteration": iteration, "vocabulary": vocabulary},
-    )
+    load_weights(model, weights)
+    return Run(model.eval(), recipe, read_tokenizer(folder), content | {"iteration": iteration})
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], int]:

@@ -1,20 +1,15 @@
-"""Recipes: small TOML files read into frozen dataclasses; unknown keys and wrong types fail.
+"""The settings of a recipe, as frozen dataclasses, and the limits of each.
 
-Knows the settings and their limits, not what they do.
+Knows neither files nor what a setting does.
 """
 
 import dataclasses
 import json
 import re
-import tomllib
-import types
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-RECIPES = Path(__file__).parent / "recipes"
 
 
 class RecipeError(ValueError):
@@ -23,16 +18,25 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Where examples come from: `text` corpora, `table`s of text and label, or a generator."""
+    """Where examples come from: files of several kinds, a generator, or a stream."""
 
-    kind: Literal["text", "table", "stdlib", "parity", "listops"]
-    path: str = ""  # the corpus file, or the folder of the tables
-    tokenizer: Literal["chars", "bpe"] = "chars"
-    vocabulary: int = 8192  # size of a BPE vocabulary
+    kind: Literal[
+        "text", "stream", "table", "images", "points", "pairs", "stdlib", "parity", "listops"
+    ]
+    path: str = ""  # the corpus file, the folder of the other files, or the name of the stream
+    tokenizer: Literal["chars", "bpe", "words"] = "chars"
+    tokenizer_file: str = ""  # stream: a tokenizer.json to use instead of learning one
+    vocabulary: int = 8192  # size of a BPE vocabulary, the most words of a word vocabulary
     lowercase: bool = False
     held_out: float = 0.1  # share of a corpus or table kept for validation
-    train: str = ""  # table files: .csv, .jsonl, also .gz or .xz
-    test: str = ""  # official test table, if there is one
+    # The training file and the official test file, if there is one. Tables: .csv, .jsonl, also .gz
+    # or .xz. Text: .txt, also .gz. Images and points: idx files, or FILE.npz:KEY.
+    # Pairs: what stands before ".en".
+    train: str = ""
+    test: str = ""
+    validation: str = ""  # text and pairs: a validation file of its own
+    train_labels: str = ""  # images and points: where the classes are
+    test_labels: str = ""
     text: tuple[str, ...] = ("text",)  # columns joined by a space; numbers where there is no header
     label: str = "label"
     labels: tuple[str, ...] = ()  # names shown for the classes
@@ -40,24 +44,57 @@ class DataConfig:
     head: int = 0  # a long text keeps its first `head` and last `tail` tokens
     tail: int = 0
     longest: int = 0  # generators: longest example
+    shortest: int = 0  # listops: shortest example; above 0 nests deeper, as the long-range test
     rows: int = 0  # generators: how many examples
+    mean: tuple[float, ...] = ()  # images: of each channel of the pixels, from 0 to 1; () measures
+    std: tuple[float, ...] = ()
+    shift: int = 0  # images: move by up to so many pixels in training
+    flip: bool = False  # images: mirror half of them in training
+    languages: tuple[str, ...] = ("en", "de")  # pairs: from, to
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    family: Literal["decoder", "encoder"]
-    depth: Literal["ode", "discrete"] = "ode"
+    family: Literal["decoder", "encoder", "image", "set", "translator"]
+    # One ODE, one pass through blocks of their own weights, or a chain of ODEs, one a block.
+    depth: Literal["ode", "discrete", "chain"] = "ode"
+    block: Literal["transformer", "runge-kutta", "evolved", "timed"] = "transformer"
     layers: int = 2
     heads: int = 4
     width: int = 128
-    hidden: int = 512
-    window: int = 128
+    hidden: int = 512  # 0: attention only
+    window: int = 128  # tokens, or points
+    target_window: int = 128  # translator: tokens of an answer
     norm: Literal["pre", "post", "none"] = "pre"
     final_norm: Literal["inside", "outside", "none"] = "outside"
-    pool: Literal["mean", "max"] = "mean"
+    positions: Literal["learned", "sinusoidal"] = "learned"
+    activation: Literal["gelu", "relu"] = "gelu"
+    project: bool = True  # whether attention ends in a linear layer
+    head_width: int = 0  # encoder and image: of each head; 0 is width / heads
+    initial: Literal["gpt2", "torch"] = "gpt2"  # first weights: N(0, 0.02), or torch's own
+    bias: bool = True  # of the linear layers and norms of the blocks
+    tied: bool = False  # decoder: the head reads out with the weights of the token embedding
+    pool: Literal["mean", "max", "first"] = "mean"
+    conditioned: bool = False  # the velocity sees the size of the step
     dropout: float = 0.0
     embed_dropout: float = 0.0
     T: float = 1.0
+    patch: int = 7  # image: side of a patch
+    inducing: int = 16  # set: inducing points of a block
+    scheme: Literal[
+        "residual",
+        "rk2",
+        "rk2-gamma1",
+        "rk2-learned",
+        "rk4",
+        "leapfrog",
+        "multistep",
+        "dlcl",
+        "polynet",
+    ] = "residual"  # of runge-kutta blocks
+    evolve: int = 6  # evolved: depth of a block
+    feedforward: Literal["full", "random"] = "full"  # of evolved blocks
+    inner_skip: bool = True  # of timed blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +103,17 @@ class StepsConfig:
 
     method: Literal["euler", "ab2", "midpoint", "heun", "rk4"] = "euler"
     full: int = 8
-    schedule: Literal["any", "fixed"] = "any"
-    short: tuple[int, ...] = (1, 2, 4)  # the smaller counts that `any` draws from
+    # any: one count a batch; sandwich: full, the smallest and one other count on every batch.
+    schedule: Literal["any", "fixed", "sandwich"] = "any"
+    short: tuple[int, ...] = (1, 2, 4)  # the smaller counts that are drawn from
     full_probability: float = 0.5
-    grow: float = 0.5  # share of the training cost spent at one step first; only with `any`
+    grow: float = 0.5  # share of the training cost spent at one step first; not with `fixed`
+    distil: float = 0.0  # sandwich: weight of the divergence of shorter answers from the full one
+    jump: float = 0.0  # weight of the divergence of jumps from the full answer
+    distil_from: float = 0.0  # share of the training cost after which both begin
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    tolerance: float = 1e-5  # of the adaptive solver, absolute and relative
+    checkpoint: bool = False  # recompute each step going backward: less memory, more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +124,13 @@ class OptimConfig:
     lr: float = 1e-3
     final_lr: float = 0.05  # of lr, at the end of the cosine
     warmup: int = 100
+    schedule: Literal["cosine", "drops"] = "cosine"
+    drops: tuple[float, ...] = ()  # shares of the training after each of which lr falls tenfold
     beta2: float = 0.99
     weight_decay: float = 0.1
     clip: float = 1.0
     transport: float = 0.1  # lambda, the weight of the transport cost
+    penalty: Literal["transport", "curvature"] = "transport"  # what lambda weighs
     smoothing: float = 0.0  # label smoothing
     token_dropout: float = 0.0  # share of input tokens hidden from a classifier
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -96,6 +143,7 @@ class RunConfig:
     evaluate_batches: int = 20
     checkpoint_every: int = 500
     threads: int = 0  # 0: as many as torch picks
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +161,7 @@ class Recipe:
         for sentence, holds in {
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
+            **_depth_rules(self.model, self.steps),
             "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
                 _NAME.fullmatch(self.name)
             ),
@@ -125,23 +174,59 @@ class Recipe:
 
 
 def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, bool]:
-    sizes = (model.layers, model.heads, model.width, model.hidden, model.window)
+    sizes = (model.layers, model.heads, model.width, model.window, model.target_window)
     made = data.kind in ("parity", "listops")
-    text = data.kind in ("text", "stdlib")
+    family = {
+        "text": "decoder",
+        "stream": "decoder",
+        "stdlib": "decoder",
+        "images": "image",
+        "points": "set",
+        "pairs": "translator",
+    }.get(data.kind, "encoder")
+    depth = {"runge-kutta": "discrete", "evolved": "discrete", "timed": "chain"}.get(model.block)
     return {
-        "model.layers, heads, width, hidden and window must be at least 1": min(sizes) >= 1,
+        "model.layers, heads, width, window and target_window must be at least 1": min(sizes) >= 1,
+        "model.hidden must not be negative": model.hidden >= 0,
+        "model.patch, inducing and evolve must be at least 1": min(
+            model.patch, model.inducing, model.evolve
+        )
+        >= 1,
         "model.width must be a multiple of model.heads": model.heads > 0
         and model.width % model.heads == 0,
+        "model.head_width must not be negative, and 0 but for encoders and images": (
+            model.head_width >= 0 and (not model.head_width or family in ("encoder", "image"))
+        ),
         "model.T must be above 0": model.T > 0,
         "model.dropout and embed_dropout must be in [0, 1)": 0 <= model.dropout < 1
         and 0 <= model.embed_dropout < 1,
-        'model.family must be "decoder" for text and "encoder" for labelled data': text
-        == (model.family == "decoder"),
+        f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family,
+        f'model.depth must be "{depth}" for model.block "{model.block}"': depth
+        in (None, model.depth),
+        'model.pool must be "first" only for images and texts': model.pool != "first"
+        or model.family in ("image", "encoder"),
+        'model.block must not be "timed" for a translator': model.block != "timed"
+        or model.family != "translator",
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
         "data.longest must be at least 1 and data.rows at least 20": not made
         or (data.longest >= 1 and data.rows >= 20),
+        "data.shortest must be from 0 to data.longest": 0 <= data.shortest <= data.longest,
         "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
         and data.head + data.tail <= model.window,
+        "data.languages must be two": len(data.languages) == 2,
+        "data.shift must not be negative": data.shift >= 0,
+    }
+
+
+def _depth_rules(model: ModelConfig, steps: StepsConfig) -> dict[str, bool]:
+    adaptive = steps.solver == "adaptive"
+    return {
+        'steps.jump needs model.depth "ode" and steps.solver "fixed"': not steps.jump
+        or (model.depth == "ode" and not adaptive),
+        'steps.solver "adaptive" needs model.depth "ode" or "chain"': not adaptive
+        or model.depth != "discrete",
+        'steps.checkpoint and model.conditioned need steps.solver "fixed"': not adaptive
+        or not (steps.checkpoint or model.conditioned),
     }
 
 
@@ -151,15 +236,21 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         "steps.short must be counts from 1 to steps.full": all(
             1 <= count <= steps.full for count in steps.short
         ),
-        "steps.short must not be empty with schedule any": steps.schedule != "any"
+        "steps.short must not be empty with schedule any or sandwich": steps.schedule == "fixed"
         or bool(steps.short),
         "steps.full_probability must be in [0, 1]": 0 <= steps.full_probability <= 1,
-        "steps.grow must be in [0, 1)": 0 <= steps.grow < 1,
+        "steps.grow and distil_from must be in [0, 1)": 0 <= steps.grow < 1
+        and 0 <= steps.distil_from < 1,
+        "steps.distil and jump must not be negative": min(steps.distil, steps.jump) >= 0,
+        'steps.distil needs schedule "sandwich"': not steps.distil or steps.schedule == "sandwich",
+        "steps.tolerance must be above 0": steps.tolerance > 0,
         "optim.iterations, batch and accumulate must be at least 1": min(
             optim.iterations, optim.batch, optim.accumulate
         )
         >= 1,
         "optim.lr must be above 0": optim.lr > 0,
+        "optim.drops must be shares in (0, 1), ascending": all(0 < d < 1 for d in optim.drops)
+        and list(optim.drops) == sorted(optim.drops),
         "optim.transport must not be negative": optim.transport >= 0,
         "optim.warmup and final_lr must not be negative": min(optim.warmup, optim.final_lr) >= 0,
         "optim.token_dropout and smoothing must be in [0, 1)": 0 <= optim.token_dropout < 1
@@ -170,97 +261,3 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         )
         >= 1,
     }
-
-
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
-
-
-def load_recipe(source: str, overrides: list[str] | None = None, data: str = "") -> Recipe:
-    """A recipe by name or path, with `key=value` overrides and the data path applied."""
-    path = Path(source) if source.endswith(".toml") else RECIPES / f"{source}.toml"
-    if not path.is_file():
-        raise RecipeError(
-            f"no recipe {source!r}: give the path of a .toml file or one of "
-            f"{', '.join(recipe_names())}"
-        )
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    for override in overrides or []:
-        _set(table, override)
-    if data:
-        table.setdefault("data", {})["path"] = data
-    return recipe_from(table, str(path))
-
-
-def recipe_from(table: dict[str, Any], where: str) -> Recipe:
-    recipe = _build(Recipe, table, where, "")
-    assert isinstance(recipe, Recipe)
-    return recipe
-
-
-def _set(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise RecipeError(f"--set {override!r}: write it as key=value, e.g. optim.lr=0.001")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    *parents, last = key.strip().split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise RecipeError(f"--set {override!r}: {parent} is a value, not a section")
-    table[last] = value
-
-
-def _build(cls: Any, table: Any, where: str, prefix: str) -> Any:
-    if not isinstance(table, dict):
-        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a section")
-    hints = typing.get_type_hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}
-    for key in table:
-        if key not in names:
-            known = ", ".join(sorted(names))
-            raise RecipeError(f"{where}: unknown key {prefix + key!r}; known here: {known}")
-    values = {}
-    for key, value in table.items():
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            values[key] = _build(hint, value, where, f"{prefix}{key}.")
-        else:
-            values[key] = _coerce(hint, value, f"{where}: {prefix}{key}")
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise RecipeError(f"{where}: missing {', '.join(prefix + m for m in missing)}")
-    return cls(**values)
-
-
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        if value not in typing.get_args(hint):
-            options = ", ".join(map(str, typing.get_args(hint)))
-            raise RecipeError(f"{where} must be one of {options}, not {value!r}")
-        return value
-    if origin is tuple:
-        inner = typing.get_args(hint)[0]
-        items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_coerce(inner, item, where) for item in items)
-    if origin in (dict, types.GenericAlias) and isinstance(value, dict):
-        return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    expected = origin or hint
-    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise RecipeError(f"{where} must be {expected.__name__}, not {value!r}")
-    return value

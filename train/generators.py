@@ -4,6 +4,7 @@ Each is a function of its arguments and, for the corpus, of the running Python's
 """
 
 import random
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -35,16 +36,22 @@ def all_parity(longest: int) -> Rows:
     return made
 
 
-def listops(longest: int, rows: int, seed: int, depth: int = 5) -> tuple[Rows, Rows]:
+def listops(longest: int, rows: int, seed: int, shortest: int = 0) -> tuple[Rows, Rows]:
     """Different nestings of MIN, MAX, MED and SM (sum mod 10) over digits: to train and to test on.
 
-    Each has at most `longest` tokens; fewer than `rows` where there are not so many.
+    Each has `shortest` to `longest` tokens; fewer than `rows` where there are not so many. Where
+    there is a shortest, depth and arguments go up to 10, as in the Long Range Arena; else up to 5.
     """
+    most = 10 if shortest else 5
+    room = longest if shortest else sys.maxsize  # deep nestings are mostly too long: give up early
     draw = random.Random(seed)
     made: dict[str, str] = {}
     for _ in range(20 * rows):
-        tokens, value = _expression(draw, depth, root=True)
-        if len(tokens) <= longest:
+        try:
+            tokens, value = _expression(draw, most, most, room, root=True)
+        except _TooLong:
+            continue
+        if shortest <= len(tokens) <= longest:
             made[" ".join(tokens)] = str(value)
         if len(made) == rows:
             break
@@ -53,14 +60,25 @@ def listops(longest: int, rows: int, seed: int, depth: int = 5) -> tuple[Rows, R
     return every[kept:], every[:kept]
 
 
-def _expression(draw: random.Random, depth: int, root: bool = False) -> tuple[list[str], int]:
+class _TooLong(Exception):
+    pass
+
+
+def _expression(
+    draw: random.Random, depth: int, most: int, room: int, root: bool = False
+) -> tuple[list[str], int]:
+    if room < 1:
+        raise _TooLong
     if not root and (depth <= 1 or draw.random() > 0.25):
         digit = draw.randint(0, 9)
         return [str(digit)], digit
     operator = draw.choice(OPERATORS)
-    parts = [_expression(draw, depth - 1) for _ in range(draw.randint(2, 5))]
-    tokens = [operator, *(token for part, _ in parts for token in part), "]"]
-    return tokens, apply_operator(operator, [value for _, value in parts])
+    tokens, values = [operator], []
+    for _ in range(draw.randint(2, most)):
+        part, value = _expression(draw, depth - 1, most, room - len(tokens) - 1)
+        tokens += part
+        values.append(value)
+    return [*tokens, "]"], apply_operator(operator, values)
 
 
 def apply_operator(operator: str, values: list[int]) -> int:

@@ -10,50 +10,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from train.blocks import Block, BlockVelocity, initialise
-from train.config import ModelConfig
-from train.ode import integrate, mean_square
+from train.ode import Observer
+from train.positions import Positions
+from train.travel import Depth, Embedded, Leg, travel
 
 
 class Output(NamedTuple):
     logits: Tensor
-    cost: Tensor  # (): the transport cost of the trajectory
+    cost: Tensor  # (): the transport cost of all legs
+    evaluations: int  # of velocities
+    legs: tuple[Leg, ...]  # the trajectories, the one that is read out last
+    context: tuple[Tensor, ...] = ()  # what the head sees beside the state
 
 
 class Embedding(nn.Module):
-    """Token plus learned position embeddings; a pad id makes a mask of the positions that exist."""
+    """Token plus position embeddings; a pad id makes a mask of the positions that exist."""
 
     def __init__(
-        self, vocabulary: int, window: int, width: int, pad_id: int | None, dropout: float
+        self,
+        vocabulary: int,
+        window: int,
+        width: int,
+        pad_id: int | None,
+        dropout: float = 0.0,
+        positions: str = "learned",
     ) -> None:
         super().__init__()
         self.window, self.pad_id = window, pad_id
+        self.scale = width**0.5 if positions == "sinusoidal" else 1.0  # else the sines drown tokens
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(window, width)
+        self.positions = Positions(window, width, positions)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        N = tokens.shape[1]
-        x = self.tokens(tokens) + self.positions.weight[:N]  # (B, N, D)
-        mask = None if self.pad_id is None else tokens != self.pad_id  # (B, N)
-        return self.drop(x), mask
+    def forward(self, tokens: Tensor) -> Embedded:
+        x = self.tokens(tokens) * self.scale + self.positions(tokens.shape[1])  # (B, N, D)
+        if self.pad_id is None:
+            return Embedded(self.drop(x))
+        mask = tokens != self.pad_id  # (B, N)
+        return Embedded(self.drop(x), (mask,), mask)
 
 
 class TokenHead(nn.Module):
     """Next-token logits at every position."""
 
-    def __init__(self, width: int, vocabulary: int, norm: bool) -> None:
+    def __init__(self, width: int, vocabulary: int, norm: bool, bias: bool = True) -> None:
         super().__init__()
-        self.norm: nn.Module = nn.LayerNorm(width) if norm else nn.Identity()
-        self.linear = nn.Linear(width, vocabulary)
+        self.norm: nn.Module = nn.LayerNorm(width, bias=bias) if norm else nn.Identity()
+        self.linear = nn.Linear(width, vocabulary, bias=bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
         logits: Tensor = self.linear(self.norm(x))  # (B, N, V)
         return logits
 
 
 class PooledHead(nn.Module):
-    """Class logits from the mean or the maximum over the positions that exist."""
+    """Class logits from the mean, the maximum or the first of the positions that exist."""
 
     def __init__(self, width: int, classes: int, norm: bool, pool: str, dropout: float) -> None:
         super().__init__()
@@ -64,16 +75,42 @@ class PooledHead(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.norm(x)
-        present = torch.ones_like(x[..., :1]) if mask is None else mask[..., None].to(x.dtype)
-        if self.pool == "max":
-            pooled = (x * present - (1 - present) * 1e4).amax(1)
+        if self.pool == "first":
+            pooled = x[:, 0]
+        elif mask is None:
+            pooled = x.amax(1) if self.pool == "max" else x.mean(1)
         else:
-            pooled = (x * present).sum(1) / present.sum(1)
+            present = mask[..., None].to(x.dtype)
+            if self.pool == "max":
+                pooled = (x * present - (1 - present) * 1e4).amax(1)
+            else:
+                pooled = (x * present).sum(1) / present.sum(1)
         logits: Tensor = self.linear(self.drop(pooled))  # (B, classes)
         return logits
 
 
-class OTTransformer(nn.Module):
+class Stepped(nn.Module):
+    """A model that is asked for a number of steps: model(*inputs, steps=4) -> Output."""
+
+    head: nn.Module
+
+    def __init__(self, T: float, depth: Depth) -> None:
+        super().__init__()
+        self.T, self.depth = T, depth
+        self.checkpoint = False  # recompute each step going backward
+        self.tolerance: float | None = None  # of a solver that picks its own steps
+
+    @property
+    def discrete(self) -> bool:
+        """Whether its depth is fixed: every number of steps is the same."""
+        return self.depth == "discrete"
+
+    @property
+    def saving(self) -> bool:
+        return self.checkpoint and torch.is_grad_enabled()
+
+
+class OTTransformer(Stepped):
     """embed -> x' = velocity(x) over [0, T] -> head."""
 
     def __init__(
@@ -82,54 +119,37 @@ class OTTransformer(nn.Module):
         velocity: nn.Module,
         head: nn.Module,
         T: float = 1.0,
-        discrete: bool = False,
+        depth: Depth = "ode",
     ) -> None:
-        super().__init__()
+        super().__init__(T, depth)
         self.embed, self.velocity, self.head = embed, velocity, head
-        self.T, self.discrete = T, discrete
 
-    def forward(self, tokens: Tensor, steps: int, method: str = "euler") -> Output:
-        x0, mask = self.embed(tokens)  # (B, N, D), (B, N)
-        velocity = self.velocity if mask is None else Masked(self.velocity, mask)
-        if self.discrete:
-            x = velocity(x0)
-            return Output(self.head(x, mask), mean_square(x - x0, mask).detach())
-        path = integrate(velocity, x0, method, steps, self.T, mask)
-        return Output(self.head(path.state, mask), path.cost)
-
-
-class Masked:
-    """A velocity that sees only the positions of a mask."""
-
-    def __init__(self, velocity: nn.Module, mask: Tensor) -> None:
-        self.velocity, self.mask = velocity, mask
-        self.timed: bool = getattr(velocity, "timed", False)
-
-    def __call__(self, x: Tensor, *time: float) -> Tensor:
-        out: Tensor = self.velocity(x, self.mask, *time)
-        return out
-
-
-def build_model(config: ModelConfig, vocabulary: int, classes: int | None) -> OTTransformer:
-    """The decoder or the encoder that a recipe describes."""
-    c = config
-    causal = c.family == "decoder"
-    if causal == (classes is not None):
-        raise ValueError(
-            "a decoder predicts tokens and an encoder classes; data and model disagree"
+    def forward(
+        self,
+        *inputs: Tensor,
+        steps: int = 1,
+        method: str = "euler",
+        observe: Observer | None = None,
+    ) -> Output:
+        start = as_embedded(self.embed(*inputs))
+        state, cost, evaluations, legs = travel(
+            self.velocity,
+            start,
+            self.depth,
+            steps,
+            method,
+            self.T,
+            observe,
+            self.saving,
+            self.tolerance,
         )
-    embed = Embedding(vocabulary, c.window, c.width, None if causal else 0, c.embed_dropout)
-    blocks = [Block(c.width, c.heads, c.hidden, causal, c.norm, c.dropout) for _ in range(c.layers)]
-    velocity = BlockVelocity(blocks, c.width, c.final_norm == "inside")
-    norm = c.final_norm == "outside"
-    head: nn.Module
-    if classes is None:
-        head = TokenHead(c.width, vocabulary, norm)
-    else:
-        head = PooledHead(c.width, classes, norm, c.pool, c.dropout)
-    model = OTTransformer(embed, velocity, head, c.T, discrete=c.depth == "discrete")
-    initialise(model, c.layers)
-    return model
+        logits = self.head(state, *start.context)
+        return Output(logits, cost, evaluations, legs, start.context)
+
+
+def as_embedded(made: Tensor | Embedded) -> Embedded:
+    """What an embedding gave: a plain module gives the state alone."""
+    return made if isinstance(made, Embedded) else Embedded(made)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
 Velocity = Callable[..., Tensor]
+Observer = Callable[[int, float, Tensor, Tensor], None]  # step, t, x, v at the start of each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,13 @@ def integrate(
     steps: int = 1,
     T: float = 1.0,
     mask: Tensor | None = None,
+    observe: Observer | None = None,
+    checkpoint: bool = False,
 ) -> Path:
-    """Carry x0 from 0 to T in `steps` steps; only positions of `mask` (B, N) count in the cost."""
+    """Carry x0 from 0 to T in `steps` steps; only positions of `mask` (B, N) count in the cost.
+
+    With `checkpoint` a step keeps only the state it starts from, and runs again going backward.
+    """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     table = method_named(method)
@@ -78,27 +85,52 @@ def integrate(
     before: Tensor | None = None
     for m in range(steps):
         t = T * m / steps  # a fraction of the interval: adding h up would drift
-        stages: list[Tensor] = []
-        for row, c in zip(table.a, table.c, strict=True):
-            at = _advance(x, h, row, stages)
-            timed = getattr(velocity, "timed", False)
-            stages.append(velocity(at, t + c * h, h) if timed else velocity(at))
-        for weight, stage in zip(table.b, stages, strict=True):
-            if weight:
-                cost = cost + (h * weight) * mean_square(stage, mask)
-        if table.history and before is not None:
-            x = x + h * ((1 + table.history) * stages[0] - table.history * before)
+        start = x
+        if checkpoint:
+            x, spent, first = recomputed(
+                _step, velocity, table, x, before, t, h, mask, use_reentrant=False
+            )
         else:
-            x = _advance(x, h, table.b, stages)
-        before = stages[0]
+            x, spent, first = _step(velocity, table, x, before, t, h, mask)
+        cost = cost + spent
+        if observe is not None:
+            observe(m, t, start, first)
+        before = first if table.history else None  # held only where it is used
     return Path(x, cost)
+
+
+def _step(
+    velocity: Velocity,
+    table: Method,
+    x: Tensor,
+    before: Tensor | None,
+    t: float,
+    h: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step: the new state, its part of the cost, and its first evaluation."""
+    timed = getattr(velocity, "timed", False)
+    stages: list[Tensor] = []
+    for row, c in zip(table.a, table.c, strict=True):
+        at = _advance(x, h, row, stages)
+        stages.append(velocity(at, t + c * h, h) if timed else velocity(at))
+    spent = x.new_zeros((), dtype=torch.float32)
+    for weight, stage in zip(table.b, stages, strict=True):
+        if weight:
+            spent = spent + (h * weight) * mean_square(stage, mask)
+    if table.history and before is not None:
+        x = x + h * ((1 + table.history) * stages[0] - table.history * before)
+    else:
+        x = _advance(x, h, table.b, stages)
+    return x, spent, stages[0]
 
 
 def mean_square(v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The mean of v^2 over all elements, in float32; only over the positions of `mask` if given."""
+    wide = v if v.dtype == torch.float64 else v.float()
     if mask is None:
-        return v.float().square().mean()
-    square = v.float().square().sum(-1) * mask  # (B, N)
+        return wide.square().mean()
+    square = wide.square().sum(-1) * mask  # (B, N)
     return square.sum() / (mask.sum() * v.shape[-1])
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.data import Batch
-from train.model import OTTransformer
+from train.batch import IGNORED, Batch
+from train.model import Stepped
 
 Z95 = 1.959964
 
@@ -28,29 +28,49 @@ class Quality:
     cost: float  # transport cost; 0 where it was not computed
 
 
+class Tally:
+    """Quality of one way of answering, gathered batch by batch."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []  # one a row: the independent units of the interval
+        self._hits: list[Tensor] = []  # right answers, of each row
+        self._rows = self._tokens = 0
+        self._cost = 0.0
+
+    def add(self, batch: Batch, logits: Tensor, cost: float) -> None:
+        flat, targets = logits.float().reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
+        each = F.cross_entropy(flat, targets, reduction="none", ignore_index=IGNORED)
+        counted = (batch.targets != IGNORED).view(batch.rows, -1)
+        self._losses.append((each.view(batch.rows, -1).sum(1) / counted.sum(1)).cpu())
+        self._hits.append((flat.argmax(-1) == targets).view(batch.rows, -1).sum(1).cpu())
+        self._rows += batch.rows
+        self._tokens += int(counted.sum())
+        self._cost += cost * batch.rows
+
+    def per_row(self, labelled: bool) -> Tensor:
+        """The loss of each row (B,), or 1 where its class was right: what pairs are compared by."""
+        return torch.cat(self._hits if labelled else self._losses).double()
+
+    def quality(self, labelled: bool) -> Quality:
+        per_row = torch.cat(self._losses).double()
+        loss, rows = float(per_row.mean()), self._rows
+        cost = self._cost / rows
+        if labelled:
+            hits = int(torch.cat(self._hits).sum())
+            low, high = wilson(hits, rows)
+            return Quality("accuracy", hits / rows, low, high, rows, loss, cost)
+        spread = Z95 * float(per_row.std()) / math.sqrt(rows) if rows > 1 else math.inf
+        return Quality("loss", loss, loss - spread, loss + spread, self._tokens, loss, cost)
+
+
 def measure(
-    logits_of: Callable[[Tensor], tuple[Tensor, float]], batches: Iterable[Batch], labelled: bool
+    logits_of: Callable[[Batch], tuple[Tensor, float]], batches: Iterable[Batch], labelled: bool
 ) -> Quality:
-    """Quality of anything that turns tokens into logits (and a transport cost)."""
-    losses: list[Tensor] = []  # one a row: the independent units of the interval
-    hits = rows = tokens = 0
-    cost = 0.0
+    """Quality of anything that turns inputs into logits (and a transport cost)."""
+    tally = Tally()
     for batch in batches:
-        logits, batch_cost = logits_of(batch.tokens)
-        flat = logits.float().reshape(-1, logits.shape[-1])
-        each = F.cross_entropy(flat, batch.targets.reshape(-1), reduction="none")
-        losses.append(each.view(len(batch.tokens), -1).mean(1))
-        hits += int((flat.argmax(-1) == batch.targets.reshape(-1)).sum())
-        rows += len(batch.tokens)
-        tokens += batch.targets.numel()
-        cost += batch_cost * len(batch.tokens)
-    per_row = torch.cat(losses).double()
-    loss = float(per_row.mean())
-    if labelled:
-        low, high = wilson(hits, rows)
-        return Quality("accuracy", hits / rows, low, high, rows, loss, cost / rows)
-    spread = Z95 * float(per_row.std()) / math.sqrt(rows) if rows > 1 else math.inf
-    return Quality("loss", loss, loss - spread, loss + spread, tokens, loss, cost / rows)
+        tally.add(batch, *logits_of(batch))
+    return tally.quality(labelled)
 
 
 def wilson(hits: int, rows: int) -> tuple[float, float]:
@@ -62,10 +82,10 @@ def wilson(hits: int, rows: int) -> tuple[float, float]:
 
 
 def measure_model(
-    model: OTTransformer, batches: Iterable[Batch], labelled: bool, steps: int, method: str
+    model: Stepped, batches: Iterable[Batch], labelled: bool, steps: int, method: str
 ) -> Quality:
-    def logits_of(tokens: Tensor) -> tuple[Tensor, float]:
-        output = model(tokens, steps, method)
+    def logits_of(batch: Batch) -> tuple[Tensor, float]:
+        output = model(*batch.inputs, steps=steps, method=method)
         return output.logits, float(output.cost)
 
     training = model.training

@@ -1,23 +1,32 @@
-"""Tokenizers, all of the `tokenizers` library: characters, or byte-level BPE. Id 0 is padding.
+"""Tokenizers of the `tokenizers` library: characters, words or byte-level BPE. Id 0 is padding.
 
 Knows text and ids, not models. A tokenizer travels to the server as its own tokenizer.json.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-Kind = Literal["chars", "bpe"]
-PAD = "<pad>"
+Kind = Literal["chars", "bpe", "words"]
+PAD, UNKNOWN, LINE_END = "<pad>", "<unk>", "<eos>"
+BEGIN, END = "<s>", "</s>"  # around the target of a translation
 
 
 def train_tokenizer(
-    texts: Iterable[str], kind: Kind, vocabulary: int = 8192, lowercase: bool = False
+    texts: Iterable[str],
+    kind: Kind,
+    vocabulary: int = 8192,
+    lowercase: bool = False,
+    marks: tuple[str, ...] = (),
 ) -> Tokenizer:
+    """Learn a vocabulary from texts; `marks` are tokens of byte-level BPE that no text contains."""
     if kind == "chars":
         return _characters(texts)
-    return _byte_pairs(texts, vocabulary, lowercase)
+    if kind == "words":
+        return _words(texts, vocabulary)
+    return _byte_pairs(texts, vocabulary, lowercase, marks)
 
 
 def _characters(texts: Iterable[str]) -> Tokenizer:
@@ -31,7 +40,29 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _byte_pairs(texts: Iterable[str], vocabulary: int, lowercase: bool) -> Tokenizer:
+def _words(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Whatever stands between spaces, ends of lines included; rare words share one id."""
+    seen: Counter[str] = Counter()
+    for text in texts:
+        seen.update(text.replace("\n", f" {LINE_END} ").split())
+    seen.pop(UNKNOWN, None)
+    words = [word for word, _ in seen.most_common(vocabulary - 2)]
+    vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace("\n", f" {LINE_END} "), normalizers.Replace(PAD, UNKNOWN)]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    spaced = decoders.WordPiece(prefix="##", cleanup=False)  # a space before all but the first
+    tokenizer.decoder = decoders.Sequence(
+        [spaced, decoders.Fuse(), decoders.Replace(f" {LINE_END} ", "\n")]
+    )
+    return tokenizer
+
+
+def _byte_pairs(
+    texts: Iterable[str], vocabulary: int, lowercase: bool, marks: tuple[str, ...]
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     if lowercase:
         # Markup of web reviews is spacing, not words.
@@ -43,7 +74,7 @@ def _byte_pairs(texts: Iterable[str], vocabulary: int, lowercase: bool) -> Token
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         min_frequency=2,
-        special_tokens=[PAD],
+        special_tokens=[PAD, *marks],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,0 +1,165 @@
+"""The model that a recipe describes, for data of given sizes.
+
+Puts modules together; how each works is its own file's business.
+"""
+
+import torch
+from torch import nn
+
+from train.batch import Sizes
+from train.blocks import Block, BlockVelocity, Conditioned, initialise
+from train.config import ModelConfig
+from train.cross import CrossBlock
+from train.evolve import EvolvedBlock, EvolvedStack
+from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
+from train.patches import PatchEmbedding
+from train.runge_kutta import BlockFunction, RungeKuttaStack
+from train.sets import InducedEmbedding, PointEmbedding, PooledByAttention, SetVelocity
+from train.timed import TimedVelocity
+from train.translator import Translator
+
+PAD_ID = 0
+
+
+def build_model(config: ModelConfig, sizes: Sizes) -> Stepped:
+    """Fresh weights: the same for the same seed of torch."""
+    model = _FAMILIES[config.family](config, sizes)
+    if config.initial == "gpt2":
+        initialise(model, config.layers)
+    return model
+
+
+def _decoder(c: ModelConfig, sizes: Sizes) -> Stepped:
+    if sizes.classes:
+        raise ValueError("a decoder predicts tokens, but the data has classes")
+    embed = Embedding(sizes.vocabulary, c.window, c.width, None, c.embed_dropout, c.positions)
+    head = TokenHead(c.width, sizes.vocabulary, c.final_norm == "outside", c.bias and not c.tied)
+    if c.tied:
+        head.linear.weight = embed.tokens.weight
+    return OTTransformer(embed, velocity_for(c, causal=True), head, c.T, c.depth)
+
+
+def _encoder(c: ModelConfig, sizes: Sizes) -> Stepped:
+    if not sizes.classes:
+        raise ValueError("an encoder predicts classes, but the data has none")
+    embed = Embedding(sizes.vocabulary, c.window, c.width, PAD_ID, c.embed_dropout, c.positions)
+    return OTTransformer(embed, velocity_for(c), _pooled(c, sizes), c.T, c.depth)
+
+
+def _image(c: ModelConfig, sizes: Sizes) -> Stepped:
+    embed = PatchEmbedding(
+        sizes.channels,
+        sizes.height,
+        sizes.width,
+        c.patch,
+        c.width,
+        first=c.pool == "first",
+        dropout=c.embed_dropout,
+        positions=c.positions,
+    )
+    return OTTransformer(embed, velocity_for(c), _pooled(c, sizes), c.T, c.depth)
+
+
+def _set(c: ModelConfig, sizes: Sizes) -> Stepped:
+    outside, inside = c.final_norm == "outside", c.final_norm == "inside"
+    head = PooledByAttention(c.width, c.heads, sizes.classes, c.norm, outside, c.dropout)
+    embed: nn.Module = PointEmbedding(sizes.dimensions, c.width, c.embed_dropout)
+    layers = c.layers
+    if c.depth == "discrete":  # as in the paper, the first block takes the points themselves
+        embed = InducedEmbedding(sizes.dimensions, c.width, c.heads, c.inducing, c.norm)
+        layers -= 1
+    velocity: nn.Module = SetVelocity(layers, c.width, c.heads, c.inducing, c.norm, inside)
+    if c.conditioned:
+        velocity = Conditioned(velocity, c.width)
+    return OTTransformer(embed, velocity, head, c.T, c.depth)
+
+
+def _translator(c: ModelConfig, sizes: Sizes) -> Stepped:
+    V = sizes.vocabulary
+    source = Embedding(V, c.window, c.width, PAD_ID, c.embed_dropout, c.positions)
+    target = Embedding(V, c.target_window, c.width, PAD_ID, c.embed_dropout, c.positions)
+    head = TokenHead(c.width, V, c.final_norm == "outside", c.bias and not c.tied)
+    if c.tied:
+        target.tokens = source.tokens
+        head.linear.weight = source.tokens.weight
+    encoder = velocity_for(c)
+    decoder = velocity_for(c, causal=True, memory=True)
+    norm = nn.LayerNorm(c.width, bias=c.bias) if c.final_norm == "outside" else nn.Identity()
+    return Translator(source, encoder, norm, target, decoder, head, c.T, c.depth)
+
+
+def _pooled(c: ModelConfig, sizes: Sizes) -> PooledHead:
+    return PooledHead(c.width, sizes.classes, c.final_norm == "outside", c.pool, c.dropout)
+
+
+def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> nn.Module:
+    """The depth of a model: one velocity, a stack of blocks, or a chain of velocities."""
+    if c.block == "timed":
+        return nn.ModuleList(
+            TimedVelocity(c.width, c.heads, c.hidden, c.inner_skip, causal) for _ in range(c.layers)
+        )
+    if c.block == "runge-kutta":
+        return RungeKuttaStack(map(BlockFunction, _blocks(c, causal, memory)), c.scheme)
+    if c.block == "evolved":
+        return EvolvedStack(
+            [
+                EvolvedBlock(
+                    c.width,
+                    c.heads,
+                    c.evolve,
+                    c.hidden,
+                    c.feedforward,
+                    causal=causal,
+                    memory=memory,
+                    dropout=c.dropout,
+                )
+                for _ in range(c.layers)
+            ]
+        )
+    blocks = _blocks(c, causal, memory)
+    velocity: nn.Module = BlockVelocity(blocks, c.width, c.final_norm == "inside", c.bias)
+    return Conditioned(velocity, c.width) if c.conditioned else velocity
+
+
+def _blocks(c: ModelConfig, causal: bool, memory: bool) -> list[nn.Module]:
+    return [
+        CrossBlock(c.width, c.heads, c.hidden, c.norm, c.dropout, c.activation, c.bias)
+        if memory
+        else Block(
+            c.width,
+            c.heads,
+            c.hidden,
+            causal,
+            c.norm,
+            c.dropout,
+            c.activation,
+            c.bias,
+            c.project,
+            c.head_width,
+        )
+        for _ in range(c.layers)
+    ]
+
+
+_FAMILIES = {
+    "decoder": _decoder,
+    "encoder": _encoder,
+    "image": _image,
+    "set": _set,
+    "translator": _translator,
+}
+
+
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another parameter, and the name of that one."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

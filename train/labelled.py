@@ -1,0 +1,95 @@
+"""Labelled texts: rows of (ids, class), padded on the right and batched by length.
+
+Knows ids and classes; tables and generators are others' business.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from train.batch import Batch, Sizes
+from train.config import DataConfig
+from train.shuffle import Shuffle, digest_of
+from train.tables import DataError, Rows
+from train.tokens import cut, train_tokenizer
+
+
+class LabelledDataset:
+    """Rows of (ids, class), padded on the right; an epoch is a permutation in length buckets."""
+
+    def __init__(
+        self,
+        train: Rows,
+        test: Rows | None,
+        config: DataConfig,
+        window: int,
+        tokenizer: Tokenizer | None,
+        seed: int,
+    ) -> None:
+        order = np.random.default_rng(seed).permutation(len(train))
+        kept = max(1, int(len(train) * config.held_out))
+        held, used = order[:kept], order[kept:]
+        values = config.values or config.labels or tuple(sorted({label for _, label in train}))
+        self.labels: tuple[str, ...] = config.labels or values
+        if len(self.labels) != len(values) or len(set(self.labels)) != len(self.labels):
+            raise DataError("data.labels must differ, and be as many as data.values")
+        if len(values) < 2:
+            raise DataError(f"every row has the label {values[0]!r}: a classifier needs two")
+        if len(used) == 0:
+            raise DataError("no rows are left to train on: lower data.held_out or give more rows")
+        self.tokenizer = tokenizer or train_tokenizer(
+            [train[i][0] for i in used], config.tokenizer, config.vocabulary, config.lowercase
+        )
+        self._classes = {value: i for i, value in enumerate(values)}
+        self._cut = (window, config.head, config.tail)
+        self._used = self._pack([train[i] for i in used])
+        self._held = self._pack([train[i] for i in held])
+        self._test = self._held if test is None else self._pack(test)
+        self.digest = digest_of(
+            *(np.array([*ids, label]) for part in (self._used, self._held) for ids, label in part)
+        )
+        self._shuffle = Shuffle([len(ids) for ids, _ in self._used])
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(vocabulary=self.tokenizer.get_vocab_size(), classes=len(self.labels))
+
+    def _pack(self, rows: Rows) -> list[tuple[list[int], int]]:
+        unknown = next((label for _, label in rows if label not in self._classes), None)
+        if unknown is not None:
+            raise DataError(
+                f"label {unknown!r} is not one of {', '.join(self._classes)}; set data.values (as "
+                "the file writes them) and data.labels (as they are shown)"
+            )
+        encoded = self.tokenizer.encode_batch([text for text, _ in rows])
+        ids = [cut(e.ids, *self._cut) for e in encoded]
+        return [(i, self._classes[label]) for i, (_, label) in zip(ids, rows, strict=True)]
+
+    def batch(self, iteration: int, size: int, seed: int) -> Batch:
+        return pad([self._used[i] for i in self._shuffle.rows(iteration, size, seed)])
+
+    def held_out(self, size: int) -> Iterator[Batch]:
+        return in_order(self._test, size)
+
+    def validation(self, size: int) -> Iterator[Batch]:
+        batches = list(in_order(self._held, size))
+        order = np.random.default_rng(0).permutation(
+            len(batches)
+        )  # the first ones are the shortest
+        return (batches[i] for i in order)
+
+
+def pad(rows: list[tuple[list[int], int]]) -> Batch:
+    longest = max(len(ids) for ids, _ in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for i, (ids, _) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.tensor(ids)
+    return Batch((tokens,), torch.tensor([label for _, label in rows]))
+
+
+def in_order(rows: list[tuple[list[int], int]], size: int) -> Iterator[Batch]:
+    ordered = sorted(rows, key=lambda row: len(row[0]))
+    for start in range(0, len(ordered), size):
+        yield pad(ordered[start : start + size])

@@ -1,0 +1,114 @@
+"""Recipe files: TOML read into the settings; unknown keys and wrong types fail at once.
+
+Knows how settings are written, not what they mean.
+"""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from train.config import Recipe, RecipeError
+
+RECIPES = Path(__file__).parent / "recipes"
+_READ_BY_CHARACTER = ("text", "stdlib")  # what has characters as tokens unless it says otherwise
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load_recipe(source: str, overrides: list[str] | None = None, data: str = "") -> Recipe:
+    """A recipe by name or path, with `key=value` overrides and the data path applied."""
+    path = Path(source) if source.endswith(".toml") else RECIPES / f"{source}.toml"
+    if not path.is_file():
+        raise RecipeError(
+            f"no recipe {source!r}: give the path of a .toml file or one of "
+            f"{', '.join(recipe_names())}"
+        )
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides or []:
+        apply_override(table, override)
+    if data:
+        table.setdefault("data", {})["path"] = data
+    return recipe_from(table, str(path))
+
+
+def recipe_from(table: dict[str, Any], where: str) -> Recipe:
+    recipe = _build(Recipe, table, where, "")
+    assert isinstance(recipe, Recipe)
+    if "tokenizer" in table["data"] or recipe.data.kind in _READ_BY_CHARACTER:
+        return recipe
+    data = dataclasses.replace(recipe.data, tokenizer="bpe")
+    return dataclasses.replace(recipe, data=data)
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in a recipe's table."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise RecipeError(f"--set {override!r}: write it as key=value, e.g. optim.lr=0.001")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"--set {override!r}: {parent} is a value, not a section")
+    table[last] = value
+
+
+def _build(cls: Any, table: Any, where: str, prefix: str) -> Any:
+    if not isinstance(table, dict):
+        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a section")
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    for key in table:
+        if key not in names:
+            known = ", ".join(sorted(names))
+            raise RecipeError(f"{where}: unknown key {prefix + key!r}; known here: {known}")
+    values = {}
+    for key, value in table.items():
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = _build(hint, value, where, f"{prefix}{key}.")
+        else:
+            values[key] = _coerce(hint, value, f"{where}: {prefix}{key}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise RecipeError(f"{where}: missing {', '.join(prefix + m for m in missing)}")
+    return cls(**values)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            options = ", ".join(map(str, typing.get_args(hint)))
+            raise RecipeError(f"{where} must be one of {options}, not {value!r}")
+        return value
+    if origin is tuple:
+        inner = typing.get_args(hint)[0]
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_coerce(inner, item, where) for item in items)
+    if origin in (dict, types.GenericAlias) and isinstance(value, dict):
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    expected = origin or hint
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise RecipeError(f"{where} must be {expected.__name__}, not {value!r}")
+    return value
