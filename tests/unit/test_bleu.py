@@ -1,0 +1,66 @@
+"""BLEU of a translator: the answers are those to the sources, in order, whatever the batches."""
+
+from pathlib import Path
+
+import pytest
+from sacrebleu.metrics.bleu import BLEU
+
+from tests.unit.test_translator import small
+from train import bleu
+from train.bleu import bleu_of, print_bleu, translate
+from train.checkpoint import Run
+from train.config import DataConfig, ModelConfig, Recipe
+from train.pairs import PairDataset
+from train.recipe_file import load_recipe
+
+WORDS = ["ein", "zwei", "drei", "vier", "viele"]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, PairDataset]:
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [" ".join(WORDS[: 1 + i % 5]) for i in range(40)]
+    for split in ("train", "test"):
+        (folder / f"{split}.en").write_text("\n".join(lines), encoding="utf-8")
+        (folder / f"{split}.de").write_text("\n".join(lines[1:] + lines[:1]), encoding="utf-8")
+    data = DataConfig("pairs", path=str(folder), train="train", test="test", vocabulary=280)
+    model = ModelConfig("translator", layers=1, width=16, hidden=32, window=40, target_window=12)
+    recipe = Recipe("tiny", data, model)
+    dataset = PairDataset(data, model.window, model.target_window, None, seed=0)
+    network = small(window=40, target_window=12, tied=False, vocabulary=dataset.sizes.vocabulary)
+    return Run(network, recipe, dataset.tokenizer, {}), dataset
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_answers_keep_the_order_of_their_sources(
+    translator: tuple[Run, PairDataset], beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [source for source, _ in translator[1].references[:7]]
+    together = translate(*translator, sources, 2, "euler", beams)
+    monkeypatch.setattr(bleu, "ROWS", 1)
+    assert translate(*translator, sources, 2, "euler", beams) == together
+    assert len(set(together)) > 1
+
+
+def test_bleu_is_what_sacrebleu_says_of_the_answers(
+    translator: tuple[Run, PairDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = [target for _, target in translator[1].references]
+    answers = [references[0], *["viele zwei drei vier"] * 9]
+    monkeypatch.setattr(bleu, "translate", lambda *_: answers)
+    found = bleu_of(*translator, 1, "euler", samples=10)
+    assert found.samples == 10
+    assert found.score == BLEU().corpus_score(answers, [references[:10]]).score
+    assert 0 < found.score < 100
+    assert "tok:13a" in found.signature
+
+
+def test_a_run_that_does_not_translate_is_refused(
+    translator: tuple[Run, PairDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = translator[0]._replace(recipe=load_recipe("parity"))
+    monkeypatch.setattr(bleu, "load_run", lambda folder: run)
+    with pytest.raises(ValueError, match="BLEU is for translators"):
+        print_bleu(Path("run"), [1], None, 1, 0)
+    with pytest.raises(ValueError, match="--beams must be at least 1"):
+        print_bleu(Path("run"), [1], None, 0, 0)
