@@ -1,22 +1,20 @@
-"""The commands of training: `stepdial train` and `stepdial evaluate`; also `python -m train`."""
+"""The commands of training: `stepdial train`, `retrofit` and `evaluate`; also `python -m train`."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from train.checkpoint import load_run
-from train.config import RecipeError, load_recipe, recipe_names
+from train.adaptive import SolverError
+from train.config import RecipeError
 from train.loop import Diverged, train
+from train.recipe_file import load_recipe, recipe_names
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
-        if arguments.command == "train":
-            return _train(arguments)
-        return _evaluate(arguments)
-    except (ValueError, OSError, Diverged) as error:
+        return _COMMANDS[arguments.command](arguments)
+    except (ValueError, OSError, Diverged, SolverError) as error:
         print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -32,7 +30,55 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
     make.add_argument("--data", default="", metavar="PATH", help="the corpus file or table folder")
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
-    make.add_argument(
+    _add_overrides(make)
+    again = commands.add_parser(
+        "retrofit",
+        help="turn a fixed-step run into an any-step one",
+        description="Fine-tune a run so that any number of steps works. Its own answers at full "
+        "steps, frozen, are the teacher of the shorter ones. The same command resumes.",
+    )
+    again.add_argument("run", type=Path, metavar="RUN")
+    again.add_argument(
+        "--out", type=Path, metavar="RUN2", help="the new run folder (default RUN-any)"
+    )
+    again.add_argument(
+        "--iterations",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="of the iterations that RUN's recipe has (default 0.2)",
+    )
+    again.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    _add_overrides(again)
+    look = commands.add_parser(
+        "evaluate",
+        help="quality of a run at each step count",
+        description="Print and plot quality and straightness against steps on the held-out split.",
+    )
+    look.add_argument("run", type=Path, metavar="RUN")
+    look.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
+    look.add_argument(
+        "--method", help="integration methods, or `all` (default: the one it was trained with)"
+    )
+    look.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
+    look.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    look.add_argument(
+        "--bleu",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="SENTENCES",
+        help="also translate, and print BLEU of all test sentences or of the first so many (slow)",
+    )
+    look.add_argument(
+        "--beams", type=int, default=1, metavar="N", help="beams of --bleu (default 1: greedy)"
+    )
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
@@ -40,17 +86,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="override a setting of the recipe, e.g. --set optim.lr=0.001 (repeatable)",
     )
-    look = commands.add_parser(
-        "evaluate",
-        help="quality of a run at each step count",
-        description="Print and plot quality against steps on the held-out split.",
-    )
-    look.add_argument("run", type=Path, metavar="RUN")
-    look.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
-    look.add_argument("--method", help="integration method (default: the one it was trained with)")
-    look.add_argument("--data", default="", metavar="PATH", help="where the data is now")
-    look.add_argument("--plot", type=Path, help="PNG to write (default RUN/quality.png)")
-    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -61,17 +96,45 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from train.evaluate import check_plot, evaluate_run, plot_quality, print_quality
+def _retrofit(arguments: argparse.Namespace) -> int:
+    from train.retrofit import retrofit
 
-    _, recipe, _, _ = load_run(arguments.run)
+    run = arguments.run
+    folder = arguments.out or run.with_name(f"{run.name}-any")
+    recipe = retrofit(
+        run, folder, arguments.iterations, arguments.overrides, arguments.data, quiet=False
+    )
+    counts = ",".join(map(str, sorted({*recipe.steps.short, recipe.steps.full})))
+    print(f"retrofitted: {folder}\nnext: stepdial evaluate {folder} --steps {counts}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from train.evaluate import evaluate_run, methods_named
+    from train.evaluation_report import (
+        check_file,
+        check_plot,
+        plot_quality,
+        print_report,
+        write_json,
+    )
+
     path = arguments.plot or arguments.run / "quality.png"
     check_plot(path)
-    method = arguments.method or recipe.steps.method
-    rows = evaluate_run(arguments.run, parse_steps(arguments.steps), method, arguments.data)
-    print_quality(recipe.name, method, rows)
-    plot_quality(recipe.name, rows, path)
+    if arguments.json:
+        check_file(arguments.json)
+    methods = methods_named(arguments.method) if arguments.method else None
+    report = evaluate_run(arguments.run, parse_steps(arguments.steps), methods, arguments.data)
+    print_report(report)
+    plot_quality(report, path)
     print(f"plot: {path}")
+    if arguments.json:
+        write_json(report, arguments.json)
+    if arguments.bleu is not None:
+        from train.bleu import print_bleu
+
+        steps, data = parse_steps(arguments.steps), arguments.data
+        print_bleu(arguments.run, steps, methods, arguments.beams, arguments.bleu, data)
     return 0
 
 
@@ -84,6 +147,9 @@ def parse_steps(text: str) -> list[int]:
     if not steps or steps[0] < 1:
         raise RecipeError(f"--steps {text!r}: counts start at 1")
     return steps
+
+
+_COMMANDS = {"train": _train, "retrofit": _retrofit, "evaluate": _evaluate}
 
 
 if __name__ == "__main__":

@@ -1,75 +1,214 @@
-"""Quality against steps: the table and the picture of `stepdial evaluate`.
+"""Quality and straightness of a run against steps, measured on the held-out split of its own data.
 
-Uses the held-out split of the run's own data; knows nothing of bundles.
+Knows runs and how they are answered; neither tables nor pictures, and nothing of bundles.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from train.batch import Batch
 from train.checkpoint import load_run
+from train.config import Recipe
 from train.data import open_dataset
-from train.ode import method_named
-from train.quality import Quality, measure_model
+from train.model import Output, Stepped
+from train.objective import straightness_gap
+from train.ode import METHODS, method_named
+from train.quality import Quality, Tally
+from train.schedule import steps_of
+from train.straightness import Stability, Trail, agreement, stability
 
-Rows = dict[int, Quality]
+ADAPTIVE = "adaptive"
+JUMPS = (1, 2, 4)  # evaluations spent before a jump
 
 
-def evaluate_run(folder: Path, steps: list[int], method: str, data: str = "") -> Rows:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of answering: a method with a number of steps, or the adaptive solver."""
+
+    method: str
+    steps: int | None  # None: as many as the solver took
+    nfe: float  # velocity evaluations of a batch
+    quality: Quality
+    gap: float  # sum h |v|^2 - |x_T - x_0|^2 / T, means over elements
+    displacements: tuple[float, ...]  # root mean square of each step, leg by leg
+    agreement: float  # share of answers that are those of the full count
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What the adaptive solver spends on sequences of one length."""
+
+    length: int
+    rows: int
+    nfe: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    name: str
+    full_steps: int
+    rows: tuple[Row, ...]
+    jumps: dict[str, dict[int, float]]  # by method and evaluations: share that agrees with full
+    stability: Stability
+    lengths: tuple[Spent, ...]  # of the adaptive solver only
+
+
+def evaluate_run(
+    folder: Path, steps: list[int], methods: list[str] | None = None, data: str = ""
+) -> Report:
+    """Measure every method at every step count; by default the method of the run's training."""
     model, recipe, tokenizer, _ = load_run(folder)
-    method_named(method)
     if data:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
+    methods = methods or [recipe.steps.method]
+    if model.discrete:
+        steps, methods = [1], ["discrete"]
     dataset = open_dataset(recipe, tokenizer)
-    labelled = dataset.labels is not None
-    counts = [1] if model.discrete else steps
-    size = max(8, 8192 // recipe.model.window)
-    return {m: measure_model(model, dataset.held_out(size), labelled, m, method) for m in counts}
+    asked = _Evaluation(model, recipe, steps, methods)
+    with torch.no_grad():
+        for batch in dataset.held_out(_rows_at_once(recipe)):
+            asked.add(batch)
+    return asked.report(dataset.labels is not None)
 
 
-def print_quality(name: str, method: str, rows: Rows) -> None:
-    metric = next(iter(rows.values())).metric
-    print(f"{name}, {method}, held-out data")
-    print(
-        f"{'steps':>5} {'nfe':>4} {metric:>9}  {'95 % interval':<19} {'loss':>7} {'transport':>9}"
-    )
-    for steps, q in rows.items():
-        nfe = steps * method_named(method).evaluations
-        interval = f"{q.low:.4f} to {q.high:.4f}"
-        print(f"{steps:>5} {nfe:>4} {q.value:>9.4f}  {interval:<19} {q.loss:>7.4f} {q.cost:>9.4f}")
+def methods_named(text: str) -> list[str]:
+    """`all`, or methods separated by commas."""
+    return list(METHODS) if text == "all" else [method_named(name).name for name in text.split(",")]
 
 
-def check_plot(path: Path) -> None:
-    """Before the work, not after it: whether a picture can be written there."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{path}: a plot is a .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
+def _rows_at_once(recipe: Recipe) -> int:
+    return 256 if recipe.model.family == "image" else max(8, 8192 // recipe.model.window)
 
 
-def plot_quality(name: str, rows: Rows, path: Path) -> None:
-    import matplotlib
+class _Evaluation:
+    """Everything asked of a model, over one pass through the data."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(
+        self, model: Stepped, recipe: Recipe, counts: list[int], methods: list[str]
+    ) -> None:
+        self.model, self.recipe, self.counts, self.methods = model, recipe, counts, methods
+        config = steps_of(recipe)
+        self.full = config.full
+        self.tolerance = config.tolerance if config.solver == ADAPTIVE else None
+        self.ways: dict[tuple[str, int | None], _Way] = {}
+        self.jumps: dict[str, dict[int, _Share]] = {}
+        self.spent: dict[int, tuple[int, int]] = {}  # by length: rows, evaluations of all rows
 
-    metric = next(iter(rows.values())).metric
-    steps, quality = list(rows), list(rows.values())
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    below = [q.value - q.low for q in quality]
-    above = [q.high - q.value for q in quality]
-    axes.errorbar(
-        steps,
-        [q.value for q in quality],
-        yerr=[below, above],
-        marker="o",
-        capsize=3,
-        color="#0b6e6e",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(steps, [str(s) for s in steps])
-    axes.set_xlabel("steps")
-    axes.set_ylabel("loss (nats per token)" if metric == "loss" else metric)
-    axes.set_title(f"{name}: quality against steps (95 % intervals)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    def add(self, batch: Batch) -> None:
+        solved: Tensor | None = None
+        if self.tolerance is not None:
+            output, trail = self._answer(batch, ADAPTIVE, None)
+            solved = output.logits
+            self._way(ADAPTIVE, None).add(batch, output, trail, solved)
+            self._add_lengths(batch, output)
+        for method in self.methods:
+            full, trail = self._answer(batch, method, self.full)
+            reference = full.logits if solved is None else solved
+            self._add_jumps(batch, method, full, trail, reference)
+            for count in self.counts:
+                output, seen = full, trail
+                if count != self.full:
+                    output, seen = self._answer(batch, method, count)
+                self._way(method, count).add(batch, output, seen, reference)
+
+    def report(self, labelled: bool) -> Report:
+        rows = tuple(way.row(*key, labelled) for key, way in self.ways.items())
+        jumps = {
+            method: {spent: share.value for spent, share in shares.items()}
+            for method, shares in self.jumps.items()
+        }
+        lengths = tuple(
+            Spent(length, rows, evaluations / rows)
+            for length, (rows, evaluations) in sorted(self.spent.items())
+        )
+        stable = stability(self.model, self.recipe.optim.transport)
+        return Report(self.recipe.name, self.full, rows, jumps, stable, lengths)
+
+    def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
+        trail = Trail(self.model.T, JUMPS)
+        self.model.tolerance = self.tolerance if count is None else None
+        output = self.model(
+            *batch.inputs,
+            steps=count or 1,
+            method="euler" if count is None else method,
+            observe=trail,
+        )
+        return output, trail
+
+    def _way(self, method: str, count: int | None) -> "_Way":
+        return self.ways.setdefault((method, count), _Way())
+
+    def _add_jumps(
+        self, batch: Batch, method: str, full: Output, trail: Trail, reference: Tensor
+    ) -> None:
+        shares = self.jumps.setdefault(method, {})
+        if self.model.depth != "ode":
+            return  # elsewhere the state at T is not where the first velocity leads
+        for spent, point in trail.jumps.items():
+            logits = self.model.head(point, *full.context)
+            shares.setdefault(spent, _Share()).add(logits, reference, batch.targets)
+
+    def _add_lengths(self, batch: Batch, output: Output) -> None:
+        """Solve the rows of each length on their own: together they would share their steps."""
+        leg = output.legs[0]
+        sizes = torch.full((batch.rows,), leg.start.shape[1])
+        if leg.present is not None:
+            sizes = leg.present.sum(1)
+        for length in sizes.unique().tolist():
+            chosen = sizes == length
+            some = Batch(tuple(x[chosen] for x in batch.inputs), batch.targets[chosen])
+            alone, _ = self._answer(some, ADAPTIVE, None)
+            rows, evaluations = self.spent.get(length, (0, 0))
+            spent = evaluations + alone.evaluations * some.rows
+            self.spent[length] = (rows + some.rows, spent)
+
+
+class _Share:
+    """The share of answers that two ways have in common."""
+
+    def __init__(self) -> None:
+        self.same = self.answers = 0
+
+    def add(self, logits: Tensor, others: Tensor, targets: Tensor) -> None:
+        same, answers = agreement(logits, others, targets)
+        self.same += same
+        self.answers += answers
+
+    @property
+    def value(self) -> float:
+        return self.same / self.answers
+
+
+class _Way:
+    """What is gathered of one way of answering, as means over rows."""
+
+    def __init__(self) -> None:
+        self.tally, self.share = Tally(), _Share()
+        self.rows = 0
+        self.evaluations = self.gap = 0.0
+        self.moved: list[float] = []  # mean squares
+
+    def add(self, batch: Batch, output: Output, trail: Trail, reference: Tensor) -> None:
+        self.tally.add(batch, output.logits, float(output.cost))
+        self.share.add(output.logits, reference, batch.targets)
+        self.rows += batch.rows
+        self.evaluations += output.evaluations * batch.rows
+        self.gap += float(straightness_gap(output)) * batch.rows
+        moved = [square * batch.rows for square in trail.displacements(output)]
+        before = self.moved or [0.0] * len(moved)
+        self.moved = [a + b for a, b in zip(before, moved, strict=True)]
+
+    def row(self, method: str, steps: int | None, labelled: bool) -> Row:
+        return Row(
+            method,
+            steps,
+            self.evaluations / self.rows,
+            self.tally.quality(labelled),
+            self.gap / self.rows,
+            tuple((square / self.rows) ** 0.5 for square in self.moved),
+            self.share.value,
+        )

@@ -4,10 +4,11 @@ Every random choice of an iteration follows from (seed, iteration), so a run kil
 and resumed reaches the weights of an uninterrupted one.
 """
 
+import dataclasses
 import itertools
 import math
 import time
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +16,117 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from train.batch import Batch, Dataset
 from train.checkpoint import (
     STATE,
+    Reached,
     check_resumable,
     check_same_data,
     load_checkpoint,
+    load_teacher,
     lock_run,
+    new_model,
+    read_tokenizer,
     save_checkpoint,
+    start_from,
     start_run,
 )
 from train.config import OptimConfig, Recipe
-from train.data import Batch, Dataset, open_dataset, vocabulary_of
+from train.data import open_dataset
+from train.devices import Devices, move_state
 from train.interrupt import listen
 from train.metrics import MetricsLog
-from train.model import OTTransformer, build_model, count_parameters
-from train.objective import objective, progress, steps_for
-from train.ode import method_named
+from train.model import Stepped, count_parameters
+from train.objective import Objective
+from train.otify import OtifiedTransformer
 from train.quality import measure_model
+from train.schedule import progress, steps_of, turn_for
 
 
 class Diverged(RuntimeError):
     """The loss became NaN or infinite; the message names the last good checkpoint and a remedy."""
 
 
-def train(recipe: Recipe, folder: Path, quiet: bool = False) -> OTTransformer:
-    """Train a recipe into a run folder, going on from its checkpoint if it holds one."""
+def train(
+    recipe: Recipe,
+    folder: Path,
+    quiet: bool = False,
+    origin: Path | None = None,
+    model: Stepped | None = None,
+) -> Stepped:
+    """Train a recipe into a run folder, going on from its checkpoint if it holds one.
+
+    With an origin, another run, training starts from its weights and keeps them as the teacher.
+    With a model, of `otify` for example, that one is trained in place of the one described.
+    """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    with lock_run(folder):
+    devices = Devices(recipe.run.accelerator, recipe.optim.precision)
+    with lock_run(folder) if devices.main else nullcontext():
+        if not devices.main:
+            devices.wait()  # the main process makes the run, and the others find it there
         resumed = (folder / STATE).is_file()
         tokenizer = check_resumable(folder, recipe) if resumed else None
+        if origin is not None and not resumed:
+            tokenizer = read_tokenizer(origin)
         dataset = open_dataset(recipe, tokenizer)
         torch.manual_seed(recipe.run.seed)
-        classes = None if dataset.labels is None else len(dataset.labels)
-        model = build_model(recipe.model, vocabulary_of(dataset), classes)
+        own = model is not None
+        if model is None:
+            model = new_model(folder if resumed else origin, recipe, dataset.sizes)
+        else:
+            check_fits(model, dataset)
+        model.to(devices.device)
+        model.checkpoint = recipe.steps.checkpoint
+        if recipe.steps.solver == "adaptive":
+            model.tolerance = recipe.steps.tolerance
         optimiser = make_optimiser(model, recipe.optim)
-        first = 0
+        first = Reached()
         if resumed:
             check_same_data(folder, dataset.digest)
             first = load_checkpoint(folder, model, optimiser)
+            move_state(optimiser)
         else:
             facts = {
                 "labels": dataset.labels,
+                "sizes": dataclasses.asdict(dataset.sizes),
                 "parameters": count_parameters(model),
                 "data_sha256": dataset.digest,
+                "otify": model.origin if isinstance(model, OtifiedTransformer) else None,
+                "own_model": own and not isinstance(model, OtifiedTransformer),
             }
+            if origin is not None:
+                check_same_data(origin, dataset.digest)
+                facts["origin"] = start_from(origin, folder, model)
             start_run(folder, recipe, dataset.tokenizer, facts)
-            save_checkpoint(folder, model, optimiser, 0)
-        _Loop(recipe, folder, dataset, model, optimiser, quiet).run(first)
+            save_checkpoint(folder, model, optimiser, first)
+        if devices.main:
+            devices.wait()
+        teacher = None if origin is None else load_teacher(folder, recipe, dataset.sizes)
+        if teacher is not None:
+            teacher.to(devices.device)
+        Loop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher).run(first)
     return model.eval()
 
 
-def make_optimiser(model: OTTransformer, config: OptimConfig) -> torch.optim.AdamW:
+def check_fits(model: Stepped, dataset: Dataset) -> None:
+    """Refuse a model that was made for data of other sizes."""
+    sizes = dataset.sizes
+    try:
+        with torch.no_grad():
+            answers = model(*dataset.batch(0, 1, 0).inputs).logits.shape[-1]
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(f"the model cannot read this data, of {sizes}: {error}") from None
+    if answers != (sizes.classes or sizes.vocabulary):
+        raise ValueError(f"the model has {answers} answers, but the data is of {sizes}")
+
+
+def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only, and not on embeddings."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        matrix = parameter.dim() >= 2 and not name.startswith("embed.")
+        matrix = parameter.dim() >= 2 and not name.startswith("embed")
         (decayed if matrix else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
@@ -81,34 +136,40 @@ def make_optimiser(model: OTTransformer, config: OptimConfig) -> torch.optim.Ada
 
 
 def learning_rate(iteration: int, recipe: Recipe) -> float:
-    """Linear warm-up times a cosine down to final_lr * lr over the cost of the run."""
+    """Linear warm-up times a cosine down to final_lr * lr, or tenfold drops, over the cost."""
     config = recipe.optim
     warm = min(1.0, (iteration + 1) / config.warmup) if config.warmup else 1.0
-    done = progress(iteration, config.iterations, recipe.steps)
+    done = progress(iteration, config.iterations, steps_of(recipe))
+    if config.schedule == "drops":
+        return warm * config.lr * 0.1 ** sum(done >= drop for drop in config.drops)
     share = 0.5 * (1 + math.cos(math.pi * done))
     return warm * config.lr * (config.final_lr + (1 - config.final_lr) * share)
 
 
-class _Loop:
+class Loop:
     def __init__(
         self,
         recipe: Recipe,
         folder: Path,
         dataset: Dataset,
-        model: OTTransformer,
+        model: Stepped,
         optimiser: torch.optim.Optimizer,
         quiet: bool,
+        devices: Devices,
+        teacher: Stepped | None = None,
     ) -> None:
         self.recipe, self.folder, self.dataset = recipe, folder, dataset
         self.model, self.optimiser, self.quiet = model, optimiser, quiet
+        self.devices = devices
         self.saved = 0
         self.evaluations = 0  # velocity evaluations trained through: the cost of the run
-        self.bf16 = recipe.optim.precision == "bf16"
+        self.steps = steps_of(recipe)
+        self.objective = Objective(recipe, model, devices.autocast, teacher)
 
-    def run(self, first: int) -> None:
+    def run(self, reached: Reached) -> None:
         recipe, optim = self.recipe, self.recipe.optim
+        first, self.evaluations = reached
         self.saved = first
-        self.evaluations = sum(map(self._spent, range(first)))
         self.model.train()
         cpu = time.process_time()
         bar = tqdm(
@@ -117,98 +178,105 @@ class _Loop:
             total=optim.iterations,
             desc=recipe.name,
             unit="it",
-            disable=self.quiet,
+            disable=self.quiet or not self.devices.main,
             mininterval=1.0,
         )
-        log = MetricsLog(self.folder, first)
-        with closing(log), closing(bar), listen() as interrupt:
+        with self._log(first) as log, closing(bar), listen() as interrupt:
             for iteration in bar:
                 record = self.iterate(iteration)
                 done = iteration + 1
                 last = done == optim.iterations
                 if done % recipe.run.checkpoint_every == 0 or last:
                     self._save(done)
-                if done % recipe.run.evaluate_every == 0 or last:
+                if log is not None and (done % recipe.run.evaluate_every == 0 or last):
                     record |= self.watch()
                     record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
-                if "validation" in record or done % 20 == 0:
+                if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
                     bar.set_postfix(_shown(record), refresh=False)
-                if interrupt.asked and not last:
+                if self.devices.any(interrupt.asked) and not last:
                     self._save(done)
                     bar.close()
-                    print(f"stopped after {done} iterations; the same command goes on from there")
+                    if self.devices.main:
+                        print(f"stopped after {done} iterations; the same command goes on there")
                     raise KeyboardInterrupt
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """One optimiser step; what to log of it."""
         optim, seed = self.recipe.optim, self.recipe.run.seed
-        torch.manual_seed(seed * 7_368_787 + iteration)  # dropout
+        self.devices.seed(seed * 7_368_787 + iteration)  # dropout
         rate = learning_rate(iteration, self.recipe)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        steps = self._steps(iteration)
-        started, total, cost, tokens = time.perf_counter(), 0.0, 0.0, 0
-        for part in range(optim.accumulate):
+        turn = turn_for(iteration, optim.iterations, self.steps, seed)
+        started, total, cost = time.perf_counter(), 0.0, 0.0
+        tokens = evaluations = 0  # of this process
+        parts = self.devices.parts(optim.accumulate, optim.batch)
+        for part in parts:
             batch = self.dataset.batch(iteration * optim.accumulate + part, optim.batch, seed)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-                output = self.model(self._hide(batch), steps, self.recipe.steps.method)
-            loss = objective(output, batch.targets, optim.transport, optim.smoothing)
-            (loss / optim.accumulate).backward()
-            total += float(loss.detach()) / optim.accumulate
-            cost += float(output.cost.detach()) / optim.accumulate
-            tokens += batch.tokens.numel()
+            batch = self.devices.share(batch, optim.accumulate)
+            passes = self.objective.passes(self._hide(batch), batch.targets, turn)
+            for place, one in enumerate(passes):
+                (one.loss / len(parts)).backward()
+                total += float(one.loss.detach()) / len(parts)
+                if place == 0:
+                    cost += float(one.cost) / len(parts)
+                evaluations += one.evaluations
+            tokens += batch.inputs[-1].numel()
+        self.devices.average_gradients(self.model)
+        total, cost = self.devices.mean(total), self.devices.mean(cost)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip))
         if not math.isfinite(total) or not math.isfinite(norm):
             raise Diverged(self._diverged(iteration, total, norm))
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        self.evaluations += self._spent(iteration)
+        self.evaluations += evaluations * optim.accumulate // len(parts)
+        spent_s = time.perf_counter() - started
         return {
             "iteration": iteration + 1,
-            "steps": steps,
+            "steps": turn.counts[0] if len(turn.counts) == 1 else list(turn.counts),
+            "evaluations": self.evaluations,
             "loss": round(total, 5),
             "cost": round(cost, 6),
             "lr": rate,
-            "tokens_per_s": round(tokens / (time.perf_counter() - started)),
+            "tokens_per_s": round(self.devices.processes * tokens / spent_s),
         }
-
-    def _steps(self, iteration: int) -> int:
-        recipe = self.recipe
-        return steps_for(iteration, recipe.optim.iterations, recipe.steps, recipe.run.seed)
-
-    def _spent(self, iteration: int) -> int:
-        method = method_named(self.recipe.steps.method)
-        return self._steps(iteration) * method.evaluations * self.recipe.optim.accumulate
 
     def watch(self) -> dict[str, Any]:
         """Validation quality at one step and at the full count, on the first few batches."""
         size = self.recipe.optim.batch
         labelled = self.dataset.labels is not None
         shown: dict[str, float] = {}
-        counts = [1] if self.model.discrete else sorted({1, self.recipe.steps.full})
-        for steps in counts:
+        adaptive = self.steps.solver == "adaptive"
+        for count in [self.steps.full] if adaptive else sorted({1, self.steps.full}):
             batches = itertools.islice(
                 self.dataset.validation(size), self.recipe.run.evaluate_batches
             )
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-                quality = measure_model(
-                    self.model, batches, labelled, steps, self.recipe.steps.method
-                )
-            shown[f"{quality.metric}@{steps}"] = round(quality.value, 5)
-        return {"validation": shown, "evaluations": self.evaluations}
+            placed = map(self.devices.place, batches)
+            with self.devices.autocast():
+                quality = measure_model(self.model, placed, labelled, count, self.steps.method)
+            at = "adaptive" if adaptive else count
+            shown[f"{quality.metric}@{at}"] = round(quality.value, 5)
+        return {"validation": shown}
 
-    def _hide(self, batch: Batch) -> Tensor:
-        """Drop a share of a classifier's input tokens, never the first."""
+    def _log(self, first: int) -> AbstractContextManager[MetricsLog | None]:
+        """Where the main process writes what is measured; the others keep no log."""
+        return closing(MetricsLog(self.folder, first)) if self.devices.main else nullcontext()
+
+    def _hide(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Drop a share of a text classifier's input tokens, never the first."""
         share = self.recipe.optim.token_dropout
         if not share:
-            return batch.tokens
-        hidden = torch.rand(batch.tokens.shape) < share
+            return batch.inputs
+        tokens = batch.inputs[0]
+        hidden = torch.rand(tokens.shape, device=tokens.device) < share
         hidden[:, 0] = False
-        return batch.tokens.masked_fill(hidden, 0)
+        return (tokens.masked_fill(hidden, 0), *batch.inputs[1:])
 
     def _save(self, iteration: int) -> None:
-        save_checkpoint(self.folder, self.model, self.optimiser, iteration)
+        if self.devices.main:
+            reached = Reached(iteration, self.evaluations)
+            save_checkpoint(self.folder, self.model, self.optimiser, reached)
         self.saved = iteration
 
     def _diverged(self, iteration: int, loss: float, norm: float) -> str:

@@ -1,60 +1,153 @@
-"""What a batch is trained on: how many steps it takes, and task loss + lambda * transport cost.
+"""What a batch is trained on: the task at one or several step counts, and straight trajectories.
 
-The step count of an iteration is a function of (seed, iteration), so a resumed run repeats it.
+    one count    task + lambda * penalty
+    sandwich     of the task, the full count has the weight `steps.full_probability` and the shorter
+                 ones share the rest, so that weights sum to 1 as elsewhere; a shorter pass learns
+                 the mean of its cross-entropy (weight 1) and of its divergence from the full answer
+                 (weight `steps.distil`); the penalty is that of the full pass
+    jump         + `steps.jump` * divergence of head(x_k + (T - t_k) v_k) from the full answer
+
+The answer that others are drawn to is never moved by it. Which counts a batch goes through is
+decided elsewhere.
 """
 
-import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.config import StepsConfig
-from train.model import Output
+from train.batch import IGNORED
+from train.config import Recipe
+from train.model import Output, Stepped
+from train.schedule import Turn
 
 
-def expected_steps(config: StepsConfig) -> float:
-    """Mean steps of a batch once any count may be drawn."""
-    shorter = sum(config.short) / len(config.short)
-    return config.full_probability * config.full + (1 - config.full_probability) * shorter
+class Pass(NamedTuple):
+    """One way through the model for one batch: go backward before asking for the next."""
+
+    loss: Tensor  # (): its share of the objective
+    cost: Tensor  # (): its transport cost
+    evaluations: int
 
 
-def growing_iterations(iterations: int, config: StepsConfig) -> int:
-    """How many iterations run at one step, so that they take the share `grow` of the whole cost."""
-    if config.schedule == "fixed":
-        return 0
-    cheap = config.grow * expected_steps(config)
-    return round(iterations * cheap / (cheap + 1 - config.grow)) if cheap else 0
+class JumpPoint:
+    """An observer that keeps where a straight line from evaluation k ends."""
+
+    def __init__(self, k: int, T: float) -> None:
+        self.k, self.T = k, T
+        self.end: Tensor | None = None
+
+    def __call__(self, evaluation: int, t: float, x: Tensor, v: Tensor) -> None:
+        if evaluation == self.k:
+            self.end = x + (self.T - t) * v
 
 
-def progress(iteration: int, iterations: int, config: StepsConfig) -> float:
-    """The share of the training cost that is spent when an iteration starts, as expected."""
-    grown = growing_iterations(iterations, config)
-    if grown == 0:
-        return iteration / iterations
-    if iteration < grown:
-        return config.grow * iteration / grown
-    return config.grow + (1 - config.grow) * (iteration - grown) / max(1, iterations - grown)
+class Objective:
+    """The objective of a recipe for a model; with a teacher, its full answers are the aim."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Stepped,
+        autocast: Callable[[], AbstractContextManager[object]],
+        teacher: Stepped | None = None,
+    ) -> None:
+        self.steps, self.optim = recipe.steps, recipe.optim
+        self.model, self.teacher, self.autocast = model, teacher, autocast
+
+    def passes(self, inputs: tuple[Tensor, ...], targets: Tensor, turn: Turn) -> Iterator[Pass]:
+        """The passes of one batch, each with the graph of its own loss only."""
+        aim = self._taught(inputs, turn)
+        weights = pass_weights(len(turn.counts), self.steps.full_probability)
+        for place, weight in enumerate(weights):
+            made, logits = self._pass(inputs, targets, turn, place, weight, aim)
+            if aim is None and len(weights) > 1:
+                aim = logits
+            yield made
+
+    def _pass(
+        self,
+        inputs: tuple[Tensor, ...],
+        targets: Tensor,
+        turn: Turn,
+        place: int,
+        weight: float,
+        aim: Tensor | None,
+    ) -> tuple[Pass, Tensor]:
+        """One pass and its answer; what is not returned is let go before the next one begins."""
+        jumping = place == 0 and turn.jump is not None
+        point = JumpPoint(turn.jump or 0, self.model.T) if jumping else None
+        with self.autocast():
+            output: Output = self.model(
+                *inputs, steps=turn.counts[place], method=self.steps.method, observe=point
+            )
+        logits = output.logits.detach()
+        loss = self._task(output.logits, aim, targets, turn)
+        loss = loss if weight == 1 else weight * loss
+        if place == 0:
+            loss = loss + self.optim.transport * penalty(output, self.optim.penalty)
+        if point is not None and point.end is not None:
+            with self.autocast():
+                jumped = self.model.head(point.end, *output.context)
+            full = logits if aim is None else aim
+            loss = loss + self.steps.jump * divergence(jumped, full, targets)
+        return Pass(loss, output.cost.detach(), output.evaluations), logits
+
+    def _taught(self, inputs: tuple[Tensor, ...], turn: Turn) -> Tensor | None:
+        """The teacher's full answer, if there is a teacher and anybody to learn from it."""
+        if self.teacher is None or not (turn.distilling or turn.jump is not None):
+            return None
+        with torch.no_grad(), self.autocast():
+            logits: Tensor = self.teacher(
+                *inputs, steps=self.steps.full, method=self.steps.method
+            ).logits
+        return logits
+
+    def _task(self, logits: Tensor, aim: Tensor | None, targets: Tensor, turn: Turn) -> Tensor:
+        task = task_loss(logits, targets, self.optim.smoothing)
+        if aim is None or not turn.distilling:
+            return task
+        weight = self.steps.distil
+        return (task + weight * divergence(logits, aim, targets)) / (1 + weight)
 
 
-def steps_for(iteration: int, iterations: int, config: StepsConfig, seed: int) -> int:
-    """One step while growing, then the full count with its probability, else a shorter one."""
-    if config.schedule == "fixed":
-        return config.full
-    if iteration < growing_iterations(iterations, config):
-        return 1
-    draw = random.Random(f"{seed}/{iteration}")
-    if draw.random() < config.full_probability:
-        return config.full
-    return draw.choice(config.short)
+def pass_weights(passes: int, full_weight: float) -> list[float]:
+    """Weights of the task that sum to 1; the first pass is the full one."""
+    if passes == 1:
+        return [1.0]
+    return [full_weight, *[(1 - full_weight) / (passes - 1)] * (passes - 1)]
 
 
 def task_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy in nats, per token or per row."""
     classes = logits.shape[-1]
     return F.cross_entropy(
-        logits.float().view(-1, classes), targets.reshape(-1), label_smoothing=smoothing
+        logits.float().reshape(-1, classes),
+        targets.reshape(-1),
+        label_smoothing=smoothing,
+        ignore_index=IGNORED,
     )
 
 
-def objective(output: Output, targets: Tensor, transport: float, smoothing: float) -> Tensor:
-    return task_loss(output.logits, targets, smoothing) + transport * output.cost
+def divergence(logits: Tensor, aim: Tensor, targets: Tensor) -> Tensor:
+    """Mean KL(aim || logits) in nats, over the tokens or rows that count in the task."""
+    classes = logits.shape[-1]
+    mine = logits.float().reshape(-1, classes).log_softmax(-1)
+    theirs = aim.float().reshape(-1, classes).log_softmax(-1)
+    each = F.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)  # (B*N,) or (B,)
+    counted = targets.reshape(-1) != IGNORED
+    return (each * counted).sum() / counted.sum()
+
+
+def penalty(output: Output, kind: str) -> Tensor:
+    """What lambda weighs: the transport cost, or its excess over the straight way."""
+    return output.cost if kind == "transport" else straightness_gap(output)
+
+
+def straightness_gap(output: Output) -> Tensor:
+    """sum h |v|^2 - |x_T - x_0|^2 / T, means over elements: zero for straight, even paths."""
+    least = torch.stack([leg.least for leg in output.legs]).sum()
+    return output.cost - least

@@ -1,5 +1,6 @@
 """Integration: declared order, transport cost, gradients, and what a velocity may be."""
 
+import copy
 import itertools
 import math
 
@@ -7,6 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.memory import allocated
+from train.batch import Sizes
+from train.build import build_model
+from train.config import ModelConfig
+from train.model import Stepped
 from train.ode import METHODS, integrate
 
 
@@ -20,14 +26,26 @@ def exact(x0: Tensor, T: float) -> Tensor:
     return x0 @ torch.tensor([[c, s], [-s, c]], dtype=x0.dtype)
 
 
+class Growing:
+    """x' = x cos(t), whose solution is x0 exp(sin t)."""
+
+    timed = True
+
+    def __call__(self, x: Tensor, t: float, h: float) -> Tensor:
+        return x * math.cos(t)
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_the_measured_order_is_the_declared_one(name: str) -> None:
+@pytest.mark.parametrize("timed", [False, True], ids=["autonomous", "timed"])
+def test_the_measured_order_is_the_declared_one(name: str, timed: bool) -> None:
     x0 = torch.tensor([[[1.0, 0.5]]], dtype=torch.float64)
+    velocity = Growing() if timed else spin
+    solution = x0 * math.exp(math.sin(1.5)) if timed else exact(x0, 1.5)
     errors = []
     counts = [16, 32, 64]
     for steps in counts:
-        end = integrate(spin, x0, name, steps, T=1.5).state
-        errors.append(float((end - exact(x0, 1.5)).norm()))
+        end = integrate(velocity, x0, name, steps, T=1.5).state
+        errors.append(float((end - solution).norm()))
     slopes = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
     # ab2 starts with one Euler step, whose error is of the same order as its own.
     assert slopes[-1] == pytest.approx(METHODS[name].order, abs=0.15)
@@ -81,20 +99,76 @@ def test_masked_positions_do_not_count_in_the_cost() -> None:
     assert float(integrate(lambda x: v, v, "euler", 2, mask=mask).cost) == pytest.approx(1.0)
 
 
-def test_gradients_match_finite_differences() -> None:
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        path = integrate(lambda y: torch.tanh(y @ weight), x, "heun", 3)
-        return path.state.square().sum() + path.cost.double()
+def small_model() -> Stepped:
+    torch.manual_seed(0)
+    config = ModelConfig("decoder", width=8, heads=2, hidden=12, window=6, layers=1)
+    return build_model(config, Sizes(vocabulary=11)).double()
 
-    x = torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
 
-    def state_only(x: Tensor, weight: Tensor) -> Tensor:
-        return integrate(lambda y: torch.tanh(y @ weight), x, "heun", 3).state
+TOKENS = torch.arange(12).view(2, 6) % 11
 
-    assert torch.autograd.gradcheck(state_only, (x, weight))
-    loss(x, weight).backward()
-    assert weight.grad is not None and weight.grad.abs().sum() > 0
+
+def loss_of(model: Stepped, method: str) -> Tensor:
+    output = model(TOKENS, steps=3, method=method)
+    loss: Tensor = output.logits.square().mean() + 0.3 * output.cost
+    return loss
+
+
+def gradients(model: Stepped, method: str) -> list[Tensor]:
+    model.zero_grad()
+    loss_of(model, method).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["plain", "checkpointed"])
+def test_gradients_match_finite_differences(method: str, checkpoint: bool) -> None:
+    """Of the loss with the transport cost, along random directions in the space of all weights."""
+    model = small_model()
+    model.checkpoint = checkpoint
+    found = gradients(model, method)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        direction = [torch.randn_like(p) for p in model.parameters()]
+        slope = sum(float((g * d).sum()) for g, d in zip(found, direction, strict=True))
+        ahead, behind = (moved_loss(model, method, direction, step) for step in (1e-6, -1e-6))
+        assert (ahead - behind) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+def moved_loss(model: Stepped, method: str, direction: list[Tensor], step: float) -> float:
+    """The loss at weights a step further along a direction."""
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, d in zip(moved.parameters(), direction, strict=True):
+            parameter.add_(d, alpha=step)
+        return float(loss_of(moved, method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpointing_changes_no_gradient(method: str) -> None:
+    model = small_model()
+    plain = gradients(model, method)
+    model.checkpoint = True
+    for one, other in zip(plain, gradients(model, method), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpointing_keeps_a_state_a_step_and_little_else() -> None:
+    model = small_model().float()
+    tokens = TOKENS.repeat(8, 1)
+    state_bytes = tokens.numel() * 8 * 4
+
+    def kept(steps: int, checkpoint: bool) -> int:
+        model.checkpoint = checkpoint
+        return allocated(lambda: model(tokens, steps=steps)).kept
+
+    with_it, without = (
+        (kept(12, checkpoint) - kept(2, checkpoint)) / (10 * state_bytes)
+        for checkpoint in (True, False)
+    )
+    random_state = torch.get_rng_state().numel() / state_bytes  # of dropout, for each step
+    assert with_it - random_state == pytest.approx(1, abs=0.2)
+    assert without > 10
 
 
 def test_bad_arguments_say_what_to_do() -> None:

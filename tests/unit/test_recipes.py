@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import RecipeError, load_recipe, recipe_from, recipe_names
+from train.config import RecipeError
+from train.recipe_file import load_recipe, recipe_from, recipe_names
 
 SMALL = """
 name = "small"

@@ -9,19 +9,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.__main__ import main
+from train.batch import Sizes
+from train.build import build_model
 from train.checkpoint import RunError, load_run, lock_run
 from train.config import ModelConfig
 from train.evaluate import evaluate_run
-from train.loop import Diverged, _Loop, learning_rate, train
+from train.loop import Diverged, Loop, learning_rate, train
 from train.metrics import MetricsLog, read_metrics
-from train.model import build_model
-from train.objective import expected_steps, growing_iterations, progress, steps_for
+from train.model import OTTransformer
+from train.schedule import turn_for
 
 
 def records(run: Path) -> list[dict[str, object]]:
@@ -48,23 +52,6 @@ def test_a_small_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None
     assert list((run / "tensorboard").iterdir())
 
 
-def test_growing_comes_first_then_every_count(tmp_path: Path) -> None:
-    recipe = tiny_text_recipe(tmp_path)
-    config = dataclasses.replace(recipe.steps, full=8, short=(1, 2, 4), grow=0.5)
-    count = 4000
-    grown = growing_iterations(count, config)
-    drawn = [steps_for(i, count, config, seed=0) for i in range(count)]
-    assert set(drawn[:grown]) == {1}
-    assert set(drawn[grown:]) == {1, 2, 4, 8}
-    assert drawn[grown:].count(8) / (count - grown) == pytest.approx(0.5, abs=0.06)
-    # Both halves cost the same number of evaluations, and progress counts cost.
-    assert sum(drawn[grown:]) == pytest.approx(grown, rel=0.1)
-    assert progress(grown, count, config) == pytest.approx(0.5)
-    assert expected_steps(config) == pytest.approx(0.5 * 8 + 0.5 * 7 / 3)
-    fixed = dataclasses.replace(config, schedule="fixed")
-    assert {steps_for(i, count, fixed, seed=0) for i in range(50)} == {8}
-
-
 def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
     recipe = tiny_text_recipe(tmp_path, "optim.iterations=100", "optim.warmup=10")
     rates = [learning_rate(i, recipe) for i in range(100)]
@@ -77,15 +64,16 @@ def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle, then the same command again: byte for byte the uninterrupted run."""
     overrides = ["optim.iterations=60", "model.dropout=0.1"]
+    sandwich = ["steps.schedule=sandwich", "steps.distil=1", "steps.jump=0.3", "steps.grow=0.1"]
     recipe = (
-        tiny_text_recipe(tmp_path, *overrides)
+        tiny_text_recipe(tmp_path, *overrides, *sandwich)
         if kind == "text"
         else tiny_label_recipe(*overrides, "optim.token_dropout=0.1")
     )
     train(recipe, tmp_path / "whole", quiet=True)
     script = tmp_path / "go.py"
     script.write_text(
-        "import json, sys\nfrom pathlib import Path\nfrom train.config import recipe_from\n"
+        "import json, sys\nfrom pathlib import Path\nfrom train.recipe_file import recipe_from\n"
         "from train.loop import train\n"
         f"recipe = recipe_from(json.loads({json.dumps(recipe.to_json())!r}), 'test')\n"
         "train(recipe, Path(sys.argv[1]), quiet=True)\n"
@@ -108,8 +96,9 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, kind: str) -> 
 
 def _reached(run: Path, iteration: int) -> bool:
     try:
-        return int(load_run(run)[3]["iteration"]) >= iteration
-    except RunError:
+        with safe_open(run / "model.safetensors", framework="pt") as file:
+            return int(file.metadata()["iteration"]) >= iteration
+    except FileNotFoundError:
         return False
 
 
@@ -138,7 +127,7 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
     """Ctrl-C in the middle of whatever the loop does at that moment."""
     recipe = tiny_text_recipe(tmp_path, "model.dropout=0.1")
     train(recipe, tmp_path / "whole", quiet=True)
-    original, calls = getattr(_Loop, where), itertools.count()
+    original, calls = getattr(Loop, where), itertools.count()
 
     def interrupted(*arguments: object) -> object:
         if next(calls) == 1:
@@ -146,7 +135,7 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
         return original(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_Loop, where, interrupted)
+        patched.setattr(Loop, where, interrupted)
         if where == "watch":  # the second validation is the end: nothing is left to interrupt
             train(recipe, tmp_path / "broken", quiet=True)
         else:
@@ -170,7 +159,8 @@ def test_the_log_counts_cost_over_interruptions(tmp_path: Path) -> None:
     log.close()
     assert log.cpu_s == before["cpu_s"]
     assert read_metrics(run / "metrics.jsonl")[-1] == before
-    spent = sum(steps_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40))
+    turns = [turn_for(i, 40, recipe.steps, recipe.run.seed) for i in range(40)]
+    spent = sum(sum(turn.counts) for turn in turns)
     assert before["evaluations"] == spent
 
 
@@ -194,45 +184,54 @@ def test_damaged_and_missing_runs_are_named(tmp_path: Path) -> None:
 
 
 def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None:
-    rows = evaluate_run(tiny_label_run(tmp_path), [1, 2, 4], "euler")
-    assert list(rows) == [1, 2, 4]
-    for quality in rows.values():
+    rows = evaluate_run(tiny_label_run(tmp_path), [1, 2, 4]).rows
+    assert [row.steps for row in rows] == [1, 2, 4]
+    for quality in (row.quality for row in rows):
         assert quality.metric == "accuracy" and quality.samples == 510
         assert 0 <= quality.low <= quality.value <= quality.high <= 1
         assert quality.cost > 0
 
 
+def decoder_of(config: ModelConfig) -> OTTransformer:
+    model = build_model(config, Sizes(vocabulary=20))
+    assert isinstance(model, OTTransformer)
+    return model.eval()
+
+
+DECODER = ModelConfig("decoder", width=16, heads=2, hidden=32)
+
+
 def test_a_discrete_model_ignores_steps() -> None:
-    config = ModelConfig("decoder", depth="discrete", width=16, heads=2, hidden=32)
-    model = build_model(config, 20, None).eval()
+    model = decoder_of(dataclasses.replace(DECODER, depth="discrete"))
     tokens = torch.randint(1, 20, (2, 9))
-    x, _ = model.embed(tokens)
-    assert torch.equal(model(tokens, 1).logits, model(tokens, 8).logits)
-    assert torch.equal(model(tokens, 1).logits, model.head(model.velocity(x)))
+    x = model.embed(tokens).state
+    assert torch.equal(model(tokens, steps=1).logits, model(tokens, steps=8).logits)
+    assert torch.equal(model(tokens, steps=1).logits, model.head(model.velocity(x)))
 
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 @pytest.mark.parametrize("final_norm", ["inside", "outside", "none"])
 def test_one_step_is_x_plus_f_for_every_norm(norm: str, final_norm: str) -> None:
-    config = ModelConfig("decoder", width=16, heads=2, hidden=32, norm=norm, final_norm=final_norm)  # type: ignore[arg-type]
-    model = build_model(config, 20, None).eval()
+    changes: dict[str, Any] = {"norm": norm, "final_norm": final_norm}
+    model = decoder_of(dataclasses.replace(DECODER, **changes))
     tokens = torch.randint(1, 20, (2, 9))
-    x, _ = model.embed(tokens)
-    assert torch.equal(model(tokens, 1).logits, model.head(x + model.velocity(x)))
+    x = model.embed(tokens).state
+    assert torch.equal(model(tokens, steps=1).logits, model.head(x + model.velocity(x)))
 
 
 def test_a_decoder_cannot_see_the_future_and_an_encoder_cannot_see_padding() -> None:
-    decoder = build_model(ModelConfig("decoder", width=16, heads=2, hidden=32), 20, None).eval()
+    decoder = decoder_of(DECODER)
     tokens = torch.randint(1, 20, (1, 9))
     changed = tokens.clone()
     changed[0, 6:] = 1
-    before, after = decoder(tokens, 3).logits, decoder(changed, 3).logits
+    before, after = decoder(tokens, steps=3).logits, decoder(changed, steps=3).logits
     assert torch.equal(before[:, :6], after[:, :6])
     for pool in ("mean", "max"):
         config = ModelConfig("encoder", width=16, heads=2, hidden=32, pool=pool)
-        encoder = build_model(config, 20, 3).eval()
+        encoder = build_model(config, Sizes(vocabulary=20, classes=3)).eval()
         padded = torch.cat([tokens, torch.zeros(1, 4, dtype=torch.int64)], dim=1)
-        torch.testing.assert_close(encoder(tokens, 3).logits, encoder(padded, 3).logits)
+        one, other = encoder(tokens, steps=3).logits, encoder(padded, steps=3).logits
+        torch.testing.assert_close(one, other)
 
 
 def test_the_commands_train_evaluate_and_explain(

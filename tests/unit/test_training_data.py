@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from train import generators
-from train.config import DataConfig, load_recipe
-from train.data import LabelledDataset, TextDataset, open_dataset
+from train.config import DataConfig
+from train.data import open_dataset
+from train.labelled import LabelledDataset
+from train.recipe_file import load_recipe
 from train.tables import DataError, read_table
+from train.text import TextDataset
 from train.tokens import cut, train_tokenizer
 
 ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
@@ -80,12 +83,16 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
         read_table(table(str(tmp_path)), "t.parquet")
 
 
+def pieces(**changes: object) -> DataConfig:
+    return table("", tokenizer="bpe", vocabulary=300, **changes)
+
+
 def rows(count: int) -> list[tuple[str, str]]:
     return [(" ".join(["word"] * (i % 7 + 1)) + f" {i}", str(i % 2)) for i in range(count)]
 
 
 def labelled(count: int = 200) -> LabelledDataset:
-    config = DataConfig(kind="table", vocabulary=300)
+    config = pieces()
     return LabelledDataset(rows(count), None, config, 16, None, seed=0)
 
 
@@ -130,8 +137,10 @@ def test_rows_without_text_are_left_out_and_counted(
 def test_one_class_and_repeated_labels_are_refused() -> None:
     same = [(text, "pos") for text, _ in rows(50)]
     with pytest.raises(DataError, match="every row has the label 'pos'"):
-        LabelledDataset(same, None, DataConfig(kind="table", vocabulary=300), 16, None, seed=0)
-    twice = DataConfig(kind="table", vocabulary=300, labels=("a", "a"), values=("0", "1"))
+        LabelledDataset(same, None, pieces(), 16, None, seed=0)
+    twice = DataConfig(
+        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "a"), values=("0", "1")
+    )
     with pytest.raises(DataError, match=r"data\.labels must differ"):
         LabelledDataset(rows(50), None, twice, 16, None, seed=0)
 
@@ -145,24 +154,26 @@ def test_an_epoch_shows_every_row_once() -> None:
     data = labelled()
     per_epoch = 180 // 10
     seen = [data.batch(i, 10, seed=1) for i in range(per_epoch)]
-    texts = {tuple(row[row != 0].tolist()) for batch in seen for row in batch.tokens}
+    texts = {tuple(row[row != 0].tolist()) for batch in seen for row in batch.inputs[0]}
     assert len(texts) == 180  # of 200 rows, 20 are held out
     again = data.batch(per_epoch, 10, seed=1)
-    assert not torch.equal(again.tokens, seen[0].tokens)  # the next epoch has its own order
+    assert not torch.equal(again.inputs[0], seen[0].inputs[0])  # the next epoch has its own order
 
 
 def test_batches_depend_on_seed_and_iteration_alone() -> None:
     one, other = labelled(), labelled()
     for iteration in (0, 7, 31):
         a, b = one.batch(iteration, 8, seed=3), other.batch(iteration, 8, seed=3)
-        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+        assert torch.equal(a.inputs[0], b.inputs[0]) and torch.equal(a.targets, b.targets)
     text = TextDataset("to be or not to be " * 50, DataConfig(kind="text"), 16, None)
-    assert torch.equal(text.batch(5, 4, 0).tokens, text.batch(5, 4, 0).tokens)
-    assert not torch.equal(text.batch(5, 4, 0).tokens, text.batch(5, 4, 1).tokens)
+    assert torch.equal(text.batch(5, 4, 0).inputs[0], text.batch(5, 4, 0).inputs[0])
+    assert not torch.equal(text.batch(5, 4, 0).inputs[0], text.batch(5, 4, 1).inputs[0])
 
 
 def test_unknown_labels_are_refused() -> None:
-    config = DataConfig(kind="table", vocabulary=300, labels=("a", "b"), values=("0", "9"))
+    config = DataConfig(
+        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "b"), values=("0", "9")
+    )
     with pytest.raises(DataError, match=r"label '1' is not one of 0, 9.*data\.values"):
         LabelledDataset(rows(50), None, config, 16, None, seed=0)
 
@@ -171,10 +182,10 @@ def test_held_out_windows_cover_the_end_of_a_corpus_once() -> None:
     text = "".join(chr(97 + i % 26) for i in range(1000))
     data = TextDataset(text, DataConfig(kind="text", held_out=0.2), 16, None)
     batches = list(data.held_out(3))
-    tokens = torch.cat([b.tokens for b in batches])
+    tokens = torch.cat([b.inputs[0] for b in batches])
     assert tokens.numel() == (200 - 1) // 16 * 16
     assert data.tokenizer.decode(tokens[0].tolist()) == text[800:816]
-    assert torch.equal(batches[0].targets[0, :-1], batches[0].tokens[0, 1:])
+    assert torch.equal(batches[0].targets[0, :-1], batches[0].inputs[0][0, 1:])
 
 
 def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
@@ -212,11 +223,13 @@ def test_parity_is_parity() -> None:
 
 
 def test_listops_answers_are_recomputed_from_the_text() -> None:
-    train, test = generators.listops(40, 200, seed=1)
-    assert len({text for text, _ in train + test}) == 200
-    for text, label in train + test:
-        value, rest = _parse(text.split())
-        assert rest == [] and value == int(label)
+    for longest, shortest, rows in ((40, 0, 200), (300, 100, 20)):
+        train, test = generators.listops(longest, rows, 1, shortest)
+        assert len({text for text, _ in train + test}) == rows
+        for text, label in train + test:
+            assert shortest <= len(text.split()) <= longest
+            value, rest = _parse(text.split())
+            assert rest == [] and value == int(label)
 
 
 def _parse(tokens: list[str]) -> tuple[int, list[str]]:

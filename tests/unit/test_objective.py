@@ -1,0 +1,174 @@
+"""Objectives: what each pass is weighed with, what is drawn to what, and what is left alone."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from train.batch import IGNORED, Sizes
+from train.build import build_model
+from train.config import Recipe
+from train.model import OTTransformer, Output, Stepped
+from train.objective import (
+    JumpPoint,
+    Objective,
+    Pass,
+    divergence,
+    pass_weights,
+    straightness_gap,
+    task_loss,
+)
+from train.ode import METHODS
+from train.recipe_file import load_recipe
+from train.schedule import Turn
+
+SANDWICH = ["steps.schedule=sandwich", "steps.distil=1.0", "steps.jump=0.3", "optim.transport=0.5"]
+TOKENS = torch.arange(1, 13).view(2, 6)
+TARGETS = torch.tensor([0, 1])
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    return load_recipe("parity", ["model.width=16", *overrides])
+
+
+def model_of(recipe: Recipe, seed: int = 0) -> OTTransformer:
+    torch.manual_seed(seed)
+    model = build_model(recipe.model, Sizes(vocabulary=20, classes=2))
+    assert isinstance(model, OTTransformer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # far enough from linear that counts differ
+    return model
+
+
+def passes_of(recipe: Recipe, turn: Turn, teacher: Stepped | None = None) -> list[Pass]:
+    made = Objective(recipe, model_of(recipe), nullcontext, teacher)
+    return list(made.passes((TOKENS,), TARGETS, turn))
+
+
+def answer(recipe: Recipe, steps: int, seed: int = 0) -> Output:
+    output: Output = model_of(recipe, seed)(TOKENS, steps=steps)
+    return output
+
+
+def test_a_plain_pass_is_task_and_transport_cost() -> None:
+    recipe = recipe_of("optim.transport=0.5")
+    (one,) = passes_of(recipe, Turn((3,)))
+    output = answer(recipe, 3)
+    torch.testing.assert_close(one.loss, task_loss(output.logits, TARGETS) + 0.5 * output.cost)
+    assert one.evaluations == 3
+
+
+def test_a_sandwich_adds_up_to_one_task() -> None:
+    assert sum(pass_weights(3, 0.4)) == pytest.approx(1)
+    recipe = recipe_of(*SANDWICH, "steps.full_probability=0.4")
+    made = passes_of(recipe, Turn((4, 1, 2), distilling=True))
+    full, one, two = (answer(recipe, steps) for steps in (4, 1, 2))
+    task = [task_loss(output.logits, TARGETS) for output in (full, one, two)]
+    kl = [divergence(output.logits, full.logits, TARGETS) for output in (one, two)]
+    expected = [
+        0.4 * task[0] + 0.5 * full.cost,
+        0.3 * (task[1] + kl[0]) / 2,
+        0.3 * (task[2] + kl[1]) / 2,
+    ]
+    for found, loss in zip(made, expected, strict=True):
+        torch.testing.assert_close(found.loss, loss)
+    assert [one.evaluations for one in made] == [4, 1, 2]
+    before = passes_of(recipe, Turn((4, 1, 2)))
+    torch.testing.assert_close(before[1].loss, 0.3 * task[1])
+
+
+def test_the_full_answer_is_not_drawn_to_the_shorter_ones() -> None:
+    """With no weight of its own and no cost, the full pass leaves no gradient at all."""
+    recipe = recipe_of(*SANDWICH, "steps.full_probability=0.0", "optim.transport=0")
+    model = model_of(recipe)
+    made = Objective(recipe, model, nullcontext).passes(
+        (TOKENS,), TARGETS, Turn((4, 1), distilling=True)
+    )
+    next(made).loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    next(made).loss.backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_a_jump_is_the_read_out_of_a_straight_line_from_its_evaluation(k: int) -> None:
+    recipe = recipe_of(*SANDWICH, "model.T=2.0")
+    (jumped,) = passes_of(recipe, Turn((4,), jump=k))
+    (plain,) = passes_of(recipe, Turn((4,)))
+    model = model_of(recipe)
+    x, context, _ = model.embed(TOKENS)
+    for _ in range(k):
+        x = x + 0.5 * model.velocity(x, *context)
+    line = x + (2.0 - 0.5 * k) * model.velocity(x, *context)
+    kl = divergence(model.head(line, *context), model(TOKENS, steps=4).logits, TARGETS)
+    torch.testing.assert_close(jumped.loss - plain.loss, 0.3 * kl)
+    assert jumped.evaluations == 4  # the jump takes what was evaluated anyway
+
+
+def test_a_jump_from_the_only_evaluation_of_one_step_is_its_answer() -> None:
+    recipe = recipe_of()
+    model, point = model_of(recipe), JumpPoint(0, 1.0)
+    output = model(TOKENS, steps=1, observe=point)
+    assert point.end is not None
+    torch.testing.assert_close(model.head(point.end, *output.context), output.logits)
+
+
+def test_a_teacher_teaches_every_pass_and_learns_nothing() -> None:
+    recipe = recipe_of(*SANDWICH, "steps.full=4", "optim.transport=0")
+    teacher = model_of(recipe, seed=1).requires_grad_(False)
+    made = passes_of(recipe, Turn((4, 1), distilling=True), teacher)
+    aim = answer(recipe, 4, seed=1).logits
+    for found, steps in zip(made, (4, 1), strict=True):
+        logits = answer(recipe, steps).logits
+        expected = (task_loss(logits, TARGETS) + divergence(logits, aim, TARGETS)) / 2
+        torch.testing.assert_close(found.loss, 0.5 * expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gap_is_what_the_path_costs_beyond_the_straight_one(method: str) -> None:
+    recipe = recipe_of("model.T=2.0")
+    model = model_of(recipe)
+    x0 = model.embed(TOKENS).state
+    output = model(TOKENS, steps=3, method=method)
+    end = output.legs[-1].end
+    least = (end - x0).square().mean() / 2.0
+    torch.testing.assert_close(straightness_gap(output), output.cost - least)
+    one = model(TOKENS, steps=1, method="euler")
+    torch.testing.assert_close(one.cost - straightness_gap(one), one.cost)  # one step is straight
+
+
+def test_the_curvature_penalty_weighs_the_gap() -> None:
+    recipe = recipe_of("optim.penalty=curvature", "optim.transport=0.5")
+    (one,) = passes_of(recipe, Turn((3,)))
+    output = answer(recipe, 3)
+    expected = task_loss(output.logits, TARGETS) + 0.5 * straightness_gap(output)
+    torch.testing.assert_close(one.loss, expected)
+
+
+def test_divergence_is_kl_over_what_counts() -> None:
+    torch.manual_seed(0)
+    mine, aim = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    targets = torch.tensor([[1, 2, IGNORED], [0, IGNORED, IGNORED]])
+
+    def kl(row: int, place: int) -> Tensor:
+        p, q = aim[row, place].softmax(0), mine[row, place].softmax(0)
+        return (p * (p / q).log()).sum()
+
+    expected = (kl(0, 0) + kl(0, 1) + kl(1, 0)) / 3
+    torch.testing.assert_close(divergence(mine, aim, targets), expected)
+    assert float(divergence(aim, aim, targets)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_chain_and_its_adaptive_solution_count_their_evaluations() -> None:
+    small = ["model.block=timed", "model.depth=chain", "model.layers=3", "model.heads=4"]
+    recipe = recipe_of(*small, "steps.solver=adaptive", "steps.tolerance=1e-3")
+    model = model_of(recipe)
+    model.tolerance = recipe.steps.tolerance
+    made = list(Objective(recipe, model, nullcontext).passes((TOKENS,), TARGETS, Turn((4,))))
+    assert made[0].evaluations > 3 * 6  # of three velocities, a step of Dormand and Prince has six
+    made[0].loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.velocity.parameters())
+    model.tolerance = None
+    assert model(TOKENS, steps=4, method="heun").evaluations == 3 * 4 * 2

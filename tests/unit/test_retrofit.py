@@ -1,0 +1,113 @@
+"""Retrofitting: what the new recipe is, who teaches, what is refused, and that it resumes."""
+
+import itertools
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_runs import TINY, tiny_label_run
+from train.__main__ import main
+from train.checkpoint import RunError, load_run
+from train.config import RecipeError
+from train.loop import Loop
+from train.recipe_file import load_recipe
+from train.retrofit import retrofit, retrofit_recipe
+
+FIXED = ["steps.schedule=fixed", "optim.lr=0.003", "optim.iterations=20", "run.evaluate_every=20"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_label_run(tmp_path_factory.mktemp("original"), *FIXED)
+
+
+def recipe_json(*overrides: str) -> dict[str, object]:
+    return load_recipe("parity", [*TINY, *overrides]).to_json()
+
+
+def test_the_recipe_is_the_original_made_gentle_and_any_step() -> None:
+    made = retrofit_recipe(recipe_json(*FIXED), "run", 0.2, ["run.checkpoint_every=7"])
+    assert made.name == "parity-any"
+    assert (made.steps.schedule, made.steps.full, made.steps.short) == ("sandwich", 4, (1, 2))
+    assert (made.steps.grow, made.steps.distil, made.steps.jump) == (0.0, 1.0, 0.3)
+    assert made.optim.iterations == 4 and made.optim.lr == pytest.approx(0.001)
+    assert made.run.checkpoint_every == 7
+    chain = recipe_json(*FIXED, "model.block=timed", "model.depth=chain")
+    assert retrofit_recipe(chain, "run", 0.2, []).steps.jump == 0  # a jump needs one trajectory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["model.depth=discrete"], "its weights differ by depth"),
+        (["steps.full=1", "steps.short=[]"], "trained at one step"),
+        (
+            ["model.block=timed", "model.depth=chain", "steps.solver=adaptive"],
+            "its solver chose the steps itself",
+        ),
+    ],
+)
+def test_runs_of_one_depth_are_refused_with_the_reason(overrides: list[str], reason: str) -> None:
+    kept = recipe_json("steps.schedule=fixed", *overrides)
+    with pytest.raises(RunError, match=reason):
+        retrofit_recipe(kept, "run", 0.2, [])
+
+
+def test_what_would_not_be_a_retrofit_is_refused(run: Path, tmp_path: Path) -> None:
+    kept = recipe_json(*FIXED)
+    with pytest.raises(RunError, match="a retrofit keeps the model"):
+        retrofit_recipe(kept, "run", 0.2, ["model.layers=3"])
+    with pytest.raises(RunError, match="give a share"):
+        retrofit_recipe(kept, "run", 20, [])
+    with pytest.raises(RecipeError, match="unknown key"):
+        retrofit_recipe(kept, "run", 0.2, ["optim.speed=3"])
+    with pytest.raises(RunError, match="choose another --out"):
+        retrofit(run, run)
+    with pytest.raises(RunError, match="started on other data"):
+        retrofit(run, tmp_path / "other", overrides=["data.rows=300"])
+
+
+def test_it_starts_from_the_run_keeps_its_teacher_and_resumes_exactly(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["optim.lr=0.01", "run.checkpoint_every=4"]
+    run = shutil.copytree(run, tmp_path / "run")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    retrofit(run, whole, 0.5, overrides)
+    original, calls = Loop.iterate, itertools.count()
+
+    def interrupted(loop: Loop, iteration: int) -> dict[str, object]:
+        if next(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return original(loop, iteration)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Loop, "iterate", interrupted)
+        retrofit(run, broken, 0.5, overrides)
+    (run / "model.safetensors").write_bytes(b"the original may go on meanwhile")
+    retrofit(run, broken, 0.5, overrides)
+    for name in ("model.safetensors", "state.safetensors", "teacher.safetensors"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+    facts = json.loads((whole / "recipe.json").read_text())
+    assert facts["origin"]["name"] == "parity" and facts["origin"]["iteration"] == 20
+    assert len(facts["origin"]["weights_sha256"]) == 64
+
+
+def test_the_first_weights_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
+    """With a rate of almost nothing, the answers stay what they were."""
+    retrofit(run, tmp_path / "new", 0.1, ["optim.lr=1e-12", "optim.weight_decay=0"])
+    tokens = torch.randint(1, 20, (4, 9))
+    before, after = load_run(run).model, load_run(tmp_path / "new").model
+    torch.testing.assert_close(before(tokens, steps=4).logits, after(tokens, steps=4).logits)
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retrofit", str(run), "--iterations", "0.1"]) == 0
+    assert "run-any --steps 1,2,4" in capsys.readouterr().out
+    assert load_run(run.with_name("run-any")).facts["iteration"] == 2
+    assert main(["retrofit", str(run.parent / "nothing")]) == 2
+    assert "is not a run" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""Step counts of iterations: what is drawn, what it costs, and how far the training has come."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from train.config import RecipeError, StepsConfig
+from train.recipe_file import load_recipe
+from train.schedule import (
+    JUMPS,
+    Turn,
+    expected_steps,
+    growing_iterations,
+    progress,
+    steps_of,
+    turn_for,
+)
+
+ANY = StepsConfig(full=8, short=(1, 2, 4), grow=0.5)
+SANDWICH = dataclasses.replace(ANY, schedule="sandwich", distil=1.0, jump=0.3, distil_from=0.7)
+COUNT = 4000
+
+
+def turns(config: StepsConfig, seed: int = 0) -> list[Turn]:
+    return [turn_for(i, COUNT, config, seed) for i in range(COUNT)]
+
+
+def test_growing_comes_first_then_every_count() -> None:
+    grown = growing_iterations(COUNT, ANY)
+    drawn = [turn.counts for turn in turns(ANY)]
+    assert set(drawn[:grown]) == {(1,)}
+    assert set(drawn[grown:]) == {(1,), (2,), (4,), (8,)}
+    assert drawn[grown:].count((8,)) / (COUNT - grown) == pytest.approx(0.5, abs=0.06)
+    assert expected_steps(ANY) == pytest.approx(0.5 * 8 + 0.5 * 7 / 3)
+
+
+def test_a_fixed_schedule_neither_grows_nor_draws() -> None:
+    fixed = dataclasses.replace(ANY, schedule="fixed")
+    assert set(turns(fixed)) == {Turn((8,))}
+    assert progress(1000, COUNT, fixed) == 0.25
+
+
+def test_a_sandwich_is_full_smallest_and_one_between() -> None:
+    grown = growing_iterations(COUNT, SANDWICH)
+    later = turns(SANDWICH)[grown:]
+    shares = Counter(turn.counts for turn in later)
+    assert set(shares) == {(8, 1, 2), (8, 1, 4)}
+    assert shares[8, 1, 2] / len(later) == pytest.approx(0.5, abs=0.06)
+    assert expected_steps(SANDWICH) == 8 + 1 + 3
+    few = dataclasses.replace(SANDWICH, short=(1, 8))
+    assert turn_for(COUNT - 1, COUNT, few, 0).counts == (8, 1)
+    assert expected_steps(few) == 9
+
+
+@pytest.mark.parametrize("config", [ANY, SANDWICH])
+def test_the_clock_is_the_cost(config: StepsConfig) -> None:
+    """The share that `progress` tells is that of the velocity evaluations really spent."""
+    spent = [sum(turn.counts) for turn in turns(config)]
+    grown = growing_iterations(COUNT, config)
+    assert sum(spent[:grown]) / sum(spent) == pytest.approx(config.grow, abs=0.01)
+    assert progress(grown, COUNT, config) == pytest.approx(config.grow)
+    for iteration in (grown // 2, (grown + COUNT) // 2, COUNT):
+        share = sum(spent[:iteration]) / sum(spent)
+        assert progress(iteration, COUNT, config) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["any", "sandwich"])
+def test_distilling_and_jumps_begin_when_they_are_told_to(schedule: str) -> None:
+    distil = 1.0 if schedule == "sandwich" else 0.0
+    changes: dict[str, Any] = {"schedule": schedule, "distil": distil}
+    config = dataclasses.replace(SANDWICH, **changes)
+    for iteration, turn in enumerate(turns(config)):
+        begun = progress(iteration, COUNT, config) >= config.distil_from
+        assert turn.distilling == (begun and distil > 0)
+        assert (turn.jump is not None) == (begun and turn.counts[0] == config.full)
+    assert {turn.jump for turn in turns(config)} == {None, *range(JUMPS)}
+    two = dataclasses.replace(config, full=2, short=(1,))
+    assert {turn.jump for turn in turns(two)} == {None, 0}  # a jump from the last is the step
+
+
+def test_turns_are_a_function_of_seed_and_iteration() -> None:
+    assert turns(SANDWICH) == turns(SANDWICH)
+    assert turns(SANDWICH) != turns(SANDWICH, seed=1)
+
+
+def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
+    discrete = load_recipe("parity", ["model.depth=discrete", "steps.method=heun"])
+    assert turn_for(0, 10, steps_of(discrete), 0) == Turn((1,))
+    assert progress(5, 10, steps_of(discrete)) == 0.5
+    adaptive = load_recipe("parity", ["steps.solver=adaptive"])
+    assert progress(5, 10, steps_of(adaptive)) == 0.5
+    assert steps_of(load_recipe("parity")) == load_recipe("parity").steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["steps.jump=0.3", "model.depth=discrete"], "steps.jump needs model.depth"),
+        (["steps.solver=adaptive", "model.depth=discrete"], "steps.solver"),
+        (["steps.solver=adaptive", "steps.checkpoint=true"], "steps.checkpoint and"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        load_recipe("parity", overrides)

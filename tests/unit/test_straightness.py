@@ -1,0 +1,148 @@
+"""What `evaluate` says beside quality, for every family; its table and its JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny_runs import tiny_label_run, tiny_text_run
+from train.__main__ import main
+from train.batch import Sizes
+from train.build import build_model
+from train.config import ModelConfig
+from train.evaluate import evaluate_run
+from train.model import Stepped
+from train.objective import straightness_gap
+from train.straightness import Trail, agreement, output_weights, stability
+
+TINY = {"width": 16, "heads": 2, "hidden": 32, "window": 12}
+TOKENS = torch.arange(1, 13).view(2, 6)
+
+
+def made(sizes: Sizes, **changes: object) -> Stepped:
+    torch.manual_seed(0)
+    return build_model(ModelConfig(**{**TINY, **changes}), sizes).eval()  # type: ignore[arg-type]
+
+
+def families() -> dict[str, tuple[Stepped, tuple[torch.Tensor, ...], int]]:
+    """A model of each kind, its inputs, and how many trajectories it follows."""
+    words, classes = Sizes(vocabulary=20), Sizes(vocabulary=20, classes=3)
+    padded = TOKENS.clone()
+    padded[1, 4:] = 0
+    image = Sizes(classes=3, channels=1, height=6, width=6)
+    points = Sizes(classes=3, dimensions=3)
+    chain = {"family": "encoder", "block": "timed", "depth": "chain"}
+    return {
+        "decoder": (made(words, family="decoder"), (TOKENS,), 1),
+        "encoder": (made(classes, family="encoder"), (padded,), 1),
+        "image": (made(image, family="image", patch=3), (torch.rand(2, 1, 6, 6),), 1),
+        "set": (made(points, family="set"), (torch.rand(2, 5, 3),), 1),
+        "translator": (made(words, family="translator"), (padded, TOKENS), 2),
+        "chain": (made(classes, **chain), (padded,), 2),
+        "discrete": (made(classes, family="encoder", depth="discrete"), (padded,), 1),
+    }
+
+
+@pytest.mark.parametrize("kind", families())
+def test_every_family_is_measured(kind: str) -> None:
+    model, inputs, legs = families()[kind]
+    for steps, method in ((1, "euler"), (3, "euler"), (2, "rk4")):
+        trail = Trail(model.T, (1, 2))
+        with torch.no_grad():
+            output = model(*inputs, steps=steps, method=method, observe=trail)
+        moved = trail.displacements(output)
+        gap, cost = float(straightness_gap(output)), float(output.cost)
+        assert len(output.legs) == legs
+        assert len(moved) == (1 if kind == "discrete" else legs * steps)
+        assert min(moved) > 0 and cost > 0
+        assert gap >= -1e-5 * cost  # no path is shorter than the straight one
+        if method == "euler" and kind != "discrete":
+            # Of Euler steps of size h the displacement is h v, and the cost is sum h mean(v^2).
+            assert sum(moved) * steps / model.T == pytest.approx(cost, rel=1e-4)
+
+
+def test_padding_changes_neither_gap_nor_displacement() -> None:
+    model, _, _ = families()["encoder"]
+    alone = TOKENS[:1, :4]
+    padded = torch.cat([alone, torch.zeros(1, 2, dtype=torch.int64)], dim=1)
+    found = []
+    for tokens in (alone, padded):
+        trail = Trail(model.T)
+        with torch.no_grad():
+            output = model(tokens, steps=3, observe=trail)
+        found.append([float(straightness_gap(output)), *trail.displacements(output)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_stability_is_lambda_against_t_times_the_squared_norm_of_the_output_weights() -> None:
+    model = made(Sizes(vocabulary=20), family="decoder", T=2.0)
+    weights = torch.zeros(20, 16)
+    weights[3, 4], weights[5, 6] = 3.0, -1.0  # singular values 3 and 1
+    head = model.head.linear
+    assert isinstance(head, nn.Linear) and output_weights(model.head) is head.weight
+    head.weight.data.copy_(weights)
+    found = stability(model, 0.9)
+    assert found.squared_norm == pytest.approx(9)
+    assert found.threshold == pytest.approx(18)
+    assert found.ratio == pytest.approx(0.9 / 18)
+    assert found.strict_ratio == pytest.approx(2 * 0.9 / 16 / 18)
+
+
+def test_agreement_counts_answers_that_count() -> None:
+    one = torch.eye(3)[[0, 1, 2, 0]][None]  # answers 0 1 2 0
+    other = torch.eye(3)[[0, 2, 2, 1]][None]
+    assert agreement(one, other, torch.tensor([[5, 5, 5, -100]])) == (2, 3)
+
+
+def test_one_euler_step_is_the_jump_of_any_grid(tmp_path: Path) -> None:
+    """A velocity that sees no step size is first evaluated at x_0 on every grid alike."""
+    run = tiny_text_run(tmp_path, "optim.iterations=10", "run.evaluate_every=10")
+    report = evaluate_run(run, [1, 2, 4], ["euler", "heun"])
+    assert [(row.method, row.steps, row.nfe) for row in report.rows] == [
+        ("euler", 1, 1),
+        ("euler", 2, 2),
+        ("euler", 4, 4),
+        ("heun", 1, 2),
+        ("heun", 2, 4),
+        ("heun", 4, 8),
+    ]
+    by_steps = {(row.method, row.steps): row for row in report.rows}
+    assert by_steps["euler", 4].agreement == by_steps["heun", 4].agreement == 1
+    assert report.jumps["euler"][1] == pytest.approx(by_steps["euler", 1].agreement)
+    assert set(report.jumps["euler"]) == {1, 2, 4}
+    assert [len(row.displacements) for row in report.rows] == [1, 2, 4] * 2
+
+
+def test_the_command_writes_a_narrow_table_and_everything_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["optim.iterations=4", "run.evaluate_every=4", "steps.solver=adaptive"]
+    run = tiny_label_run(
+        tmp_path, *small, "model.block=timed", "model.depth=chain", "steps.tolerance=1e-3"
+    )
+    figures = tmp_path / "figures.json"
+    command = ["evaluate", str(run), "--steps", "1,4", "--method", "all", "--json", str(figures)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines()[:-1])) <= 110
+    assert "adaptive" in printed and "evaluations of the adaptive solver" in printed
+    written = json.loads(figures.read_text())
+    assert [row["steps"] for row in written["rows"]] == [None, *[1, 4] * 5]
+    assert written["rows"][0]["nfe"] >= 2 * 6
+    lengths = {entry["length"]: entry["rows"] for entry in written["lengths"]}
+    assert sum(lengths.values()) == 510 and len(lengths) > 1
+    assert main(["evaluate", str(run), "--method", "leapfrog"]) == 2
+    assert "choose one of euler" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_discrete_run_has_one_row(tmp_path: Path) -> None:
+    run = tiny_label_run(
+        tmp_path, "model.depth=discrete", "optim.iterations=4", "run.evaluate_every=4"
+    )
+    (row,) = evaluate_run(run, [1, 2, 4], ["euler", "heun"]).rows
+    assert (row.method, row.steps, row.nfe, row.agreement) == ("discrete", 1, 1, 1)
+    assert row.gap == pytest.approx(0)

@@ -1,0 +1,117 @@
+"""What `stepdial evaluate RUN` shows of its measurements: the table, the picture and the JSON.
+
+Knows figures and their writing; not how they were measured.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from train.evaluate import Report, Row
+
+
+def print_report(report: Report) -> None:
+    """Tables within 110 columns: one a method, then what holds for all of its counts."""
+    metric = report.rows[0].quality.metric
+    for method in dict.fromkeys(row.method for row in report.rows):
+        print(f"{report.name}, {method}, held-out data")
+        print(
+            f"{'steps':>5} {'nfe':>5} {metric:>9}  {'95 % interval':<19} {'loss':>7} "
+            f"{'as full':>8} {'transport':>10} {'gap':>10} {'a step':>8}"
+        )
+        for row in (row for row in report.rows if row.method == method):
+            print(_line(row))
+        shares = report.jumps.get(method, {})
+        if shares:
+            spent, same = " / ".join(map(str, shares)), " / ".join(map(_percent, shares.values()))
+            print(
+                f"jump after {spent} of {report.full_steps} steps: "
+                f"{same} of answers as after all of them"
+            )
+        print()
+    if report.lengths:
+        print("evaluations of the adaptive solver against sequence length")
+        print(f"{'length':>6} {'rows':>7} {'nfe':>6}")
+        for spent_on in report.lengths:
+            print(f"{spent_on.length:>6} {spent_on.rows:>7} {spent_on.nfe:>6.1f}")
+        print()
+    stable = report.stability
+    print(
+        f"stability: lambda {stable.transport:g} against T |W|^2 = {stable.threshold:.4g}: ratio "
+        f"{stable.ratio:.3g} ({stable.strict_ratio:.3g} in sums); above 1 is proven stable"
+    )
+
+
+def _line(row: Row) -> str:
+    q = row.quality
+    interval = f"{q.low:.4f} to {q.high:.4f}"
+    steps = "-" if row.steps is None else str(row.steps)
+    mean = math.fsum(row.displacements) / len(row.displacements)
+    return (
+        f"{steps:>5} {row.nfe:>5g} {q.value:>9.4f}  {interval:<19} {q.loss:>7.4f} "
+        f"{_percent(row.agreement):>8} {q.cost:>10.4g} {row.gap:>10.3g} {mean:>8.4g}"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def check_file(path: Path) -> None:
+    """Before the work, not after it: whether a file can be written there."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+
+
+def check_plot(path: Path) -> None:
+    """The same for a picture."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: a plot is a .png, .svg or .pdf")
+    check_file(path)
+
+
+def write_json(report: Report, path: Path) -> None:
+    path.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+
+
+def plot_quality(report: Report, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    metric = report.rows[0].quality.metric
+    stepped = [row for row in report.rows if row.steps is not None]
+    methods = list(dict.fromkeys(row.method for row in stepped))
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for method in methods:
+        rows = [row for row in stepped if row.method == method]
+        axes.errorbar(
+            [_place(row, methods) for row in rows],
+            [row.quality.value for row in rows],
+            yerr=[
+                [row.quality.value - row.quality.low for row in rows],
+                [row.quality.high - row.quality.value for row in rows],
+            ],
+            marker="o",
+            capsize=3,
+            color="#0b6e6e" if len(methods) == 1 else None,
+            label=method,
+        )
+    ticks = sorted({_place(row, methods) for row in stepped})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel("steps" if len(methods) == 1 else "velocity evaluations")
+    axes.set_ylabel("loss (nats per token)" if metric == "loss" else metric)
+    axes.set_title(f"{report.name}: quality against steps (95 % intervals)")
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(methods) > 1:
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _place(row: Row, methods: list[str]) -> float:
+    """Methods are compared by what they cost, a method with itself by its steps."""
+    return float(row.steps or 0) if len(methods) == 1 else row.nfe

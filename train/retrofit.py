@@ -1,0 +1,91 @@
+"""Any step count for a run that was trained at one: fine-tuning with itself as the teacher.
+
+Every batch goes through the full count, the smallest and one between. All learn the task, the
+answers of the frozen original at full steps, and to jump there from the first evaluations. Makes
+the recipe of that; the training itself is the ordinary loop, and resumes like it.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint import RunError, read_facts
+from train.config import Recipe
+from train.loop import train
+from train.recipe_file import apply_override, recipe_from
+
+SLOWER = 3  # how many times smaller lr is than in the original training
+DISTIL, JUMP = 1.0, 0.3
+
+
+def retrofit(
+    run: Path,
+    folder: Path,
+    share: float = 0.2,
+    overrides: list[str] | None = None,
+    data: str = "",
+    quiet: bool = True,
+) -> Recipe:
+    """Fine-tune a run into another folder; the recipe that this took."""
+    if folder.resolve() == run.resolve():
+        raise RunError(f"{folder} is the run itself: choose another --out")
+    kept = read_facts(run)["recipe"]
+    recipe = retrofit_recipe(kept, str(run), share, overrides or [], data)
+    train(recipe, folder, quiet, origin=run)
+    return recipe
+
+
+def retrofit_recipe(
+    kept: dict[str, Any], where: str, share: float, overrides: list[str], data: str = ""
+) -> Recipe:
+    """The recipe of a run as one that fine-tunes it."""
+    original = recipe_from(kept, where)
+    reason = _refusal(original)
+    if reason:
+        raise RunError(f"{where} cannot be retrofitted: {reason}")
+    if not 0 < share <= 1:
+        raise RunError(f"--iterations {share}: give a share of the original iterations, up to 1")
+    steps, optim = original.steps, original.optim
+    iterations = max(1, round(share * optim.iterations))
+    short = sorted({*(count for count in steps.short if count < steps.full), 1})
+    table = dataclasses.replace(
+        original,
+        name=original.name[:60] + "-any",
+        steps=dataclasses.replace(
+            steps,
+            schedule="sandwich",
+            short=tuple(short),
+            grow=0.0,
+            distil=DISTIL,
+            jump=JUMP if original.model.depth == "ode" else 0.0,
+            distil_from=0.0,
+        ),
+        optim=dataclasses.replace(
+            optim,
+            iterations=iterations,
+            lr=optim.lr / SLOWER,
+            warmup=min(optim.warmup, iterations // 10),
+        ),
+    ).to_json()
+    for override in overrides:
+        apply_override(table, override)
+    if data:
+        table["data"]["path"] = data
+    recipe = recipe_from(table, where)
+    if recipe.model != original.model:
+        raise RunError("--set model...: a retrofit keeps the model; train a new one instead")
+    return recipe
+
+
+def _refusal(recipe: Recipe) -> str:
+    """Why a run has no shorter answers to train, if so."""
+    if recipe.model.depth == "discrete":
+        return (
+            'its weights differ by depth (model.depth is "discrete"), so it has one depth only: '
+            'train it again with model.depth "ode"'
+        )
+    if recipe.steps.solver == "adaptive":
+        return "its solver chose the steps itself, so there is no full count to teach"
+    if recipe.steps.full == 1:
+        return "it was trained at one step, so there is no fuller answer to teach"
+    return ""

@@ -1,0 +1,96 @@
+"""Which step counts an iteration trains, and how far the training has come by its cost.
+
+Everything is a function of (seed, iteration), so that a resumed run repeats it. Knows counts;
+neither models nor losses.
+"""
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+from train.config import Recipe, StepsConfig
+
+JUMPS = 3  # a jump is trained from one of the first so many evaluations
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one batch goes through."""
+
+    counts: tuple[int, ...]  # the steps of each pass; of several, the first is the full one
+    distilling: bool = False  # whether answers are drawn towards the full one
+    jump: int | None = None  # the evaluation of the first pass to jump to the end from
+
+
+def expected_steps(config: StepsConfig) -> float:
+    """Mean steps of a batch, all its passes together, once any count may be drawn."""
+    if config.schedule == "fixed":
+        return config.full
+    if config.schedule == "sandwich":
+        smallest, others = _shorter(config)
+        between = [sum(others) / len(others)] if others else []
+        return config.full + sum((*smallest, *between))
+    mean = sum(config.short) / len(config.short)
+    return config.full_probability * config.full + (1 - config.full_probability) * mean
+
+
+def growing_iterations(iterations: int, config: StepsConfig) -> int:
+    """How many iterations run at one step, so that they take the share `grow` of the whole cost."""
+    if config.schedule == "fixed":
+        return 0
+    cheap = config.grow * expected_steps(config)
+    return round(iterations * cheap / (cheap + 1 - config.grow)) if cheap else 0
+
+
+def progress(iteration: int, iterations: int, config: StepsConfig) -> float:
+    """The share of the training cost that is spent when an iteration starts, as expected."""
+    grown = growing_iterations(iterations, config)
+    if grown == 0:
+        return iteration / iterations
+    if iteration < grown:
+        return config.grow * iteration / grown
+    return config.grow + (1 - config.grow) * (iteration - grown) / max(1, iterations - grown)
+
+
+def turn_for(iteration: int, iterations: int, config: StepsConfig, seed: int) -> Turn:
+    """One step while growing; then what the schedule says, with jumps from where they begin."""
+    if iteration < growing_iterations(iterations, config):
+        return Turn((1,))
+    draw = random.Random(f"{seed}/{iteration}")
+    counts = _counts(config, draw)
+    begun = progress(iteration, iterations, config) >= config.distil_from
+    jumps = min(JUMPS, config.full - 1)  # from the last evaluation a jump is the step itself
+    jump = config.jump > 0 and begun and jumps > 0 and counts[0] == config.full
+    return Turn(
+        counts,
+        distilling=config.distil > 0 and begun,
+        jump=draw.randrange(jumps) if jump else None,
+    )
+
+
+def steps_of(recipe: Recipe) -> StepsConfig:
+    """The settings that apply: one depth, or a solver with steps of its own, leaves no draw."""
+    steps = recipe.steps
+    if recipe.model.depth == "discrete":
+        return dataclasses.replace(steps, schedule="fixed", full=1)
+    if steps.solver == "adaptive":
+        return dataclasses.replace(steps, schedule="fixed")
+    return steps
+
+
+def _counts(config: StepsConfig, draw: random.Random) -> tuple[int, ...]:
+    if config.schedule == "fixed":
+        return (config.full,)
+    if config.schedule == "sandwich":
+        smallest, others = _shorter(config)
+        between = (draw.choice(others),) if others else ()
+        return (config.full, *smallest, *between)
+    if draw.random() < config.full_probability:
+        return (config.full,)
+    return (draw.choice(config.short),)
+
+
+def _shorter(config: StepsConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The smallest count, and those between it and the full one."""
+    counts = sorted(set(config.short) - {config.full})
+    return tuple(counts[:1]), tuple(counts[1:])

@@ -1,0 +1,85 @@
+"""How straight and how stable a model's trajectories are: what `evaluate` shows beside quality.
+
+Trajectories of an ideal model are straight and run at constant speed; then one evaluation and a
+jump to the end give the answer of any number of steps. Nothing here knows data or files.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from train.batch import IGNORED
+from train.model import Output, Stepped
+from train.ode import mean_square
+
+
+class Trail:
+    """An observer that keeps the states at which steps begin, and some jumps to the end."""
+
+    def __init__(self, T: float, jumps: tuple[int, ...] = ()) -> None:
+        self.T, self.wanted = T, jumps
+        self.legs: list[list[Tensor]] = []  # of each trajectory, in the order of its steps
+        self.jumps: dict[int, Tensor] = {}  # by evaluations spent: x_k + (T - t_k) v_k
+
+    def __call__(self, evaluation: int, t: float, x: Tensor, v: Tensor) -> None:
+        if evaluation == 0:
+            self.legs.append([])
+        self.legs[-1].append(x)
+        if evaluation + 1 in self.wanted:
+            self.jumps[evaluation + 1] = x + (self.T - t) * v
+
+    def displacements(self, output: Output) -> list[float]:
+        """Mean squares of each step's displacement, leg by leg; a leg not observed is one step."""
+        moved = []
+        observed = self.legs or [[leg.start] for leg in output.legs]
+        for starts, leg in zip(observed, output.legs, strict=True):
+            for begin, end in itertools.pairwise([*starts, leg.end]):
+                moved.append(float(mean_square(end - begin, leg.present)))
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class Stability:
+    """lambda beside what it must exceed for outputs that are proven to be stable."""
+
+    transport: float  # lambda
+    squared_norm: float  # L^2, L the largest singular value of the output weights
+    threshold: float  # T L^2
+    ratio: float  # lambda / (T L^2)
+    strict_ratio: float  # the same with lambda in the norms of the theorem
+
+
+def stability(model: Stepped, transport: float) -> Stability:
+    """Theorem 2, "Stable Forward Propagation", of the journal version of OT-Transformer.
+
+    It assumes lambda > T L^2, with T the terminal time and L the 2-operator norm of the weights of
+    the output layer, and bounds the distance of two outputs by
+    (1 - T L^2 / lambda)^-1 (L |X_1(0) - X_2(0)| + T L^2 / lambda |y_1 - y_2|).
+
+    There the cost is lambda/2 times sums of squares, here (as in the code released with it) lambda
+    times their mean over N positions and D channels. Where the task is a mean over positions too,
+    or the head reads their mean, N cancels and lambda means 2 lambda / D in the theorem: the strict
+    ratio. A norm before the output weights is outside the theorem, and is not counted.
+    """
+    weights = output_weights(model.head)
+    norm = float(torch.linalg.matrix_norm(weights.detach().float(), 2))
+    threshold = model.T * norm**2
+    strict = 2 * transport / weights.shape[1]
+    return Stability(transport, norm**2, threshold, transport / threshold, strict / threshold)
+
+
+def output_weights(head: nn.Module) -> Tensor:
+    """The weights (classes, D) of the last linear layer of a head."""
+    linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("the head has no linear layer to measure")
+    return linear[-1].weight
+
+
+def agreement(logits: Tensor, others: Tensor, targets: Tensor) -> tuple[int, int]:
+    """How many answers are the same in both, and how many there are."""
+    counted = targets != IGNORED
+    same = (logits.argmax(-1) == others.argmax(-1)) & counted
+    return int(same.sum()), int(counted.sum())
