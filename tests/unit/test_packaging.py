@@ -105,7 +105,7 @@ def test_dev_holds_every_extra_but_the_gpu(extras: dict[str, list[str]]) -> None
 
 
 def test_torch_is_pinned_exactly(extras: dict[str, list[str]]) -> None:
-    (torch,) = [each for each in extras["train"] if each.startswith("torch")]
+    (torch,) = [each for each in extras["train"] if re.match(r"torch\b", each)]
     assert re.fullmatch(r"torch==\d+\.\d+\.\d+", torch)
 
 

@@ -1,0 +1,114 @@
+"""What a decoder writes, scored: exact where it repeats its data, reproducible where it draws."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny_runs import tiny_text_recipe
+from train.batch import Batch
+from train.build import build_model
+from train.checkpoint import Run
+from train.data import open_dataset
+from train.model import OTTransformer
+from train.text import TextDataset
+from train.text_metrics import Sampling, bert_score, bleu_score, continue_texts, text_metrics
+
+
+class Memory(nn.Module):
+    """Says what came last in a text that it has learned by heart."""
+
+    def __init__(self, ids: Tensor, vocabulary: int, window: int) -> None:
+        super().__init__()
+        self.window, self.vocabulary = window, vocabulary
+        self.next: dict[tuple[int, ...], int] = {}
+        known = ids.tolist()
+        for length in range(1, window + 1):
+            for start in range(len(known) - length):
+                self.next.setdefault(tuple(known[start : start + length]), known[start + length])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = [
+            [self.next.get(tuple(row[: place + 1]), 0) for place in range(len(row))]
+            for row in tokens.tolist()
+        ]
+        return 50 * nn.functional.one_hot(torch.tensor(rows), self.vocabulary).float()  # (B, N, V)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, TextDataset]]:
+    recipe = tiny_text_recipe(tmp_path_factory.mktemp("corpus"))
+    dataset = open_dataset(recipe)
+    assert isinstance(dataset, TextDataset)
+    torch.manual_seed(0)
+    yield (
+        Run(build_model(recipe.model, dataset.sizes).eval(), recipe, dataset.tokenizer, {}),
+        dataset,
+    )
+
+
+def test_a_model_that_knows_its_text_has_the_best_scores(made: tuple[Run, TextDataset]) -> None:
+    run, dataset = made
+    memory = Memory(dataset.held_ids[:240], dataset.sizes.vocabulary, window=24)
+    model = OTTransformer(memory, nn.Identity(), nn.Identity(), depth="discrete")
+    knowing = run._replace(model=model)
+    for forced in (False, True):
+        found = text_metrics(knowing, dataset, 1, samples=5, sampling=Sampling(1), forced=forced)
+        assert found.samples == 5
+        assert found.bleu > 99 and min(found.rouge.values()) > 99
+    assert found.bertscore is None and found.left_out is not None and "left out" in found.left_out
+
+
+def test_fresh_weights_score_low_and_the_same_twice(made: tuple[Run, TextDataset]) -> None:
+    run, dataset = made
+    first, again = (
+        text_metrics(run, dataset, 2, samples=4, sampling=Sampling(seed=7)) for _ in range(2)
+    )
+    assert first == again
+    assert first.samples == 4 and first.bleu < 20 and first.rouge["rougeL"] < 50
+    assert 0.5 * dataset.sizes.vocabulary < first.perplexity < 2 * dataset.sizes.vocabulary
+    assert "version" in first.bleu_signature
+
+
+def test_texts_go_on_from_their_prompts(made: tuple[Run, TextDataset]) -> None:
+    run, _ = made
+    prompts = ["the quick brown fox jumps over the lazy dog", "pack"]
+    likeliest = Sampling(temperature=0)
+    texts = continue_texts(run, prompts, steps=2, length=12, sampling=likeliest)
+    assert [len(text) for text in texts] == [12, 12]
+    longer = continue_texts(run, prompts[1:], steps=2, length=13, sampling=likeliest)
+    assert longer[0][:12] == texts[1]
+    drawn = {continue_texts(run, ["a"], 1, 20, sampling=Sampling(seed=s))[0] for s in range(3)}
+    assert len(drawn) == 3
+    with pytest.raises(ValueError, match="a token at least"):
+        continue_texts(run, [""], steps=1)
+
+
+def test_scores_are_those_of_the_packages(tmp_path: Path) -> None:
+    score, signature = bleu_score(["the cat sat on the mat"], ["the cat sat on the rug"])
+    assert score == pytest.approx(75.98, abs=0.01)
+    assert signature.startswith("nrefs:1")
+    found, why = bert_score(["a"], ["a"], tmp_path)
+    assert found is None and why is not None and "not on this machine" in why
+
+
+def test_only_decoders_are_scored(made: tuple[Run, TextDataset]) -> None:
+    run, dataset = made
+
+    class Labelled:
+        tokenizer = dataset.tokenizer
+        labels = ("a", "b")
+        sizes, digest = dataset.sizes, ""
+
+        def batch(self, iteration: int, size: int, seed: int) -> Batch:
+            return dataset.batch(iteration, size, seed)
+
+        def held_out(self, size: int) -> Iterator[Batch]:
+            return dataset.held_out(size)
+
+        validation = held_out
+
+    with pytest.raises(TypeError, match="only a decoder"):
+        text_metrics(run, Labelled(), 1)
