@@ -31,12 +31,16 @@ def read_offers(url: str, timeout_s: float = 10.0) -> list[Offer]:
     """Every model of the server at `url` that has an endpoint to load, with its ladder."""
     base = url.rstrip("/")
     listed = _get(base, "/v1/models", timeout_s).get("data", [])
-    offers = [
-        _read_offer(base, model, timeout_s) for model in listed if model.get("task") in ENDPOINTS
-    ]
+    offers = [_read_offer(base, model, timeout_s) for model in listed if _takes_text(model)]
     if not offers:
         raise TargetError(f"The server at {base} lists no model to load: see {base}/v1/models.")
     return offers
+
+
+def _takes_text(model: dict[str, Any]) -> bool:
+    """Whether it can be sent the texts that the load is made of."""
+    takes = (model.get("input") or {}).get("kind", "text")
+    return model.get("task") in ENDPOINTS and takes == "text"
 
 
 def _read_offer(base: str, model: dict[str, Any], timeout_s: float) -> Offer:

@@ -8,7 +8,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve.budget import Decision, Reason
-from serve.bundle import Effort, Method, Metric, Task
+from serve.bundle import Depth, Effort, Method, Metric, Task
+
+_METRIC = "`loss` (nats a token; lower is better), `accuracy`, or `bleu` (0 to 100)."
+_DEPTH = (
+    "`ode`: one set of weights for every number of steps; `chain`: one ODE for each block; "
+    "`fixed`: weights that differ by depth, so that there is one rung."
+)
+_FINISH = (
+    "`stop`: a stop string came, or a translation was complete; `length`: the most tokens were "
+    "written."
+)
 
 
 class Answer(BaseModel):
@@ -20,7 +30,7 @@ class Answer(BaseModel):
 class Expected(Answer):
     """The measured quality of the rung that was used, beside that of the full one."""
 
-    metric: Metric = Field(description="`loss` (nats a token; lower is better) or `accuracy`.")
+    metric: Metric = Field(description=_METRIC)
     value: float = Field(description="Of the steps that were used, on held-out data.")
     full_value: float = Field(description="Of the full steps, on the same data.")
 
@@ -75,12 +85,12 @@ class LabelScore(Answer):
 
 
 class ClassifyResult(Answer):
-    """The answer for one text."""
+    """The answer for one input."""
 
     label: str = Field(description="The likeliest label.")
     score: float = Field(description="Its probability under the model.")
     top: list[LabelScore] = Field(description="The likeliest labels, likeliest first.")
-    truncated: bool = Field(description="Whether the text was cut to fit the model.")
+    truncated: bool = Field(description="Whether a text was cut to fit the model.")
     budget: Budget = Field(description="The work that was done.")
 
 
@@ -117,14 +127,12 @@ class TokenScore(Answer):
 
 
 class GenerateResponse(Answer):
-    """The text that continues the prompt."""
+    """The text that continues the prompt, or translates it."""
 
     id: str = Field(description="Of the request; also in the header x-request-id.")
     model: str = Field(description="The model that answered.")
     text: str = Field(description="The answer, without the prompt and without the stop string.")
-    finish_reason: Literal["stop", "length"] = Field(
-        description="`stop`: a stop string came; `length`: max_tokens were written."
-    )
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
     seed: int = Field(description="The seed that was used; send it to get this answer again.")
     logprobs: list[TokenScore] | None = Field(
         None, description="One for each token of the answer, if asked for."
@@ -151,13 +159,35 @@ class DoneChunk(Answer):
 
     id: str = Field(description="Of the request; also in the header x-request-id.")
     model: str = Field(description="The model that answered.")
-    finish_reason: Literal["stop", "length"] = Field(
-        description="`stop`: a stop string came; `length`: max_tokens were written."
-    )
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
     seed: int = Field(description="The seed that was used.")
     usage: Usage = Field(description="Tokens read and written.")
     budget: Budget = Field(description="The work that was done.")
     timing: Timing = Field(description="Where the time went.")
+
+
+class TakesText(Answer):
+    """A model of texts."""
+
+    kind: Literal["text"] = Field(description="Always `text`.")
+    max_tokens: int = Field(description="The most tokens.")
+
+
+class TakesImage(Answer):
+    """A model of images."""
+
+    kind: Literal["image"] = Field(description="Always `image`.")
+    channels: int = Field(description="1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.")
+    height: int = Field(description="Rows that an image is resized to.")
+    width: int = Field(description="Pixels a row that an image is resized to.")
+
+
+class TakesPoints(Answer):
+    """A model of clouds of points."""
+
+    kind: Literal["points"] = Field(description="Always `points`.")
+    max_points: int = Field(description="The most points of a cloud.")
+    dimensions: int = Field(description="Numbers that each point has.")
 
 
 class Interval(Answer):
@@ -191,7 +221,10 @@ class LadderResponse(Answer):
     """All operating points of a model."""
 
     model: str = Field(description="Name of the model.")
-    metric: Metric = Field(description="`loss` (nats a token; lower is better) or `accuracy`.")
+    task: Task = Field(description="What the model does.")
+    depth: Depth = Field(description=_DEPTH)
+    input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
+    metric: Metric = Field(description=_METRIC)
     full_steps: int = Field(description="The most steps there are.")
     default_steps: int = Field(description="What a request without a budget gets.")
     rungs: list[LadderRung] = Field(description="By steps, ascending.")
@@ -204,7 +237,12 @@ class ModelCard(Answer):
     object: Literal["model"] = Field(default="model", description="Always `model`.")
     created: int = Field(description="When this server loaded it, in Unix seconds.")
     owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
-    task: Task = Field(description="Which endpoint it answers: /v1/classify or /v1/generate.")
+    task: Task = Field(
+        description="`classify` is answered by /v1/classify, `generate` and `translate` by "
+        "/v1/generate."
+    )
+    depth: Depth = Field(description=_DEPTH)
+    input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
     method: Method = Field(description="How a step uses the velocity.")
     steps: list[int] = Field(description="What `steps` may be.")
     efforts: dict[str, int] = Field(description="What `effort` may be, and the steps it means.")
@@ -212,7 +250,13 @@ class ModelCard(Answer):
     full_steps: int = Field(description="The most steps there are.")
     metric: Metric = Field(description="What the quality of a rung is measured in.")
     labels: list[str] | None = Field(description="What a classifier answers; null for generators.")
-    max_tokens: int = Field(description="Tokens that the model sees at once.")
+    max_tokens: int | None = Field(
+        description="Tokens that the model sees at once; of a translator, tokens of the text to "
+        "translate. Null for images and points."
+    )
+    target_max_tokens: int | None = Field(
+        description="The most tokens of a translation; null for other tasks."
+    )
     parameters: int = Field(description="Number of weights.")
     precision: str = Field(description="Of the weights.")
     card: dict[str, Any] = Field(description="What its makers say of it.")

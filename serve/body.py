@@ -32,9 +32,7 @@ _NOT_YET = {
     "max_disagreement": "stopping early",
     "min_steps": "letting the server choose the steps",
     "max_steps": "letting the server choose the steps",
-    "num_beams": "beam search",
 }
-_NOT_YET_INPUTS = {"image": "images", "points": "points"}
 _MAX_SHOWN = 80
 
 
@@ -123,14 +121,6 @@ def _not_yet(problems: Sequence[ErrorDetails]) -> NotSupported | None:
                 "use steps or effort",
                 param=field,
             )
-        given = problem["input"]
-        if field == "input" and isinstance(given, dict):
-            for kind, name in _NOT_YET_INPUTS.items():
-                if kind in given:
-                    return NotSupported(
-                        f"input.{kind}: this release does not support {name}; send text",
-                        param=f"input.{kind}",
-                    )
     return None
 
 

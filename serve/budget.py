@@ -46,11 +46,14 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
             if rung.steps == ask.steps:
                 return Decision(rung, full, "exact")
         ladder = list(manifest.steps)
-        raise ImpossibleBudget(
-            f"{manifest.name} has no rung of {ask.steps} steps; its ladder has {_listed(ladder)}",
-            param="steps",
-            ladder=ladder,
+        message = (
+            f"{manifest.name} has no rung of {ask.steps} steps; its ladder has {_listed(ladder)}"
         )
+        if manifest.depth == "fixed":
+            message += (
+                ": the weights of this model differ by depth, so it has one rung; leave steps out"
+            )
+        raise ImpossibleBudget(message, param="steps", ladder=ladder)
     if ask.effort is not None:
         for rung in manifest.rungs:
             if rung.effort == ask.effort:

@@ -4,6 +4,7 @@ Knows the folder and its JSON, as docs/bundle.md specifies them; neither graphs 
 """
 
 from serve.bundle_fields import BundleError
+from serve.bundle_input import ImageInput, InputSpec, PointsInput, TextInput, Truncation
 from serve.bundle_latency import Latency, LatencyEntry, Machine
 from serve.bundle_manifest import (
     LATENCY_FILE,
@@ -11,7 +12,6 @@ from serve.bundle_manifest import (
     SCHEMA_VERSION,
     Manifest,
     Precision,
-    Task,
 )
 from serve.bundle_read import Bundle, read_bundle
 from serve.bundle_rung import (
@@ -26,7 +26,8 @@ from serve.bundle_rung import (
     Verified,
 )
 from serve.bundle_seal import open_staging, seal_bundle, write_latency
-from serve.bundle_spec import FileEntry, InputSpec, Shape, TokenizerSpec, Truncation
+from serve.bundle_spec import FileEntry, Shape, TokenizerSpec
+from serve.bundle_task import Cache, Depth, Task
 
 __all__ = [
     "EFFORTS",
@@ -37,8 +38,11 @@ __all__ = [
     "SCHEMA_VERSION",
     "Bundle",
     "BundleError",
+    "Cache",
+    "Depth",
     "Effort",
     "FileEntry",
+    "ImageInput",
     "InputSpec",
     "Latency",
     "LatencyEntry",
@@ -46,11 +50,13 @@ __all__ = [
     "Manifest",
     "Method",
     "Metric",
+    "PointsInput",
     "Precision",
     "Quality",
     "Rung",
     "Shape",
     "Task",
+    "TextInput",
     "TokenizerSpec",
     "Truncation",
     "Verified",

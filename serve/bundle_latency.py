@@ -18,10 +18,11 @@ from serve.bundle_fields import (
     inside,
     plain,
 )
-from serve.bundle_manifest import SCHEMA_VERSION, check_schema_version
+from serve.bundle_input import MAX_TOKENS
+from serve.bundle_manifest import check_version
 from serve.bundle_rung import MAX_STEPS
-from serve.bundle_spec import MAX_TOKENS
 
+LATENCY_VERSION = 1
 MAX_ENTRIES = 10_000
 _MAX_MS = 1e9
 
@@ -48,7 +49,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class LatencyEntry:
-    """The time of one runtime call: `batch` rows, `length` tokens each (decode: cached before)."""
+    """The time of one runtime call on `batch` rows of `length` (decode: positions before it)."""
 
     steps: int
     kind: Literal["classify", "prefill", "decode"]
@@ -78,10 +79,10 @@ class Latency:
     machine: Machine
     measured_at: str
     entries: tuple[LatencyEntry, ...]
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = LATENCY_VERSION
 
     def __post_init__(self) -> None:
-        check_schema_version(self.schema_version)
+        check_version(self.schema_version, LATENCY_VERSION)
         check_text("measured_at", self.measured_at, 64)
         try:
             datetime.fromisoformat(self.measured_at)

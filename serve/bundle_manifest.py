@@ -17,25 +17,34 @@ from serve.bundle_fields import (
     check_list,
     check_members,
     check_number,
-    check_text,
     inside,
     plain,
     shown,
 )
+from serve.bundle_input import InputSpec, TextInput, read_input
 from serve.bundle_rung import METHODS, Method, Rung, check_ladder
-from serve.bundle_spec import FileEntry, InputSpec, Shape, TokenizerSpec
+from serve.bundle_spec import FileEntry, Shape, TokenizerSpec
+from serve.bundle_task import (
+    CACHES,
+    DEPTHS,
+    MAX_LABELS,
+    TASKS,
+    Cache,
+    Depth,
+    Task,
+    check_depth,
+    check_task,
+)
+from serve.bundle_upgrade import OLDEST_VERSION, upgraded
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 LATENCY_FILE = "latency.json"
-TASKS = ("generate", "classify")
 PRECISIONS = ("fp32",)
-MAX_LABELS = 100_000
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
-Task = Literal["generate", "classify"]
 Precision = Literal["fp32"]
 
 
@@ -53,9 +62,12 @@ class Manifest:
     T: float
     full_steps: int
     default_steps: int
+    depth: Depth = "ode"
+    cache: Cache
     input: InputSpec
+    target_max_tokens: int | None = None  # of a translator: the longest answer
     labels: tuple[str, ...] | None
-    tokenizer: TokenizerSpec
+    tokenizer: TokenizerSpec | None
     shape: Shape
     weights: str
     rungs: tuple[Rung, ...]
@@ -65,7 +77,7 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        check_schema_version(self.schema_version)
+        check_version(self.schema_version, SCHEMA_VERSION)
         if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
             raise BundleError(
                 f"is {shown(self.name)}; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit "
@@ -75,20 +87,35 @@ class Manifest:
         check_choice("task", self.task, TASKS)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("method", self.method, METHODS)
+        check_choice("depth", self.depth, DEPTHS)
+        check_choice("cache", self.cache, CACHES)
         check_number("T", self.T, 1e-6, 1e6)
         check_file_name("weights", self.weights)
         check_facts("card", self.card)
         check_facts("provenance", self.provenance)
         with inside("rungs"):
             check_ladder(self.rungs, self.method)
+        check_depth(self)
         self._check_steps()
-        self._check_task()
+        check_task(self)
         self._check_names()
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The step counts of the ladder, ascending."""
         return tuple(rung.steps for rung in self.rungs)
+
+    @property
+    def text_input(self) -> TextInput:
+        """The input of a model that is known to take text."""
+        assert isinstance(self.input, TextInput), f"{self.name} takes no text"
+        return self.input
+
+    @property
+    def text_tokenizer(self) -> TokenizerSpec:
+        """The tokenizer of a model that is known to take text."""
+        assert self.tokenizer is not None, f"{self.name} takes no text"
+        return self.tokenizer
 
     def rung(self, steps: int) -> Rung:
         """The rung of that many steps."""
@@ -107,11 +134,17 @@ class Manifest:
         """The manifest that a manifest.json holds; refuses everything that it does not know."""
         if isinstance(value, dict) and "schema_version" in value:
             # Before the keys: a later schema has other keys, and its number explains them best.
-            check_schema_version(value["schema_version"])
+            check_version(value["schema_version"], SCHEMA_VERSION, OLDEST_VERSION)
+            if value["schema_version"] < SCHEMA_VERSION:
+                value = upgraded(value)
         members = dict(check_members(value, _KEYS))
-        for key, part in _PARTS.items():
-            with inside(key):
-                members[key] = part.from_json(members[key])
+        with inside("input"):
+            members["input"] = read_input(members["input"])
+        with inside("tokenizer"):
+            if members["tokenizer"] is not None:
+                members["tokenizer"] = TokenizerSpec.from_json(members["tokenizer"])
+        with inside("shape"):
+            members["shape"] = Shape.from_json(members["shape"])
         if members["labels"] is not None:
             members["labels"] = tuple(check_list("labels", members["labels"], MAX_LABELS))
         rungs = []
@@ -126,7 +159,7 @@ class Manifest:
 
     def check_files(self) -> None:
         """Every file that the manifest speaks of has its entry, as in a sealed bundle."""
-        for name in (self.weights, self.tokenizer.file, *(rung.graph for rung in self.rungs)):
+        for name in self._uses().values():
             if name not in self.files:
                 raise BundleError(
                     f"does not list {name}, which the manifest uses; export the bundle again",
@@ -150,35 +183,18 @@ class Manifest:
                 field="default_steps",
             )
 
-    def _check_task(self) -> None:
-        if self.task == "generate":
-            if self.labels is not None:
-                raise BundleError("must be null for the task generate", field="labels")
-            if self.input.truncation is not None:
-                raise BundleError("must be null for the task generate", field="input.truncation")
-            return
-        if self.labels is None:
-            raise BundleError("must be a list for the task classify, not null", field="labels")
-        if not 2 <= len(self.labels) <= MAX_LABELS:
-            raise BundleError(
-                f"has {len(self.labels)} labels; a classifier has from 2 to {MAX_LABELS}",
-                field="labels",
-            )
-        seen: set[str] = set()
-        for index, label in enumerate(self.labels):
-            check_text(f"labels[{index}]", label, 1000)
-            if label in seen:
-                raise BundleError(
-                    f"repeats {label!r}; every class has a label of its own",
-                    field=f"labels[{index}]",
-                )
-            seen.add(label)
+    def _uses(self) -> dict[str, str]:
+        """The files that the manifest speaks of, by the field that names them."""
+        uses = {"weights": self.weights}
+        if self.tokenizer is not None:
+            uses["tokenizer.file"] = self.tokenizer.file
+        for index, rung in enumerate(self.rungs):
+            uses |= {f"rungs[{index}].{field}": graph for field, graph in rung.graphs.items()}
+        return uses
 
     def _check_names(self) -> None:
         used = {MANIFEST_FILE: "the manifest", LATENCY_FILE: "the latency table"}
-        uses = [("weights", self.weights), ("tokenizer.file", self.tokenizer.file)]
-        uses += [(f"rungs[{index}].graph", rung.graph) for index, rung in enumerate(self.rungs)]
-        for where, name in uses:
+        for where, name in self._uses().items():
             if name in used:
                 raise BundleError(
                     f"is {name}, which is {used[name]} already; give each file its own name",
@@ -193,11 +209,13 @@ class Manifest:
                 )
 
 
-def check_schema_version(value: object) -> None:
-    """The one schema version that this release reads and writes."""
-    if type(value) is not int or value != SCHEMA_VERSION:
+def check_version(value: object, newest: int, oldest: int | None = None) -> None:
+    """Refuse a schema version that this release does not know."""
+    oldest = newest if oldest is None else oldest
+    if type(value) is not int or not oldest <= value <= newest:
+        known = str(newest) if oldest == newest else f"{oldest} to {newest}"
         raise BundleError(
-            f"is {shown(value)}, but this release reads version {SCHEMA_VERSION}: use the release "
+            f"is {shown(value)}, but this release reads version {known}: use the release "
             "that wrote the bundle, or export it again with this one",
             field="schema_version",
         )
@@ -215,11 +233,6 @@ def _read_files(value: object) -> dict[str, FileEntry]:
     return files
 
 
-_PARTS: dict[str, type[InputSpec] | type[TokenizerSpec] | type[Shape]] = {
-    "input": InputSpec,
-    "tokenizer": TokenizerSpec,
-    "shape": Shape,
-}
 _KEYS = (
     "schema_version",
     "name",
@@ -229,7 +242,10 @@ _KEYS = (
     "T",
     "full_steps",
     "default_steps",
+    "depth",
+    "cache",
     "input",
+    "target_max_tokens",
     "labels",
     "tokenizer",
     "shape",

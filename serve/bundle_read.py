@@ -44,7 +44,7 @@ class Bundle:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.folder / self.manifest.tokenizer.file
+        return self.folder / self.manifest.text_tokenizer.file
 
     @property
     def weights_path(self) -> Path:

@@ -1,6 +1,7 @@
 """A rung of a bundle's ladder: its steps, its cost, its measured quality, its verification.
 
-Knows neither graphs nor time: latency is measured apart from the manifest.
+Knows neither graphs nor time: latency is measured apart from the manifest. What its evaluations
+must be depends on the bundle's depth, so the rules of the task have that.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ from serve.bundle_fields import (
 
 Method = Literal["euler", "ab2", "midpoint", "heun", "rk4"]
 Effort = Literal["low", "medium", "high", "max"]
-Metric = Literal["loss", "accuracy"]
+Metric = Literal["loss", "accuracy", "bleu"]
 
 EVALUATIONS_PER_STEP: dict[str, int] = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}
 METHODS = tuple(EVALUATIONS_PER_STEP)
 EFFORTS = ("low", "medium", "high", "max")
-METRICS = ("loss", "accuracy")
+METRICS = ("loss", "accuracy", "bleu")
 MAX_STEPS = 1024
+MAX_EVALUATIONS = 1 << 20
 _HUGE = 1e30
+_RANGES = {"loss": (-_HUGE, _HUGE), "accuracy": (0.0, 1.0), "bleu": (0.0, 100.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,7 @@ class Quality:
 
     def __post_init__(self) -> None:
         check_choice("metric", self.metric, METRICS)
-        ceiling = 1.0 if self.metric == "accuracy" else _HUGE
-        floor = 0.0 if self.metric == "accuracy" else -_HUGE
-        check_number("value", self.value, floor, ceiling)
+        check_number("value", self.value, *_RANGES[self.metric])
         check_number("low", self.low, -_HUGE, self.value)
         check_number("high", self.high, self.value, _HUGE)
         check_integer("samples", self.samples, 1, 1 << 53)
@@ -87,6 +88,7 @@ class Rung:
     graph: str
     quality: Quality
     verified: Verified
+    encoder: str | None = None  # of a translator: the graph that reads the source
 
     def __post_init__(self) -> None:
         check_integer("steps", self.steps, 1, MAX_STEPS)
@@ -94,18 +96,24 @@ class Rung:
         if self.effort is not None:
             check_choice("effort", self.effort, EFFORTS)
         check_file_name("graph", self.graph)
-        spent = self.steps * EVALUATIONS_PER_STEP[self.method]
-        check_integer("nfe", self.nfe, 1, MAX_STEPS * max(EVALUATIONS_PER_STEP.values()))
-        if self.nfe != spent:
-            raise BundleError(
-                f"is {self.nfe}, but {self.steps} steps of {self.method} spend {spent} "
-                "evaluations; export the bundle again",
-                field="nfe",
-            )
+        check_integer("nfe", self.nfe, 1, MAX_EVALUATIONS)
+        if self.encoder is not None:
+            check_file_name("encoder", self.encoder)
+
+    @property
+    def spent(self) -> int:
+        """Evaluations of one velocity that is integrated in these steps."""
+        return self.steps * EVALUATIONS_PER_STEP[self.method]
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """The graphs of the rung, by their field."""
+        graphs = {"graph": self.graph}
+        return graphs if self.encoder is None else graphs | {"encoder": self.encoder}
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        keys = ("steps", "method", "nfe", "effort", "graph", "quality", "verified")
+        keys = ("steps", "method", "nfe", "effort", "graph", "quality", "verified", "encoder")
         members = dict(check_members(value, keys))
         with inside("quality"):
             members["quality"] = Quality.from_json(members["quality"])
@@ -140,12 +148,14 @@ def check_ladder(rungs: tuple[Rung, ...], method: str) -> None:
                 f"is {rung.steps} after {rungs[index - 1].steps}; sort the rungs by steps",
                 field=f"{here}.steps",
             )
-    graphs = [rung.graph for rung in rungs]
-    for index, graph in enumerate(graphs):
-        if graph in graphs[:index]:
-            raise BundleError(
-                f"repeats {graph}; every rung has a graph of its own", field=f"[{index}].graph"
-            )
+    seen: set[str] = set()
+    for index, rung in enumerate(rungs):
+        for field, graph in rung.graphs.items():
+            if graph in seen:
+                raise BundleError(
+                    f"repeats {graph}; every rung has graphs of its own", field=f"[{index}].{field}"
+                )
+            seen.add(graph)
     _check_efforts(rungs)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a manifest that describe a model: input, tokenizer, shape; and a file's entry.
+"""The parts of a manifest that describe a model: tokenizer, shape; and a file's entry.
 
 Knows no rule that spans two parts: the manifest has those.
 """
@@ -13,80 +13,48 @@ from serve.bundle_fields import (
     check_file_name,
     check_integer,
     check_members,
-    inside,
 )
 
-MAX_TOKENS = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Of a text that is too long, its first `head` and its last `tail` tokens stay."""
-
-    head: int
-    tail: int
-
-    def __post_init__(self) -> None:
-        check_integer("head", self.head, 0, MAX_TOKENS)
-        check_integer("tail", self.tail, 0, MAX_TOKENS)
-        if self.head + self.tail == 0:
-            raise BundleError(
-                "must be at least 1 when tail is 0: some token must stay", field="head"
-            )
-
-    @classmethod
-    def from_json(cls, value: object) -> Self:
-        return cls(**check_members(value, ("head", "tail")))
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """What one input of the model is, and how much of it fits."""
-
-    kind: Literal["text"]
-    max_tokens: int
-    truncation: Truncation | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("text",))
-        check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        if self.truncation is not None:
-            kept_tokens = self.truncation.head + self.truncation.tail
-            if kept_tokens > self.max_tokens:
-                raise BundleError(
-                    f"keeps {kept_tokens} tokens, more than max_tokens ({self.max_tokens}); "
-                    "lower head or tail",
-                    field="truncation",
-                )
-
-    @classmethod
-    def from_json(cls, value: object) -> Self:
-        members = dict(check_members(value, ("kind", "max_tokens", "truncation")))
-        if members["truncation"] is not None:
-            with inside("truncation"):
-                members["truncation"] = Truncation.from_json(members["truncation"])
-        return cls(**members)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
     """Where the tokenizer is, and the facts that the graphs rely on."""
 
-    kind: Literal["chars", "bpe"]
+    kind: Literal["chars", "bpe", "words"]
     file: str
     pad_id: int
     vocab_size: int
+    bos_id: int | None = None  # begins every answer of a translator
+    eos_id: int | None = None  # ends it
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("chars", "bpe"))
+        check_choice("kind", self.kind, ("chars", "bpe", "words"))
         check_file_name("file", self.file)
         check_integer("vocab_size", self.vocab_size, 1, 1 << 24)
         check_integer("pad_id", self.pad_id, 0, self.vocab_size - 1)
+        taken = {self.pad_id: "pad_id"}
+        for field, token in (("bos_id", self.bos_id), ("eos_id", self.eos_id)):
+            if token is None:
+                continue
+            check_integer(field, token, 0, self.vocab_size - 1)
+            if token in taken:
+                raise BundleError(
+                    f"is {token}, like {taken[token]}; each needs a token of its own", field=field
+                )
+            taken[token] = field
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Tokens that no text turns into."""
+        ids = (self.pad_id, self.bos_id, self.eos_id)
+        return tuple(token for token in ids if token is not None)
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        return cls(**check_members(value, ("kind", "file", "pad_id", "vocab_size")))
+        keys = ("kind", "file", "pad_id", "vocab_size", "bos_id", "eos_id")
+        return cls(**check_members(value, keys))
 
 
 @dataclass(frozen=True, slots=True)

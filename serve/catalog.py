@@ -6,13 +6,21 @@ Knows bundles and how to open them; deliberately neither requests nor the engine
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from serve.bundle import Bundle, BundleError, LatencyEntry, Manifest, Task, read_bundle
 from serve.errors import UnknownModel, WrongTask
 from serve.runtime import Model, open_model
 from serve.text import TextCodec
 
-_ENDPOINTS: dict[Task, str] = {"classify": "/v1/classify", "generate": "/v1/generate"}
+InputKind = Literal["text", "image", "points"]
+
+_ENDPOINTS: dict[Task, str] = {
+    "classify": "/v1/classify",
+    "generate": "/v1/generate",
+    "translate": "/v1/generate",
+}
+WRITING: tuple[Task, ...] = ("generate", "translate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,19 @@ class Served:
 
     bundle: Bundle
     model: Model
-    codec: TextCodec
+    text: TextCodec | None  # None where the model reads no text
+
+    @classmethod
+    def open(cls, bundle: Bundle, model: Model) -> "Served":
+        """A model with the tokenizer of its bundle, if it has one."""
+        text = None if bundle.manifest.tokenizer is None else TextCodec(bundle)
+        return cls(bundle, model, text)
+
+    @property
+    def codec(self) -> TextCodec:
+        """The tokenizer of a model that is known to read text."""
+        assert self.text is not None, f"{self.name} reads no text"
+        return self.text
 
     @property
     def manifest(self) -> Manifest:
@@ -70,23 +90,31 @@ class Catalog:
             models=names,
         )
 
-    def pick(self, name: str | None, task: Task) -> Served:
-        """The model of that name, or the first of that task if none is named."""
+    def pick(
+        self, name: str | None, tasks: tuple[Task, ...], kind: InputKind | None = None
+    ) -> Served:
+        """The model of that name; if none is named, the first that has the first of these tasks.
+
+        Among several, one that takes this kind of input is preferred.
+        """
         if name is not None:
             found = self.find(name)
-            if found.manifest.task != task:
-                own = found.manifest.task
+            own = found.manifest.task
+            if own not in tasks:
                 raise WrongTask(
-                    f"{name} does not {task}: send it to {_ENDPOINTS[own]}",
+                    f"{name} does not {tasks[0]}: send it to {_ENDPOINTS[own]}",
                     param="model",
                     endpoint=_ENDPOINTS[own],
                 )
             return found
-        for one in self._served.values():
-            if one.manifest.task == task:
+        able = [one for task in tasks for one in self if one.manifest.task == task]
+        for one in able:
+            if kind is None or one.manifest.input.kind == kind:
                 return one
+        if able:
+            return able[0]
         raise UnknownModel(
-            f"no model that can {task} is served; there are: {', '.join(self._served)}",
+            f"no model that can {tasks[0]} is served; there are: {', '.join(self._served)}",
             param="model",
             models=list(self._served),
         )
@@ -119,9 +147,7 @@ def open_catalog(folders: Sequence[Path], threads: int | None) -> Catalog:
                 file=str(bundle.folder),
             )
         seen[name] = bundle
-    catalog = Catalog(
-        Served(bundle, open_model(bundle, threads), TextCodec(bundle)) for bundle in bundles
-    )
+    catalog = Catalog(Served.open(bundle, open_model(bundle, threads)) for bundle in bundles)
     for served in catalog:
         served.model.warm_up()
     return catalog

@@ -11,11 +11,13 @@ from serve.errors import ModelFailure
 from serve.events import ClassifiedEvent, Deliver, Span
 from serve.sampling import FloatArray, softmax
 
+Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
+
 
 class Classification:
     """Rows to classify, for one caller."""
 
-    def __init__(self, rows: Sequence[list[int]], deliver: Deliver) -> None:
+    def __init__(self, rows: Sequence[Row], deliver: Deliver) -> None:
         self.rows = rows
         self.deliver = deliver
         self._scores: list[tuple[float, ...]] = [()] * len(rows)

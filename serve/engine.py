@@ -110,7 +110,7 @@ class Engine:
                 raise Draining("the server is shutting down: send the request to another")
             if not self.alive:
                 raise NotReady("the engine is not running: the server must be restarted")
-            if job.lane.kind == "generate" and not self._scheduler.fits(job.lane, job.positions):
+            if job.lane.kind != "classify" and not self._scheduler.fits(job.lane, job.positions):
                 raise self._too_large(job)
             if self._scheduler.full:
                 queued = self._scheduler.queued

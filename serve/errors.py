@@ -12,6 +12,7 @@
     │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
     │   ├── NotSupported      422  a field of the contract that this release does not support
     │   ├── ImpossibleBudget  422  the ladder has no such rung
+    │   ├── WrongInput        422  the model takes another kind of input
     │   └── WrongTask         422  the model serves the other endpoint
     ├── QueueFull             429  try again after `retry_after_s`
     ├── InternalError         500  our own bug; never caused by input that a client may send
@@ -106,6 +107,10 @@ class NotSupported(Unprocessable):
 
 class ImpossibleBudget(Unprocessable):
     code = "impossible_budget"
+
+
+class WrongInput(Unprocessable):
+    code = "wrong_input"
 
 
 class WrongTask(Unprocessable):

@@ -11,18 +11,28 @@ from typing import Literal, TypeVar
 
 from serve.classification import Classification
 from serve.errors import InternalError, ModelFailure, ServeError
-from serve.events import Deliver, Event, FailedEvent, Span
+from serve.events import Deliver, Event, FailedEvent, GeneratedEvent, Span, TokenEvent
 from serve.generation import Generation
-from serve.job import Call, ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, State
+from serve.job import (
+    Call,
+    ClassifyCall,
+    DecodeCall,
+    Job,
+    LaneKey,
+    PrefillCall,
+    SearchCall,
+    State,
+)
 from serve.metrics import Metrics
 from serve.pace import CallTimes
 from serve.runner import Runner
 from serve.sampling import FloatArray
 from serve.scheduler import Scheduler
+from serve.translation import Translation
 
-Work = Classification | Generation
+Work = Classification | Generation | Translation
 Deliveries = list[tuple[Deliver, Event]]
-WorkT = TypeVar("WorkT", Classification, Generation)
+WorkT = TypeVar("WorkT", Classification, Generation, Translation)
 
 _log = logging.getLogger("stepdial")
 
@@ -51,6 +61,8 @@ class Executor:
         match call:
             case ClassifyCall():
                 return self._classify(call)
+            case SearchCall():
+                return self._search(call)
             case PrefillCall():
                 deliveries = self._prefill(call)
             case DecodeCall():
@@ -148,6 +160,40 @@ class Executor:
         self._runner.remove(lane, evict)
         return deliveries
 
+    def _search(self, call: SearchCall[Work]) -> Deliveries:
+        """One step of one beam search; frees the memory of those that are over."""
+        self._runner.forget(job.number for job in call.over)
+        deliveries = [] if call.job is None else self._step(call.lane, call.job)
+        with self._lock:
+            over = self._scheduler.forget(call.lane)
+        self._runner.forget(job.number for job in over)
+        return deliveries
+
+    def _step(self, lane: LaneKey, job: Job[Work]) -> Deliveries:
+        begun_s = self._clock()
+        work = _as(Translation, job)
+        prefixes = work.prefixes  # (B, N)
+        try:
+            logits = self._runner.search(lane, job.number, work.wish.prompt, prefixes)  # (B, V)
+        except Exception as error:
+            return self._fail(lane, [job], error)
+        now_s = self._ran(lane, "search", begun_s, len(prefixes))
+        deliveries: Deliveries = []
+        try:
+            work.accept(logits)
+            events: tuple[Event, ...] = work.finished(_span(job, now_s)) if work.over else ()
+        except Exception as error:
+            events = (FailedEvent(_own(error)),)
+        with self._lock:
+            if events and self._scheduler.end(job):
+                self._observe_translation(job, events[-1], now_s)
+                deliveries = [
+                    (work.deliver, event)
+                    for event in events
+                    if work.wish.stream or not isinstance(event, TokenEvent)
+                ]
+        return deliveries
+
     # What goes wrong.
 
     def _fail(self, lane: LaneKey, jobs: Iterable[Job[Work]], error: Exception) -> Deliveries:
@@ -194,7 +240,7 @@ class Executor:
     def _ran(
         self,
         lane: LaneKey,
-        kind: Literal["classify", "prefill", "decode"],
+        kind: Literal["classify", "prefill", "decode", "search"],
         begun_s: float,
         rows: int,
     ) -> float:
@@ -217,6 +263,13 @@ class Executor:
         else:
             self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
         work.last_token_s = now_s
+
+    def _observe_translation(self, job: Job[Work], event: Event, now_s: float) -> None:
+        self._observe_queue(job)
+        if isinstance(event, GeneratedEvent):
+            labels = job.lane.model, str(job.lane.steps)
+            self._metrics.tokens.labels(job.lane.model).inc(event.completion_tokens)
+            self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
 
 
 def _as(kind: type[WorkT], job: Job[Work]) -> WorkT:

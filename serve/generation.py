@@ -19,13 +19,14 @@ from serve.text import TextCodec, TextStream
 class Wish:
     """What a caller wants written."""
 
-    prompt: list[int]
+    prompt: list[int]  # or the source of a translation
     max_tokens: int
-    window: int  # positions that the model sees
+    window: int  # positions that the model sees; of a translation, those of the answer
     sampling: Sampling
     stops: Sequence[str] = ()
     logprobs: int | None = None  # how many alternatives to report with each token
     stream: bool = False
+    num_beams: int = 1
 
 
 class Generation:
@@ -73,11 +74,12 @@ class Generation:
         self._tokens.append(token)
         logprob = self._logprob(logits, token)
         text, stopped = self._filter.push(self._written.push(token))
+        ended = token == self._codec.eos_id
         if stopped:
             self.finish_reason = "stop"
-        elif self.completion_tokens == self.wish.max_tokens:
+        elif ended or self.completion_tokens == self.wish.max_tokens:
             rest, stopped = self._filter.push(self._written.flush())
-            self.finish_reason = "stop" if stopped else "length"
+            self.finish_reason = "stop" if stopped or ended else "length"
             text += rest + self._filter.flush()
         self._pieces.append(text)
         return TokenEvent(index, text, logprob)

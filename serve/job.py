@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 WorkT = TypeVar("WorkT")
 
-Kind = Literal["classify", "generate"]
+Kind = Literal["classify", "generate", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Job(Generic[WorkT]):
     lane: LaneKey
     work: WorkT
     lengths: tuple[int, ...]  # tokens of each row; a generation has one row, its prompt
-    positions: int = 0  # the most positions a generation will hold in the cache
+    positions: int = 0  # the most positions that are held in memory for a generation or search
+    may_pad: bool = True  # whether a row may be padded to the length of others
     state: State = State.QUEUED
     number: int = -1  # order of arrival, given by the scheduler
     queued_s: float = 0.0
@@ -74,4 +75,13 @@ class DecodeCall(Generic[WorkT]):
     jobs: tuple[Job[WorkT], ...]
 
 
-Call = ClassifyCall[WorkT] | PrefillCall[WorkT] | DecodeCall[WorkT]
+@dataclass(frozen=True, slots=True)
+class SearchCall(Generic[WorkT]):
+    """Free the memory of searches that are over, then take one step of the job's; none may be."""
+
+    lane: LaneKey
+    over: tuple[Job[WorkT], ...]
+    job: Job[WorkT] | None
+
+
+Call = ClassifyCall[WorkT] | PrefillCall[WorkT] | DecodeCall[WorkT] | SearchCall[WorkT]

@@ -47,6 +47,8 @@ class ClassifyLane(Generic[WorkT]):
             if len(chosen) == max_rows:
                 break
             tokens = _tokens(window[index])
+            if tokens != oldest and not window[index][0].may_pad:
+                continue
             padded = (len(chosen) + 1) * max(longest, tokens)
             padding = padded - real - tokens
             if padded > max_tokens or padding > max(_PADDING_TOKENS, _PADDING_SHARE * real):
@@ -73,6 +75,13 @@ class GenerateLane(Generic[WorkT]):
     def occupants(self) -> list[Job[WorkT]]:
         """Whoever holds, or is promised, cache memory. A row that left and returns counts once."""
         return [*self.rows, *(job for job in self.returning if job not in self.rows)]
+
+    def drop(self, job: Job[WorkT]) -> None:
+        """The job has ended; a row that it has goes with the next eviction."""
+        if job.state is State.QUEUED:
+            self.waiting.remove(job)
+        elif job in self.returning:
+            self.returning.remove(job)
 
     def enter(self, job: Job[WorkT]) -> None:
         """The job takes the last row."""

@@ -56,11 +56,9 @@ def _operation(path: str, method: str, operation: Document, document: Document) 
 
 
 def _example(path: str, schema: Document) -> str:
-    examples = schema.get("examples")
-    if not examples:
-        return ""
-    data = json.dumps(examples[0])
-    return f"<pre>curl http://127.0.0.1:8000{escape(path)} -d '{escape(data)}'</pre>"
+    url = f"http://127.0.0.1:8000{escape(path)}"
+    examples = (escape(json.dumps(data)) for data in schema.get("examples", ()))
+    return "".join(f"<pre>curl {url} -d '{data}'</pre>" for data in examples)
 
 
 def _schema(name: str, schema: Document) -> str:

@@ -88,14 +88,20 @@ class Sampler:
 
 def likelihood(logits: FloatArray, token: int, alternatives: int) -> Likelihood:
     """The log-probability of the chosen token, and of the likeliest ones."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max()
-    scores -= np.log(np.exp(scores).sum())
+    scores = log_softmax(logits)
     top = np.argsort(-scores, kind="stable")[:alternatives]
     return Likelihood(
         chosen=float(scores[token]),
         top=tuple((int(index), float(scores[index])) for index in top),
     )
+
+
+def log_softmax(logits: FloatArray | ScoreArray) -> ScoreArray:
+    """Log-probabilities (..., V) of logits (..., V), in float64."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return scores
 
 
 def softmax(logits: FloatArray) -> ScoreArray:

@@ -1,4 +1,4 @@
-"""What runs next: classification batches, prompts to read, and tokens to decode, in turn.
+"""What runs next: classifications, prompts to read, tokens to decode, steps of searches, in turn.
 
 Plain Python that is told the time and asked for the next call; it deliberately knows no threads,
 clocks, tensors or HTTP, and nothing of what a call computes. Every lane has a turn for each kind
@@ -18,14 +18,17 @@ from serve.job import (
     Job,
     LaneKey,
     PrefillCall,
+    SearchCall,
     State,
     WorkT,
 )
 from serve.lane import ClassifyLane, GenerateLane
+from serve.search_lane import SearchLane
 
 # The memory that a lane's batch may hold for so many rows of so many positions.
 CacheBytes = Callable[[LaneKey, int, int], int]
-Turn = tuple[LaneKey, Literal["classify", "prefill", "decode"]]
+Turn = tuple[LaneKey, Literal["classify", "prefill", "decode", "search"]]
+CachedLane = GenerateLane[WorkT] | SearchLane[WorkT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Scheduler(Generic[WorkT]):
         self._live: dict[int, Job[WorkT]] = {}  # by number, so oldest first
         self._classify: dict[LaneKey, ClassifyLane[WorkT]] = {}
         self._generate: dict[LaneKey, GenerateLane[WorkT]] = {}
+        self._search: dict[LaneKey, SearchLane[WorkT]] = {}
         self._turns: deque[Turn] = deque()
         self._arrivals = 0
 
@@ -72,8 +76,8 @@ class Scheduler(Generic[WorkT]):
 
     @property
     def charged_bytes(self) -> int:
-        """Cache memory held by, or promised to, generations that run."""
-        return sum(lane.charged_bytes() for lane in self._generate.values())
+        """Cache memory held by, or promised to, generations and searches that run."""
+        return sum(lane.charged_bytes() for lane in self._cached_lanes())
 
     def fits(self, lane: LaneKey, positions: int) -> bool:
         """Whether a generation of so many positions could run on an idle server."""
@@ -90,9 +94,11 @@ class Scheduler(Generic[WorkT]):
         self.queued += 1
         if job.lane.kind == "classify":
             self._classify_lane(job.lane).add(job)
-        else:
-            assert self.fits(job.lane, job.positions), "a generation that can never run"
-            self._generate_lane(job.lane).waiting.append(job)
+            return
+        assert self.fits(job.lane, job.positions), "a generation that can never run"
+        writes = job.lane.kind == "generate"
+        lane = self._generate_lane(job.lane) if writes else self._search_lane(job.lane)
+        lane.waiting.append(job)
 
     def end(self, job: Job[WorkT]) -> bool:
         """The job is over, whatever the reason; False if it already was."""
@@ -103,12 +109,10 @@ class Scheduler(Generic[WorkT]):
             self.queued -= 1
         if job.lane.kind == "classify":
             self._classify[job.lane].drop(job)
+        elif job.lane.kind == "generate":
+            self._generate[job.lane].drop(job)
         else:
-            lane = self._generate[job.lane]
-            if job.state is State.QUEUED:
-                lane.waiting.remove(job)
-            elif job in lane.returning:
-                lane.returning.remove(job)
+            self._search[job.lane].drop(job)
         job.state = State.ENDED
         return True
 
@@ -126,6 +130,10 @@ class Scheduler(Generic[WorkT]):
     def evict(self, key: LaneKey) -> tuple[int, ...]:
         """Rows to remove now from the lane's batch, in order; frees their memory at once."""
         return self._generate[key].evict()
+
+    def forget(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
+        """Searches of the lane that are over, whose memory is to be freed now."""
+        return self._search[key].forget()
 
     def withdraw(self, job: Job[WorkT]) -> None:
         """The prompt could not be read: its row, the last, never came to be. The job must end."""
@@ -153,6 +161,7 @@ class Scheduler(Generic[WorkT]):
                 busy.append((key, "decode"))
             if lane.returning or lane.waiting:
                 busy.append((key, "prefill"))
+        busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
         return busy
 
     def calls_ahead(self, key: LaneKey) -> int:
@@ -187,6 +196,8 @@ class Scheduler(Generic[WorkT]):
         key, kind = turn
         if kind == "classify":
             return self._take_classify(key, now_s)
+        if kind == "search":
+            return self._take_search(key, now_s)
         lane = self._generate[key]
         if kind == "prefill":
             return self._take_prefill(key, lane, now_s)
@@ -220,7 +231,17 @@ class Scheduler(Generic[WorkT]):
         lane.enter(job)
         return PrefillCall(key, evict, job)
 
-    def _may_enter(self, lane: GenerateLane[WorkT]) -> bool:
+    def _take_search(self, key: LaneKey, now_s: float) -> SearchCall[WorkT] | None:
+        lane = self._search[key]
+        over = lane.forget()
+        if lane.waiting and self._may_enter(lane):
+            job = lane.waiting.popleft()
+            self._start(job, now_s)
+            lane.enter(job)
+        next_job = lane.turn()
+        return SearchCall(key, over, next_job) if over or next_job is not None else None
+
+    def _may_enter(self, lane: CachedLane[WorkT]) -> bool:
         """Whether there is room and memory for the next one of this lane.
 
         Memory goes by age: nobody enters who would take it from an older one that waits for it.
@@ -235,14 +256,18 @@ class Scheduler(Generic[WorkT]):
                 and other.waiting[0].number < number
                 and self._has_room(other)
                 and self._growth_bytes(other) > free_bytes
-                for other in self._generate.values()
+                for other in self._cached_lanes()
             )
         )
 
-    def _has_room(self, lane: GenerateLane[WorkT]) -> bool:
+    def _cached_lanes(self) -> list[CachedLane[WorkT]]:
+        """The lanes whose jobs hold memory while they run."""
+        return [*self._generate.values(), *self._search.values()]
+
+    def _has_room(self, lane: CachedLane[WorkT]) -> bool:
         return len(lane.occupants()) < self.limits.decode_rows
 
-    def _growth_bytes(self, lane: GenerateLane[WorkT]) -> int:
+    def _growth_bytes(self, lane: CachedLane[WorkT]) -> int:
         """The memory that the next one of this lane would add."""
         return lane.charged_bytes(lane.waiting[0]) - lane.charged_bytes()
 
@@ -263,3 +288,9 @@ class Scheduler(Generic[WorkT]):
             self._generate[key] = GenerateLane(partial(self._cache_bytes, key))
             self._turns.extend([(key, "prefill"), (key, "decode")])
         return self._generate[key]
+
+    def _search_lane(self, key: LaneKey) -> SearchLane[WorkT]:
+        if key not in self._search:
+            self._search[key] = SearchLane(partial(self._cache_bytes, key))
+            self._turns.append((key, "search"))
+        return self._search[key]

@@ -9,17 +9,25 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 
 from serve.budget import Ask
-from serve.sampling import MAX_SEED, Sampling
+from serve.items import MAX_INPUTS, Items, Text
+from serve.sampling import MAX_SEED
 
-MAX_INPUTS = 64
 MAX_LOGPROBS = 5
+MAX_BEAMS = 8
 DEFAULT_MAX_TOKENS = 128
 
-Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
-_EXAMPLE_CLASSIFY: JsonDict = {"input": "A film that stays with you.", "steps": 2}
-_EXAMPLE_GENERATE: JsonDict = {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7}
+_EXAMPLES_CLASSIFY: list[JsonDict] = [
+    {"input": "A film that stays with you.", "steps": 2},
+    {"input": {"image": [[0, 64, 255], [0, 128, 255], [0, 64, 255]]}, "top_k": 3},
+    {"input": {"image": "data:image/png;base64,iVBORw0KGgo..."}, "effort": "low"},
+    {"input": {"points": [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.5]]}},
+]
+_EXAMPLES_GENERATE: list[JsonDict] = [
+    {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
+    {"prompt": "Ein Hund läuft über den Strand.", "num_beams": 4},
+]
 
 
 class BudgetFields(BaseModel):
@@ -49,12 +57,14 @@ class BudgetFields(BaseModel):
 
 
 class ClassifyRequest(BudgetFields):
-    """Texts to label."""
+    """Texts, images or clouds of points to label."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_CLASSIFY]})
+    model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_CLASSIFY]})
 
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
-        description=f"A text, or a list of up to {MAX_INPUTS}; each gets a result of its own."
+    input: Items = Field(
+        description="What the model takes, as `input` of /v1/models says: a text, an image or a "
+        f"cloud of points; or a list of up to {MAX_INPUTS}; each gets a result of its own. "
+        "Without `model`, the first model that takes this kind answers."
     )
     top_k: int | None = Field(
         None,
@@ -65,33 +75,40 @@ class ClassifyRequest(BudgetFields):
     truncate: bool = Field(
         True,
         description="Cut a text that is too long for the model as it was cut in training; if "
-        "false, such a text is refused with 422.",
+        "false, such a text is refused with 422. Means nothing for images and points.",
     )
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
 
 
 class GenerateRequest(BudgetFields):
-    """A prompt to continue."""
+    """A prompt to continue, or a text to translate."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_GENERATE]})
+    model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_GENERATE]})
 
     prompt: Text = Field(
-        description="The text to continue; at most the model's window of tokens. When prompt and "
-        "answer outgrow the window, the model goes on from its last half."
+        description="The text to continue, or to translate; at most the model's window of tokens, "
+        "and a text to translate is never cut. When prompt and answer outgrow the window, a "
+        "generator goes on from its last half."
     )
     max_tokens: int = Field(
         DEFAULT_MAX_TOKENS,
         ge=1,
-        description="How many tokens to write at most; a setting of the server limits it.",
+        description="How many tokens to write at most; a setting of the server limits it. A "
+        "translation also ends at the model's own limit, `target_max_tokens`.",
     )
-    temperature: float = Field(
-        1.0,
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_BEAMS,
+        description="Translation only: keep this many translations at a time, and answer the one "
+        "of the greatest mean log-probability a token. 1 is greedy. The answer is not random, so "
+        "temperature must be 0 or left out; with `stream` it comes as one piece.",
+    )
+    temperature: float | None = Field(
+        None,
         ge=0.0,
         le=2.0,
-        description="0 always takes the likeliest token; higher is more varied.",
+        description="0 always takes the likeliest token; higher is more varied. By default 1 to "
+        "continue a prompt, and 0 to translate.",
     )
     top_k: int | None = Field(
         None, ge=1, description="Choose among the k likeliest tokens only, after temperature."
@@ -131,12 +148,3 @@ class GenerateRequest(BudgetFields):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    def sampling(self, drawn_seed: int) -> Sampling:
-        """How to choose tokens; the drawn seed stands in for a missing one."""
-        return Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=drawn_seed if self.seed is None else self.seed,
-        )

@@ -39,35 +39,48 @@ class TextCodec:
         # A caller who writes "<pad>" means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
         with inside_file(bundle.tokenizer_path):
-            check_tokenizer(self._tokenizer, self._manifest.tokenizer)
-        self._pad_id = self._manifest.tokenizer.pad_id
-        pad_text = self._tokenizer.id_to_token(self._pad_id)
+            check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
+        self._spec = bundle.manifest.text_tokenizer
+        special = {self._tokenizer.id_to_token(token) for token in self._spec.special_ids}
         self._characters = (
-            frozenset(self._tokenizer.get_vocab()) - {pad_text}
-            if self._manifest.tokenizer.kind == "chars"
-            else None
+            frozenset(self._tokenizer.get_vocab()) - special if self._spec.kind == "chars" else None
         )
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
-        """Tokens that no answer contains: padding stands for no text."""
-        return (self._pad_id,)
+        """Tokens that no answer contains: padding and the beginning stand for no text."""
+        return tuple(token for token in self._spec.special_ids if token != self._spec.eos_id)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that every answer of a translator begins with."""
+        return self._spec.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends an answer by itself, if there is one."""
+        return self._spec.eos_id
 
     @property
     def vocab_size(self) -> int:
-        return self._manifest.tokenizer.vocab_size
+        return self._spec.vocab_size
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt; at most the window of the model."""
-        limit = self._manifest.input.max_tokens
+        """The tokens of a prompt, or of a source to translate; at most the window of the model."""
+        limit = self._manifest.text_input.max_tokens
         encoded = self._encode(text, "prompt", limit, 0)
         if encoded.truncated:
-            raise self._too_long(encoded, "prompt", "shorten it, for example to its end")
+            advice = (
+                "translate it in parts, for example by sentences"
+                if self._manifest.task == "translate"
+                else "shorten it, for example to its end"
+            )
+            raise self._too_long(encoded, "prompt", advice)
         return encoded.tokens
 
     def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
         """The tokens of a text to classify, cut as in training if it is too long."""
-        spec = self._manifest.input
+        spec = self._manifest.text_input
         head, tail = spec.max_tokens, 0
         if spec.truncation is not None:
             head, tail = spec.truncation.head, spec.truncation.tail

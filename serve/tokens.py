@@ -9,7 +9,7 @@ from tokenizers.models import BPE, WordLevel
 
 from serve.bundle import BundleError, TokenizerSpec
 
-_MODELS = {"chars": WordLevel, "bpe": BPE}
+_MODELS = {"chars": WordLevel, "bpe": BPE, "words": WordLevel}
 # Tokens between a cut through the text and the nearest token that is kept: what a cut changes
 # ends with the word that it cuts.
 _MARGIN_TOKENS = 64
@@ -51,15 +51,24 @@ def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
         raise BundleError(
             f"has {len(vocab)} tokens, but the manifest says {promised.vocab_size}; {again}"
         )
-    pad = tokenizer.id_to_token(promised.pad_id) or ""
-    # Padding must be nothing that text turns into.
-    if promised.kind == "chars":
-        special = len(pad) > 1
+    names = {promised.pad_id: "pad_id", promised.bos_id: "bos_id", promised.eos_id: "eos_id"}
+    for token in promised.special_ids:
+        _check_special(tokenizer, promised.kind, token, names[token])
+
+
+def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> None:
+    """BundleError if this is a token that text turns into."""
+    text = tokenizer.id_to_token(token) or ""
+    if kind == "chars":
+        special = len(text) > 1
+    elif kind == "words":
+        special = text.startswith("<") and text.endswith(">")
     else:
-        added = tokenizer.get_added_tokens_decoder().get(promised.pad_id)
+        added = tokenizer.get_added_tokens_decoder().get(token)
         special = added is not None and added.special
     if not special:
+        what = "padding" if name == "pad_id" else "special token"
         raise BundleError(
-            f"has the token {pad!r} at the manifest's pad_id ({promised.pad_id}), which is no "
-            f"padding; {again}"
+            f"has the token {text!r} at the manifest's {name} ({token}), which is no {what}; "
+            "export the bundle again"
         )

@@ -17,11 +17,12 @@ from serve.job import Job, LaneKey
 from serve.metrics import Metrics
 from serve.sampling import Sampling
 from serve.scheduler import Limits
+from serve.translation import Translation
 from tests.fake_model import Mood, fake_catalog
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 GREEDY = Sampling(temperature=0.0)
-WINDOW = generate_bundle().manifest.input.max_tokens
+WINDOW = generate_bundle().manifest.text_input.max_tokens
 
 
 class Caller:
@@ -52,7 +53,9 @@ class Bench:
 
     def __init__(self, mood: Mood, limits: Limits) -> None:
         self.mood = mood
-        self.catalog: Catalog = fake_catalog(mood, classify_bundle(), generate_bundle())
+        self.catalog: Catalog = fake_catalog(
+            mood, classify_bundle(), generate_bundle(), translate_bundle()
+        )
         self.metrics = Metrics()
         self.engine = Engine(self.catalog, limits, self.metrics)
 
@@ -76,6 +79,22 @@ class Bench:
             Generation(what, codec, caller.deliver),
             (len(tokens),),
             min(len(tokens) + max_tokens, WINDOW),
+        )
+        self.engine.submit(job)
+        return job, caller
+
+    def search(
+        self, prompt: str = "abc", max_tokens: int = 4, num_beams: int = 3, **wish: Any
+    ) -> tuple[Job[Work], Caller]:
+        caller = Caller()
+        codec = self.catalog.find("tiny-translate").codec
+        tokens = codec.encode_prompt(prompt)
+        what = Wish(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
+        job: Job[Work] = Job(
+            LaneKey("tiny-translate", "search", 2),
+            Translation(what, codec, caller.deliver),
+            (len(tokens),),
+            len(tokens),
         )
         self.engine.submit(job)
         return job, caller

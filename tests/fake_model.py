@@ -1,7 +1,8 @@
 """A model of known answers behind the runtime's Protocols, which can be told to misbehave.
 
 Classification: the more tokens a row has, the likelier its second label. Generation: after a token
-comes the next one of the vocabulary, so "abc" goes on with "def". Nothing here computes.
+comes the next one of the vocabulary, so "abc" goes on with "def". A translation goes on so from the
+last token of its source, and never ends by itself. Nothing here computes.
 """
 
 import threading
@@ -12,8 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime.protocol import FloatArray, IntArray
-from serve.text import TextCodec
+from serve.runtime.protocol import FloatArray, IntArray, RowArray
 
 ROW_BYTES_A_POSITION = 1000
 
@@ -39,11 +39,12 @@ class Mood:
 
 class FakeClassifier:
     def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
-        self._pad_id = bundle.manifest.tokenizer.pad_id
+        self._pad_id = bundle.manifest.text_tokenizer.pad_id
         self._steps = steps
         self._mood = mood
 
-    def run(self, tokens: IntArray) -> FloatArray:
+    def run(self, rows: RowArray) -> FloatArray:
+        tokens = rows.astype(np.int64)
         self._mood.call("classify", self._steps, tokens)
         logits = np.zeros((len(tokens), 2), np.float32)
         logits[:, 1] = 0.1 * (tokens != self._pad_id).sum(axis=1)
@@ -52,8 +53,8 @@ class FakeClassifier:
 
 class FakeBatch:
     def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
-        self._vocab_size = bundle.manifest.tokenizer.vocab_size
-        self._window = bundle.manifest.input.max_tokens
+        self._vocab_size = bundle.manifest.text_tokenizer.vocab_size
+        self._window = bundle.manifest.text_input.max_tokens
         self._steps = steps
         self._mood = mood
         self._lengths: list[int] = []
@@ -109,6 +110,33 @@ class FakeDecoder:
         raise NotImplementedError("only verification asks for this")
 
 
+class FakeTranslation:
+    def __init__(self, bundle: Bundle, steps: int, mood: Mood, source: IntArray) -> None:
+        tokenizer = bundle.manifest.text_tokenizer
+        self._vocab_size, self._eos_id = tokenizer.vocab_size, tokenizer.eos_id
+        self._steps, self._mood, self._source = steps, mood, source
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._source) * ROW_BYTES_A_POSITION
+
+    def follow(self, prefixes: IntArray) -> FloatArray:
+        self._mood.call("search", self._steps, prefixes)
+        last = prefixes[:, -1] if prefixes.shape[1] > 1 else self._source[-1:]  # (B,)
+        logits = np.zeros((len(prefixes), self._vocab_size), np.float32)
+        logits[np.arange(len(last)), np.maximum((last + 1) % self._vocab_size, 3)] = 20.0
+        logits[:, self._eos_id] = -1e9
+        return self._mood.logits(logits)
+
+
+class FakeTranslator(FakeDecoder):
+    def read(self, source: IntArray) -> FakeTranslation:
+        return FakeTranslation(self._bundle, self._steps, self._mood, source)
+
+    def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:  # type: ignore[override]
+        raise NotImplementedError("only verification asks for this")
+
+
 class FakeModel:
     def __init__(self, bundle: Bundle, mood: Mood) -> None:
         self._bundle = bundle
@@ -124,10 +152,13 @@ class FakeModel:
     def decoder(self, steps: int) -> FakeDecoder:
         return FakeDecoder(self._bundle, steps, self.mood)
 
+    def translator(self, steps: int) -> FakeTranslator:
+        return FakeTranslator(self._bundle, steps, self.mood)
+
     def warm_up(self) -> None:
         pass
 
 
 def fake_catalog(mood: Mood, *bundles: Bundle) -> Catalog:
     """These bundles, served by fakes."""
-    return Catalog(Served(bundle, FakeModel(bundle, mood), TextCodec(bundle)) for bundle in bundles)
+    return Catalog(Served.open(bundle, FakeModel(bundle, mood)) for bundle in bundles)

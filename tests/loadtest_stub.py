@@ -15,6 +15,8 @@ LADDER = (1, 4)
 MODELS = (
     {"id": "talker", "task": "generate", "max_tokens": 64},
     {"id": "judge", "task": "classify", "card": {"examples": ["ham", "spam"]}},
+    {"id": "eye", "task": "classify", "input": {"kind": "image"}},
+    {"id": "interpreter", "task": "translate", "input": {"kind": "text"}},
 )
 
 

@@ -19,14 +19,15 @@ from serve.bundle import (
     EFFORTS,
     Bundle,
     Effort,
-    InputSpec,
     Latency,
     LatencyEntry,
     Machine,
     Manifest,
+    Metric,
     Quality,
     Rung,
     Shape,
+    TextInput,
     TokenizerSpec,
     Truncation,
     Verified,
@@ -67,7 +68,7 @@ def build_generate(
     tokenizer = chars_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     weights = generate_weights(shape, vocab_size, max_tokens, seed)
-    graphs = {count: generate_graph(shape, vocab_size, count) for count in steps}
+    graphs = {graph_file(count): generate_graph(shape, vocab_size, count) for count in steps}
     manifest = Manifest(
         name=name,
         task="generate",
@@ -75,17 +76,18 @@ def build_generate(
         T=1.0,
         full_steps=max(steps),
         default_steps=max(steps),
-        input=InputSpec(kind="text", max_tokens=max_tokens),
+        cache="kv",
+        input=TextInput(max_tokens=max_tokens),
         labels=None,
         tokenizer=TokenizerSpec("chars", "tokenizer.json", pad_id=0, vocab_size=vocab_size),
         shape=shape,
         weights="weights.bin",
-        rungs=_rungs(steps, "loss"),
+        rungs=rungs(steps, "loss"),
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},
     )
     kinds = ("prefill", "decode")
-    return _seal(folder, manifest, tokenizer, weights, graphs, kinds if latency else ())
+    return seal(folder, manifest, tokenizer, weights, graphs, kinds if latency else ())
 
 
 def build_classify(
@@ -104,7 +106,7 @@ def build_classify(
     tokenizer = bpe_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     weights = classify_weights(shape, vocab_size, max_tokens, len(labels), seed)
-    graphs = {count: classify_graph(shape, len(labels), count) for count in steps}
+    graphs = {graph_file(count): classify_graph(shape, len(labels), count) for count in steps}
     manifest = Manifest(
         name=name,
         task="classify",
@@ -112,16 +114,17 @@ def build_classify(
         T=1.0,
         full_steps=max(steps),
         default_steps=max(steps),
-        input=InputSpec(kind="text", max_tokens=max_tokens, truncation=truncation),
+        cache="none",
+        input=TextInput(max_tokens=max_tokens, truncation=truncation),
         labels=tuple(labels),
         tokenizer=TokenizerSpec("bpe", "tokenizer.json", pad_id=0, vocab_size=vocab_size),
         shape=shape,
         weights="weights.bin",
-        rungs=_rungs(steps, "accuracy"),
+        rungs=rungs(steps, "accuracy"),
         card={"title": "A tiny classifier", "examples": list(CORPUS[:2])},
         provenance={"seed": seed},
     )
-    return _seal(folder, manifest, tokenizer, weights, graphs, ("classify",) if latency else ())
+    return seal(folder, manifest, tokenizer, weights, graphs, ("classify",) if latency else ())
 
 
 def restage(bundle: Bundle, staging: Path) -> None:
@@ -158,9 +161,9 @@ def bpe_tokenizer() -> Tokenizer:
 def generate_weights(shape: Shape, vocab_size: int, max_tokens: int, seed: int) -> Weights:
     """Weights of a decoder, of a size at which its answers depend on position and steps."""
     inner = shape.heads * shape.head_width
-    return _random(
+    return random_weights(
         seed,
-        _trunk(shape, inner, vocab_size, max_tokens)
+        trunk(shape, inner, vocab_size, max_tokens)
         | {
             "head": (shape.width, vocab_size),
         },
@@ -172,18 +175,16 @@ def classify_weights(
 ) -> Weights:
     """Weights of a classifier."""
     inner = shape.heads * shape.head_width
-    return _random(
+    return random_weights(
         seed,
-        _trunk(shape, inner, vocab_size, max_tokens)
+        trunk(shape, inner, vocab_size, max_tokens)
         | {
             "head": (shape.width, classes),
         },
     )
 
 
-def _trunk(
-    shape: Shape, inner: int, vocab_size: int, max_tokens: int
-) -> dict[str, tuple[int, int]]:
+def trunk(shape: Shape, inner: int, vocab_size: int, max_tokens: int) -> dict[str, tuple[int, int]]:
     sizes = {"embed": (vocab_size, shape.width), "positions": (max_tokens, shape.width)}
     for layer in range(shape.layers):
         sizes[f"qkv_{layer}"] = (shape.width, 3 * inner)
@@ -193,7 +194,7 @@ def _trunk(
     return sizes
 
 
-def _random(seed: int, sizes: Mapping[str, tuple[int, int]]) -> Weights:
+def random_weights(seed: int, sizes: Mapping[str, tuple[int, int]]) -> Weights:
     generator = np.random.default_rng(seed)
     weights = {}
     for name, size in sizes.items():
@@ -203,46 +204,47 @@ def _random(seed: int, sizes: Mapping[str, tuple[int, int]]) -> Weights:
     return weights
 
 
-def _rungs(steps: Sequence[int], metric: str) -> tuple[Rung, ...]:
+def graph_file(steps: int) -> str:
+    return f"steps-{steps}.onnx"
+
+
+def rungs(steps: Sequence[int], metric: Metric) -> tuple[Rung, ...]:
+    """A rung for each of these counts of Euler steps, of made-up quality."""
     counts = sorted(steps)
     efforts: list[str | None] = [None] * len(counts)
     words = EFFORTS[: min(len(counts), 4) - 1] if len(counts) > 1 else ()
     efforts[: len(words)] = words
     efforts[-1] = "max"
-    rungs = []
+    made = []
     for index, count in enumerate(counts):
         value = 0.8 + 0.02 * index if metric == "accuracy" else 2.0 - 0.1 * index
-        rungs.append(
+        made.append(
             Rung(
                 steps=count,
                 method="euler",
                 nfe=count,
                 effort=cast("Effort | None", efforts[index]),
-                graph=f"steps-{count}.onnx",
-                quality=Quality(
-                    "accuracy" if metric == "accuracy" else "loss",
-                    value=value,
-                    low=value - 0.01,
-                    high=value + 0.01,
-                    samples=1000,
-                ),
+                graph=graph_file(count),
+                quality=Quality(metric, value, low=value - 0.01, high=value + 0.01, samples=1000),
                 verified=Verified(max_abs_error=1e-6, tolerance=1e-4, float32_error=1e-6),
             )
         )
-    return tuple(rungs)
+    return tuple(made)
 
 
-def _seal(
+def seal(
     folder: Path,
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     weights: Weights,
-    graphs: Mapping[int, onnx.GraphProto],
+    graphs: Mapping[str, onnx.GraphProto],
     kinds: Sequence[str],
 ) -> Bundle:
+    """Write a bundle of graphs by file name, with made-up latencies of these kinds."""
     with open_staging(folder) as staging:
-        write_graphs(staging, manifest, weights, graphs)
-        tokenizer.save(str(staging / manifest.tokenizer.file))
+        write_graphs(staging, manifest.weights, weights, graphs)
+        if tokenizer is not None:
+            tokenizer.save(str(staging / manifest.text_tokenizer.file))
         (staging / "README.md").write_text(f"# {manifest.name}\n", encoding="utf-8")
         seal_bundle(staging, manifest, folder)
     if kinds:
@@ -252,6 +254,7 @@ def _seal(
 
 def _latency(manifest: Manifest, kinds: Sequence[str]) -> Latency:
     """Made-up times, proportional to steps and rows; tests of predictions rely on that alone."""
+    longest = manifest.input.max_tokens if isinstance(manifest.input, TextInput) else 1
     entries = [
         LatencyEntry.from_json(
             {
@@ -266,7 +269,7 @@ def _latency(manifest: Manifest, kinds: Sequence[str]) -> Latency:
         for steps in manifest.steps
         for kind in kinds
         for batch in (1, 4)
-        for length in sorted({1, manifest.input.max_tokens})
+        for length in sorted({1, longest})
     ]
     return Latency(
         machine=Machine(cpu="made up", cores=2, threads=2, runtime="none"),

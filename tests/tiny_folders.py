@@ -11,6 +11,7 @@ from pathlib import Path
 
 from serve.bundle import Bundle
 from tests.tiny_bundles import build_classify, build_generate
+from tests.tiny_families import build_image, build_points, build_prefix, build_translate
 
 
 @cache
@@ -30,3 +31,27 @@ def classify_bundle() -> Bundle:
 def generate_bundle() -> Bundle:
     """A generator of characters: steps 1, 2, 4; a window of 160 tokens."""
     return build_generate(_root() / "tiny-generate")
+
+
+@cache
+def image_bundle() -> Bundle:
+    """A classifier of grey images of 6 x 5: steps 1, 2, 4; four labels."""
+    return build_image(_root() / "tiny-image")
+
+
+@cache
+def points_bundle() -> Bundle:
+    """A classifier of up to 32 points in space: steps 1, 2, 4; four labels."""
+    return build_points(_root() / "tiny-points")
+
+
+@cache
+def prefix_bundle() -> Bundle:
+    """A generator of characters without caches, one rung; a window of 40 tokens."""
+    return build_prefix(_root() / "tiny-prefix")
+
+
+@cache
+def translate_bundle() -> Bundle:
+    """A translator of characters: steps 1, 2; 40 tokens in, 24 out."""
+    return build_translate(_root() / "tiny-translate")

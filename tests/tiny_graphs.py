@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from serve.bundle import Manifest, Shape
+from serve.bundle import Shape
 
 OPSET = 21
 IR_VERSION = 10
@@ -76,19 +76,19 @@ def generate_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto
                 )
             )
             caches += [f"k_{suffix}", f"v_{suffix}"]
-            u = _after_attention(w, u, attended, layer)
-        x = _euler(w, x, u, steps)
+            u = after_attention(w, u, attended, layer)
+        x = euler(w, x, u, steps)
     w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
     cache: list[int | str] = ["batch", shape.heads, "capacity", shape.head_width]
     inputs = [
-        _value("tokens", TensorProto.INT64, ["batch", "length"]),
-        _value("past", TensorProto.INT32, ["batch"]),
-        _value("keep", TensorProto.INT64, ["kept"]),
-        *(_value(name, TensorProto.FLOAT, cache) for name in caches),
+        value_info("tokens", TensorProto.INT64, ["batch", "length"]),
+        value_info("past", TensorProto.INT32, ["batch"]),
+        value_info("keep", TensorProto.INT64, ["kept"]),
+        *(value_info(name, TensorProto.FLOAT, cache) for name in caches),
     ]
     outputs = [
-        _value("logits", TensorProto.FLOAT, ["batch", "kept", vocab_size]),
-        *(_value(f"{name}_out", TensorProto.FLOAT, cache) for name in caches),
+        value_info("logits", TensorProto.FLOAT, ["batch", "kept", vocab_size]),
+        *(value_info(f"{name}_out", TensorProto.FLOAT, cache) for name in caches),
     ]
     return helper.make_graph(w.nodes, f"generate_{steps}", inputs, outputs, w.constants)
 
@@ -121,8 +121,8 @@ def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
             scores = w.node("Add", w.node("Mul", scores, scale), bias)
             mixed = w.node("MatMul", w.node("Softmax", scores, axis=-1), v)  # (B, H, N, W)
             mixed = w.node("Reshape", w.node("Transpose", mixed, perm=[0, 2, 1, 3]), merge)
-            u = _after_attention(w, u, mixed, layer)
-        x = _euler(w, x, u, steps)
+            u = after_attention(w, u, mixed, layer)
+        x = euler(w, x, u, steps)
     weight = w.node("Unsqueeze", weight, w.constant([2], np.int64))  # (B, N, 1)
     axis = w.constant([1], np.int64)
     total = w.node("ReduceSum", w.node("Mul", x, weight), axis, keepdims=0)
@@ -131,17 +131,17 @@ def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
     return helper.make_graph(
         w.nodes,
         f"classify_{steps}",
-        [_value("tokens", TensorProto.INT64, ["batch", "length"])],
-        [_value("logits", TensorProto.FLOAT, ["batch", classes])],
+        [value_info("tokens", TensorProto.INT64, ["batch", "length"])],
+        [value_info("logits", TensorProto.FLOAT, ["batch", classes])],
         w.constants,
     )
 
 
 def write_graphs(
     staging: Path,
-    manifest: Manifest,
+    weights_file: str,
     weights: Mapping[str, npt.NDArray[np.float32]],
-    graphs: Mapping[int, onnx.GraphProto],
+    graphs: Mapping[str, onnx.GraphProto],
 ) -> None:
     """All graphs of a bundle, and the one weights file that they share as external data."""
     offsets, content = {}, bytearray()
@@ -149,9 +149,8 @@ def write_graphs(
         content += bytes(-len(content) % 4096)  # aligned, so that it can be mapped
         offsets[name] = len(content)
         content += array.tobytes()
-    (staging / manifest.weights).write_bytes(content)
-    for rung in manifest.rungs:
-        graph = graphs[rung.steps]
+    (staging / weights_file).write_bytes(content)
+    for file, graph in graphs.items():
         for name, array in weights.items():
             tensor = graph.initializer.add()
             tensor.name = name
@@ -159,7 +158,7 @@ def write_graphs(
             tensor.dims.extend(array.shape)
             tensor.data_location = TensorProto.EXTERNAL
             for key, value in (
-                ("location", manifest.weights),
+                ("location", weights_file),
                 ("offset", str(offsets[name])),
                 ("length", str(array.nbytes)),
             ):
@@ -167,18 +166,20 @@ def write_graphs(
                 entry.key, entry.value = key, value
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
-        (staging / rung.graph).write_bytes(model.SerializeToString())
+        (staging / file).write_bytes(model.SerializeToString())
 
 
-def _after_attention(w: GraphWriter, u: str, attended: str, layer: int) -> str:
+def after_attention(w: GraphWriter, u: str, attended: str, layer: int) -> str:
     u = w.node("Add", u, w.node("MatMul", attended, f"mix_{layer}"))
     wide = w.node("Relu", w.node("MatMul", u, f"up_{layer}"))
     return w.node("Add", u, w.node("MatMul", wide, f"down_{layer}"))
 
 
-def _euler(w: GraphWriter, x: str, u: str, steps: int) -> str:
+def euler(w: GraphWriter, x: str, u: str, steps: int, out: str = "") -> str:
+    """x after one of so many steps of the velocity u - x."""
     velocity = w.node("Sub", u, x)
-    return w.node("Add", x, w.node("Mul", velocity, w.constant(1.0 / steps, np.float32)))
+    change = w.node("Mul", velocity, w.constant(1.0 / steps, np.float32))
+    return w.node("Add", x, change, out=out)
 
 
 def _heads(w: GraphWriter, qkv: str, part: int, heads: int) -> str:
@@ -186,5 +187,5 @@ def _heads(w: GraphWriter, qkv: str, part: int, heads: int) -> str:
     return w.node("Slice", qkv, start, end, w.constant([1], np.int64))
 
 
-def _value(name: str, kind: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+def value_info(name: str, kind: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, kind, shape)

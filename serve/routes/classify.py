@@ -1,4 +1,4 @@
-"""POST /v1/classify: texts in, labels out.
+"""POST /v1/classify: texts, images or points in, labels out.
 
 Knows the shape of requests and answers; the engine knows how they are run.
 """
@@ -16,6 +16,7 @@ from serve.engine import Engine
 from serve.errors import InvalidField, Unprocessable
 from serve.events import ClassifiedEvent, FailedEvent
 from serve.executor import Work
+from serve.intake import Intake, check_kinds, read_items, row_length
 from serve.job import Job, LaneKey
 from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
@@ -29,7 +30,6 @@ from serve.routes.shared import (
 )
 from serve.schemas import ClassifyRequest
 from serve.settings import Settings
-from serve.text import Encoded
 
 _DEFAULT_LABELS = 5
 
@@ -41,9 +41,9 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
 
     @router.post(
         "/v1/classify",
-        summary="Label one text or several",
+        summary="Label one text, image or cloud of points, or several",
         response_model=ClassifyResponse,
-        response_description="A result for each text.",
+        response_description="A result for each input.",
         responses=RUN_PROBLEMS,
         openapi_extra=takes(ClassifyRequest),
     )
@@ -51,20 +51,25 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         asked = await read_json(
             request, ClassifyRequest, settings.max_body_bytes, settings.body_timeout_s
         )
-        served = engine.catalog.pick(asked.model, "classify")
+        served = engine.catalog.pick(asked.model, ("classify",), asked.input[0].kind)
+        manifest = served.manifest
         decision = decide_budget(request, engine, served, asked)
-        labels = served.manifest.labels or ()
+        labels = manifest.labels or ()
         top = _labels_to_list(asked.top_k, served, len(labels))
         _check_count(asked, settings.max_inputs)
-        encoded = await encoding.run(
-            request, sum(map(len, asked.texts)), lambda: _encode(asked, served)
+        check_kinds(asked.input, manifest)
+        taken = await encoding.run(
+            request,
+            _characters(asked),
+            lambda: read_items(asked.input, served, asked.truncate),
         )
         mailbox = Mailbox()
-        rows = [one.tokens for one in encoded]
+        rows = [one.row for one in taken]
         job: Job[Work] = Job(
             lane=LaneKey(served.name, "classify", decision.steps),
             work=Classification(rows, mailbox.deliver),
-            lengths=tuple(map(len, rows)),
+            lengths=tuple(row_length(row, manifest) for row in rows),
+            may_pad=manifest.input.kind == "text",
         )
         async with submitted(engine, job, mailbox, request):
             event = (await mailbox.take())[0]
@@ -75,7 +80,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         response = ClassifyResponse(
             id=request_id(request),
             model=served.name,
-            results=_results(event, encoded, labels, top, decision),
+            results=_results(event, taken, labels, top, decision),
             timing=spent,
         )
         return answer(response, {"server-timing": spent.header})
@@ -95,33 +100,34 @@ def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
 
 
 def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
-    if len(asked.texts) > max_inputs:
+    if len(asked.input) > max_inputs:
         raise Unprocessable(
-            f"input has {len(asked.texts)} texts, but this server takes at most {max_inputs} at "
+            f"input has {len(asked.input)} items, but this server takes at most {max_inputs} at "
             "once: send several requests",
             param="input",
         )
 
 
-def _encode(asked: ClassifyRequest, served: Served) -> list[Encoded]:
-    if isinstance(asked.input, str):
-        return [served.codec.encode_input(asked.input, asked.truncate)]
-    return [
-        served.codec.encode_input(text, asked.truncate, f"input[{index}]")
-        for index, text in enumerate(asked.input)
-    ]
+def _characters(asked: ClassifyRequest) -> int | None:
+    """How much text there is to encode; None where there is something else to read."""
+    total = 0
+    for item in asked.input:
+        if item.characters is None:
+            return None
+        total += item.characters
+    return total
 
 
 def _results(
     event: ClassifiedEvent,
-    encoded: list[Encoded],
+    taken: list[Intake],
     labels: tuple[str, ...],
     top: int,
     decision: Decision,
 ) -> list[ClassifyResult]:
     budget = Budget.of(decision)
     results = []
-    for scores, one in zip(event.scores, encoded, strict=True):
+    for scores, one in zip(event.scores, taken, strict=True):
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         best = [LabelScore(label=labels[index], score=scores[index]) for index in ranked[:top]]
         results.append(

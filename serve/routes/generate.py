@@ -1,4 +1,4 @@
-"""POST /v1/generate: a prompt in, its continuation out, whole or token by token.
+"""POST /v1/generate: a prompt in, its continuation or translation out, whole or in pieces.
 
 Knows the shape of requests and answers; the engine knows how they are run.
 """
@@ -22,13 +22,13 @@ from serve.answers import (
 )
 from serve.body import read_json
 from serve.budget import Decision
-from serve.catalog import Served
+from serve.catalog import WRITING, Served
 from serve.engine import Engine
 from serve.errors import InvalidField
 from serve.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
 from serve.executor import Work
 from serve.generation import Generation, Wish
-from serve.job import Job, LaneKey
+from serve.job import Job, Kind, LaneKey
 from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
     RUN_PROBLEMS,
@@ -42,6 +42,8 @@ from serve.routes.shared import (
 from serve.schemas import GenerateRequest
 from serve.settings import Settings
 from serve.stream import EventStream
+from serve.translation import Translation
+from serve.wishes import check_beams, positions_held, wish_of
 
 # A drawn seed fits a JavaScript number, so that every client can send it back as it came.
 _DRAWN_BITS = 32
@@ -112,7 +114,7 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
 
     @router.post(
         "/v1/generate",
-        summary="Continue a prompt",
+        summary="Continue a prompt, or translate a text",
         response_model=GenerateResponse,
         responses={
             200: {"description": _STREAM_ABOUT, "content": {"text/event-stream": {}}},
@@ -124,7 +126,8 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
         asked = await read_json(
             request, GenerateRequest, settings.max_body_bytes, settings.body_timeout_s
         )
-        served = engine.catalog.pick(asked.model, "generate")
+        tasks = WRITING if asked.num_beams is None else WRITING[::-1]
+        served = engine.catalog.pick(asked.model, tasks)
         decision = decide_budget(request, engine, served, asked)
         if asked.max_tokens > settings.max_tokens:
             raise InvalidField(
@@ -132,18 +135,11 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
                 f"{settings.max_tokens}: send less",
                 param="max_tokens",
             )
+        check_beams(asked, served)
         prompt = await encoding.run(
             request, len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt)
         )
-        wish = Wish(
-            prompt=prompt,
-            max_tokens=asked.max_tokens,
-            window=served.manifest.input.max_tokens,
-            sampling=asked.sampling(secrets.randbits(_DRAWN_BITS)),
-            stops=asked.stops,
-            logprobs=asked.logprobs,
-            stream=asked.stream,
-        )
+        wish = wish_of(asked, served, prompt, secrets.randbits(_DRAWN_BITS))
         return await _run(Exchange(request, engine, served, decision, wish))
 
     return router
@@ -151,11 +147,14 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
 
 async def _run(exchange: Exchange) -> Response:
     mailbox, wish = Mailbox(), exchange.wish
+    served, steps = exchange.served, exchange.decision.steps
+    searches = wish.num_beams > 1
+    kind: Kind = "search" if searches else "generate"
     job: Job[Work] = Job(
-        lane=LaneKey(exchange.served.name, "generate", exchange.decision.steps),
-        work=Generation(wish, exchange.served.codec, mailbox.deliver),
+        lane=LaneKey(served.name, kind, steps),
+        work=(Translation if searches else Generation)(wish, served.codec, mailbox.deliver),
         lengths=(len(wish.prompt),),
-        positions=min(len(wish.prompt) + wish.max_tokens, wish.window),
+        positions=positions_held(wish, served),
     )
     async with AsyncExitStack() as work:
         await work.enter_async_context(submitted(exchange.engine, job, mailbox, exchange.request))

@@ -8,11 +8,20 @@ import time
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from serve.answers import Interval, LadderResponse, LadderRung, ModelCard, ModelList
-from serve.bundle import Rung
+from serve.answers import (
+    Interval,
+    LadderResponse,
+    LadderRung,
+    ModelCard,
+    ModelList,
+    TakesImage,
+    TakesPoints,
+    TakesText,
+)
+from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
 from serve.catalog import Served
 from serve.engine import Engine
-from serve.job import LaneKey
+from serve.job import Kind, LaneKey
 from serve.routes.shared import answer, problems
 
 _UNKNOWN = problems(e404="No such model is served.")
@@ -55,6 +64,9 @@ def model_routes(engine: Engine) -> APIRouter:
         return answer(
             LadderResponse(
                 model=manifest.name,
+                task=manifest.task,
+                depth=manifest.depth,
+                input=_takes(manifest),
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
@@ -71,6 +83,8 @@ def _card(served: Served, loaded_at_s: int) -> ModelCard:
         id=manifest.name,
         created=loaded_at_s,
         task=manifest.task,
+        depth=manifest.depth,
+        input=_takes(manifest),
         method=manifest.method,
         steps=list(manifest.steps),
         efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
@@ -78,17 +92,32 @@ def _card(served: Served, loaded_at_s: int) -> ModelCard:
         full_steps=manifest.full_steps,
         metric=manifest.rungs[0].quality.metric,
         labels=None if manifest.labels is None else list(manifest.labels),
-        max_tokens=manifest.input.max_tokens,
+        max_tokens=(manifest.input.max_tokens if isinstance(manifest.input, TextInput) else None),
+        target_max_tokens=manifest.target_max_tokens,
         parameters=manifest.shape.parameters,
         precision=manifest.precision,
         card=dict(manifest.card),
     )
 
 
+def _kind(served: Served) -> Kind:
+    return "classify" if served.manifest.task == "classify" else "generate"
+
+
+def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
+    match manifest.input:
+        case TextInput(max_tokens=max_tokens):
+            return TakesText(kind="text", max_tokens=max_tokens)
+        case ImageInput(channels=channels, height=height, width=width):
+            return TakesImage(kind="image", channels=channels, height=height, width=width)
+        case PointsInput(max_points=max_points, dimensions=dimensions):
+            return TakesPoints(kind="points", max_points=max_points, dimensions=dimensions)
+
+
 def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
     measured_ms = served.measured_ms(rung.steps)
     predicted_s = engine.predict_s(
-        LaneKey(served.name, served.manifest.task, rung.steps),
+        LaneKey(served.name, _kind(served), rung.steps),
         None if measured_ms is None else measured_ms / 1000,
     )
     quality = rung.quality

@@ -52,17 +52,20 @@ def timing(request: Request, engine: Engine, span: Span) -> Timing:
 
 @final
 class Encoding:
-    """Runs a tokenizer: short texts here, long ones aside, one request at a time.
+    """Reads inputs: short texts here, all else aside, one request at a time.
 
-    However many long texts come at once, they take the time and the memory of one.
+    However many long texts or images come at once, they take the time and the memory of one.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(1)
 
-    async def run(self, request: Request, characters: int, work: Callable[[], T]) -> T:
-        """What `work` gives; ClientGone if nobody is left to answer when its turn comes."""
-        if characters <= _LONG_CHARACTERS:
+    async def run(self, request: Request, characters: int | None, work: Callable[[], T]) -> T:
+        """What `work` gives; ClientGone if nobody is left to answer when its turn comes.
+
+        `characters` is how much text there is to read, None if it is something else.
+        """
+        if characters is not None and characters <= _LONG_CHARACTERS:
             return work()
         async with self._turn:
             if await request.is_disconnected():

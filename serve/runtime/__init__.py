@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from serve.runtime.protocol import Classifier, DecodeBatch, Decoder, Model, WindowFullError
+from serve.runtime.protocol import (
+    Batches,
+    Classifier,
+    DecodeBatch,
+    Decoder,
+    Model,
+    Translation,
+    Translator,
+    WindowFullError,
+)
 
 if TYPE_CHECKING:
     from serve.bundle import Bundle
 
-__all__ = ["Classifier", "DecodeBatch", "Decoder", "Model", "WindowFullError", "open_model"]
+__all__ = [
+    "Batches",
+    "Classifier",
+    "DecodeBatch",
+    "Decoder",
+    "Model",
+    "Translation",
+    "Translator",
+    "WindowFullError",
+    "open_model",
+]
 
 
 def open_model(bundle: Bundle, threads: int | None = None) -> Model:

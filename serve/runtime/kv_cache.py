@@ -32,7 +32,7 @@ class CacheLayout:
             buffers=2 * rung.nfe * shape.layers,
             heads=shape.heads,
             head_width=shape.head_width,
-            max_tokens=manifest.input.max_tokens,
+            max_tokens=manifest.text_input.max_tokens,
         )
 
     def capacity_for(self, positions: int) -> int:

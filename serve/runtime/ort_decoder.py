@@ -1,4 +1,4 @@
-"""One rung of a decoder on onnxruntime: opens batches, and runs whole sequences for verification.
+"""One rung of a decoder with caches on onnxruntime: opens batches, runs whole sequences to verify.
 
 Knows the graph's inputs; the rows of a batch and their caches are the batch's own.
 """
@@ -9,10 +9,10 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import Manifest, Rung
+from serve.runtime.interface import cache_names
 from serve.runtime.kv_cache import CacheLayout
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_binding import bind_input, bind_output
-from serve.runtime.ort_session import cache_names
 from serve.runtime.protocol import FloatArray, IntArray
 from serve.runtime.token_checks import check_tokens
 
@@ -27,7 +27,7 @@ class OrtDecoder:
         self._session = session
         self._layout = CacheLayout.of(manifest, rung)
         self._names = cache_names(rung.nfe, manifest.shape.layers)
-        self._vocab_size = manifest.tokenizer.vocab_size
+        self._vocab_size = manifest.text_tokenizer.vocab_size
 
     def open_batch(self) -> OrtDecodeBatch:
         return OrtDecodeBatch(self._session, self._names, self._layout, self._vocab_size)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from serve.bundle import Bundle, BundleError, Rung
+from serve.bundle import Bundle, BundleError
+from serve.runtime.interface import Interface
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -26,9 +27,11 @@ def usable_cores() -> int:
     return max(1, cores or 1)
 
 
-def open_session(bundle: Bundle, rung: Rung, threads: int) -> ort.InferenceSession:
-    """The session of one rung; BundleError when its graph is not what the manifest promises."""
-    path = bundle.folder / rung.graph
+def open_session(
+    bundle: Bundle, file: str, interface: Interface, threads: int
+) -> ort.InferenceSession:
+    """The session of one graph; BundleError when it is not what the manifest promises."""
+    path = bundle.folder / file
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -48,7 +51,7 @@ def open_session(bundle: Bundle, rung: Rung, threads: int) -> ort.InferenceSessi
             "the bundle again",
             file=str(path),
         ) from error
-    check_interface(bundle, rung, session)
+    check_interface(path, interface, session)
     return session
 
 
@@ -61,9 +64,9 @@ def _register_arena() -> None:
     ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 0}))
 
 
-def check_interface(bundle: Bundle, rung: Rung, session: ort.InferenceSession) -> None:
+def check_interface(path: Path, interface: Interface, session: ort.InferenceSession) -> None:
     """The graph's inputs and outputs are those of its task, with the sizes of the manifest."""
-    inputs, outputs = expected_interface(bundle, rung)
+    inputs, outputs = interface
     for side, nodes, wanted in (
         ("input", session.get_inputs(), inputs),
         ("output", session.get_outputs(), outputs),
@@ -71,55 +74,16 @@ def check_interface(bundle: Bundle, rung: Rung, session: ort.InferenceSession) -
         found = {node.name: (node.type, tuple(node.shape)) for node in nodes}
         for name, (kind, shape) in wanted.items():
             if name not in found:
-                raise _mismatch(bundle, rung, f"has no {side} {name}")
+                raise _mismatch(path, f"has no {side} {name}")
             found_kind, found_shape = found.pop(name)
             if found_kind != kind or not _fits(found_shape, shape):
                 raise _mismatch(
-                    bundle,
-                    rung,
+                    path,
                     f"has the {side} {name} as {found_kind} {list(found_shape)} instead of "
                     f"{kind} {list(shape)}",
                 )
         if found:
-            raise _mismatch(bundle, rung, f"has the unknown {side} {min(found)}")
-
-
-Interface = dict[str, tuple[str, tuple[int | str, ...]]]
-
-
-def expected_interface(bundle: Bundle, rung: Rung) -> tuple[Interface, Interface]:
-    """Types and shapes of a rung's inputs and outputs; a word stands for any size."""
-    manifest = bundle.manifest
-    if manifest.task == "classify":
-        classes = len(manifest.labels or ())
-        return (
-            {"tokens": ("tensor(int64)", ("batch", "length"))},
-            {"logits": ("tensor(float)", ("batch", classes))},
-        )
-    shape = manifest.shape
-    cache = ("tensor(float)", ("batch", shape.heads, "capacity", shape.head_width))
-    inputs: Interface = {
-        "tokens": ("tensor(int64)", ("batch", "length")),
-        "past": ("tensor(int32)", ("batch",)),
-        "keep": ("tensor(int64)", ("kept",)),
-    }
-    outputs: Interface = {
-        "logits": ("tensor(float)", ("batch", "kept", manifest.tokenizer.vocab_size))
-    }
-    for name in cache_names(rung.nfe, shape.layers):
-        inputs[name] = cache
-        outputs[f"{name}_out"] = cache
-    return inputs, outputs
-
-
-def cache_names(evaluations: int, layers: int) -> list[str]:
-    """The cache inputs of a decoder graph; the outputs have _out behind."""
-    return [
-        f"{part}_{evaluation}_{layer}"
-        for evaluation in range(evaluations)
-        for layer in range(layers)
-        for part in ("k", "v")
-    ]
+            raise _mismatch(path, f"has the unknown {side} {min(found)}")
 
 
 def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...]) -> bool:
@@ -129,8 +93,8 @@ def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...]) ->
     )
 
 
-def _mismatch(bundle: Bundle, rung: Rung, problem: str) -> BundleError:
-    return BundleError(f"{problem}; export the bundle again", file=str(bundle.folder / rung.graph))
+def _mismatch(path: Path, problem: str) -> BundleError:
+    return BundleError(f"{problem}; export the bundle again", file=str(path))
 
 
 def first_line(error: Exception) -> str:

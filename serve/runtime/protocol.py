@@ -12,6 +12,7 @@ from serve.bundle import Bundle
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+RowArray = IntArray | FloatArray
 
 
 class WindowFullError(ValueError):
@@ -21,13 +22,17 @@ class WindowFullError(ValueError):
 class Classifier(Protocol):
     """One rung of a classifier."""
 
-    def run(self, tokens: IntArray) -> FloatArray:
-        """Logits (B, C) of tokens (B, N), each row padded on its right with pad_id."""
+    def run(self, rows: RowArray) -> FloatArray:
+        """Logits (B, C) of what the model takes.
+
+        Tokens (B, N), each row padded on its right with pad_id; or pixels (B, C, H, W), already
+        normalised; or points (B, N, dimensions), already centred and scaled.
+        """
         ...
 
 
 class DecodeBatch(Protocol):
-    """Rows of ONE rung that decode together, with their caches; hides the cache layout.
+    """Rows of ONE rung that decode together, with what they keep; hides how that lies in memory.
 
     Rows are numbered from 0 in the order they were added. No method changes any row when it
     raises. The arrays returned belong to the caller.
@@ -35,16 +40,16 @@ class DecodeBatch(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """Cached positions of each row."""
+        """Positions of each row; of a translation, those of the answer."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Cache memory held now."""
+        """Memory held now, beside the tokens."""
         ...
 
     def add(self, tokens: IntArray) -> FloatArray:
-        """Prefill a prompt (S,), append it as the last row, return its last logits (V,)."""
+        """Read a prompt or a source (S,), append it as the last row, return its logits (V,)."""
         ...
 
     def step(self, tokens: IntArray) -> FloatArray:
@@ -56,19 +61,48 @@ class DecodeBatch(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """One rung of a decoder."""
+class Batches(Protocol):
+    """One rung of a model that writes token by token."""
 
     def open_batch(self) -> DecodeBatch:
         """A batch without rows, which holds no memory."""
         ...
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
-        """The most cache bytes that a batch which had so many rows, so long, holds."""
+        """The most memory that a batch which had so many rows, so long, holds."""
         ...
+
+
+class Decoder(Batches, Protocol):
+    """One rung of a decoder."""
 
     def forward(self, tokens: IntArray) -> FloatArray:
         """Logits (B, S, V) at every position of tokens (B, S); keeps no cache."""
+        ...
+
+
+class Translation(Protocol):
+    """A source that has been read, and whose answers are compared: see beam search."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        ...
+
+    def follow(self, prefixes: IntArray) -> FloatArray:
+        """Logits (B, V) for the token after each prefix (B, N), bos included."""
+        ...
+
+
+class Translator(Batches, Protocol):
+    """One rung of a translator. The positions that `bytes_for` counts are those of the source."""
+
+    def read(self, source: IntArray) -> Translation:
+        """Run the encoder on a source (S,)."""
+        ...
+
+    def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:
+        """Logits (B, N, V) at every position of tokens (B, N), given sources (B, S)."""
         ...
 
 
@@ -85,6 +119,10 @@ class Model(Protocol):
         ...
 
     def decoder(self, steps: int) -> Decoder:
+        """The rung of that many steps; BundleError if the ladder or the task has none."""
+        ...
+
+    def translator(self, steps: int) -> Translator:
         """The rung of that many steps; BundleError if the ladder or the task has none."""
         ...
 

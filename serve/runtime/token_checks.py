@@ -5,10 +5,10 @@ Knows shapes and ranges; no graph would name the wrong row as clearly.
 
 import numpy as np
 
-from serve.runtime.protocol import IntArray
+from serve.runtime.protocol import IntArray, RowArray
 
 
-def check_tokens(tokens: IntArray, dimensions: int, vocab_size: int) -> IntArray:
+def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray:
     """The tokens, contiguous; ValueError unless there are some and all are in the vocabulary."""
     if tokens.ndim != dimensions or tokens.dtype != np.int64 or tokens.size == 0:
         raise ValueError(
@@ -20,4 +20,4 @@ def check_tokens(tokens: IntArray, dimensions: int, vocab_size: int) -> IntArray
         raise ValueError(
             f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
         )
-    return np.ascontiguousarray(tokens)
+    return np.ascontiguousarray(tokens, dtype=np.int64)

@@ -5,17 +5,23 @@ import { createDial } from "./dial.js";
 import * as format from "./format.js";
 import { costAxis, createFrontier } from "./frontier.js";
 import { createHistory } from "./history.js";
+import { createPicture } from "./picture.js";
 import * as request from "./request.js";
 
 const RESEND_AFTER_MS = 160;
 const RENEW_AFTER_MS = 2000;
 const EXAMPLE_LETTERS = 46;
 const SHORT_LETTERS = 14;
+const VERBS = { classify: "Classify", generate: "Generate", translate: "Translate" };
+const TITLES = { classify: "Text", generate: "Prompt", translate: "Text to translate" };
+const INPUT_TITLES = { image: "Image", points: "Points: [[x, ...], ...]" };
+const TEMPERATURES = { generate: "0.8", translate: "0" };
 
 const element = (id) => document.getElementById(id);
 const history = createHistory(element("history"));
 const dial = createDial(turned);
 const frontier = createFrontier(element("frontier"), (index) => dial.choose(index));
+const picture = createPicture(element("canvas"), element("file"), element("wipe"), turned);
 const drafts = new Map();
 
 let model = null;
@@ -88,22 +94,29 @@ async function open(entry) {
   }
   if (opening !== openings) return;
   if (model) drafts.set(model.id, element("input").value);
+  const before = model?.task;
   [model, ladder, ladderReadMs] = [entry, rungs, performance.now()];
-  const writes = model.task === "generate";
+  const writes = request.writes(model);
+  const sees = model.input.kind === "image";
   const examples = (model.card?.examples ?? []).filter((example) => typeof example === "string");
-  element("ask-title").textContent = element("input-label").textContent = writes ? "Prompt" : "Text";
+  element("ask-title").textContent = element("input-label").textContent = INPUT_TITLES[model.input.kind] ?? TITLES[model.task];
   element("model-about").textContent = model.card?.title ?? model.card?.description ?? "";
   element("input").value = drafts.get(model.id) ?? examples[0] ?? "";
-  element("examples").replaceChildren(...(examples.length > 1 ? examples.map(exampleButton) : []));
+  element("input").hidden = sees;
+  element("picture").hidden = !sees;
+  if (sees) picture.load(model.input);
+  element("examples").replaceChildren(...(examples.length > 1 && !sees ? examples.map(exampleButton) : []));
   element("options").hidden = !writes;
+  element("beams-label").hidden = model.task !== "translate";
+  if (writes && before !== model.task) element("temperature").value = TEMPERATURES[model.task];
   element("text").hidden = !writes;
   element("scores").hidden = writes;
-  element("send").textContent = writes ? "Generate" : "Classify";
+  element("send").textContent = VERBS[model.task];
   element("about-server").textContent = describe(model);
   element("notice").hidden = true;
   element("playground").hidden = false;
   request.clearAnswer();
-  dial.load(ladder, model.task, model.default_steps);
+  dial.load(ladder, mode(), model.default_steps);
   refresh();
 }
 
@@ -122,26 +135,31 @@ function exampleButton(example) {
   button.addEventListener("click", () => {
     element("input").value = example;
     refresh();
-    if (model.task !== "generate") send();
+    if (!request.writes(model)) send();
   });
   return button;
 }
 
+/** What the dial, the plot and the table need to know of the task. */
+const mode = () => (request.writes(model) ? "generate" : "classify");
+
+const hasInput = () => (model.input.kind === "image" ? picture.isDrawn() : element("input").value.trim() !== "");
+
 function refresh() {
-  const { path, body } = request.requestOf(model, dial.rung().steps);
+  const { path, body } = request.requestOf(model, dial.rung().steps, picture);
   element("curl").textContent = api.curl(path, body);
   const live = history.live(model.id);
-  frontier.update({ ladder, task: model.task, index: dial.index(), live });
-  history.draw(model.id, model.task, ladder.metric);
+  frontier.update({ ladder, task: mode(), index: dial.index(), live });
+  history.draw(model.id, mode(), ladder.metric);
   element("clear").hidden = history.size(model.id) === 0;
-  const timed = costAxis(ladder, model.task).isTime;
+  const timed = costAxis(ladder, mode()).isTime;
   element("frontier-title").textContent = timed ? "Quality against latency" : "Quality against work";
   element("legend-live").hidden = !timed;
 }
 
 function turned() {
   refresh();
-  if (model.task === "generate" || sweeping || !element("input").value.trim()) return;
+  if (request.writes(model) || sweeping || !hasInput()) return;
   clearTimeout(resendTimer);
   resendTimer = setTimeout(send, RESEND_AFTER_MS);
 }
@@ -153,9 +171,10 @@ function cancel() {
 }
 
 function busy(on) {
-  element("stop").hidden = !on || (model.task !== "generate" && !sweeping);
-  element("send").setAttribute("aria-disabled", String(on && model.task === "generate"));
-  element("sweep").setAttribute("aria-disabled", String(on && (sweeping || model.task === "generate")));
+  const writes = request.writes(model);
+  element("stop").hidden = !on || (!writes && !sweeping);
+  element("send").setAttribute("aria-disabled", String(on && writes));
+  element("sweep").setAttribute("aria-disabled", String(on && (sweeping || writes)));
 }
 
 /** Sends the form at the rung of the dial; false when it failed or was stopped. */
@@ -165,9 +184,9 @@ async function send() {
   const [sentModel, sentLadder, rung] = [model, ladder, dial.rung()];
   running = control;
   busy(true);
-  const run = sentModel.task === "generate" ? request.generate : request.classify;
+  const run = request.writes(sentModel) ? request.generate : request.classify;
   try {
-    const outcome = await run(request.requestOf(sentModel, rung.steps), control.signal);
+    const outcome = await run(request.requestOf(sentModel, rung.steps, picture), control.signal);
     const { budget, spoken, ...measured } = outcome;
     const quality = budget?.expected?.value ?? rung.quality?.value;
     history.add(sentModel.id, { steps: budget?.steps ?? rung.steps, metric: sentLadder.metric, quality, ...measured });

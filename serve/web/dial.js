@@ -91,7 +91,7 @@ export function createDial(onInput) {
 
 function latencyNote(rung, task) {
   if (latencyOf(rung) === null) return "not measured here";
-  return `a ${task === "generate" ? "token" : "text"}, ${rung.predicted_ms == null ? "measured" : "predicted"}`;
+  return `a ${task === "generate" ? "token" : "input"}, ${rung.predicted_ms == null ? "measured" : "predicted"}`;
 }
 
 function spoken(rung, metric, latency) {

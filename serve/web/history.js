@@ -26,7 +26,7 @@ export function createHistory(holder) {
     if (!rows.length) {
       const hint = document.createElement("p");
       hint.className = "empty";
-      hint.textContent = "Send the same text at two settings of the dial: the difference shows here.";
+      hint.textContent = "Send the same input at two settings of the dial: the difference shows here.";
       holder.replaceChildren(hint);
       return;
     }

@@ -11,16 +11,38 @@ const numberIn = (id) => {
   return value === "" ? undefined : Number(value);
 };
 
-/** The request as the form stands: where it goes and its body. */
-export function requestOf(model, steps) {
-  const input = element("input").value;
-  if (model.task !== "generate") {
-    const topK = model.labels?.length ? { top_k: model.labels.length } : {};
-    return { path: "v1/classify", body: { model: model.id, input, steps, ...topK } };
+const SHOWN_LABELS = 10;
+
+/** Whether the model writes a text; else it labels what it is given. */
+export const writes = (model) => model.task !== "classify";
+
+function pointsIn(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text; // the server says what is wrong with it
   }
-  const sampling = { max_tokens: numberIn("max-tokens"), temperature: numberIn("temperature"), seed: numberIn("seed") };
+}
+
+function inputOf(model, picture) {
+  if (model.input.kind === "image") return { image: picture.dataUrl() };
+  const text = element("input").value;
+  return model.input.kind === "points" ? { points: pointsIn(text) } : text;
+}
+
+/** The request as the form and the picture stand: where it goes and its body. */
+export function requestOf(model, steps, picture) {
+  if (!writes(model)) {
+    const topK = model.labels?.length ? { top_k: Math.min(model.labels.length, SHOWN_LABELS) } : {};
+    return { path: "v1/classify", body: { model: model.id, input: inputOf(model, picture), steps, ...topK } };
+  }
+  const input = element("input").value;
+  const beams = model.task === "translate" ? numberIn("beams") : undefined;
+  const searches = beams > 1;
+  const temperature = searches ? undefined : numberIn("temperature");
+  const sampling = { max_tokens: numberIn("max-tokens"), temperature, num_beams: beams, seed: numberIn("seed") };
   const given = Object.fromEntries(Object.entries(sampling).filter(([, value]) => value !== undefined));
-  return { path: "v1/generate", body: { model: model.id, prompt: input, steps, ...given, stream: true } };
+  return { path: "v1/generate", translates: model.task === "translate", body: { model: model.id, prompt: input, steps, ...given, stream: true } };
 }
 
 export function clearAnswer() {
@@ -107,7 +129,7 @@ export async function generate(request, signal) {
   const text = element("text");
   const prompt = document.createElement("span");
   prompt.className = "prompt";
-  prompt.textContent = request.body.prompt;
+  prompt.textContent = request.translates ? `${request.body.prompt}\n` : request.body.prompt;
   const grown = document.createElement("span");
   text.replaceChildren(prompt, grown);
   element("failure").hidden = true;

@@ -10,17 +10,21 @@ from serve.bundle import (
     EFFORTS,
     EVALUATIONS_PER_STEP,
     BundleError,
+    Depth,
     FileEntry,
+    ImageInput,
     InputSpec,
     Latency,
     LatencyEntry,
     Machine,
     Manifest,
     Method,
+    PointsInput,
     Quality,
     Rung,
     Shape,
     Task,
+    TextInput,
     TokenizerSpec,
     Truncation,
     Verified,
@@ -60,26 +64,51 @@ def qualities(draw: st.DrawFn, metric: str) -> Quality:
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    task: Task = draw(st.sampled_from(TASKS))
-    method: Method = draw(st.sampled_from(get_args(Method)))
+def inputs(draw: st.DrawFn, task: Task) -> InputSpec:
+    kind = draw(st.sampled_from(["text", "image", "points"])) if task == "classify" else "text"
+    if kind == "image":
+        channels = draw(st.integers(1, 4))
+        numbers = st.lists(st.floats(0.01, 10), min_size=channels, max_size=channels).map(tuple)
+        height, width = draw(st.integers(1, 4096)), draw(st.integers(1, 4096))
+        mean, std = draw(numbers), draw(numbers)
+        return ImageInput(channels=channels, height=height, width=width, mean=mean, std=std)
+    if kind == "points":
+        return PointsInput(
+            max_points=draw(st.integers(1, 1 << 16)), dimensions=draw(st.integers(1, 16))
+        )
+    max_tokens = draw(st.integers(1, 1 << 20))
+    if task != "classify" or draw(st.booleans()):
+        return TextInput(max_tokens=max_tokens)
+    head = draw(st.integers(0, max_tokens))
+    tail = draw(st.integers(0 if head else 1, max_tokens - head if head else max_tokens))
+    return TextInput(max_tokens=max_tokens, truncation=Truncation(head, tail))
+
+
+@st.composite
+def tokenizers(draw: st.DrawFn, task: Task) -> TokenizerSpec:
+    vocab_size = draw(st.integers(3, 1 << 24))
+    ids = st.integers(0, vocab_size - 1)
+    pad, bos, eos = draw(st.lists(ids, min_size=3, max_size=3, unique=True))
+    kind: Any = draw(st.sampled_from(["chars", "bpe"]))
+    if task == "translate":
+        return TokenizerSpec(kind, "t.json", pad, vocab_size, bos, eos)
+    return TokenizerSpec(kind, "t.json", pad, vocab_size)
+
+
+@st.composite
+def ladders(draw: st.DrawFn, task: Task, depth: Depth) -> tuple[Rung, ...]:
+    method: Method = draw(st.sampled_from(get_args(Method))) if depth != "fixed" else "euler"
     metric = draw(st.sampled_from(["loss", "accuracy"]))
-    steps = sorted(draw(st.sets(st.integers(1, 1024), min_size=1, max_size=6)))
+    counts = st.sets(st.integers(1, 1024), min_size=1, max_size=6)
+    steps = sorted(draw(counts)) if depth != "fixed" else [1]
     words = sorted(
         draw(st.sets(st.sampled_from(EFFORTS[:3]), max_size=len(steps) - 1)), key=EFFORTS.index
     )
     efforts = [*words, *[None] * (len(steps) - 1 - len(words))]
     efforts.append(draw(st.sampled_from([None, "max"])))
-    max_tokens = draw(st.integers(1, 1 << 20))
-    truncation = None
-    labels = None
-    if task == "classify":
-        labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))
-        if draw(st.booleans()):
-            head = draw(st.integers(0, max_tokens))
-            tail = draw(st.integers(0 if head else 1, max_tokens - head if head else max_tokens))
-            truncation = Truncation(head, tail)
-    vocab_size = draw(st.integers(2, 1 << 24))
+    stacks = 2 if task == "translate" else 1
+    if depth == "chain":
+        stacks *= draw(st.integers(1, 12))
     rungs = []
     for count, effort in zip(steps, efforts, strict=True):
         error, tolerance = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
@@ -87,35 +116,46 @@ def manifests(draw: st.DrawFn) -> Manifest:
             Rung(
                 steps=count,
                 method=method,
-                nfe=count * EVALUATIONS_PER_STEP[method],
+                nfe=stacks * count * EVALUATIONS_PER_STEP[method],
                 effort=effort,
                 graph=f"steps-{count}.onnx",
                 quality=draw(qualities(metric)),
                 verified=Verified(error, tolerance, draw(st.floats(0, 1))),
+                encoder=f"encoder-{count}.onnx" if task == "translate" else None,
             )
         )
-    names = ["w.bin", "t.json", *(rung.graph for rung in rungs)]
+    return tuple(rungs)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    task: Task = draw(st.sampled_from(TASKS))
+    depth: Depth = draw(st.sampled_from(get_args(Depth)))
+    rungs = draw(ladders(task, depth))
+    spec = draw(inputs(task))
+    tokenizer = draw(tokenizers(task)) if spec.kind == "text" else None
+    labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))
+    may_cache = task == "generate" and depth != "chain"
+    names = ["w.bin", *(file for rung in rungs for file in rung.graphs.values())]
     return Manifest(
         name=draw(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True)),
         task=task,
-        method=method,
+        method=rungs[0].method,
         T=draw(st.floats(1e-3, 1e3)),
-        full_steps=steps[-1],
-        default_steps=draw(st.sampled_from(steps)),
-        input=InputSpec("text", max_tokens, truncation),
-        labels=labels,
-        tokenizer=TokenizerSpec(
-            draw(st.sampled_from(["chars", "bpe"])),
-            "t.json",
-            draw(st.integers(0, vocab_size - 1)),
-            vocab_size,
-        ),
+        full_steps=rungs[-1].steps,
+        default_steps=draw(st.sampled_from([rung.steps for rung in rungs])),
+        depth=depth,
+        cache="kv" if may_cache and draw(st.booleans()) else "none",
+        input=spec,
+        target_max_tokens=draw(st.integers(2, 1 << 20)) if task == "translate" else None,
+        labels=labels if task == "classify" else None,
+        tokenizer=tokenizer,
         shape=draw(st.builds(Shape, *[st.integers(1, 1024)] * 5)),
         weights="w.bin",
-        rungs=tuple(rungs),
+        rungs=rungs,
         card=draw(facts),
         provenance=draw(facts),
-        files={name: draw(entries) for name in names},
+        files={name: draw(entries) for name in [*names, "t.json"]},
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, State
+from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, SearchCall, State
 from serve.scheduler import Limits, Scheduler
 
 WINDOW = 12
@@ -19,11 +19,11 @@ LIMITS = Limits(
 LANES = [
     LaneKey(model, kind, steps)
     for model in ("a", "b")
-    for kind in ("classify", "generate")
+    for kind in ("classify", "generate", "search")
     for steps in (1, 4)
 ]
-# Turns there can be: one for each classification lane, two for each generation lane.
-TURNS = sum(1 if lane.kind == "classify" else 2 for lane in LANES)
+# Turns there can be: two for each generation lane, one for each other.
+TURNS = sum(2 if lane.kind == "generate" else 1 for lane in LANES)
 
 
 @dataclass(eq=False)
@@ -49,6 +49,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler: Scheduler[Request] = Scheduler(LIMITS, cache_bytes)
         self.jobs: list[Job[Request]] = []
         self.batches: dict[LaneKey, list[Job[Request]]] = {}
+        self.searches: set[Job[Request]] = set()  # whose memory is held
         self.now_s = 0.0
 
     @rule(
@@ -87,6 +88,9 @@ class Traffic(RuleBasedStateMachine):
         if isinstance(call, ClassifyCall):
             self.classify(call, failure)
             return
+        if isinstance(call, SearchCall):
+            self.search(call, failure)
+            return
         self.generate(call, failure)
         rows = self.batches[call.lane]
         held = len(rows) * max((job.work.cached for job in rows), default=0) * call.lane.steps
@@ -107,6 +111,14 @@ class Traffic(RuleBasedStateMachine):
             if self.scheduler.row_done(job):
                 assert job.work.answered == len(job.lengths)
                 job.work.ended.append("done")
+
+    def search(self, call: SearchCall[Request], failure: str | None) -> None:
+        self.searches -= set(call.over)
+        if call.job is not None:
+            assert call.job.state is State.RUNNING and call.job.lane == call.lane
+            self.searches.add(call.job)
+            self.take_tokens((call.job,), failure and "row")
+        self.searches -= set(self.scheduler.forget(call.lane))
 
     def generate(
         self, call: PrefillCall[Request] | DecodeCall[Request], failure: str | None
@@ -189,12 +201,13 @@ class Traffic(RuleBasedStateMachine):
             len(rows) * max((job.work.cached for job in rows), default=0) * lane.steps
             for lane, rows in self.batches.items()
         )
+        held += sum(job.positions * job.lane.steps for job in self.searches)
         assert held <= LIMITS.cache_bytes
 
     @invariant()
     def running_work_is_never_starved(self) -> None:
         for job in self.living:
-            if job.state is State.RUNNING and job.lane.kind == "generate":
+            if job.state is State.RUNNING and job.lane.kind != "classify":
                 assert job.work.waited_calls <= TURNS + LIMITS.decode_rows
 
     def teardown(self) -> None:
@@ -205,7 +218,7 @@ class Traffic(RuleBasedStateMachine):
             self.tick(None)
         assert not self.living, "something starved"
         assert self.scheduler.next(self.now_s) is None
-        assert not any(self.batches.values())
+        assert not any(self.batches.values()) and not self.searches
         assert (self.scheduler.queued, self.scheduler.running) == (0, 0)
         assert self.scheduler.charged_bytes == 0
 

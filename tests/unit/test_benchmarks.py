@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bundle_size, cached_decode, dial, first_answer, overhead, quality, run, soak
+from benchmarks import (
+    bundle_size,
+    cached_decode,
+    dial,
+    first_answer,
+    memory,
+    overhead,
+    quality,
+    run,
+    soak,
+    throughput,
+)
 from benchmarks.machine import Machine, command_line
 from benchmarks.result import Result, Table, Target, format_cell
 from benchmarks.rounds import interleave, median_ratio
@@ -153,7 +164,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_run_runs_all_but_what_is_skipped(
     bundles: list[Bundle], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    skipped = ["dial", "overhead", "cached_decode", "soak"]
+    skipped = ["dial", "overhead", "cached_decode", "throughput", "memory", "soak"]
     folders = [str(bundle.folder) for bundle in bundles]
     assert run.main(["--quick", "--bundles", *folders, "--skip", *skipped]) == 0
     printed = capfd.readouterr().out
@@ -211,8 +222,14 @@ def test_the_page_is_what_the_results_say() -> None:
         )
 
 
+MODULES = (
+    *(quality, bundle_size, dial, overhead, cached_decode, throughput, memory),
+    *(soak, first_answer),
+)
+
+
 def test_every_script_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (quality, bundle_size, dial, overhead, cached_decode, soak, first_answer):
+    for module in MODULES:
         assert module.NAME in SCRIPTS
         with pytest.raises(SystemExit) as ended:
             module.main(["--help"])

@@ -20,7 +20,7 @@ from serve.scheduler import Limits
 from serve.text import TextCodec
 from tests.tiny_folders import generate_bundle
 
-WINDOW = generate_bundle().manifest.input.max_tokens
+WINDOW = generate_bundle().manifest.text_input.max_tokens
 
 
 class Ledger:
@@ -85,6 +85,7 @@ class WatchedModel:
         self._model, self._ledger = model, ledger
         self.bundle = model.bundle
         self.classifier = model.classifier
+        self.translator = model.translator
         self.warm_up = model.warm_up
 
     def decoder(self, steps: int) -> WatchedDecoder:

@@ -11,6 +11,7 @@ import pytest
 
 from serve.bundle import Bundle, BundleError, Manifest, open_staging, seal_bundle
 from serve.runtime import open_model
+from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
 from serve.runtime.ort_session import usable_cores
 from tests.tiny_bundles import build_classify, build_generate, restage
@@ -31,7 +32,9 @@ def promise(bundle: Bundle, target: Path, manifest: Manifest) -> Bundle:
 @pytest.mark.parametrize("threads", [1, 2, None])
 def test_the_thread_setting_is_honoured(generate_bundle: Bundle, threads: int | None) -> None:
     model = OrtModel(generate_bundle, threads)
-    options = model.decoder(1)._session.get_session_options()
+    decoder = model.decoder(1)
+    assert isinstance(decoder, OrtDecoder)
+    options = decoder._session.get_session_options()
     assert options.intra_op_num_threads == (threads or usable_cores())
     assert options.inter_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
@@ -100,11 +103,15 @@ PROMISES: dict[str, tuple[Change, str]] = {
         "steps-1.onnx: has the input k_0_0 as tensor(float) ['batch', 2, 'capacity', 16] instead",
     ),
     "other vocabulary": (
-        lambda m: replace(m, tokenizer=replace(m.tokenizer, vocab_size=99)),
+        lambda m: replace(m, tokenizer=replace(m.text_tokenizer, vocab_size=99)),
         "steps-1.onnx: has the output logits as tensor(float)",
     ),
     "another task": (
-        lambda m: replace(m, task="classify", labels=("a", "b")),
+        lambda m: replace(m, task="classify", cache="none", labels=("a", "b")),
+        "steps-1.onnx: has the unknown input k_0_0",
+    ),
+    "no caches": (
+        lambda m: replace(m, cache="none"),
         "steps-1.onnx: has the unknown input k_0_0",
     ),
     "graphs swapped": (
@@ -136,7 +143,8 @@ def test_a_longer_window_than_the_graph_has_is_refused(
     generate_bundle: Bundle, tmp_path: Path, task: str
 ) -> None:
     bundle = generate_bundle if task == "generate" else build_classify(tmp_path / "c")
-    longer = replace(bundle.manifest.input, max_tokens=bundle.manifest.input.max_tokens + 1)
+    spec = bundle.manifest.text_input
+    longer = replace(spec, max_tokens=spec.max_tokens + 1)
     bundle = promise(bundle, tmp_path / "b", replace(bundle.manifest, input=longer))
     with pytest.raises(
         BundleError, match=r"steps-1\.onnx: fails on \d+ tokens .* export the bundle"
@@ -146,7 +154,7 @@ def test_a_longer_window_than_the_graph_has_is_refused(
 
 def test_a_larger_vocabulary_than_a_classifier_has_is_refused(tmp_path: Path) -> None:
     bundle = build_classify(tmp_path / "c")
-    larger = replace(bundle.manifest.tokenizer, vocab_size=4096)
+    larger = replace(bundle.manifest.text_tokenizer, vocab_size=4096)
     bundle = promise(bundle, tmp_path / "b", replace(bundle.manifest, tokenizer=larger))
     with pytest.raises(BundleError, match=r"steps-1\.onnx: fails on 48 tokens .* of 4096"):
         open_model(bundle, threads=1).warm_up()

@@ -29,7 +29,7 @@ def labeller(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def random_tokens(model: Model, *shape: int, seed: int = 0) -> IntArray:
-    vocab_size = model.bundle.manifest.tokenizer.vocab_size
+    vocab_size = model.bundle.manifest.text_tokenizer.vocab_size
     return np.random.default_rng(seed).integers(1, vocab_size, shape)
 
 
@@ -56,7 +56,7 @@ def test_forward_is_causal_and_its_rows_are_independent(generator: Model, steps:
     decoder = generator.decoder(steps)
     tokens = random_tokens(generator, 3, 70)
     whole = decoder.forward(tokens)
-    assert whole.shape == (3, 70, generator.bundle.manifest.tokenizer.vocab_size)
+    assert whole.shape == (3, 70, generator.bundle.manifest.text_tokenizer.vocab_size)
     for row in range(3):
         alone = decoder.forward(tokens[row : row + 1])[0]
         np.testing.assert_allclose(whole[row], alone, rtol=0, atol=TOLERANCE)

@@ -48,6 +48,12 @@ def test_rows_of_like_length_run_together() -> None:
     assert names(s.next(0.0)) == ["a1", "a3"]
 
 
+def test_rows_that_cannot_be_padded_run_with_their_like_only() -> None:
+    s = scheduler(batch_rows=8)
+    s.add(Job(CLASSIFY, "a", (10, 11, 10, 12), may_pad=False), 0.0)
+    assert [names(s.next(0.0)) for _ in range(3)] == [["a0", "a2"], ["a1"], ["a3"]]
+
+
 def test_the_oldest_row_is_never_passed_over() -> None:
     s = scheduler(batch_rows=2)
     s.add(classify("odd", 500), 0.0)

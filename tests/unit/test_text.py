@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from serve.bundle import Bundle, BundleError, InputSpec
+from serve.bundle import Bundle, BundleError, TextInput
 from serve.errors import Unprocessable
 from serve.text import TextCodec, TextStream
 from serve.tokens import encode
@@ -16,7 +16,7 @@ CHARS = TextCodec(generate_bundle())
 BPE = TextCodec(classify_bundle())
 
 
-def codec(spec: InputSpec) -> TextCodec:
+def codec(spec: TextInput) -> TextCodec:
     bundle = classify_bundle()
     return TextCodec(replace(bundle, manifest=replace(bundle.manifest, input=spec)))
 
@@ -43,19 +43,19 @@ def test_empty_text_is_refused() -> None:
 def test_long_texts_keep_head_and_tail_as_in_training() -> None:
     head, tail = 16, 32
     text = "".join(chr(0x100 + index) for index in range(100))  # two bytes, so two tokens, each
-    whole = codec(InputSpec("text", 10_000)).encode_input(text, True).tokens
+    whole = codec(TextInput(max_tokens=10_000)).encode_input(text, True).tokens
     cut = BPE.encode_input(text, truncate=True)
     assert cut.truncated and cut.tokens == whole[:head] + whole[-tail:]
 
 
 def test_without_a_rule_the_head_stays() -> None:
-    spec = InputSpec("text", 10)
+    spec = TextInput(max_tokens=10)
     cut = codec(spec).encode_input("q" * 30, truncate=True)
     assert cut.truncated and len(cut.tokens) == 10
 
 
 def test_what_fits_is_left_alone() -> None:
-    exactly = codec(InputSpec("text", 10)).encode_input("q" * 10, truncate=False)
+    exactly = codec(TextInput(max_tokens=10)).encode_input("q" * 10, truncate=False)
     assert (len(exactly.tokens), exactly.truncated) == (10, False)
 
 
@@ -110,7 +110,7 @@ def test_of_a_long_text_only_the_ends_are_encoded(
 
 def described(**facts: object) -> Bundle:
     bundle = classify_bundle() if facts.pop("task", "") == "classify" else generate_bundle()
-    spec = replace(bundle.manifest.tokenizer, **facts)  # type: ignore[arg-type]
+    spec = replace(bundle.manifest.text_tokenizer, **facts)  # type: ignore[arg-type]
     return replace(bundle, manifest=replace(bundle.manifest, tokenizer=spec))
 
 

@@ -1,0 +1,111 @@
+"""Manifests of every family: what each task and depth asks is checked, and version 1 is read."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.bundle import Bundle, BundleError, Manifest, read_bundle
+from tests.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    points_bundle,
+    prefix_bundle,
+    translate_bundle,
+)
+
+ZOO = Path(__file__).resolve().parents[2] / "zoo"
+Change = dict[str, Any]
+
+CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
+    (image_bundle, "input.kind", "sound", "input.kind must be one of text, image, points"),
+    (image_bundle, "input.channels", 5, "input.channels must be from 1 to 4"),
+    (image_bundle, "input.height", 0, "input.height must be from 1"),
+    (image_bundle, "input.mean", [0.5, 0.5], "input.mean has 2 numbers for 1 channels"),
+    (image_bundle, "input.std", [0], "input.std[0] must be from 1e-06"),
+    (image_bundle, "input.std", "1", "input.std must be a list"),
+    (image_bundle, "input.max_tokens", 3, "input.max_tokens is not a known key"),
+    (image_bundle, "tokenizer", {}, "tokenizer.kind is missing"),
+    (image_bundle, "task", "generate", "labels must be null for the task generate"),
+    (image_bundle, "cache", "kv", "cache must be none for the task classify"),
+    (image_bundle, "cache", "lru", "cache must be one of kv, none"),
+    (image_bundle, "rungs.0.encoder", "e.onnx", "rungs[0].encoder must be null"),
+    (image_bundle, "target_max_tokens", 3, "target_max_tokens must be null"),
+    (points_bundle, "input.max_points", 0, "input.max_points must be from 1"),
+    (points_bundle, "input.dimensions", 17, "input.dimensions must be from 1 to 16"),
+    (points_bundle, "labels", None, "labels must be a list"),
+    (classify_bundle, "tokenizer", None, "tokenizer must be an object for the input text"),
+    (classify_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null"),
+    (classify_bundle, "depth", "deep", "depth must be one of ode, fixed, chain"),
+    (classify_bundle, "depth", "fixed", "rungs must be one rung of 1 step for the depth fixed"),
+    (classify_bundle, "rungs.1.quality.metric", "bleu", "is bleu, but the first rung's is"),
+    (generate_bundle, "depth", "chain", "cache must be none for the depth chain"),
+    (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but 4 steps of euler spend 4"),
+    (generate_bundle, "schema_version", 1, "is no key of version 1"),
+    (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),
+    (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 steps of euler spend 1"),
+    (prefix_bundle, "rungs.0.quality.metric", "bleu", "is bleu, which measures translations"),
+    (translate_bundle, "target_max_tokens", None, "target_max_tokens must be an integer"),
+    (translate_bundle, "target_max_tokens", 1, "target_max_tokens must be from 2"),
+    (translate_bundle, "tokenizer.eos_id", None, "tokenizer.eos_id must be an integer for"),
+    (translate_bundle, "tokenizer.eos_id", 1, "tokenizer.eos_id is 1, like bos_id"),
+    (translate_bundle, "tokenizer.bos_id", 1 << 20, "tokenizer.bos_id must be from 0 to"),
+    (translate_bundle, "rungs.0.encoder", None, "rungs[0].encoder must be a file name"),
+    (translate_bundle, "rungs.1.encoder", "encoder-1.onnx", "repeats encoder-1.onnx"),
+    (translate_bundle, "rungs.1.encoder", "weights.bin", "which is weights already"),
+    (translate_bundle, "rungs.1.encoder", "absent.onnx", "files does not list absent.onnx"),
+    (translate_bundle, "rungs.1.nfe", 2, "rungs[1].nfe is 2, but 2 steps of euler spend 4"),
+    (translate_bundle, "cache", "kv", "cache must be none for the task translate"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "path", "value", "message"), CASES, ids=lambda part: str(part)[:40]
+)
+def test_what_a_family_must_not_say_is_refused(
+    bundle: Callable[[], Bundle], path: str, value: object, message: str
+) -> None:
+    manifest = copy.deepcopy(bundle().manifest.to_json())
+    place: Any = manifest
+    *above, last = path.split(".")
+    for key in above:
+        place = place[int(key) if key.isdigit() else key]
+    place[last] = value
+    with pytest.raises(BundleError) as refusal:
+        Manifest.from_json(manifest)
+    assert message in str(refusal.value)
+
+
+def test_a_chain_spends_a_multiple_of_its_steps() -> None:
+    value = classify_bundle().manifest.to_json()
+    value["depth"] = "chain"
+    for rung in value["rungs"]:
+        rung["nfe"] = 3 * rung["steps"]
+    assert Manifest.from_json(value).rungs[2].nfe == 12
+    value["rungs"][2]["nfe"] = 11
+    with pytest.raises(BundleError, match="spend a multiple of 4 evaluations"):
+        Manifest.from_json(value)
+
+
+@pytest.mark.parametrize("folder", sorted(ZOO.iterdir()), ids=lambda folder: folder.name)
+def test_the_zoo_of_version_1_is_read_as_version_2(folder: Path) -> None:
+    kept = (folder / "manifest.json").read_bytes()
+    value = json.loads(kept)
+    if value["schema_version"] != 1:
+        pytest.skip("exported by a newer release")
+    manifest = read_bundle(folder).manifest
+    assert (manifest.depth, manifest.schema_version) == ("ode", 2)
+    assert manifest.cache == ("kv" if manifest.task == "generate" else "none")
+    newer = manifest.to_json()
+    assert newer["rungs"][0].pop("encoder") is None
+    assert newer["rungs"][0] == value["rungs"][0]
+    assert newer["files"] == value["files"]
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert (folder / "manifest.json").read_bytes() == kept
+    value["depth"] = "ode"
+    with pytest.raises(BundleError, match="depth is no key of version 1"):
+        Manifest.from_json(value)
