@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run_command=_export)
     export.add_argument("run", type=Path, metavar="RUN")
     export.add_argument("--out", type=Path, metavar="BUNDLE", help="default bundles/NAME")
-    export.add_argument("--steps", default="1,2,4,8", help="the rungs (default 1,2,4,8)")
+    export.add_argument(
+        "--steps", help="the rungs (default 1,2,4,8; 1 where the weights differ by depth)"
+    )
     export.add_argument("--method", help="integration method (default: as trained)")
     export.add_argument("--name", help="name of the model (default: the recipe's)")
     export.add_argument("--data", default="", metavar="PATH", help="where the data is now")
@@ -80,20 +82,13 @@ def _export(arguments: argparse.Namespace) -> int:
     from export.pack import ExportRequest, export_run
     from train.__main__ import parse_steps
 
-    steps = tuple(parse_steps(arguments.steps))
+    steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
     card = _read_card(arguments.card) if arguments.card else {}
     target = arguments.out or Path("bundles") / (arguments.name or arguments.run.name)
     request = ExportRequest(
-        arguments.run,
-        target,
-        steps,
-        arguments.method,
-        arguments.name,
-        arguments.data,
-        arguments.samples,
-        card,
+        target, steps, arguments.method, arguments.name, arguments.samples, card
     )
-    print(describe(export_run(request)))
+    print(describe(export_run(arguments.run, request, arguments.data)))
     print(f"bundle: {target}\nnext: stepdial serve {target}")
     return 0
 
@@ -110,7 +105,7 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from export.frontier import describe, draw
-    from train.evaluate import check_plot
+    from train.evaluation_report import check_plot
 
     bundles = [read_bundle(folder) for folder in arguments.bundles]
     print("\n\n".join(describe(bundle) for bundle in bundles))

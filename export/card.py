@@ -1,5 +1,6 @@
 """The model card of a bundle: README.md, written from the manifest alone."""
 
+from export.words import depth_in_words, input_in_words, metric_in_words
 from serve.bundle import Manifest
 
 
@@ -12,12 +13,10 @@ def model_card(manifest: Manifest) -> str:
         "",
         str(m.card.get("description", "")),
         "",
-        f"An OT-Transformer: depth is the ODE x' = f(x) over [0, {m.T:g}], solved with {m.method}; "
-        f"one set of weights serves every step count. {m.shape.parameters:,} parameters, "
-        f"{m.shape.layers} blocks of width {m.shape.width}, {m.shape.heads} heads, at most "
-        f"{m.input.max_tokens} tokens, {m.precision}.",
+        f"{depth_in_words(m)} {m.shape.parameters:,} parameters, {m.shape.layers} blocks of width "
+        f"{m.shape.width}, {m.shape.heads} heads, {input_in_words(m)}, {m.precision}.",
         "",
-        f"| steps | effort | evaluations | {_shown(metric)} | 95 % interval | default |",
+        f"| steps | effort | evaluations | {metric_in_words(metric)} | 95 % interval | default |",
         "|---:|---|---:|---:|---|---|",
     ]
     for rung in m.rungs:
@@ -43,10 +42,6 @@ def model_card(manifest: Manifest) -> str:
         if m.card.get(key):
             lines += [f"## {heading}", "", str(m.card[key]), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _shown(metric: str) -> str:
-    return "loss (nats a token)" if metric == "loss" else metric
 
 
 def _number(metric: str, value: float) -> str:

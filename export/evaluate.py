@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 from export.calibrate import held_out_batches, measure_rung
 from serve.bundle import Bundle, BundleError, Quality
 from serve.runtime import open_model
-from train.config import RecipeError, recipe_from
+from train.config import RecipeError
 from train.data import open_dataset
+from train.recipe_file import recipe_from
 
 
 def evaluate_bundle(
@@ -30,15 +31,11 @@ def evaluate_bundle(
             field="provenance",
             file=str(bundle.folder),
         ) from None
-    dataset = open_dataset(recipe, Tokenizer.from_file(str(bundle.tokenizer_path)))
+    tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path)) if manifest.tokenizer else None
+    dataset = open_dataset(recipe, tokenizer)
     model = open_model(bundle)
-    window, labelled = manifest.input.max_tokens, manifest.labels is not None
     return {
-        count: measure_rung(
-            model.classifier(count) if labelled else model.decoder(count),
-            held_out_batches(dataset, window, samples),
-            labelled,
-        )
+        count: measure_rung(model, count, held_out_batches(dataset, manifest, samples)).quality
         for count in counts
     }
 

@@ -5,7 +5,8 @@ Reads bundles; measures nothing.
 
 from pathlib import Path
 
-from serve.bundle import Bundle, Latency, Rung
+from export.words import input_in_words, metric_in_words, unit_of_cost
+from serve.bundle import Bundle, Latency, Manifest, Rung
 
 
 def rung_latency_ms(bundle: Bundle, rung: Rung) -> float | None:
@@ -17,11 +18,11 @@ def rung_latency_ms(bundle: Bundle, rung: Rung) -> float | None:
 def describe(bundle: Bundle) -> str:
     m = bundle.manifest
     total = sum(entry.bytes for entry in m.files.values())
-    unit = "token" if m.task == "generate" else "request"
+    unit = unit_of_cost(m)
     lines = [
         f"{m.name}: {m.card.get('title', '')}".rstrip(": "),
         f"  {m.task}, {m.shape.parameters:,} parameters, {m.shape.layers} blocks of width "
-        f"{m.shape.width}, {m.input.max_tokens} tokens, {m.precision}, {m.method}, "
+        f"{m.shape.width}, {input_in_words(m)}, {m.precision}, {_solved(m)}, "
         f"{total / 1e6:.1f} MB",
     ]
     if m.labels:
@@ -93,9 +94,10 @@ def draw(bundles: list[Bundle], path: Path) -> None:
                 color=colour,
             )
     axes.set_xscale("log")
-    unit = "token" if bundles[0].manifest.task == "generate" else "request"
+    unit = unit_of_cost(bundles[0].manifest)
     axes.set_xlabel(f"latency, ms a {unit} (median, one row)")
-    axes.set_ylabel("loss (nats a token), lower is better" if metric == "loss" else metric)
+    lower = ", lower is better" if metric == "loss" else ""
+    axes.set_ylabel(metric_in_words(metric) + lower)
     if metric == "loss":
         axes.invert_yaxis()
     axes.set_title("quality against latency; labels are steps")
@@ -103,6 +105,12 @@ def draw(bundles: list[Bundle], path: Path) -> None:
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _solved(manifest: Manifest) -> str:
+    if manifest.depth == "fixed":
+        return "fixed depth"
+    return f"{manifest.method}{', one ODE a block' if manifest.depth == 'chain' else ''}"
 
 
 def _typical(latency: Latency | None, steps: int) -> tuple[float, int] | None:

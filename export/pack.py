@@ -9,29 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from export.calibrate import (
-    choose_default,
-    held_out_batches,
-    measure_latency,
-    measure_rung,
-    name_efforts,
-)
+from export.calibrate import Measured, choose_default, held_out_batches, measure_rung
 from export.card import model_card
-from export.parts import Parts, trace
+from export.draft import TOKENIZER, WEIGHTS, draft_manifest, encoder_name, graph_name
+from export.latency import measure_latency
+from export.parts import Traced, trace
+from export.samples import Inputs, samples_of
 from export.stitch import stitch
-from export.verify import Sampler, edge_samples, verify_classifier, verify_decoder
+from export.verify import verify_rung
 from export.weights import WeightsFile
 from serve.bundle import (
     Bundle,
-    InputSpec,
     Manifest,
-    Quality,
     Rung,
-    Shape,
-    TokenizerSpec,
-    Truncation,
     Verified,
     open_staging,
     read_bundle,
@@ -40,59 +30,110 @@ from serve.bundle import (
 )
 from serve.runtime import Model, open_model
 from serve.runtime.ort_session import usable_cores
-from serve.runtime.protocol import IntArray
+from train.batch import Dataset
 from train.checkpoint import load_run
 from train.config import Recipe
-from train.data import Dataset, open_dataset
-from train.model import OTTransformer, count_parameters
+from train.data import open_dataset
+from train.images import ImageDataset
+from train.model import Stepped
 from train.ode import method_named
 
-WEIGHTS, TOKENIZER, CARD = "weights.bin", "tokenizer.json", "README.md"
-UNMEASURED = Verified(0.0, 0.0, 0.0)
+CARD = "README.md"
+DEFAULT_STEPS = (1, 2, 4, 8)
+Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What `stepdial export` was asked for."""
+    """What a bundle shall be."""
 
-    run: Path
     target: Path
-    steps: tuple[int, ...]
-    method: str | None = None
+    steps: tuple[int, ...] = ()  # (): 1, 2, 4 and 8, or 1 for a model of fixed depth
+    method: str | None = None  # None: as trained
     name: str | None = None
-    data: str = ""
     samples: int | None = None  # held-out rows to calibrate on; None: all of them
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def export_run(request: ExportRequest, say: Callable[[str], None] = print) -> Bundle:
-    """Export a run; the sealed bundle. Raises before anything appears at the target."""
-    model, recipe, tokenizer, facts = load_run(request.run)
-    if request.data:
-        data = dataclasses.replace(recipe.data, path=request.data)
-        recipe = dataclasses.replace(recipe, data=data)
-    method = request.method or recipe.steps.method
-    method_named(method)
-    ladder = (1,) if model.discrete else request.steps
-    if model.discrete and request.steps not in ((), (1,)):
-        say("a discrete model has one depth: its bundle has the one rung of 1 step")
-    draft = _draft(request, recipe, model, facts, method, ladder)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What is exported: a model, and the recipe and data that it was trained with."""
+
+    model: Stepped
+    recipe: Recipe
+    dataset: Dataset
+    iteration: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ladder:
+    steps: tuple[int, ...]
+    method: str
+
+
+def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
+    """Export a run, whose data is now at `data` if that is given; the sealed bundle."""
+    model, recipe, tokenizer, facts = load_run(run)
+    if data:
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
+    _ladder(model, recipe, request)
     _check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
+    _check_data(dataset, recipe, facts, say)
+    return export_model(Origin(model, recipe, dataset, facts["iteration"]), request, say)
+
+
+def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bundle:
+    """Export a model; the sealed bundle. Raises before anything appears at the target."""
+    model, recipe, dataset = origin.model.eval(), origin.recipe, origin.dataset
+    ladder = _ladder(model, recipe, request)
+    if model.discrete and (
+        request.steps not in ((), (1,)) or request.method not in (None, "euler")
+    ):
+        say("the weights of this model differ by depth: its bundle has the one rung of 1 step")
+    _check_target(request.target)
+    samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
         say(f"tracing one evaluation of {recipe.name}")
-        parts = trace(model)
-        (staging / TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
-        _write_graphs(staging, parts, model, method, ladder)
+        traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+        draft = draft_manifest(
+            request.name or recipe.name,
+            recipe,
+            model,
+            traced,
+            dataset,
+            ladder.steps,
+            ladder.method,
+            {"title": recipe.title, **recipe.card, **request.card},
+            origin.iteration,
+        )
+        if dataset.tokenizer is not None:
+            (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
+        _write_graphs(staging, traced, ladder)
         with open_staging(request.target.with_name(f"{request.target.name}.trial")) as trial:
-            rungs = _measure(draft, staging, trial, model, dataset, request.samples, say)
-        default = choose_default({rung.steps: rung.quality for rung in rungs})
+            trying = _Trial(draft, staging, trial, origin, samples.edges(), request.samples, say)
+            rungs, default = _tried(trying)
         manifest = dataclasses.replace(draft, rungs=rungs, default_steps=default)
         (staging / CARD).write_text(model_card(manifest), encoding="utf-8")
         bundle = seal_bundle(staging, manifest, request.target)
     say(f"measuring latency on this machine ({usable_cores()} cores)")
     calibrate_latency(bundle.folder)
     return read_bundle(bundle.folder)
+
+
+def calibrate_latency(folder: Path, threads: int | None = None) -> None:
+    """Measure a bundle's latency here and write its latency.json."""
+    bundle = read_bundle(folder)
+    model = open_model(bundle, threads)
+    write_latency(bundle.folder, measure_latency(model, threads or usable_cores()))
+
+
+def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> _Ladder:
+    method = request.method or recipe.steps.method
+    method_named(method)
+    if model.discrete:
+        return _Ladder((1,), "euler")
+    return _Ladder(request.steps or DEFAULT_STEPS, method)
 
 
 def _check_target(target: Path) -> None:
@@ -106,143 +147,74 @@ def _check_target(target: Path) -> None:
         )
 
 
-def calibrate_latency(folder: Path, threads: int | None = None) -> None:
-    """Measure a bundle's latency here and write its latency.json."""
-    bundle = read_bundle(folder)
-    model = open_model(bundle, threads)
-    write_latency(bundle.folder, measure_latency(model, threads or usable_cores()))
+def _check_data(dataset: Dataset, recipe: Recipe, facts: dict[str, Any], say: Say) -> None:
+    if dataset.digest == facts["data_sha256"]:
+        return
+    if isinstance(dataset, ImageDataset) and not recipe.data.mean:
+        raise ValueError(
+            "these are not the images it was trained on, and their mean and deviation were "
+            "measured: pass the same --data, or train with data.mean and data.std set"
+        )
+    say("not the data it was trained on: quality is measured on the held-out part of this one")
 
 
-def _write_graphs(
-    staging: Path, parts: Parts, model: OTTransformer, method: str, ladder: tuple[int, ...]
-) -> None:
+def _write_graphs(staging: Path, traced: Traced, ladder: _Ladder) -> None:
     weights = WeightsFile(WEIGHTS)
-    for steps in ladder:
-        graph = stitch(parts, method, steps, model.T, model.discrete)
-        weights.externalise(graph)
-        (staging / _graph_name(steps)).write_bytes(graph.SerializeToString(deterministic=True))
+    for steps in ladder.steps:
+        graphs = {graph_name(steps): traced.graph}
+        if traced.encoder is not None:
+            graphs[encoder_name(steps)] = traced.encoder
+        for name, parts in graphs.items():
+            graph = stitch(parts, ladder.method, steps)
+            weights.externalise(graph)
+            (staging / name).write_bytes(graph.SerializeToString(deterministic=True))
     weights.write(staging)
 
 
-def _graph_name(steps: int) -> str:
-    return f"steps-{steps}.onnx"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """What is needed to try a bundle that nobody sees."""
+
+    draft: Manifest
+    staging: Path
+    folder: Path
+    origin: Origin
+    edges: list[Inputs]
+    samples: int | None
+    say: Say
 
 
-def _draft(
-    request: ExportRequest,
-    recipe: Recipe,
-    model: OTTransformer,
-    facts: dict[str, Any],
-    method: str,
-    ladder: tuple[int, ...],
-) -> Manifest:
-    """The manifest with quality and verification still open."""
-    labels = facts.get("labels")
-    efforts = name_efforts(list(ladder))
-    unknown = Quality("accuracy" if labels else "loss", 0.0, 0.0, 0.0, 1)
-    spent = method_named(method).evaluations
-    rungs = tuple(
-        # method_named has checked the name; the manifest checks it again.
-        Rung(m, method, m * spent, efforts.get(m), _graph_name(m), unknown, UNMEASURED)  # type: ignore[arg-type]
-        for m in ladder
-    )
-    head, tail = recipe.data.head, recipe.data.tail
-    cut = Truncation(head, tail) if head + tail else Truncation(recipe.model.window, 0)
-    kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
-    return Manifest(
-        name=request.name or recipe.name,
-        task="classify" if labels else "generate",
-        method=method,  # type: ignore[arg-type]
-        T=model.T,
-        full_steps=ladder[-1],
-        default_steps=ladder[-1],
-        input=InputSpec("text", recipe.model.window, cut if labels else None),
-        labels=tuple(labels) if labels else None,
-        tokenizer=TokenizerSpec(
-            recipe.data.tokenizer if not labels else "bpe",
-            TOKENIZER,
-            0,
-            facts["vocabulary"],
-        ),
-        shape=Shape(
-            recipe.model.layers,
-            recipe.model.heads,
-            recipe.model.width // recipe.model.heads,
-            recipe.model.width,
-            count_parameters(model),
-        ),
-        weights=WEIGHTS,
-        rungs=rungs,
-        card={"title": recipe.title, **recipe.card, **request.card},
-        provenance={
-            "recipe": kept.to_json(),
-            "iteration": facts["iteration"],
-            "torch": torch.__version__,
-        },
-    )
-
-
-def _measure(
-    draft: Manifest,
-    staging: Path,
-    trial: Path,
-    model: OTTransformer,
-    dataset: Dataset,
-    samples: int | None,
-    say: Callable[[str], None],
-) -> tuple[Rung, ...]:
-    """Verify and calibrate every rung in the serving runtime, through a bundle that nobody sees."""
-    for path in staging.iterdir():
-        os.link(path, trial / path.name)
-    target = trial.with_name(f"{trial.name}-sealed")
+def _tried(trial: _Trial) -> tuple[tuple[Rung, ...], int]:
+    """Every rung, verified and calibrated in the serving runtime, and the default one."""
+    for path in trial.staging.iterdir():
+        os.link(path, trial.folder / path.name)
+    target = trial.folder.with_name(f"{trial.folder.name}-sealed")
     try:
-        opened = open_model(seal_bundle(trial, draft, target))
-        return tuple(_measured(rung, opened, model, dataset, samples, say) for rung in draft.rungs)
+        opened = open_model(seal_bundle(trial.folder, trial.draft, target))
+        measured: dict[int, Measured] = {}
+        rungs: list[Rung] = []
+        for rung in trial.draft.rungs:
+            verified = verify_rung(trial.origin.model, opened, rung, trial.edges)
+            measured[rung.steps] = one = _measured(trial, opened, rung)
+            rungs.append(dataclasses.replace(rung, verified=verified, quality=one.quality))
+            _report(rungs[-1], verified, trial.say)
+        return tuple(rungs), choose_default(measured)
     finally:
         _remove(target)
 
 
-def _measured(
-    rung: Rung,
-    opened: Model,
-    model: OTTransformer,
-    dataset: Dataset,
-    samples: int | None,
-    say: Callable[[str], None],
-) -> Rung:
-    window = opened.bundle.manifest.input.max_tokens
-    shapes = edge_samples(_sampler(dataset), window)
-    batches = held_out_batches(dataset, window, samples)
-    if dataset.labels is None:
-        decoder = opened.decoder(rung.steps)
-        verified = verify_decoder(model, decoder, rung.method, rung.steps, shapes)
-        quality = measure_rung(decoder, batches, labelled=False)
-    else:
-        classifier = opened.classifier(rung.steps)
-        verified = verify_classifier(model, classifier, rung.method, rung.steps, shapes)
-        quality = measure_rung(classifier, batches, labelled=True)
+def _measured(trial: _Trial, opened: Model, rung: Rung) -> Measured:
+    batches = held_out_batches(trial.origin.dataset, trial.draft, trial.samples)
+    return measure_rung(opened, rung.steps, batches)
+
+
+def _report(rung: Rung, verified: Verified, say: Say) -> None:
+    q = rung.quality
     say(
         f"{rung.steps:>3} steps: verified within {verified.max_abs_error:.1e} "
-        f"(tolerance {verified.tolerance:.1e}), {quality.metric} {quality.value:.4f} "
-        f"[{quality.low:.4f}, {quality.high:.4f}] on {quality.samples}"
+        f"(tolerance {verified.tolerance:.1e}), {q.metric} {q.value:.4f} "
+        f"[{q.low:.4f}, {q.high:.4f}] on {q.samples}"
     )
-    return dataclasses.replace(rung, verified=verified, quality=quality)
-
-
-def _sampler(dataset: Dataset) -> Sampler:
-    """Real held-out tokens in any shape: rows joined end to end."""
-    stream: list[int] = []
-    for batch in dataset.held_out(8):
-        stream += batch.tokens[batch.tokens != 0].tolist()
-        if len(stream) > 20_000:
-            break
-
-    def sample(rows: int, length: int) -> IntArray:
-        wanted = rows * length
-        repeated = stream * (wanted // len(stream) + 1)
-        return torch.tensor(repeated[:wanted]).view(rows, length).numpy()
-
-    return sample
 
 
 def _remove(folder: Path) -> None:

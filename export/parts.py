@@ -1,205 +1,280 @@
-"""The three pieces of a model that torch's exporter traces: embed, ONE velocity evaluation, head.
+"""What the rungs of a model are stitched from: embed, ONE evaluation of each velocity, head.
 
-Knows torch modules and their ONNX form; not how many steps a rung will have.
+Knows the kinds of models and their torch modules; not how many steps a rung will have.
 """
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import onnx
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
-from train.blocks import Attention, Block, BlockVelocity
-from train.model import Embedding, OTTransformer
+from export.cached import CachedVelocity, attentions, count_pairs, has_cached_form, head_width
+from export.pieces import Function, Piece, open_sizes, trace_functions
+from serve.bundle import Cache, Task
+from train.model import Embedding, OTTransformer, Stepped, as_embedded
+from train.translator import Translator
+from train.travel import Depth, flows
 
-OPSET = 21
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A traced piece: plain ONNX nodes between named values; initializers by name."""
-
-    nodes: tuple[onnx.NodeProto, ...]
-    initializers: dict[str, onnx.TensorProto]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+INT64, INT32, FLOAT = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What every rung of a bundle is stitched from."""
+class Port:
+    """An input or output of a graph; a word stands for any size."""
 
-    task: str
-    embed: Piece  # classify: tokens -> x, mask; generate: tokens, past -> x, seqlens, total
-    velocity: Piece  # x, mask -> v; generate: x, seqlens, total, caches -> v, caches
-    head: Piece  # x, mask -> logits; generate: x, keep -> logits
-    layers: int
+    name: str
+    kind: int
+    shape: tuple[int | str, ...]
+
+
+TOKENS = Port("tokens", INT64, ("batch", "length"))
+PAST = Port("past", INT32, ("batch",))
+KEEP = Port("keep", INT64, ("kept",))
+SOURCE = Port("source", INT64, ("batch", "source_length"))
+CLASSES = Port("logits", FLOAT, ("batch", "classes"))
+VOCABULARY = Port("logits", FLOAT, ("batch", "kept", "vocabulary"))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The caches of one evaluation."""
+
+    pairs: int
     heads: int
     head_width: int
 
 
-class DecoderEmbed(nn.Module):
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The pieces of one kind of graph."""
+
+    embed: Piece  # *inputs -> x, *context
+    velocities: tuple[Piece, ...]  # x, *context, [t, h,] caches -> v, caches
+    timed: bool
+    head: Piece  # x, [*context,] [keep] -> output
+    head_sees_context: bool
+    inputs: tuple[Port, ...]  # of the embedding
+    keeps: bool  # whether the head also takes the positions to answer for
+    output: Port
+    depth: Depth
+    T: float
+    caches: CacheShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """All that is traced of a model."""
+
+    task: Task
+    cache: Cache
+    width: int
+    graph: Parts
+    encoder: Parts | None = None  # of a translator
+
+    @property
+    def pairs(self) -> int | None:
+        return None if self.graph.caches is None else self.graph.caches.pairs
+
+    @property
+    def velocities(self) -> int:
+        """Velocities that one answer crosses, one after another."""
+        return len(self.graph.velocities) + (len(self.encoder.velocities) if self.encoder else 0)
+
+
+class _Embed(nn.Module):
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = as_embedded(self.embed(*inputs))
+        return (made.state, *made.context)
+
+
+class _CachedEmbed(nn.Module):
     """Tokens at absolute positions, and the two lengths that the cached attention wants."""
 
     def __init__(self, embed: Embedding) -> None:
         super().__init__()
-        self.tokens, self.positions = embed.tokens, embed.positions
+        self.embed = embed
 
     def forward(self, tokens: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        N = tokens.shape[1]
+        N, embed = tokens.shape[1], self.embed
         at = past.long()[:, None] + torch.arange(N)[None, :]  # (B, N)
-        x = self.tokens(tokens) + self.positions(at)  # (B, N, D)
+        x = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
         last = past + (N - 1)  # (B,): index of the last position of each row
         return x, last.int(), (last.amax(0) + 1).int()
 
 
-class CachedAttention(nn.Module):
-    """The causal attention of a block on cached keys and values, as ONNX Runtime's operator.
+class _AnswerEmbed(nn.Module):
+    """The answer so far, and where the source of its memory has tokens."""
 
-    The operator cannot run in torch: the block's own attention is the reference it is verified by.
-    """
-
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, model: Translator) -> None:
         super().__init__()
-        self.attention = attention
+        self.embed, self.mask_of = model.embed_target, model.mask_of
 
-    def forward(
-        self, x: Tensor, key: Tensor, value: Tensor, seqlens: Tensor, total: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self.attention.heads
-        y, key_out, value_out = torch.onnx.ops.symbolic_multi_out(
-            "com.microsoft::GroupQueryAttention",
-            [self.attention.qkv(x), None, None, key, value, seqlens, total],
-            attrs={"num_heads": heads, "kv_num_heads": heads},
-            dtypes=[torch.float32] * 3,
-            shapes=[x.shape, key.shape, value.shape],
-            version=1,
-        )
-        return self.attention.out(y), key_out, value_out
+    def forward(self, tokens: Tensor, memory: Tensor, source: Tensor) -> tuple[Tensor, ...]:
+        x = as_embedded(self.embed(tokens)).state  # (B, N, D)
+        return x, memory, self.mask_of(source)
 
 
-class CachedVelocity(nn.Module):
-    """One evaluation of the velocity that reads and extends the caches of its layers."""
-
-    def __init__(self, velocity: BlockVelocity) -> None:
-        super().__init__()
-        self.velocity = velocity
-        self.attention = nn.ModuleList(CachedAttention(b.attention) for b in _blocks(velocity))
-
-    def forward(
-        self, x: Tensor, seqlens: Tensor, total: Tensor, *caches: Tensor
-    ) -> tuple[Tensor, ...]:
-        out: list[Tensor] = []
-        for i, block in enumerate(_blocks(self.velocity)):
-            before = x if block.norm == "post" else block.norm1(x)
-            y, key, value = self.attention[i](
-                before, caches[2 * i], caches[2 * i + 1], seqlens, total
-            )
-            out += [key, value]
-            if block.norm == "post":
-                x = block.norm1(x + y)
-                x = block.norm2(x + block.feedforward(x))
-            else:
-                x = x + y
-                x = x + block.feedforward(block.norm2(x))
-        return (self.velocity.norm(x), *out)
-
-
-class KeptHead(nn.Module):
-    """Logits of the kept positions only, so that a prefill pays for one."""
+class _KeptHead(nn.Module):
+    """Logits of the kept positions only, so that a prompt pays for one."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        logits: Tensor = self.head(x.index_select(1, keep))
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        *context, keep = rest
+        logits: Tensor = self.head(x.index_select(1, keep), *context)
         return logits
 
 
-def trace(model: OTTransformer) -> Parts:
-    """The pieces of a trained model."""
-    blocks = _blocks(_velocity(model))
-    width = blocks[0].attention.out.in_features
-    heads = blocks[0].attention.heads
-    B, N, C = 2, 3, 8
-    x = torch.randn(B, N, width)
-    shape = {"layers": len(blocks), "heads": heads, "head_width": width // heads}
-    rows = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    row = {0: torch.export.Dim.DYNAMIC}
-    tokens = torch.ones(B, N, dtype=torch.int64)
-    if not blocks[0].attention.causal:
-        mask = torch.tensor([[True] * N, [True] * (N - 1) + [False]])
-        embed = _trace(model.embed, (tokens,), (rows,))
-        velocity = _trace(model.velocity, (x, mask), (rows, rows))
-        head = _trace(model.head, (x, mask), (rows, rows))
-        return Parts("classify", embed, velocity, head, **shape)
-    past = torch.zeros(B, dtype=torch.int32)
-    seqlens, total = torch.full((B,), N - 1, dtype=torch.int32), torch.tensor(N, dtype=torch.int32)
-    caches = [torch.zeros(B, heads, C, width // heads) for _ in range(2 * len(blocks))]
-    slots = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
-    embed = _trace(DecoderEmbed(_embedding(model)), (tokens, past), (rows, row))
-    velocity = _trace(
-        CachedVelocity(_velocity(model)),
-        (x, seqlens, total, *caches),
-        (rows, row, None, (slots,) * len(caches)),
+def trace(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
+    """The pieces of a trained model, from two examples of its inputs: what differs is open."""
+    with torch.no_grad():
+        if isinstance(model, Translator):
+            return _translator(model, small, large)
+        assert isinstance(model, OTTransformer)
+        generates = model(*small, steps=1).logits.dim() == 3
+        if generates and _cacheable(model):
+            return _cached_decoder(model, small[0])
+        plan = _Plan(model.depth, model.T, generates)
+        plan.follow(_Embed(model.embed), model.velocity, model.head, (small, large))
+    inputs = (TOKENS if generates else _port(small[0]),)
+    graph = plan.parts(
+        trace_functions(plan.functions), inputs, VOCABULARY if generates else CLASSES
     )
-    head = _trace(KeptHead(model.head), (x, torch.tensor([0, 2])), (rows, row))
-    return Parts("generate", embed, velocity, head, **shape)
+    return Traced("generate" if generates else "classify", "none", plan.width, graph)
 
 
-def _velocity(model: OTTransformer) -> BlockVelocity:
-    if not isinstance(model.velocity, BlockVelocity):
-        raise ValueError(f"cannot export a velocity of type {type(model.velocity).__name__}")
-    return model.velocity
+class _Plan:
+    """What is to be traced for a graph without caches."""
 
+    def __init__(self, depth: Depth, T: float, keeps: bool, head_sees_context: bool = True) -> None:
+        self.depth, self.T = depth, T
+        self.keeps, self.head_sees_context = keeps, head_sees_context
+        self.functions: list[Function] = []
+        self.timed = False
+        self.width = 0  # of the state that the head reads
 
-def _embedding(model: OTTransformer) -> Embedding:
-    if not isinstance(model.embed, Embedding):
-        raise ValueError(f"cannot export an embedding of type {type(model.embed).__name__}")
-    return model.embed
+    def follow(
+        self,
+        embed: nn.Module,
+        velocity: nn.Module,
+        head: nn.Module,
+        examples: tuple[Sequence[Tensor], Sequence[Tensor]],
+    ) -> None:
+        """Note each function with what it gets when the two examples come through."""
+        velocities = flows(velocity, self.depth)
+        self.timed = getattr(velocities[0], "timed", False)
+        time = [torch.tensor(0.0), torch.tensor(0.5)] if self.timed else []
+        self._note(embed, *examples)
+        (x, *context), (y, *other) = embed(*examples[0]), embed(*examples[1])
+        for each in velocities:
+            self._note(each, [x, *context, *time], [y, *other, *time])
+            x, y = each(x, *context, *time), each(y, *other, *time)
+        self.width = x.shape[-1]
+        one, two = ([x, *context], [y, *other]) if self.head_sees_context else ([x], [y])
+        if self.keeps:
+            head = _KeptHead(head)
+            one, two = [*one, torch.arange(2)], [*two, torch.arange(3)]
+        self._note(head, one, two)
 
-
-def _blocks(velocity: BlockVelocity) -> list[Block]:
-    return [block for block in velocity.blocks if isinstance(block, Block)]
-
-
-def _trace(module: nn.Module, arguments: tuple[Any, ...], shapes: tuple[Any, ...]) -> Piece:
-    with _quiet():
-        program = torch.onnx.export(
-            module.eval(),
-            arguments,
-            dynamo=True,
-            dynamic_shapes=shapes,
-            opset_version=OPSET,
-            verbose=False,
+    def parts(self, pieces: list[Piece], inputs: tuple[Port, ...], output: Port) -> Parts:
+        """The traced functions, in the order in which they were noted."""
+        embed, *velocities, head = pieces
+        return Parts(
+            embed,
+            tuple(velocities),
+            self.timed,
+            head,
+            self.head_sees_context,
+            inputs,
+            self.keeps,
+            output,
+            self.depth,
+            self.T,
         )
-    assert program is not None
-    graph = program.model_proto.graph
-    if program.model_proto.functions:
-        raise RuntimeError("the exporter left local functions in the graph; they are not stitched")
-    return Piece(
-        tuple(graph.node),
-        {tensor.name: tensor for tensor in graph.initializer},
-        tuple(value.name for value in graph.input),
-        tuple(value.name for value in graph.output),
+
+    def _note(self, module: nn.Module, one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
+        self.functions.append(Function(module, tuple(one), open_sizes(one, two)))
+
+
+def _cacheable(model: OTTransformer) -> bool:
+    return (
+        model.depth != "chain"
+        and type(model.embed) is Embedding
+        and model.embed.pad_id is None
+        and has_cached_form(model.velocity)
     )
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter warns of packages that a text model never uses, and of its own deprecations."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+def _cached_decoder(model: OTTransformer, tokens: Tensor) -> Traced:
+    assert isinstance(model.embed, Embedding)
+    B, N = tokens.shape
+    x = model.embed(tokens).state
+    timed = getattr(model.velocity, "timed", False)
+    time = (torch.tensor(0.0), torch.tensor(0.5)) if timed else ()
+    attention = attentions(model.velocity)[0]
+    caches = CacheShape(
+        count_pairs(model.velocity, x, *time), attention.heads, head_width(attention)
+    )
+    past = torch.zeros(B, dtype=torch.int32)
+    lengths = (torch.full((B,), N - 1, dtype=torch.int32), torch.tensor(N, dtype=torch.int32))
+    empty = torch.zeros(B, caches.heads, 8, caches.head_width)
+    slots = [empty] * (2 * caches.pairs)
+    cached = CachedVelocity(model.velocity)
+    embed, velocity, head = trace_functions(
+        [
+            Function(_CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
+            Function(
+                cached,
+                (x, *lengths, *time, *slots),
+                ((0, 1), (0,), (), *[()] * len(time), *[(0, 2)] * len(slots)),
+            ),
+            Function(_KeptHead(model.head), (x, torch.arange(2)), ((0, 1), (0,))),
+        ]
+    )
+    graph = Parts(
+        embed,
+        (velocity,),
+        timed,
+        head,
+        False,
+        (TOKENS, PAST),
+        True,
+        VOCABULARY,
+        model.depth,
+        model.T,
+        caches,
+    )
+    return Traced("generate", "kv", x.shape[-1], graph)
+
+
+def _translator(model: Translator, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
+    reads = _Plan(model.depth, model.T, keeps=False, head_sees_context=False)
+    reads.follow(_Embed(model.embed_source), model.encoder, model.norm, (small[:1], large[:1]))
+    writes = _Plan(model.depth, model.T, keeps=True, head_sees_context=False)
+    one, two = (
+        (target, model.encode(source), source) for source, target in (small, large)
+    )  # (B, N), (B, S, D), (B, S)
+    writes.follow(_AnswerEmbed(model), model.decoder, model.head, (one, two))
+    pieces = trace_functions(reads.functions + writes.functions)
+    count = len(reads.functions)
+    memory = Port("memory", FLOAT, ("batch", "source_length", reads.width))
+    encoder = reads.parts(pieces[:count], (SOURCE,), memory)
+    graph = writes.parts(pieces[count:], (TOKENS, memory, SOURCE), VOCABULARY)
+    return Traced("translate", "none", reads.width, graph, encoder)
+
+
+def _port(example: Tensor) -> Port:
+    """The input of a classifier."""
+    if not example.is_floating_point():
+        return TOKENS
+    if example.dim() == 3:
+        return Port("points", FLOAT, ("batch", "count", example.shape[2]))
+    return Port("pixels", FLOAT, ("batch", *example.shape[1:]))

@@ -1,8 +1,9 @@
-"""Rungs: copies of one traced evaluation joined into a fixed-step graph by a method's tableau.
+"""Rungs: copies of traced evaluations joined into a fixed-step graph by a method's tableau.
 
 Knows ONNX nodes and names, and methods as data; no torch module and no weights file.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.parts import OPSET, Parts, Piece
-from train.ode import method_named
+from export.parts import KEEP, Parts, Port
+from export.pieces import OPSET, Piece
+from export.weights import SMALL_BYTES
+from train.ode import Method, method_named
 
 IR_VERSION = 10
 
@@ -22,17 +25,17 @@ class _Builder:
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    _pasted: dict[str, dict[str, str]] = field(default_factory=dict)  # names by owner
+    _known: dict[tuple[object, ...], str] = field(default_factory=dict)  # large ones, by content
 
     def paste(self, piece: Piece, owner: str, copy: str, inputs: Sequence[str]) -> list[str]:
         """A copy of a piece fed by `inputs`; its outputs. Copies of an owner share weights."""
-        names = dict(zip(piece.inputs, inputs, strict=True))
-        names |= {name: f"{owner}.{name}" for name in piece.initializers}
-        for name, tensor in piece.initializers.items():
-            if names[name] not in self.initializers:
-                kept = onnx.TensorProto()
-                kept.CopyFrom(tensor)
-                kept.name = names[name]
-                self.initializers[kept.name] = kept
+        if owner not in self._pasted:
+            self._pasted[owner] = {
+                name: self._add(f"{owner}.{name}", tensor)
+                for name, tensor in piece.initializers.items()
+            }
+        names = dict(zip(piece.inputs, inputs, strict=True)) | self._pasted[owner]
         for node in piece.nodes:
             pasted = onnx.NodeProto()
             pasted.CopyFrom(node)
@@ -45,6 +48,13 @@ class _Builder:
             pasted.ClearField("doc_string")
             self.nodes.append(pasted)
         return [_renamed(names, value, copy) for value in piece.outputs]
+
+    def constant(self, value: float) -> str:
+        name = f"constant.{value!r}"
+        if name not in self.initializers:
+            scalar = numpy_helper.from_array(np.array(value, dtype=np.float32), name)
+            self.initializers[name] = scalar
+        return name
 
     def combine(self, name: str, x: str | None, terms: list[tuple[float, str]]) -> str:
         """x + sum of weight * value, leaving out what multiplies by 0 or by 1."""
@@ -63,80 +73,122 @@ class _Builder:
         return total
 
     def _scaled(self, name: str, weight: float, value: str) -> str:
-        constant = f"constant.{weight!r}"
-        if constant not in self.initializers:
-            scalar = numpy_helper.from_array(np.array(weight, dtype=np.float32), constant)
-            self.initializers[constant] = scalar
         scaled = f"{name}/scaled"
-        self.nodes.append(helper.make_node("Mul", [value, constant], [scaled], name=scaled))
+        inputs = [value, self.constant(weight)]
+        self.nodes.append(helper.make_node("Mul", inputs, [scaled], name=scaled))
         return scaled
 
+    def _add(self, name: str, tensor: onnx.TensorProto) -> str:
+        """The value of a weight: its own, an equal one's, or the transpose of one that is known.
 
-def stitch(
-    parts: Parts, method: str, steps: int, T: float, discrete: bool = False
-) -> onnx.ModelProto:
-    """The graph of one rung, checked; its weights still inside. A discrete model is x -> f(x)."""
-    table, h = method_named(method), T / steps
+        The exporter writes the weights of a linear layer transposed, so a head that is tied to
+        the token embedding would stand in the file twice.
+        """
+        array = numpy_helper.to_array(tensor)
+        if array.nbytes >= SMALL_BYTES:
+            for turned in (False, True) if array.ndim == 2 else (False,):
+                known = self._known.get(_content(array.T if turned else array))
+                if known is not None:
+                    return self._transposed(name, known) if turned else known
+            self._known[_content(array)] = name
+        kept = onnx.TensorProto()
+        kept.CopyFrom(tensor)
+        kept.name = name
+        self.initializers[name] = kept
+        return name
+
+    def _transposed(self, name: str, known: str) -> str:
+        self.nodes.append(helper.make_node("Transpose", [known], [name], name=name, perm=[1, 0]))
+        return name
+
+
+def stitch(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
+    """The graph of one rung, checked; its weights still inside."""
+    table = method_named(method)
     build = _Builder()
-    generates = parts.task == "generate"
     caches: list[tuple[str, str]] = []  # (input, output) of every key and value
-    embedded = build.paste(
-        parts.embed, "embed", "embed", ["tokens", "past"] if generates else ["tokens"]
+    x, *context = build.paste(parts.embed, "embed", "embed", [port.name for port in parts.inputs])
+    for index in range(len(parts.velocities)):
+        if parts.depth == "discrete":
+            x = _evaluate(build, parts, index, "pass", [x, *context], caches)
+        else:
+            x = _integrate(build, parts, index, table, steps, x, context, caches)
+    inputs = [x, *context] if parts.head_sees_context else [x]
+    (answer,) = build.paste(
+        parts.head, "head", "head", inputs + ([KEEP.name] if parts.keeps else [])
     )
-    x, context = embedded[0], embedded[1:]
+    return _model(build, parts, answer, caches, f"{method}-{steps}")
+
+
+def _integrate(
+    build: _Builder,
+    parts: Parts,
+    index: int,
+    table: Method,
+    steps: int,
+    x: str,
+    context: list[str],
+    caches: list[tuple[str, str]],
+) -> str:
+    """One velocity across [0, T]; the state at its end."""
+    h = parts.T / steps
     before: str | None = None
     for step in range(steps):
+        name = f"flow{index}/step{step}"
         stages: list[str] = []
-        for stage, row in enumerate(table.a):
-            evaluation = step * table.evaluations + stage
-            at = build.combine(
-                f"step{step}/at{stage}", x, [(h * a, v) for a, v in zip(row, stages, strict=True)]
-            )
-            inputs = [at, *context]
-            names = _cache_names(evaluation, parts.layers) if generates else []
-            out = build.paste(parts.velocity, "velocity", f"evaluation{evaluation}", inputs + names)
-            caches += zip(names, out[1:], strict=True)
-            stages.append(out[0])
-        if discrete:
-            x = stages[0]
-            break
+        for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
+            terms = [(h * a, v) for a, v in zip(row, stages, strict=True)]
+            inputs = [build.combine(f"{name}/at{stage}", x, terms), *context]
+            if parts.timed:
+                t = parts.T * step / steps + c * h
+                inputs += [build.constant(t), build.constant(h)]
+            stages.append(_evaluate(build, parts, index, f"{name}/stage{stage}", inputs, caches))
         if table.history and before is not None:
             terms = [(h * (1 + table.history), stages[0]), (-h * table.history, before)]
         else:
             terms = [(h * b, v) for b, v in zip(table.b, stages, strict=True)]
-        x = build.combine(f"step{step}", x, terms)
+        x = build.combine(name, x, terms)
         before = stages[0]
-    head_inputs = [x, "keep"] if generates else [x, *context]
-    (logits,) = build.paste(parts.head, "head", "head", head_inputs)
-    return _model(build, parts, logits, caches, f"{method}-{steps}")
+    return x
+
+
+def _evaluate(
+    build: _Builder,
+    parts: Parts,
+    index: int,
+    name: str,
+    inputs: list[str],
+    caches: list[tuple[str, str]],
+) -> str:
+    """The value of a velocity at the inputs; notes the caches that it takes and gives."""
+    taken: list[str] = []
+    if parts.caches is not None:
+        pairs = parts.caches.pairs
+        evaluation = len(caches) // (2 * pairs)
+        taken = [f"{kind}_{evaluation}_{pair}" for pair in range(pairs) for kind in ("k", "v")]
+    v, *given = build.paste(parts.velocities[index], f"velocity{index}", name, inputs + taken)
+    caches += zip(taken, given, strict=True)
+    return v
 
 
 def _model(
-    build: _Builder, parts: Parts, logits: str, caches: list[tuple[str, str]], name: str
+    build: _Builder, parts: Parts, answer: str, caches: list[tuple[str, str]], name: str
 ) -> onnx.ModelProto:
-    def identity(value: str, output: str) -> None:
-        build.nodes.append(helper.make_node("Identity", [value], [output], name=output))
-
-    identity(logits, "logits")
-    inputs = [_value("tokens", TensorProto.INT64, "batch", "length")]
-    outputs = []
-    if parts.task == "generate":
-        inputs += [
-            _value("past", TensorProto.INT32, "batch"),
-            _value("keep", TensorProto.INT64, "kept"),
-        ]
-        outputs.append(_value("logits", TensorProto.FLOAT, "batch", "kept", "vocabulary"))
-        size = ("batch", parts.heads, "capacity", parts.head_width)
+    output = parts.output
+    named = helper.make_node("Identity", [answer], [output.name], name=output.name)
+    build.nodes.append(named)
+    inputs = [_value(port) for port in parts.inputs + ((KEEP,) if parts.keeps else ())]
+    outputs = [_value(output)]
+    if parts.caches is not None:
+        size = ("batch", parts.caches.heads, "capacity", parts.caches.head_width)
         renamed: dict[str, str] = {}
         for taken, given in caches:
-            inputs.append(_value(taken, TensorProto.FLOAT, *size))
-            outputs.append(_value(f"{taken}_out", TensorProto.FLOAT, *size))
+            inputs.append(_value(Port(taken, TensorProto.FLOAT, size)))
+            outputs.append(_value(Port(f"{taken}_out", TensorProto.FLOAT, size)))
             renamed[given] = f"{taken}_out"
         for node in build.nodes:  # rename in place: an Identity would copy the cache
             for index, value in enumerate(node.output):
                 node.output[index] = renamed.get(value, value)
-    else:
-        outputs.append(_value("logits", TensorProto.FLOAT, "batch", "classes"))
     graph = helper.make_graph(build.nodes, name, inputs, outputs, list(build.initializers.values()))
     opsets = [helper.make_opsetid("", OPSET)]
     if any(node.domain == "com.microsoft" for node in build.nodes):
@@ -148,12 +200,13 @@ def _model(
     return model
 
 
-def _cache_names(evaluation: int, layers: int) -> list[str]:
-    return [f"{kind}_{evaluation}_{layer}" for layer in range(layers) for kind in ("k", "v")]
+def _value(port: Port) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(port.name, port.kind, list(port.shape))
 
 
-def _value(name: str, kind: int, *shape: str | int) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, list(shape))
+def _content(array: np.ndarray) -> tuple[object, ...]:
+    data = np.ascontiguousarray(array)
+    return data.dtype.str, data.shape, hashlib.sha256(data.data).digest()
 
 
 def _renamed(names: Mapping[str, str], value: str, copy: str) -> str:

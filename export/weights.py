@@ -3,6 +3,7 @@
 Knows tensors and offsets; not what they mean.
 """
 
+import hashlib
 from pathlib import Path
 
 import onnx
@@ -13,11 +14,11 @@ ALIGNMENT = 4096  # so that a runtime can map a tensor without copying it
 
 
 class WeightsFile:
-    """Collects initializers by name; graphs that share a name must share the bytes."""
+    """Collects initializers by content, whatever the graphs call them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._placed: dict[str, tuple[int, bytes]] = {}
+        self._placed: dict[bytes, tuple[int, bytes]] = {}  # (offset, data) by digest
         self._end = 0
 
     def externalise(self, model: onnx.ModelProto) -> None:
@@ -26,7 +27,7 @@ class WeightsFile:
             data = numpy_helper.to_array(tensor).tobytes()
             if len(data) < SMALL_BYTES:
                 continue
-            offset = self._place(tensor.name, data)
+            offset = self._place(data)
             tensor.ClearField("raw_data")
             tensor.ClearField("float_data")
             tensor.ClearField("int64_data")
@@ -42,13 +43,11 @@ class WeightsFile:
                 file.seek(offset)
                 file.write(data)
 
-    def _place(self, name: str, data: bytes) -> int:
-        if name in self._placed:
-            offset, known = self._placed[name]
-            if known != data:
-                raise ValueError(f"two graphs have different weights under the name {name}")
-            return offset
+    def _place(self, data: bytes) -> int:
+        digest = hashlib.sha256(data).digest()
+        if digest in self._placed:
+            return self._placed[digest][0]
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-        self._placed[name] = (offset, data)
+        self._placed[digest] = (offset, data)
         self._end = offset + len(data)
         return offset

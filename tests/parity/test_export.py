@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,41 +10,25 @@ import onnx
 import pytest
 import torch
 
-from export import stitch as stitching
 from export.__main__ import main
-from export.calibrate import choose_default, name_efforts
+from export.calibrate import Measured, choose_default, name_efforts
 from export.pack import ExportRequest, calibrate_latency, export_run
-from export.parts import Parts, trace
+from export.parts import Parts
+from export.stitch import stitch
 from export.verify import VerificationError
-from serve.bundle import Bundle, Quality, read_bundle
+from serve.bundle import Bundle, Metric, Quality, read_bundle
 from serve.runtime import open_model
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.checkpoint import load_run
-from train.model import OTTransformer
 from train.ode import METHODS
 
 # Logits of these models are of order one; torch and the runtime are both float32.
 ABSOLUTE = 2e-5
-TRACED: dict[object, Parts] = {}
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing is the slow part and the same for every method: once for each set of weights."""
-
-    def traced(model: OTTransformer) -> Parts:
-        weights = tuple(float(p.detach().double().sum()) for p in model.parameters())
-        key = (model.discrete, model.T, weights)
-        if key not in TRACED:
-            TRACED[key] = trace(model)
-        return TRACED[key]
-
-    monkeypatch.setattr("export.pack.trace", traced)
 
 
 def export(run: Path, target: Path, *steps: int, method: str | None = None) -> Bundle:
-    request = ExportRequest(run, target, steps or (1, 2, 4), method)
-    return export_run(request, say=lambda line: None)
+    request = ExportRequest(target, steps or (1, 2, 4), method)
+    return export_run(run, request, say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +51,7 @@ def test_every_rung_of_a_decoder_agrees_with_torch(
     tokens = torch.randint(1, 30, (3, 24))
     for rung in bundle.manifest.rungs:
         with torch.no_grad():
-            expected = model(tokens, rung.steps, method).logits.numpy()
+            expected = model(tokens, steps=rung.steps, method=method).logits.numpy()
         decoder = opened.decoder(rung.steps)
         np.testing.assert_allclose(decoder.forward(tokens.numpy()), expected, atol=ABSOLUTE)
         batch = decoder.open_batch()
@@ -92,29 +77,38 @@ def test_every_rung_of_a_classifier_agrees_with_torch(
     tokens[2, 1:] = 0
     for rung in bundle.manifest.rungs:
         with torch.no_grad():
-            expected = model(tokens, rung.steps, method).logits.numpy()
+            expected = model(tokens, steps=rung.steps, method=method).logits.numpy()
         logits = opened.classifier(rung.steps).run(tokens.numpy())
         np.testing.assert_allclose(logits, expected, atol=ABSOLUTE)
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("tiny_run", "overrides"),
     [
-        ["model.norm=post", "model.final_norm=none"],
-        ["model.norm=none", "model.final_norm=inside"],
-        ["model.depth=discrete"],
-        ["data.tokenizer=bpe", "data.vocabulary=300"],
-        ["model.T=2.0"],
+        (
+            tiny_text_run,
+            [
+                "model.norm=none",
+                "model.final_norm=inside",
+                "model.T=2.0",
+                "data.tokenizer=bpe",
+                "data.vocabulary=300",
+            ],
+        ),
+        (
+            tiny_label_run,
+            ["model.norm=post", "model.final_norm=none", "model.pool=mean", "model.depth=discrete"],
+        ),
     ],
-    ids=lambda overrides: overrides[0],
+    ids=lambda value: value[0] if isinstance(value, list) else value.__name__,
 )
-def test_every_kind_of_model_exports_and_verifies(tmp_path: Path, overrides: list[str]) -> None:
-    run = tiny_text_run(tmp_path, *overrides)
-    bundle = export(run, tmp_path / "b", 1, 2)
+def test_norms_depths_and_tokenizers_export_and_verify(
+    tmp_path: Path, tiny_run: Callable[..., Path], overrides: list[str]
+) -> None:
+    bundle = export(tiny_run(tmp_path, *overrides), tmp_path / "b", 1, 2)
     discrete = "model.depth=discrete" in overrides
     assert bundle.manifest.steps == ((1,) if discrete else (1, 2))
-    label = tiny_label_run(tmp_path / "label", *(o for o in overrides if "data." not in o))
-    assert export(label, tmp_path / "c", 1, 2).manifest.task == "classify"
+    assert bundle.manifest.depth == ("fixed" if discrete else "ode")
 
 
 def test_weights_stand_once_and_graphs_are_valid(text_run: Path, tmp_path: Path) -> None:
@@ -148,10 +142,9 @@ def test_two_exports_of_one_run_are_the_same_bytes(text_run: Path, tmp_path: Pat
 def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
     text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stitch = stitching.stitch
-
-    def wrong(parts: object, method: str, steps: int, T: float, discrete: bool) -> onnx.ModelProto:
-        return stitch(parts, method, steps, T * (1.001 if steps == 2 else 1), discrete)  # type: ignore[arg-type]
+    def wrong(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
+        T = parts.T * (1.001 if steps == 2 else 1)
+        return stitch(dataclasses.replace(parts, T=T), method, steps)
 
     monkeypatch.setattr("export.pack.stitch", wrong)
     with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
@@ -180,11 +173,34 @@ def test_efforts_and_default() -> None:
     assert name_efforts([1, 2, 4]) == {1: "low", 2: "medium", 4: "max"}
     assert name_efforts([1, 2, 4, 8]) == {1: "low", 2: "medium", 4: "high", 8: "max"}
     assert name_efforts([1, 2, 4, 6, 8, 16]) == {1: "low", 2: "medium", 8: "high", 16: "max"}
-    q = Quality("loss", 1.5, 1.4, 1.6, 10)
-    better = dataclasses.replace(q, value=1.45)
-    assert choose_default({1: q, 2: better, 4: better}) == 2
-    accuracy = Quality("accuracy", 0.5, 0.4, 0.6, 10)
-    assert choose_default({1: accuracy, 2: dataclasses.replace(accuracy, value=0.55)}) == 2
+
+
+def measured(metric: Metric, per_row: list[float]) -> Measured:
+    rows = torch.tensor(per_row, dtype=torch.float64)
+    value = float(rows.mean())
+    return Measured(Quality(metric, value, value, value, len(rows)), rows)
+
+
+def test_the_default_is_the_cheapest_rung_that_is_as_good_as_the_best() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = (2 + torch.rand(400, generator=draw)).tolist()
+    noise = (torch.randn(400, generator=draw) * 0.05).tolist()
+    best = measured("loss", rows)
+    noisy = measured("loss", [a + b for a, b in zip(rows, noise, strict=True)])
+    surely_worse = measured("loss", [a + 0.02 for a in rows])  # by far less than rows differ
+    hardly_worse = measured("loss", [a + 0.0005 for a in rows])
+    assert choose_default({1: surely_worse, 2: best, 4: best}) == 2
+    assert choose_default({1: hardly_worse, 2: best}) == 1
+    assert choose_default({1: surely_worse, 2: noisy, 8: best}) == 2
+    right = measured("accuracy", [1.0] * 900 + [0.0] * 100)
+    one_less = measured("accuracy", [1.0] * 899 + [0.0] * 101)
+    many_less = measured("accuracy", [1.0] * 880 + [0.0] * 120)
+    assert choose_default({1: many_less, 2: one_less, 4: right}) == 2
+
+
+def test_few_rows_do_not_make_a_worse_rung_the_default() -> None:
+    right, worse = measured("accuracy", [1.0] * 28 + [0.0] * 2), [1.0] * 26 + [0.0] * 4
+    assert choose_default({1: measured("accuracy", worse), 4: right}) == 4
 
 
 def test_the_commands_export_inspect_and_calibrate(

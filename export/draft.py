@@ -1,0 +1,146 @@
+"""The manifest of a bundle before anything is measured: what the model is and what it takes.
+
+Knows recipes, data sets and traced models; quality and verification are filled in later.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from export.calibrate import name_efforts
+from export.parts import Traced
+from serve.bundle import (
+    Depth,
+    ImageInput,
+    InputSpec,
+    Manifest,
+    PointsInput,
+    Quality,
+    Rung,
+    Shape,
+    TextInput,
+    TokenizerSpec,
+    Truncation,
+    Verified,
+)
+from train.batch import Dataset
+from train.build import PAD_ID
+from train.config import DataConfig, Recipe
+from train.images import ImageDataset
+from train.model import Stepped, count_parameters
+from train.ode import method_named
+from train.tokens import BEGIN, END
+
+WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
+UNMEASURED = Verified(0.0, 0.0, 0.0)
+
+
+def draft_manifest(
+    name: str,
+    recipe: Recipe,
+    model: Stepped,
+    traced: Traced,
+    dataset: Dataset,
+    ladder: tuple[int, ...],
+    method: str,
+    card: dict[str, Any],
+    iteration: int,
+) -> Manifest:
+    """The manifest with quality and verification still open."""
+    c, classifies = recipe.model, traced.task == "classify"
+    translates = traced.task == "translate"
+    kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
+    caches = traced.graph.caches
+    return Manifest(
+        name=name,
+        task=traced.task,
+        method=method,  # type: ignore[arg-type]  # the manifest checks it
+        T=1.0 if model.discrete else model.T,
+        full_steps=ladder[-1],
+        default_steps=ladder[-1],
+        depth=_depth(model),
+        cache=traced.cache,
+        input=_input(recipe, dataset, classifies),
+        target_max_tokens=c.target_window if translates else None,
+        labels=dataset.labels if classifies else None,
+        tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates),
+        shape=Shape(
+            c.layers if caches is None else caches.pairs,
+            c.heads if caches is None else caches.heads,
+            max(1, traced.width // c.heads) if caches is None else caches.head_width,
+            traced.width,
+            count_parameters(model),
+        ),
+        weights=WEIGHTS,
+        rungs=_rungs(traced, ladder, method, model.discrete),
+        card=card,
+        provenance={
+            "recipe": kept.to_json(),
+            "iteration": iteration,
+            "torch": torch.__version__,
+        },
+    )
+
+
+def graph_name(steps: int) -> str:
+    return f"steps-{steps}.onnx"
+
+
+def encoder_name(steps: int) -> str:
+    return f"encoder-{steps}.onnx"
+
+
+def _depth(model: Stepped) -> Depth:
+    return "fixed" if model.depth == "discrete" else model.depth
+
+
+def _rungs(traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool) -> tuple[Rung, ...]:
+    efforts = name_efforts(list(ladder))
+    unknown = Quality("accuracy" if traced.task == "classify" else "loss", 0.0, 0.0, 0.0, 1)
+    a_step = 1 if fixed else method_named(method).evaluations
+    return tuple(
+        Rung(
+            steps,
+            method,  # type: ignore[arg-type]
+            traced.velocities * steps * a_step,
+            efforts.get(steps),
+            graph_name(steps),
+            unknown,
+            UNMEASURED,
+            encoder_name(steps) if traced.encoder else None,
+        )
+        for steps in ladder
+    )
+
+
+def _input(recipe: Recipe, dataset: Dataset, classifies: bool) -> InputSpec:
+    sizes, window = dataset.sizes, recipe.model.window
+    if isinstance(dataset, ImageDataset):
+        return ImageInput(
+            channels=sizes.channels,
+            height=sizes.height,
+            width=sizes.width,
+            mean=dataset.mean,
+            std=dataset.std,
+        )
+    if sizes.dimensions:
+        return PointsInput(max_points=window, dimensions=sizes.dimensions)
+    if not classifies:
+        return TextInput(max_tokens=window)
+    head, tail = recipe.data.head, recipe.data.tail
+    cut = Truncation(head, tail) if head + tail else Truncation(window, 0)
+    return TextInput(max_tokens=window, truncation=cut)
+
+
+def _tokenizer(
+    data: DataConfig, tokenizer: Tokenizer | None, translates: bool
+) -> TokenizerSpec | None:
+    if tokenizer is None:
+        return None
+    size = tokenizer.get_vocab_size()
+    if not translates:
+        return TokenizerSpec(data.tokenizer, TOKENIZER, PAD_ID, size)
+    marks = (tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END))
+    return TokenizerSpec("bpe", TOKENIZER, PAD_ID, size, *marks)

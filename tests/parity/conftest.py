@@ -1,0 +1,28 @@
+"""What the parity tests share: every model is traced once, and latency is measured in an instant.
+
+Tracing is the slow part of an export, and the same for every method and step count.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from export.parts import Traced, trace
+from train.model import Stepped
+
+_TRACED: dict[object, Traced] = {}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
+        weights = tuple(float(p.detach().double().sum()) for p in model.parameters())
+        key = (model.depth, model.T, weights)
+        if key not in _TRACED:
+            _TRACED[key] = trace(model, small, large)
+        return _TRACED[key]
+
+    monkeypatch.setattr("export.pack.trace", traced)
+    monkeypatch.setattr("export.latency.ENOUGH_S", 0.0)
+    monkeypatch.setattr("export.latency.ENOUGH_RUNS", 1)
