@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.result import BASELINES, Provenance
 from train.checkpoint import METRICS, MODEL, load_run
-from train.config import load_recipe
 from train.evaluate import evaluate_run
 from train.quality import wilson
+from train.recipe_file import load_recipe
 from train.tables import Rows, read_table
 
 FOLDERS = {"sentiment": "imdb", "topics": "ag_news", "shakespeare": "tinyshakespeare/input.txt"}
@@ -51,7 +51,7 @@ def bag_of_words(train: Rows, test: Rows) -> dict[str, Any]:
 
 def discrete_quality(run: Path, data: Path) -> dict[str, Any]:
     """Quality of a discrete run on its one depth, in torch."""
-    quality = evaluate_run(run, [1], "euler", str(data))[1]
+    quality = evaluate_run(run, [1], data=str(data)).rows[0].quality
     keys = ("metric", "value", "low", "high", "samples")
     return {key: getattr(quality, key) for key in keys}
 

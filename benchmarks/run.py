@@ -17,7 +17,7 @@ from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
     *("quality", "bundle_size", "dial", "overhead", "cached_decode"),
-    *("soak", "first_answer"),
+    *("throughput", "memory", "soak", "first_answer"),
 )
 # What installs packages takes minutes however quick the rest is.
 _NEVER_QUICK = ("first_answer",)

@@ -34,14 +34,14 @@ PARAGRAPHS = (
 
 def window_of(manifest: Manifest) -> int:
     """The most tokens of a text that the model is given."""
-    kept = manifest.input.truncation
-    return kept.head + kept.tail if kept is not None else manifest.input.max_tokens
+    kept = manifest.text_input.truncation
+    return kept.head + kept.tail if kept is not None else manifest.text_input.max_tokens
 
 
 def answer_tokens(bundle: Bundle, wanted: int) -> int:
     """So many tokens, or as many as the window of the model holds behind the prompt."""
     prompt = TextCodec(bundle).encode_prompt(PROMPT)
-    return min(wanted, bundle.manifest.input.max_tokens - len(prompt))
+    return min(wanted, bundle.manifest.text_input.max_tokens - len(prompt))
 
 
 def text_of(codec: TextCodec, tokens: int) -> str:

@@ -1,0 +1,113 @@
+"""Measures trained runs at every step count and method, and keeps what the results page shows.
+
+    python -m benchmarks.papers.measure runs/mnist-0 --group mnist --data PATH --methods all
+
+The weights stay where they are; only figures are kept.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import command_line, commit, this_machine, today
+from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
+from train.checkpoint import METRICS, load_run
+from train.evaluate import Report, evaluate_run, methods_named
+
+CURVE_MOMENTS = 60
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    for run in parsed.runs:
+        counts = [int(count) for count in parsed.steps.split(",")]
+        methods = methods_named(parsed.methods) if parsed.methods else None
+        report = evaluate_run(run, counts, methods, parsed.data)
+        command = command_line("benchmarks.papers.measure", arguments)
+        one = measured(run, parsed.group, report, command)
+        print(one.write(parsed.results))
+        for point in one.points:
+            print(f"  {point.method:>8} {point.steps or '':>3} {point.metric} {point.value:.4f}")
+    return 0
+
+
+def measured(folder: Path, group: str | None, report: Report, command: str) -> Measured:
+    """The record of a run and of its evaluation."""
+    run = load_run(folder)
+    recipe = run.recipe.to_json()
+    recipe["data"]["path"] = ""
+    seed = run.recipe.run.seed
+    curve, evaluations, cpu_s = _curve(folder / METRICS)
+    named = group or run.recipe.name
+    return Measured(
+        name=f"{named}-{seed}",
+        group=named,
+        seed=seed,
+        recipe=recipe,
+        parameters=int(run.facts["parameters"]),
+        iterations=int(run.facts["iteration"]),
+        evaluations=evaluations,
+        cpu_s=cpu_s,
+        points=[_point(row) for row in report.rows],
+        jumps={
+            method: {str(spent): share for spent, share in shares.items()}
+            for method, shares in report.jumps.items()
+        },
+        stability=report.stability.ratio,
+        curve=curve,
+        command=command,
+        commit=commit(),
+        date=today(),
+        machine=this_machine(),
+    )
+
+
+def _point(row: Any) -> Point:
+    quality = dataclasses.asdict(row.quality)
+    wanted = {field.name for field in dataclasses.fields(Point)}
+    known = {key: value for key, value in quality.items() if key in wanted}
+    return Point(
+        method=row.method,
+        steps=row.steps,
+        nfe=row.nfe,
+        gap=row.gap,
+        agreement=row.agreement,
+        **known,
+    )
+
+
+def _curve(path: Path) -> tuple[list[Moment], int, float | None]:
+    """Moments of a metrics file, the evaluations of the whole run, and its CPU seconds."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    watched = [record for record in records if "validation" in record]
+    every = max(1, len(watched) // CURVE_MOMENTS)
+    chosen = watched[::every]
+    if watched and chosen[-1] is not watched[-1]:
+        chosen.append(watched[-1])
+    moments = [
+        Moment(
+            record["iteration"], record.get("evaluations", 0), record["loss"], record["validation"]
+        )
+        for record in chosen
+    ]
+    last = watched[-1] if watched else {}
+    return moments, int(last.get("evaluations", 0)), last.get("cpu_s")
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    made.add_argument("--group", help="what runs that differ in their seed only are called")
+    made.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    made.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
+    made.add_argument("--methods", help="`all`, or methods separated by commas")
+    made.add_argument("--results", type=Path, default=FOLDER, help="where to keep it")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""One trained run, measured: what is kept of it in measured/NAME.json.
+
+Knows files and their form; not how anything was trained or is shown.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.machine import Machine
+
+FOLDER = Path(__file__).resolve().parent / "measured"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Quality at one way of answering."""
+
+    method: str
+    steps: int | None  # None: the adaptive solver's own
+    nfe: float
+    metric: str  # "accuracy", or "loss" in nats a token
+    value: float
+    low: float  # 95 % interval over the held-out rows
+    high: float
+    samples: int
+    loss: float
+    cost: float  # transport
+    gap: float  # of straightness
+    agreement: float  # with the full count
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was watched while training."""
+
+    iteration: int
+    evaluations: int  # velocity evaluations spent so far
+    train_loss: float
+    validation: Mapping[str, float]  # metric@steps
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run of a recipe with one seed."""
+
+    name: str
+    group: str  # runs of one group differ in their seed only
+    seed: int
+    recipe: Mapping[str, Any]
+    parameters: int
+    iterations: int
+    evaluations: int
+    cpu_s: float | None
+    points: Sequence[Point]
+    jumps: Mapping[str, Mapping[str, float]]  # by method and evaluations: agreement with full
+    stability: float
+    curve: Sequence[Moment]
+    command: str
+    commit: str
+    date: str
+    machine: Machine
+
+    def write(self, folder: Path = FOLDER) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        record = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.pop("schema_version", None) != SCHEMA_VERSION:
+            raise ValueError(f"{path} is of another schema version: measure again")
+        record["machine"] = Machine(**record["machine"])
+        record["points"] = [Point(**point) for point in record["points"]]
+        record["curve"] = [Moment(**moment) for moment in record["curve"]]
+        return cls(**record)
+
+    def at(self, steps: int | None, method: str | None = None) -> Point | None:
+        """The point of a step count; by default with the method of its training."""
+        wanted = method or self.trained_method
+        for point in self.points:
+            if point.steps == steps and point.method in (wanted, "discrete"):
+                return point
+        return None
+
+    @property
+    def trained_method(self) -> str:
+        return str(self.recipe["steps"]["method"])
+
+
+def read_all(folder: Path = FOLDER) -> dict[str, list[Measured]]:
+    """Every kept run by its group, seeds ascending."""
+    groups: dict[str, list[Measured]] = {}
+    for path in sorted(folder.glob("*.json")):
+        one = Measured.read(path)
+        groups.setdefault(one.group, []).append(one)
+    return {group: sorted(runs, key=lambda run: run.seed) for group, runs in groups.items()}
