@@ -42,7 +42,7 @@ def parser(about: str) -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FOLDER",
-        help="bundles to measure (default: those of the zoo)",
+        help="bundles to measure (default: those of the zoo that take text)",
     )
     made.add_argument(
         "--quick", action="store_true", help="only show that it works; the figures mean nothing"
@@ -58,8 +58,13 @@ def parser(about: str) -> argparse.ArgumentParser:
 
 def options(parsed: argparse.Namespace) -> Options:
     """The shared part of a parsed command line."""
-    folders = parsed.bundles or sorted(path.parent for path in ZOO.glob("*/manifest.json"))
-    return Options(bundles=tuple(folders), quick=parsed.quick)
+    return Options(bundles=tuple(parsed.bundles or text_bundles()), quick=parsed.quick)
+
+
+def text_bundles() -> list[Path]:
+    """Those of the zoo that the callers of the scripts, which send texts, can ask."""
+    folders = sorted(path.parent for path in ZOO.glob("*/manifest.json"))
+    return [one for one in folders if read_bundle(one).manifest.input.kind == "text"]
 
 
 def run(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from serve.app import create_app
-from serve.bundle import BundleError
+from serve.bundle import BundleError, ImageInput, PointsInput
 from serve.catalog import Catalog, Served, find_bundles, open_catalog
 from serve.engine import Engine
 from serve.flags import parse
@@ -76,8 +76,8 @@ def _banner(catalog: Catalog, url: str) -> str:
     for served in catalog:
         steps = ", ".join(map(str, served.manifest.steps))
         lines.append(f"  {served.name:<{width}}  {served.manifest.task:<8}  steps {steps}")
-    first = next(iter(catalog))
-    path, example = _example(first)
+    shown = min(catalog, key=lambda served: served.manifest.input.kind != "text")
+    path, example = _example(shown)
     lines += [
         f"on {url} (API: {url}/docs)",
         "",
@@ -96,7 +96,13 @@ def _example(served: Served) -> tuple[str, dict[str, object]]:
     text = given[0] if isinstance(given, list) and given else "Hello"
     steps = served.manifest.steps[0]
     if served.manifest.task == "classify":
-        return "/v1/classify", {"model": served.name, "input": text, "steps": steps}
+        taken: object = text
+        match served.manifest.input:
+            case ImageInput():
+                taken = {"image": [[0, 255], [255, 0]]}
+            case PointsInput(dimensions=dimensions):
+                taken = {"points": [[0.0] * dimensions, [1.0] * dimensions]}
+        return "/v1/classify", {"model": served.name, "input": taken, "steps": steps}
     return "/v1/generate", {
         "model": served.name,
         "prompt": text,

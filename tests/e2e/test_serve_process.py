@@ -14,12 +14,13 @@ import httpx
 import pytest
 
 from serve.__main__ import main
+from serve.bundle import Bundle
 from serve.catalog import Catalog, open_catalog
 from serve.server import bind, listen
 from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.sse import parse_events
 from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, points_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 
@@ -33,6 +34,15 @@ def test_it_starts_within_seconds_and_says_what_to_try() -> None:
         (curl,) = (line for line in server.banner.splitlines() if "curl" in line)
         command = shlex.split(curl)
         found = subprocess.run([*command, "-s"], capture_output=True, timeout=20, check=True)
+        assert json.loads(found.stdout)["results"][0]["budget"]["steps"] == 1
+
+
+@pytest.mark.parametrize("bundle", [image_bundle(), points_bundle()], ids=["image", "points"])
+def test_what_to_try_fits_models_that_take_no_text(bundle: Bundle) -> None:
+    with server_process([bundle.folder]) as server:
+        (curl,) = (line for line in server.banner.splitlines() if "curl" in line)
+        command = [*shlex.split(curl), "-s", "--fail"]
+        found = subprocess.run(command, capture_output=True, timeout=20, check=True)
         assert json.loads(found.stdout)["results"][0]["budget"]["steps"] == 1
 
 
