@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     """Quality of a rung, and what it is made of."""
 
     quality: Quality
-    per_row: Tensor  # (R,): the loss of each held-out row, or 1 where its class was right
+    per_row: Tensor  # (R,): of each held-out row; the quality is their mean
 
 
 def held_out_batches(dataset: Dataset, manifest: Manifest, samples: int | None) -> Iterable[Batch]:

@@ -6,7 +6,7 @@ Takes the data set that the bundle was trained for from its provenance; the path
 from tokenizers import Tokenizer
 
 from export.calibrate import held_out_batches, measure_rung
-from serve.bundle import Bundle, BundleError, Quality
+from serve.bundle import Bundle, BundleError, ImageInput, Quality
 from serve.runtime import open_model
 from train.config import RecipeError
 from train.data import open_dataset
@@ -24,7 +24,10 @@ def evaluate_bundle(
     try:
         # Provenance is free: what is no recipe is caught below.
         kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]
-        recipe = recipe_from({**kept, "data": {**kept["data"], "path": data}}, "provenance.recipe")
+        read = {**kept["data"], "path": data}
+        if isinstance(manifest.input, ImageInput):  # else those of the images given are measured
+            read |= {"mean": manifest.input.mean, "std": manifest.input.std}
+        recipe = recipe_from({**kept, "data": read}, "provenance.recipe")
     except (KeyError, TypeError, RecipeError) as error:
         raise BundleError(
             f"does not say how to read its data ({error}); evaluate the run it was exported from",

@@ -33,8 +33,7 @@ from serve.runtime.ort_session import usable_cores
 from train.batch import Dataset
 from train.checkpoint import load_run
 from train.config import Recipe
-from train.data import open_dataset
-from train.images import ImageDataset
+from train.data import check_same_meaning, open_dataset
 from train.model import Stepped
 from train.ode import method_named
 
@@ -79,7 +78,9 @@ def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = pri
     _ladder(model, recipe, request)
     _check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
-    _check_data(dataset, recipe, facts, say)
+    check_same_meaning(dataset, recipe, facts)
+    if dataset.digest != facts["data_sha256"]:
+        say("not the data it was trained on: quality is measured on the held-out part of this one")
     return export_model(Origin(model, recipe, dataset, facts["iteration"]), request, say)
 
 
@@ -145,17 +146,6 @@ def _check_target(target: Path) -> None:
             f"{target} exists and is no bundle, so it is not replaced: remove it or choose another "
             "--out"
         )
-
-
-def _check_data(dataset: Dataset, recipe: Recipe, facts: dict[str, Any], say: Say) -> None:
-    if dataset.digest == facts["data_sha256"]:
-        return
-    if isinstance(dataset, ImageDataset) and not recipe.data.mean:
-        raise ValueError(
-            "these are not the images it was trained on, and their mean and deviation were "
-            "measured: pass the same --data, or train with data.mean and data.std set"
-        )
-    say("not the data it was trained on: quality is measured on the held-out part of this one")
 
 
 def _write_graphs(staging: Path, traced: Traced, ladder: _Ladder) -> None:

@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         "train", help="train a recipe", description="Train a recipe into a run folder."
     )
     make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
-    make.add_argument("--data", default="", metavar="PATH", help="the corpus file or table folder")
+    make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
     _add_overrides(make)
     again = commands.add_parser(
@@ -120,7 +120,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
 
     path = arguments.plot or arguments.run / "quality.png"
-    check_plot(path)
+    if arguments.plot:
+        check_plot(path)
     if arguments.json:
         check_file(arguments.json)
     methods = methods_named(arguments.method) if arguments.method else None

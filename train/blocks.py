@@ -147,6 +147,8 @@ class Conditioned(nn.Module):
         super().__init__()
         self.velocity = velocity
         self.up, self.down = nn.Linear(1, hidden), nn.Linear(hidden, 3 * width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         *context, _, h = rest

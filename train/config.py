@@ -161,7 +161,7 @@ class Recipe:
         for sentence, holds in {
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
-            **_depth_rules(self.model, self.steps),
+            **_depth_rules(self.model, self.steps, self.optim),
             "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
                 _NAME.fullmatch(self.name)
             ),
@@ -187,7 +187,10 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
     depth = {"runge-kutta": "discrete", "evolved": "discrete", "timed": "chain"}.get(model.block)
     return {
         "model.layers, heads, width, window and target_window must be at least 1": min(sizes) >= 1,
-        "model.hidden must not be negative": model.hidden >= 0,
+        "model.hidden must not be negative, nor 0 for timed and evolved blocks": model.hidden
+        >= (model.block in ("timed", "evolved")),
+        "model.hidden must be even for random feed-forward": model.feedforward == "full"
+        or model.hidden % 2 == 0,
         "model.patch, inducing and evolve must be at least 1": min(
             model.patch, model.inducing, model.evolve
         )
@@ -207,6 +210,8 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         or model.family in ("image", "encoder"),
         'model.block must not be "timed" for a translator': model.block != "timed"
         or model.family != "translator",
+        'model.block must be "transformer" for a set': model.block == "transformer"
+        or model.family != "set",
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
         "data.longest must be at least 1 and data.rows at least 20": not made
         or (data.longest >= 1 and data.rows >= 20),
@@ -218,15 +223,23 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
     }
 
 
-def _depth_rules(model: ModelConfig, steps: StepsConfig) -> dict[str, bool]:
+def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> dict[str, bool]:
     adaptive = steps.solver == "adaptive"
     return {
+        'model.depth "chain" needs model.block "timed"': model.depth != "chain"
+        or model.block == "timed",
+        'model.conditioned needs model.depth "ode"': not model.conditioned or model.depth == "ode",
         'steps.jump needs model.depth "ode" and steps.solver "fixed"': not steps.jump
         or (model.depth == "ode" and not adaptive),
         'steps.solver "adaptive" needs model.depth "ode" or "chain"': not adaptive
         or model.depth != "discrete",
         'steps.checkpoint and model.conditioned need steps.solver "fixed"': not adaptive
         or not (steps.checkpoint or model.conditioned),
+        'optim.token_dropout needs model.family "encoder"': not optim.token_dropout
+        or model.family == "encoder",
+        # The solver takes noise for curvature, and its steps become as small as they can.
+        'steps.solver "adaptive" needs model.dropout 0 and optim.precision "fp32"': not adaptive
+        or (model.dropout == 0 and optim.precision == "fp32"),
     }
 
 
@@ -248,7 +261,9 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
             optim.iterations, optim.batch, optim.accumulate
         )
         >= 1,
-        "optim.lr must be above 0": optim.lr > 0,
+        "optim.lr and clip must be above 0 (a huge clip is none)": min(optim.lr, optim.clip) > 0,
+        "optim.beta2 must be in [0, 1), and weight_decay not negative": 0 <= optim.beta2 < 1
+        and optim.weight_decay >= 0,
         "optim.drops must be shares in (0, 1), ascending": all(0 < d < 1 for d in optim.drops)
         and list(optim.drops) == sorted(optim.drops),
         "optim.transport must not be negative": optim.transport >= 0,

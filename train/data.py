@@ -2,6 +2,8 @@
 resume anywhere; how each kind does that is its own file's business.
 """
 
+from typing import Any
+
 from tokenizers import Tokenizer
 
 from train import generators
@@ -44,6 +46,22 @@ def _labelled_rows(data: DataConfig, seed: int) -> tuple[Rows, Rows | None]:
         return generators.listops(data.longest, data.rows, seed, data.shortest)
     name = data.train or "train.csv"
     return read_table(data, name), read_table(data, data.test) if data.test else None
+
+
+def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) -> None:
+    """Refuse data that a trained model would read or answer in another way than its own."""
+    labels = facts.get("labels")
+    if labels is not None and dataset.labels is not None and list(dataset.labels) != labels:
+        raise DataError(
+            f"this data has the classes {', '.join(dataset.labels)}, but the model was trained on "
+            f"{', '.join(labels)}: pass data with the same classes, or train with data.values set"
+        )
+    measured = isinstance(dataset, ImageDataset) and not recipe.data.mean
+    if measured and dataset.digest != facts["data_sha256"]:
+        raise DataError(
+            "these are not the images it was trained on, and their mean and deviation were "
+            "measured: pass the same --data, or train with data.mean and data.std set"
+        )
 
 
 def check_window(data: DataConfig, model: ModelConfig) -> None:

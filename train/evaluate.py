@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.batch import Batch
+from train.batch import Batch, Sizes
 from train.checkpoint import load_run
 from train.config import Recipe
-from train.data import open_dataset
+from train.data import check_same_meaning, open_dataset
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
@@ -23,6 +23,7 @@ from train.straightness import Stability, Trail, agreement, stability
 
 ADAPTIVE = "adaptive"
 JUMPS = (1, 2, 4)  # evaluations spent before a jump
+POSITIONS, LOGITS = 8192, 1 << 26  # of one batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,17 @@ def evaluate_run(
     folder: Path, steps: list[int], methods: list[str] | None = None, data: str = ""
 ) -> Report:
     """Measure every method at every step count; by default the method of the run's training."""
-    model, recipe, tokenizer, _ = load_run(folder)
+    model, recipe, tokenizer, facts = load_run(folder)
     if data:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
     methods = methods or [recipe.steps.method]
     if model.discrete:
         steps, methods = [1], ["discrete"]
     dataset = open_dataset(recipe, tokenizer)
+    check_same_meaning(dataset, recipe, facts)
     asked = _Evaluation(model, recipe, steps, methods)
     with torch.no_grad():
-        for batch in dataset.held_out(_rows_at_once(recipe)):
+        for batch in dataset.held_out(rows_at_once(recipe, dataset.sizes)):
             asked.add(batch)
     return asked.report(dataset.labels is not None)
 
@@ -80,8 +82,16 @@ def methods_named(text: str) -> list[str]:
     return list(METHODS) if text == "all" else [method_named(name).name for name in text.split(",")]
 
 
-def _rows_at_once(recipe: Recipe) -> int:
-    return 256 if recipe.model.family == "image" else max(8, 8192 // recipe.model.window)
+def rows_at_once(recipe: Recipe, sizes: Sizes) -> int:
+    """As many rows as fit into a few gigabytes with their logits or their attention."""
+    model = recipe.model
+    if model.family == "image":
+        return 256
+    if model.family == "set":
+        return max(4, POSITIONS // model.window)
+    longest = max(model.window, model.target_window if model.family == "translator" else 0)
+    positions = POSITIONS if sizes.classes else min(POSITIONS, LOGITS // sizes.vocabulary)
+    return max(1, positions // longest)
 
 
 class _Evaluation:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from train.batch import Batch, Dataset
+from train.build import PAD_ID
 from train.checkpoint import (
     STATE,
     Reached,
@@ -119,6 +120,9 @@ def check_fits(model: Stepped, dataset: Dataset) -> None:
         raise ValueError(f"the model cannot read this data, of {sizes}: {error}") from None
     if answers != (sizes.classes or sizes.vocabulary):
         raise ValueError(f"the model has {answers} answers, but the data is of {sizes}")
+    pad = getattr(getattr(model, "embed", None), "pad_id", PAD_ID)
+    if sizes.vocabulary and sizes.classes and pad != PAD_ID:
+        raise ValueError(f"the data pads with id {PAD_ID}, the model with {pad}: set pad_token_id")
 
 
 def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:

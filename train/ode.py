@@ -51,7 +51,10 @@ METHODS: dict[str, Method] = {
 
 
 class Path(NamedTuple):
-    """Where a trajectory ended and what it cost: sum over steps of h * mean(f^2)."""
+    """Where a trajectory ended and what it cost: sum over steps of h * mean(f^2).
+
+    The evaluations of a step have the same weights in the cost as in the step itself.
+    """
 
     state: Tensor  # (B, N, D)
     cost: Tensor  # ()
@@ -114,15 +117,17 @@ def _step(
     for row, c in zip(table.a, table.c, strict=True):
         at = _advance(x, h, row, stages)
         stages.append(velocity(at, t + c * h, h) if timed else velocity(at))
+    first = stages[0]
+    if table.history and before is not None:
+        # With other weights than the state's, a curved path could cost less than the straight one.
+        now, then = 1 + table.history, table.history
+        spent = h * (now * mean_square(first, mask) - then * mean_square(before, mask))
+        return x + h * (now * first - then * before), spent, first
     spent = x.new_zeros((), dtype=torch.float32)
     for weight, stage in zip(table.b, stages, strict=True):
         if weight:
             spent = spent + (h * weight) * mean_square(stage, mask)
-    if table.history and before is not None:
-        x = x + h * ((1 + table.history) * stages[0] - table.history * before)
-    else:
-        x = _advance(x, h, table.b, stages)
-    return x, spent, stages[0]
+    return _advance(x, h, table.b, stages), spent, first
 
 
 def mean_square(v: Tensor, mask: Tensor | None = None) -> Tensor:

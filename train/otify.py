@@ -1,7 +1,7 @@
 """Models of `transformers` as OT-Transformers: their stack of blocks as the velocity of an ODE.
 
     model = otify(GPT2LMHeadModel(config))
-    logits, cost = model(tokens, steps=4)
+    logits = model(tokens, steps=4).logits
 
 Supported: GPT2Model, GPT2LMHeadModel, GPT2ForSequenceClassification, BertModel,
 BertForSequenceClassification, ViTModel, ViTForImageClassification. The weights that the model has

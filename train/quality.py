@@ -32,35 +32,43 @@ class Tally:
     """Quality of one way of answering, gathered batch by batch."""
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []  # one a row: the independent units of the interval
-        self._hits: list[Tensor] = []  # right answers, of each row
-        self._rows = self._tokens = 0
+        # Of each row, the independent unit of the interval:
+        self._losses: list[Tensor] = []  # sums over what counts in it
+        self._counts: list[Tensor] = []
+        self._hits: list[Tensor] = []  # right answers
+        self._rows = 0
         self._cost = 0.0
 
     def add(self, batch: Batch, logits: Tensor, cost: float) -> None:
         flat, targets = logits.float().reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
         each = F.cross_entropy(flat, targets, reduction="none", ignore_index=IGNORED)
         counted = (batch.targets != IGNORED).view(batch.rows, -1)
-        self._losses.append((each.view(batch.rows, -1).sum(1) / counted.sum(1)).cpu())
+        self._losses.append(each.view(batch.rows, -1).sum(1).cpu())
+        self._counts.append(counted.sum(1).cpu())
         self._hits.append((flat.argmax(-1) == targets).view(batch.rows, -1).sum(1).cpu())
         self._rows += batch.rows
-        self._tokens += int(counted.sum())
         self._cost += cost * batch.rows
 
     def per_row(self, labelled: bool) -> Tensor:
-        """The loss of each row (B,), or 1 where its class was right: what pairs are compared by."""
-        return torch.cat(self._hits if labelled else self._losses).double()
+        """What each row (R,) adds to the quality, whose mean it is: what pairs are compared by."""
+        if labelled:
+            return torch.cat(self._hits).double()
+        losses, counts = torch.cat(self._losses).double(), torch.cat(self._counts).double()
+        return losses / counts.mean()
 
     def quality(self, labelled: bool) -> Quality:
-        per_row = torch.cat(self._losses).double()
-        loss, rows = float(per_row.mean()), self._rows
+        losses, counts = torch.cat(self._losses).double(), torch.cat(self._counts).double()
+        rows, tokens = self._rows, int(counts.sum())
+        loss = float(losses.sum()) / tokens
         cost = self._cost / rows
         if labelled:
             hits = int(torch.cat(self._hits).sum())
             low, high = wilson(hits, rows)
             return Quality("accuracy", hits / rows, low, high, rows, loss, cost)
-        spread = Z95 * float(per_row.std()) / math.sqrt(rows) if rows > 1 else math.inf
-        return Quality("loss", loss, loss - spread, loss + spread, self._tokens, loss, cost)
+        # A ratio of two sums over rows; where all rows count alike, the spread of their means.
+        apart = (losses - loss * counts) / counts.mean()
+        spread = Z95 * float(apart.std()) / math.sqrt(rows) if rows > 1 else math.inf
+        return Quality("loss", loss, loss - spread, loss + spread, tokens, loss, cost)
 
 
 def measure(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint import RunError, read_facts
-from train.config import Recipe
+from train.config import Recipe, StepsConfig
 from train.loop import train
 from train.recipe_file import apply_override, recipe_from
 
@@ -47,7 +47,8 @@ def retrofit_recipe(
         raise RunError(f"--iterations {share}: give a share of the original iterations, up to 1")
     steps, optim = original.steps, original.optim
     iterations = max(1, round(share * optim.iterations))
-    short = sorted({*(count for count in steps.short if count < steps.full), 1})
+    wanted = steps.short or StepsConfig().short  # a run of fixed steps may name no others
+    short = sorted({*(count for count in wanted if count < steps.full), 1})
     table = dataclasses.replace(
         original,
         name=original.name[:60] + "-any",

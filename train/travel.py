@@ -74,8 +74,9 @@ def travel(
     x, context, present = start
     if depth == "discrete":
         end = velocity(x, *context)
-        leg = Leg(x, end, present, 1.0)
-        return Journey(end, leg.least.detach(), 1, (leg,))
+        # Detached: it is measured, but there is no way to straighten.
+        leg = Leg(x.detach(), end.detach(), present, 1.0)
+        return Journey(end, leg.least, 1, (leg,))
     cost, evaluations = x.new_zeros(()), 0
     legs: list[Leg] = []
     for one in flows(velocity, depth):

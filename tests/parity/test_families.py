@@ -162,6 +162,25 @@ def test_a_family_exports_and_answers_as_torch_does(
         check_tied(bundle, model)
 
 
+def test_images_are_prepared_as_those_of_the_training_whatever_they_are(
+    exported: Callable[[str], Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, bundle, _ = exported("image")
+    with np.load(Path(recipe.data.path) / "data.npz") as arrays:
+        np.savez(tmp_path / "data.npz", images=arrays["images"] // 4, classes=arrays["classes"])
+    opened: list[Any] = []
+
+    def recorded(*given: Any) -> Any:
+        opened.append(open_dataset(*given))
+        return opened[-1]
+
+    monkeypatch.setattr("export.evaluate.open_dataset", recorded)
+    evaluate_bundle(bundle, [1], str(tmp_path), None)
+    spec = bundle.manifest.input
+    assert isinstance(spec, ImageInput)
+    assert (opened[0].mean, opened[0].std) == (spec.mean, spec.std)
+
+
 def test_the_server_answers_every_family(exported: Callable[[str], Exported]) -> None:
     bundles = [exported(family).bundle for family in FAMILIES]
     with server_process([bundle.folder for bundle in bundles]) as server:

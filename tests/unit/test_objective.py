@@ -147,6 +147,20 @@ def test_the_curvature_penalty_weighs_the_gap() -> None:
     torch.testing.assert_close(one.loss, expected)
 
 
+@pytest.mark.parametrize("kind", ["transport", "curvature"])
+def test_no_penalty_moves_a_discrete_model(kind: str) -> None:
+    found = []
+    for weight in (0.0, 5.0):
+        recipe = recipe_of(
+            "model.depth=discrete", f"optim.penalty={kind}", f"optim.transport={weight}"
+        )
+        objective = Objective(recipe, model_of(recipe), nullcontext)
+        (one,) = objective.passes((TOKENS,), TARGETS, Turn((1,)))
+        one.loss.backward()
+        found.append([p.grad for p in objective.model.parameters()])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_divergence_is_kl_over_what_counts() -> None:
     torch.manual_seed(0)
     mine, aim = torch.randn(2, 3, 5), torch.randn(2, 3, 5)

@@ -92,6 +92,20 @@ def test_the_cost_of_a_constant_velocity_is_t_times_its_mean_square() -> None:
         assert float(cost) == pytest.approx(2.0 * float(v.square().mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_no_path_costs_less_than_the_straight_one(name: str, steps: int) -> None:
+    class Turning(torch.nn.Module):
+        timed = True
+
+        def forward(self, x: Tensor, t: float, h: float) -> Tensor:
+            return torch.tensor([[[t, 1 - 2 * t, 0.5]]])
+
+    x0 = torch.zeros(1, 1, 3)
+    end, cost = integrate(Turning(), x0, name, steps, T=2.0)
+    assert float(cost) >= float((end - x0).square().mean() / 2.0) - 1e-6
+
+
 def test_masked_positions_do_not_count_in_the_cost() -> None:
     v = torch.ones(1, 3, 4)
     v[:, 2] = 100

@@ -19,6 +19,7 @@ from train.data import open_dataset  # noqa: E402
 from train.loop import train  # noqa: E402
 from train.model import OTTransformer  # noqa: E402
 from train.otify import otified_from, otify  # noqa: E402
+from train.recipe_file import load_recipe  # noqa: E402
 
 GPT2: dict[str, Any] = {
     "vocab_size": 40,
@@ -67,7 +68,7 @@ def original(name: str, **changes: Any) -> Any:
     """A fresh model whose weights are large enough to matter."""
     config, settings = next(v for k, v in CONFIGS.items() if name.startswith(k))
     torch.manual_seed(3)
-    model = getattr(transformers, name)(getattr(transformers, config)(**settings, **changes))
+    model = getattr(transformers, name)(getattr(transformers, config)(**(settings | changes)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -188,6 +189,14 @@ def test_a_model_of_other_sizes_than_the_data_is_refused(recipe: Recipe, tmp_pat
         config = transformers.GPT2Config(**(GPT2 | {"vocab_size": size}))
         with pytest.raises(ValueError, match=said):
             train(recipe, tmp_path, True, model=otify(transformers.GPT2LMHeadModel(config)))
+
+
+def test_a_model_whose_padding_is_not_that_of_the_data_is_refused(tmp_path: Path) -> None:
+    labelled = load_recipe("parity", ["data.rows=40", "data.tokenizer=words", "data.longest=4"])
+    for name in ("GPT2ForSequenceClassification", "BertForSequenceClassification"):
+        model = otify(original(name, pad_token_id=39, num_labels=2))
+        with pytest.raises(ValueError, match="pads with id 0, the model with 39: set pad_token_id"):
+            train(labelled, tmp_path, True, model=model)
 
 
 def test_a_module_of_ones_own_trains_but_is_not_made_again(recipe: Recipe, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The README's code blocks, run as a reader would run them, against a server with the zoo.
+"""The code blocks of the pages, run as a reader would run them, against a server with the zoo.
 
-How to mark a block in README.md, with a comment on the line above its fence:
+How to mark a block of a page, with a comment on the line above its fence:
 
     <!-- test: NAME -->        a `bash` or `python` block that is run here; it must succeed
     <!-- output: NAME -->      a block of any language: what block NAME prints
@@ -22,13 +22,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
+from train.config import ModelConfig, StepsConfig
+
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = ("README.md", "docs/training.md")
 README_ADDRESS = "127.0.0.1:8000"
 _BLOCK = re.compile(
     r"^(?:<!--\s*(?P<mark>[^\n]*?)\s*-->[ \t]*\n(?:[ \t]*\n)?)?"
@@ -110,15 +112,16 @@ def run_block(block: Block, address: str, folder: Path) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_the_page_runs_and_prints_what_it_shows(
-    address: str, tmp_path: Path
+    page: str, address: str, tmp_path: Path
 ) -> None:
     for name in ("zoo", "train"):
         (tmp_path / name).symlink_to(ROOT / name)
-    blocks = read_blocks(README.read_text(encoding="utf-8"))
+    blocks = read_blocks((ROOT / page).read_text(encoding="utf-8"))
     shown = {block.name: block.text for block in blocks if block.kind == "output"}
     tested = [block for block in blocks if block.kind == "test"]
-    assert tested, "README.md marks no block with <!-- test: NAME -->"
+    assert tested, f"{page} marks no block with <!-- test: NAME -->"
     wrong = []
     for block in tested:
         done = run_block(block, address, tmp_path)
@@ -129,8 +132,9 @@ def test_every_block_of_the_page_runs_and_prints_what_it_shows(
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_no_block_is_forgotten() -> None:
-    blocks = read_blocks(README.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_forgotten(page: str) -> None:
+    blocks = read_blocks((ROOT / page).read_text(encoding="utf-8"))
     for block in blocks:
         if block.language in _RUNNABLE:
             assert block.kind in ("test", "not tested"), f"this block has no mark:\n{block.text}"
@@ -138,6 +142,15 @@ def test_no_block_is_forgotten() -> None:
     names = [block.name for block in blocks if block.kind == "test"]
     assert len(names) == len(set(names)), "two tested blocks have one name"
     assert {block.name for block in blocks if block.kind == "output"} <= set(names)
+
+
+def test_the_page_of_training_names_every_recipe_and_every_key_of_models_and_steps() -> None:
+    named = set(re.findall(r"[\w.-]+", (ROOT / "docs/training.md").read_text(encoding="utf-8")))
+    recipes = {path.stem for path in (ROOT / "train" / "recipes").glob("*.toml")}
+    keys = {field.name for config in (ModelConfig, StepsConfig) for field in fields(config)}
+    ends = {word.rpartition(".")[2] for word in named}
+    assert not recipes - named
+    assert not keys - ends
 
 
 def test_marks_belong_to_the_block_below_them() -> None:

@@ -70,6 +70,8 @@ def test_overrides_reach_every_type(small: str) -> None:
         ("steps.short=[16]", "steps.short must be counts from 1 to steps.full"),
         ("steps.short=[]", "steps.short must not be empty"),
         ("optim.transport=-1", "optim.transport must not be negative"),
+        ("optim.clip=0.0", "optim.lr and clip must be above 0"),
+        ("optim.beta2=1.0", "optim.beta2 must be in"),
         ("data.held_out=1.0", "data.held_out"),
         ("data.head=1000", "must not exceed model.window"),
     ],
@@ -77,6 +79,12 @@ def test_overrides_reach_every_type(small: str) -> None:
 def test_bad_settings_are_refused_by_name(small: str, override: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
         load_recipe(small, [override])
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "mnist", "multi30k"])
+def test_tokens_are_hidden_from_classifiers_of_text_only(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"optim\.token_dropout needs model\.family"):
+        load_recipe(name, ["optim.token_dropout=0.1"])
 
 
 def test_a_missing_recipe_lists_the_known_ones() -> None:

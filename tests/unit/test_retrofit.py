@@ -36,6 +36,8 @@ def test_the_recipe_is_the_original_made_gentle_and_any_step() -> None:
     assert (made.steps.grow, made.steps.distil, made.steps.jump) == (0.0, 1.0, 0.3)
     assert made.optim.iterations == 4 and made.optim.lr == pytest.approx(0.001)
     assert made.run.checkpoint_every == 7
+    unnamed = recipe_json(*FIXED, "steps.full=20", "steps.short=[]")
+    assert retrofit_recipe(unnamed, "run", 0.2, []).steps.short == (1, 2, 4)
     chain = recipe_json(*FIXED, "model.block=timed", "model.depth=chain")
     assert retrofit_recipe(chain, "run", 0.2, []).steps.jump == 0  # a jump needs one trajectory
 

@@ -100,6 +100,11 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
         (["steps.jump=0.3", "model.depth=discrete"], "steps.jump needs model.depth"),
         (["steps.solver=adaptive", "model.depth=discrete"], "steps.solver"),
         (["steps.solver=adaptive", "steps.checkpoint=true"], "steps.checkpoint and"),
+        (["steps.solver=adaptive", "model.dropout=0.1"], "needs model.dropout 0"),
+        (["steps.solver=adaptive", "optim.precision=bf16"], 'optim.precision "fp32"'),
+        (["model.conditioned=true", "model.depth=discrete"], "model.conditioned needs"),
+        (["model.depth=chain"], 'model.depth "chain" needs model.block "timed"'),
+        (["model.block=timed", "model.depth=chain", "model.hidden=0"], "nor 0 for timed"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:

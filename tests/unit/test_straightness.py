@@ -12,9 +12,10 @@ from train.__main__ import main
 from train.batch import Sizes
 from train.build import build_model
 from train.config import ModelConfig
-from train.evaluate import evaluate_run
+from train.evaluate import LOGITS, POSITIONS, evaluate_run, rows_at_once
 from train.model import Stepped
 from train.objective import straightness_gap
+from train.recipe_file import load_recipe
 from train.straightness import Trail, agreement, output_weights, stability
 
 TINY = {"width": 16, "heads": 2, "hidden": 32, "window": 12}
@@ -137,6 +138,22 @@ def test_the_command_writes_a_narrow_table_and_everything_as_json(
     assert "choose one of euler" in capsys.readouterr().err
     assert main(["evaluate", str(run), "--json", str(tmp_path / "no" / "x.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "numbers"),
+    [
+        ("transevolve-imdb-chars", Sizes(vocabulary=200, classes=2), 4000),
+        ("gpt2-openwebtext", Sizes(vocabulary=50257), 1024 * 50257),
+        ("multi30k", Sizes(vocabulary=10000), 96 * 10000),
+    ],
+)
+def test_batches_of_long_rows_and_large_vocabularies_are_small(
+    name: str, sizes: Sizes, numbers: int
+) -> None:
+    recipe = load_recipe(name)
+    rows = rows_at_once(recipe, sizes)
+    assert 1 <= rows <= max(1, (POSITIONS if sizes.classes else LOGITS) // numbers)
 
 
 def test_a_discrete_run_has_one_row(tmp_path: Path) -> None:

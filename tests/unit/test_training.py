@@ -18,6 +18,7 @@ from safetensors import safe_open
 from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.__main__ import main
 from train.batch import Sizes
+from train.blocks import Conditioned
 from train.build import build_model
 from train.checkpoint import RunError, load_run, lock_run
 from train.config import ModelConfig
@@ -217,6 +218,17 @@ def test_one_step_is_x_plus_f_for_every_norm(norm: str, final_norm: str) -> None
     tokens = torch.randint(1, 20, (2, 9))
     x = model.embed(tokens).state
     assert torch.equal(model(tokens, steps=1).logits, model.head(x + model.velocity(x)))
+
+
+@pytest.mark.parametrize("initial", ["gpt2", "torch"])
+def test_conditioning_begins_as_nothing(initial: Any) -> None:
+    made = decoder_of(dataclasses.replace(DECODER, initial=initial, conditioned=True))
+    assert isinstance(made.velocity, Conditioned)
+    x = torch.randn(2, 9, 16)
+    for h in (1.0, 0.3):
+        assert torch.equal(made.velocity(x, 0.0, h), made.velocity.velocity(x))
+        made.velocity(x, 0.0, h).sum().backward()
+    assert made.velocity.down.weight.grad is not None and made.velocity.down.weight.grad.any()
 
 
 def test_a_decoder_cannot_see_the_future_and_an_encoder_cannot_see_padding() -> None:

@@ -6,12 +6,16 @@ import json
 import lzma
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from tests.tiny_runs import tiny_image_recipe, trained
 from train import generators
+from train.checkpoint import read_facts
 from train.config import DataConfig
-from train.data import open_dataset
+from train.data import check_same_meaning, open_dataset
+from train.evaluate import evaluate_run
 from train.labelled import LabelledDataset
 from train.recipe_file import load_recipe
 from train.tables import DataError, read_table
@@ -195,6 +199,28 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         open_dataset(load_recipe("shakespeare", data=str(tmp_path / "bytes.txt")))
+
+
+def test_a_run_is_not_measured_on_data_that_means_something_else(tmp_path: Path) -> None:
+    recipe = tiny_image_recipe(tmp_path, "optim.iterations=2", "run.evaluate_every=2")
+    run = trained(recipe, tmp_path)
+    assert evaluate_run(run, [1], data=str(tmp_path)).rows
+    other = tmp_path / "other"
+    other.mkdir()
+    with np.load(tmp_path / "data.npz") as arrays:
+        np.savez(other / "data.npz", images=arrays["images"] // 4, classes=arrays["classes"])
+    with pytest.raises(DataError, match="not the images it was trained on"):
+        evaluate_run(run, [1], data=str(other))
+    facts = read_facts(run)
+    fixed = load_recipe(
+        str(tmp_path / "recipe.toml"), ["data.mean=[0.4]", "data.std=[0.2]"], str(other)
+    )
+    check_same_meaning(open_dataset(fixed), fixed, facts)
+    renamed = load_recipe(
+        str(tmp_path / "recipe.toml"), ['data.labels=["right", "left", "both"]'], str(tmp_path)
+    )
+    with pytest.raises(DataError, match="trained on left, right, both"):
+        check_same_meaning(open_dataset(renamed), renamed, facts)
 
 
 def test_tokenizers_round_trip() -> None:

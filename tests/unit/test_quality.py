@@ -1,0 +1,59 @@
+"""Quality and its interval: over tokens that count, with rows as the independent units."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from train.batch import IGNORED, Batch
+from train.quality import Z95, Tally
+
+SHARES = torch.tensor([0.5, 0.3, 0.2])
+LONGEST = 8
+
+
+def ragged(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Logits that never change, and rows of 1 to 8 targets; all of a short row are unlikely."""
+    lengths = torch.randint(1, LONGEST + 1, (rows, 1), generator=draw)
+    targets = torch.multinomial(SHARES, rows * LONGEST, True, generator=draw).view(rows, LONGEST)
+    targets[(lengths < 4).expand(-1, LONGEST)] = 2
+    targets[torch.arange(LONGEST) >= lengths] = IGNORED
+    return SHARES.log().expand(rows, LONGEST, 3), targets
+
+
+def tally_of(logits: Tensor, targets: Tensor) -> Tally:
+    tally = Tally()
+    for some in torch.arange(len(targets)).split(7):
+        tally.add(Batch((targets[some],), targets[some]), logits[some], 0.0)
+    return tally
+
+
+def test_a_loss_is_that_of_all_tokens_together_however_rows_are_batched() -> None:
+    logits, targets = ragged(20, torch.Generator().manual_seed(0))
+    tally = tally_of(logits, targets)
+    quality = tally.quality(False)
+    expected = F.cross_entropy(logits.reshape(-1, 3), targets.flatten(), ignore_index=IGNORED)
+    assert quality.value == quality.loss == pytest.approx(float(expected), rel=1e-6)
+    assert quality.samples == int((targets != IGNORED).sum())
+    assert float(tally.per_row(False).mean()) == pytest.approx(quality.value)
+
+
+def test_of_rows_of_one_length_the_interval_is_that_of_their_means() -> None:
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(20, LONGEST, 3, generator=draw)
+    targets = torch.randint(0, 3, (20, LONGEST), generator=draw)
+    quality = tally_of(logits, targets).quality(False)
+    means = F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
+    half = Z95 * float(means.std()) / math.sqrt(20)
+    assert quality.high - quality.value == pytest.approx(half, rel=1e-5)
+
+
+def test_an_interval_of_ragged_rows_holds_the_truth_as_often_as_it_says() -> None:
+    entropy = float(-(SHARES * SHARES.log()).sum())
+    unlikely = -math.log(0.2)
+    truth = ((1 + 2 + 3) * unlikely + (4 + 5 + 6 + 7 + 8) * entropy) / 36
+    draw = torch.Generator().manual_seed(2)
+    found = [tally_of(*ragged(150, draw)).quality(False) for _ in range(200)]
+    assert 0.9 < sum(q.low <= truth <= q.high for q in found) / 200 <= 0.99
