@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", type=Path, metavar="RUN")
     export.add_argument("--out", type=Path, metavar="BUNDLE", help="default bundles/NAME")
     export.add_argument(
-        "--steps", help="the rungs (default 1,2,4,8; 1 where the weights differ by depth)"
+        "--steps", help="the rungs (default: 1, 2, 4, ... and the full count of the training)"
     )
     export.add_argument("--method", help="integration method (default: as trained)")
     export.add_argument("--name", help="name of the model (default: the recipe's)")

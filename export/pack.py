@@ -36,9 +36,9 @@ from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
 from train.model import Stepped
 from train.ode import method_named
+from train.schedule import ladder_of
 
 CARD = "README.md"
-DEFAULT_STEPS = (1, 2, 4, 8)
 Say = Callable[[str], None]
 
 
@@ -47,7 +47,7 @@ class ExportRequest:
     """What a bundle shall be."""
 
     target: Path
-    steps: tuple[int, ...] = ()  # (): 1, 2, 4 and 8, or 1 for a model of fixed depth
+    steps: tuple[int, ...] = ()  # (): 1, 2, 4, ... and the full count of its training
     method: str | None = None  # None: as trained
     name: str | None = None
     samples: int | None = None  # held-out rows to calibrate on; None: all of them
@@ -134,7 +134,7 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> _Ladder:
     method_named(method)
     if model.discrete:
         return _Ladder((1,), "euler")
-    return _Ladder(request.steps or DEFAULT_STEPS, method)
+    return _Ladder(request.steps or tuple(ladder_of(recipe)), method)
 
 
 def _check_target(target: Path) -> None:

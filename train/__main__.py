@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print and plot quality and straightness against steps on the held-out split.",
     )
     look.add_argument("run", type=Path, metavar="RUN")
-    look.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
+    look.add_argument("--steps", help="step counts (default 1, 2, 4, ... and the full one)")
     look.add_argument(
         "--method", help="integration methods, or `all` (default: the one it was trained with)"
     )
@@ -92,7 +92,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
-    print(f"trained: {folder}\nnext: stepdial export {folder} --out bundles/{recipe.name}")
+    print(f"trained: {folder}\nnext: stepdial export {folder} --out bundles/{folder.name}")
     return 0
 
 
@@ -125,7 +125,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         check_file(arguments.json)
     methods = methods_named(arguments.method) if arguments.method else None
-    report = evaluate_run(arguments.run, parse_steps(arguments.steps), methods, arguments.data)
+    steps = parse_steps(arguments.steps) if arguments.steps else None
+    report = evaluate_run(arguments.run, steps, methods, arguments.data)
     print_report(report)
     plot_quality(report, path)
     print(f"plot: {path}")
@@ -134,8 +135,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.bleu is not None:
         from train.bleu import print_bleu
 
-        steps, data = parse_steps(arguments.steps), arguments.data
-        print_bleu(arguments.run, steps, methods, arguments.beams, arguments.bleu, data)
+        shown = sorted({row.steps for row in report.rows if row.steps is not None})
+        print_bleu(arguments.run, shown, methods, arguments.beams, arguments.bleu, arguments.data)
     return 0
 
 

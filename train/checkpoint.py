@@ -75,6 +75,7 @@ def lock_run(folder: Path) -> Iterator[None]:
 def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
     """The tokenizer to go on with, if the run has one; refuses a run of another recipe."""
     kept, now = read_facts(folder)["recipe"], recipe.to_json()
+    now["data"]["path"] = kept["data"]["path"]  # it may have moved; its digest is checked
     differs = [
         f"{section}.{key}" if isinstance(value, dict) else section
         for section, value in now.items()

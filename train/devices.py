@@ -8,6 +8,7 @@ Gradients are averaged once an iteration, after all its passes: with many evalua
 overlapping the exchange with the backward pass would gain nothing.
 """
 
+import logging
 import os
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -21,6 +22,15 @@ from train.batch import Batch
 Accelerator = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 LARGE_PRIME = 1_000_000_007
+_log = logging.getLogger("stepdial")
+
+
+def _has_bf16(on_gpu: bool) -> bool:
+    """Whether bf16 is computed, not emulated: that takes ten times as long as fp32."""
+    has: bool = on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not has:
+        _log.warning("this CPU has no bf16 arithmetic: training in fp32 instead")
+    return has
 
 
 class Devices:
@@ -38,7 +48,7 @@ class Devices:
             strategy="ddp" if processes > 1 else "auto",
             devices=here,
             num_nodes=processes // here,
-            precision="bf16-mixed" if precision == "bf16" else "32-true",
+            precision="bf16-mixed" if precision == "bf16" and _has_bf16(on_gpu) else "32-true",
         )
         self._fabric.launch()
         self.device = self._fabric.device

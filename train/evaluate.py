@@ -18,7 +18,7 @@ from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
 from train.quality import Quality, Tally
-from train.schedule import steps_of
+from train.schedule import ladder_of, steps_of
 from train.straightness import Stability, Trail, agreement, stability
 
 ADAPTIVE = "adaptive"
@@ -59,13 +59,13 @@ class Report:
 
 
 def evaluate_run(
-    folder: Path, steps: list[int], methods: list[str] | None = None, data: str = ""
+    folder: Path, steps: list[int] | None = None, methods: list[str] | None = None, data: str = ""
 ) -> Report:
     """Measure every method at every step count; by default the method of the run's training."""
     model, recipe, tokenizer, facts = load_run(folder)
     if data:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
-    methods = methods or [recipe.steps.method]
+    steps, methods = steps or ladder_of(recipe), methods or [recipe.steps.method]
     if model.discrete:
         steps, methods = [1], ["discrete"]
     dataset = open_dataset(recipe, tokenizer)

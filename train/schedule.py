@@ -78,6 +78,12 @@ def steps_of(recipe: Recipe) -> StepsConfig:
     return steps
 
 
+def ladder_of(recipe: Recipe) -> list[int]:
+    """The step counts to show where none are asked for: 1, 2, 4, ... and the full one."""
+    full = steps_of(recipe).full
+    return [*(1 << k for k in range((full - 1).bit_length())), full]
+
+
 def _counts(config: StepsConfig, draw: random.Random) -> tuple[int, ...]:
     if config.schedule == "fixed":
         return (config.full,)

@@ -77,14 +77,6 @@ def test_parts_and_rows_are_shared_without_rest() -> None:
         first.share(Batch((torch.zeros(3, 2),), torch.zeros(3)), 3)
 
 
-def test_precision_is_that_of_the_recipe() -> None:
-    x, weight = torch.randn(2, 4), torch.randn(4, 4)
-    with Devices("cpu", "bf16").autocast():
-        assert (x @ weight).dtype == torch.bfloat16
-    with Devices("cpu", "fp32").autocast():
-        assert (x @ weight).dtype == torch.float32
-
-
 def test_a_gpu_that_is_not_there_is_said() -> None:
     if torch.cuda.is_available():
         assert Devices("auto").device.type == "cuda"
@@ -92,3 +84,16 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
         assert Devices("auto").device.type == "cpu"
         with pytest.raises(ValueError, match=r"run\.accelerator"):
             Devices("cuda")
+
+
+def test_precision_is_that_of_the_recipe_but_bf16_is_never_emulated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(2, 4), torch.randn(4, 4)
+    with Devices("cpu", "fp32").autocast():
+        assert (x @ weight).dtype == torch.float32
+    for has in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda has=has: has)
+        with Devices("cpu", "bf16").autocast():
+            assert (x @ weight).dtype == (torch.bfloat16 if has else torch.float32)
+        assert ("no bf16 arithmetic" in caplog.text) != has

@@ -13,6 +13,7 @@ from train.schedule import (
     Turn,
     expected_steps,
     growing_iterations,
+    ladder_of,
     progress,
     steps_of,
     turn_for,
@@ -110,3 +111,11 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
 def test_settings_that_do_not_go_together_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         load_recipe("parity", overrides)
+
+
+@pytest.mark.parametrize(
+    ("full", "counts"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (10, [1, 2, 4, 8, 10])]
+)
+def test_a_ladder_ends_at_the_full_count(full: int, counts: list[int]) -> None:
+    recipe = load_recipe("parity", [f"steps.full={full}", "steps.short=[1]"])
+    assert ladder_of(recipe) == counts

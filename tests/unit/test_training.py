@@ -116,6 +116,16 @@ def test_other_data_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         train(tiny_text_recipe(tmp_path), run, quiet=True)
 
 
+def test_a_run_goes_on_where_its_data_has_moved(tmp_path: Path) -> None:
+    run = tiny_text_run(tmp_path)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "corpus.txt").rename(moved / "corpus.txt")
+    before = (run / "model.safetensors").read_bytes()
+    train(tiny_text_recipe(moved), run, quiet=True)
+    assert (run / "model.safetensors").read_bytes() == before
+
+
 def test_two_trainings_in_one_folder_are_refused(tmp_path: Path) -> None:
     with lock_run(tmp_path), pytest.raises(RunError, match="another training is at work"):
         train(tiny_label_recipe(), tmp_path, quiet=True)
