@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, Machine
 from benchmarks.papers.measured import Measured, Point, read_all
 from benchmarks.papers.plots import draw_curves, draw_quality
 
@@ -132,15 +132,20 @@ def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:
 
 def _provenance(present: list[tuple[str, list[Measured]]]) -> str:
     runs = [run for _, group in present for run in group]
-    machines = sorted({run.machine.sentence for run in runs})
+    machines = sorted({f"{m.cores} cores of {m.cpu}, {m.memory_gb:g} GB" for m in _machines(runs)})
     commits = sorted({run.commit for run in runs})
-    dates = sorted({run.date for run in runs})
+    dates = sorted({run.date.partition(" ")[0] for run in runs})
+    load = max(m.load for m in _machines(runs))
     data = sorted({str(point.samples) for run in runs for point in run.points})
     return (
         f"Held-out samples: {', '.join(data)}. Measured {' and '.join(dates)} at "
         f"{', '.join(commits)}; commands such as `{runs[0].command}`. "
-        f"Machine: {'; '.join(machines)}."
+        f"Machine: {'; '.join(machines)}; load average up to {load:.1f}: CPU seconds are inflated."
     )
+
+
+def _machines(runs: Sequence[Measured]) -> list[Machine]:
+    return [run.machine for run in runs]
 
 
 def _draw(experiment: dict[str, Any], groups: Groups) -> None:

@@ -29,6 +29,7 @@ def draw_quality(title: str, groups: Groups, path: Path) -> None:
         else:
             axes.plot(counts, means, marker="o", markersize=4, label=name)
             axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_xlabel("steps")
     axes.set_ylabel("loss (nats a token)" if metric == "loss" else metric)
     _finish(figure, axes, path)

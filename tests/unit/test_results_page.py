@@ -1,0 +1,43 @@
+"""The page of the papers' experiments says what was kept, and names nothing that is not there."""
+
+import tomllib
+
+import pytest
+
+from benchmarks.papers.measured import Measured, read_all
+from benchmarks.papers.page import PAGE, PICTURES, PUBLISHED, render
+from train.recipe_file import recipe_names
+
+EXPERIMENTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["experiment"]
+
+
+def test_the_page_is_what_the_script_writes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(EXPERIMENTS, read_all())
+
+
+def test_every_picture_of_the_page_is_there() -> None:
+    shown = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "!["]
+    names = [line.partition("(results/")[2].rstrip(")") for line in shown]
+    assert names and {name for name in names} == {path.name for path in PICTURES.iterdir()}
+
+
+def test_what_is_kept_can_be_read_again() -> None:
+    runs = [run for group in read_all().values() for run in group]
+    assert runs and all(run.points and run.evaluations > 0 for run in runs)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_a_group_that_no_experiment_names_is_refused() -> None:
+    ((_, runs), *_) = read_all().items()
+    with pytest.raises(ValueError, match="no experiment of published.toml names"):
+        render(EXPERIMENTS, {"stray": runs})
+
+
+@pytest.mark.parametrize("runs", read_all().values(), ids=read_all())
+def test_runs_of_a_group_differ_in_their_seed_only(runs: list[Measured]) -> None:
+    recipes = [{**run.recipe, "run": {**run.recipe["run"], "seed": 0}} for run in runs]
+    assert all(recipe == recipes[0] for recipe in recipes)
+    assert runs[0].recipe["name"].removesuffix("-any") in {
+        *recipe_names(),
+        *(name.removesuffix("-any") for name in recipe_names()),
+    }
