@@ -29,7 +29,7 @@ def test_what_is_kept_can_be_read_again() -> None:
 
 def test_a_group_that_no_experiment_names_is_refused() -> None:
     ((_, runs), *_) = read_all().items()
-    with pytest.raises(ValueError, match="no experiment of published.toml names"):
+    with pytest.raises(ValueError, match="no experiment of published"):
         render(EXPERIMENTS, {"stray": runs})
 
 
