@@ -91,12 +91,17 @@ def test_a_chain_spends_a_multiple_of_its_steps() -> None:
         Manifest.from_json(value)
 
 
-@pytest.mark.parametrize("folder", sorted(ZOO.iterdir()), ids=lambda folder: folder.name)
+def of_version_1() -> list[Path]:
+    manifests = {
+        path: json.loads(path.read_bytes()) for path in sorted(ZOO.glob("*/manifest.json"))
+    }
+    return [path.parent for path, value in manifests.items() if value["schema_version"] == 1]
+
+
+@pytest.mark.parametrize("folder", of_version_1(), ids=lambda folder: folder.name)
 def test_the_zoo_of_version_1_is_read_as_version_2(folder: Path) -> None:
     kept = (folder / "manifest.json").read_bytes()
     value = json.loads(kept)
-    if value["schema_version"] != 1:
-        pytest.skip("exported by a newer release")
     manifest = read_bundle(folder).manifest
     assert (manifest.depth, manifest.schema_version) == ("ode", 2)
     assert manifest.cache == ("kv" if manifest.task == "generate" else "none")
