@@ -103,7 +103,7 @@ def _rungs(traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool) ->
     return tuple(
         Rung(
             steps,
-            method,  # type: ignore[arg-type]
+            method,  # type: ignore[arg-type]  # the manifest checks it
             traced.velocities * steps * a_step,
             efforts.get(steps),
             graph_name(steps),

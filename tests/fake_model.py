@@ -133,7 +133,7 @@ class FakeTranslator(FakeDecoder):
     def read(self, source: IntArray) -> FakeTranslation:
         return FakeTranslation(self._bundle, self._steps, self._mood, source)
 
-    def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:  # type: ignore[override]
+    def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:  # type: ignore[override]  # a translator takes its source too
         raise NotImplementedError("only verification asks for this")
 
 

@@ -12,6 +12,19 @@ from typing import Any, Literal
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
+Scheme = Literal[
+    "residual",
+    "rk2",
+    "rk2-gamma1",
+    "rk2-learned",
+    "rk4",
+    "leapfrog",
+    "multistep",
+    "dlcl",
+    "polynet",
+]
+
+
 class RecipeError(ValueError):
     """A recipe that cannot be used, with the key and what to change."""
 
@@ -81,17 +94,7 @@ class ModelConfig:
     T: float = 1.0
     patch: int = 7  # image: side of a patch
     inducing: int = 16  # set: inducing points of a block
-    scheme: Literal[
-        "residual",
-        "rk2",
-        "rk2-gamma1",
-        "rk2-learned",
-        "rk4",
-        "leapfrog",
-        "multistep",
-        "dlcl",
-        "polynet",
-    ] = "residual"  # of runge-kutta blocks
+    scheme: Scheme = "residual"  # of runge-kutta blocks
     evolve: int = 6  # evolved: depth of a block
     feedforward: Literal["full", "random"] = "full"  # of evolved blocks
     inner_skip: bool = True  # of timed blocks

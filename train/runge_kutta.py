@@ -17,24 +17,14 @@ What is learned starts where the scheme is the plain sum of all F.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from train.config import Scheme
 from train.ode import METHODS
 
-Scheme = Literal[
-    "residual",
-    "rk2",
-    "rk2-gamma1",
-    "rk2-learned",
-    "rk4",
-    "leapfrog",
-    "multistep",
-    "dlcl",
-    "polynet",
-]
 TABLEAUX = {
     "residual": METHODS["euler"],
     "rk2": METHODS["heun"],

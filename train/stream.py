@@ -154,7 +154,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def _texts(rows: object) -> Iterator[str]:
-    for row in rows:  # type: ignore[attr-defined]
+    for row in rows:  # type: ignore[attr-defined]  # an iterable dataset, as streaming asks
         if not isinstance(row.get("text"), str):
             raise DataError(f'a document has no column "text"; it has {", ".join(row)}')
         yield row["text"]

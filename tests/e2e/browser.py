@@ -1,7 +1,7 @@
 """A real server process and a real Chromium, for the tests of the page.
 
-It deliberately knows nothing of what the page shows: only where it is served, what the browser
-complained about, and which rules of looks and access a page can be measured against.
+It knows where the page is served, how to turn to a model, what the browser complained about, and
+which rules of looks and access a page can be measured against; deliberately not what it answers.
 """
 
 import socket
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 CHROMIUM_ARGS = (
     "--no-sandbox",
@@ -127,3 +127,18 @@ def audit(page: Page) -> dict[str, list[str]]:
     """Faults by kind: `contrast` below 4.5, controls with no `name`, `overflow` to the side."""
     faults: dict[str, list[str]] = page.evaluate(AUDIT)
     return faults
+
+
+@contextmanager
+def playground(browser: Browser, url: str) -> Iterator[Page]:
+    """The page, ready, which must not have complained by the end."""
+    with opened(browser, url) as (ready, complaints):
+        expect(ready.locator("#playground")).to_be_visible()
+        yield ready
+        assert complaints == Complaints(url)
+
+
+def pick(page: Page, model: str) -> None:
+    """Turn to a model of the server."""
+    page.get_by_role("radio", name=model, exact=True).check(force=True)
+    expect(page.locator("#about-server")).to_contain_text(model)

@@ -12,7 +12,16 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.e2e.browser import Complaints, Served, audit, opened, served, started_browser
+from tests.e2e.browser import (
+    Complaints,
+    Served,
+    audit,
+    opened,
+    pick,
+    playground,
+    served,
+    started_browser,
+)
 from tests.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.browser
@@ -40,16 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def page(browser: Browser, server: Served) -> Iterator[Page]:
-    """The page, ready, which must not have complained by the end of the test."""
-    with opened(browser, server.url) as (ready, complaints):
-        expect(ready.locator("#playground")).to_be_visible()
+    with playground(browser, server.url) as ready:
         yield ready
-        assert complaints == Complaints(server.url)
-
-
-def pick(page: Page, model: str) -> None:
-    page.get_by_role("radio", name=model, exact=True).check(force=True)
-    expect(page.locator("#about-server")).to_contain_text(model)
 
 
 def rows(page: Page) -> list[str]:

@@ -9,7 +9,16 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from tests.e2e.browser import Complaints, Served, audit, opened, served, started_browser
+from tests.e2e.browser import (
+    Complaints,
+    Served,
+    audit,
+    opened,
+    pick,
+    playground,
+    served,
+    started_browser,
+)
 from tests.tiny_folders import generate_bundle, image_bundle, points_bundle, translate_bundle
 
 pytestmark = pytest.mark.browser
@@ -30,16 +39,8 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture
 def page(browser: Browser, server: Served) -> Iterator[Page]:
-    """The page, ready, which must not have complained by the end of the test."""
-    with opened(browser, server.url) as (ready, complaints):
-        expect(ready.locator("#playground")).to_be_visible()
+    with playground(browser, server.url) as ready:
         yield ready
-        assert complaints == Complaints(server.url)
-
-
-def pick(page: Page, model: str) -> None:
-    page.get_by_role("radio", name=model, exact=True).check(force=True)
-    expect(page.locator("#about-server")).to_contain_text(model)
 
 
 def sound(page: Page) -> bool:
@@ -72,7 +73,7 @@ def test_a_file_is_labelled(page: Page) -> None:
     stream = io.BytesIO()
     Image.new("RGB", (300, 200), "white").save(stream, "PNG")
     file = {"name": "white.png", "mimeType": "image/png", "buffer": stream.getvalue()}
-    page.get_by_label("Image file").set_input_files(file)  # type: ignore[arg-type]
+    page.get_by_label("Image file").set_input_files(file)  # type: ignore[arg-type]  # a plain dict stands for its TypedDict
     expect(page.locator("#scores li")).to_have_count(4)
     page.locator("summary").click()
     assert "data:image/png;base64," in page.locator("#curl").inner_text()
@@ -101,7 +102,7 @@ def test_a_text_is_translated_greedily_and_by_beams(page: Page) -> None:
     page.get_by_label("Beams").fill("4")
     page.get_by_role("button", name="Compare all steps").click()
     expect(page.locator("#history tbody tr")).to_have_count(3)
-    assert "num_beams" in page.locator("#curl").text_content()  # type: ignore[operator]
+    expect(page.locator("#curl")).to_contain_text("num_beams")
     assert page.locator("#text").inner_text().startswith("Zwei Hunde\n")
     pick(page, "tiny-generate")
     expect(page.get_by_label("Beams")).to_be_hidden()

@@ -30,10 +30,9 @@ from tests.tiny_runs import (
 from train.batch import Sizes
 from train.build import build_model
 from train.checkpoint import load_run
-from train.config import Recipe
+from train.config import Recipe, Scheme
 from train.data import open_dataset
 from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
-from train.runge_kutta import Scheme
 
 ABSOLUTE = 2e-5
 QUICK = ["optim.iterations=6", "model.layers=1"]

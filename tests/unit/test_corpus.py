@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def config(folder: Path, **changes: object) -> DataConfig:
     files = {"train": "a.txt.gz", "validation": "b.txt", "test": "c.txt"}
     settings = {"path": str(folder), "tokenizer": "words", "vocabulary": 20000, **files, **changes}
-    return DataConfig("text", **settings)  # type: ignore[arg-type]
+    return DataConfig("text", **settings)  # type: ignore[arg-type]  # settings of several types
 
 
 def test_each_part_has_a_file_of_its_own(folder: Path) -> None:

@@ -35,7 +35,7 @@ def test_every_family_warms_up() -> None:
     for bundle in (image_bundle(), points_bundle(), prefix_bundle(), translate_bundle()):
         model = open_model(bundle, threads=1)
         model.warm_up()
-        assert model.open_steps == bundle.manifest.steps  # type: ignore[attr-defined]
+        assert model.open_steps == bundle.manifest.steps  # type: ignore[attr-defined]  # OrtModel alone has it
 
 
 def test_images_and_points_get_a_row_of_logits_each() -> None:
@@ -179,7 +179,7 @@ def test_a_translator_that_breaks_its_promise_is_refused(tmp_path: Path) -> None
         bundle = translate_bundle()
         with open_staging(tmp_path / name) as staging:
             restage(bundle, staging)
-            manifest = replace(bundle.manifest, **changes)  # type: ignore[arg-type]
+            manifest = replace(bundle.manifest, **changes)  # type: ignore[arg-type]  # fields of several types
             return seal_bundle(staging, manifest, tmp_path / name)
 
     manifest = translate_bundle().manifest

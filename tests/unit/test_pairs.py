@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def config(folder: Path, **changes: object) -> DataConfig:
     given = {"path": str(folder), "validation": "val", "test": "test", "vocabulary": 300}
-    return DataConfig(kind="pairs", **(given | changes))  # type: ignore[arg-type]
+    return DataConfig(kind="pairs", **(given | changes))  # type: ignore[arg-type]  # settings of several types
 
 
 def test_a_batch_is_what_a_translator_learns_from(folder: Path) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from tests.traced import check_trace
 from train.blocks import Block, BlockVelocity
+from train.config import Scheme
 from train.cross import CrossBlock
-from train.runge_kutta import BlockFunction, RungeKuttaStack, Scheme
+from train.runge_kutta import BlockFunction, RungeKuttaStack
 
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 WIDTH, HEADS, HIDDEN = 8, 2, 16
@@ -107,7 +108,7 @@ def test_masks_hide_padding_and_causal_stacks_do_not_see_the_future(scheme: Sche
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown scheme 'rk3'; choose one of residual, rk2"):
-        RungeKuttaStack(functions(), "rk3")  # type: ignore[arg-type]
+        RungeKuttaStack(functions(), "rk3")  # type: ignore[arg-type]  # the wrong name is the point
 
 
 class Together(nn.Module):

@@ -24,7 +24,7 @@ TOKENS = torch.arange(1, 13).view(2, 6)
 
 def made(sizes: Sizes, **changes: object) -> Stepped:
     torch.manual_seed(0)
-    return build_model(ModelConfig(**{**TINY, **changes}), sizes).eval()  # type: ignore[arg-type]
+    return build_model(ModelConfig(**{**TINY, **changes}), sizes).eval()  # type: ignore[arg-type]  # settings of several types
 
 
 def families() -> dict[str, tuple[Stepped, tuple[torch.Tensor, ...], int]]:
