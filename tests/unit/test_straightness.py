@@ -15,6 +15,7 @@ from train.config import ModelConfig
 from train.evaluate import LOGITS, POSITIONS, evaluate_run, rows_at_once
 from train.model import Stepped
 from train.objective import straightness_gap
+from train.ode import integrate
 from train.recipe_file import load_recipe
 from train.straightness import Trail, agreement, output_weights, stability
 
@@ -163,3 +164,12 @@ def test_a_discrete_run_has_one_row(tmp_path: Path) -> None:
     (row,) = evaluate_run(run, [1, 2, 4], ["euler", "heun"]).rows
     assert (row.method, row.steps, row.nfe, row.agreement) == ("discrete", 1, 1, 1)
     assert row.gap == pytest.approx(0)
+
+
+def test_every_jump_of_a_straight_path_ends_where_the_path_does() -> None:
+    x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    trail = Trail(1.5, jumps=(1, 2, 4))
+    end = integrate(lambda _: v, x, steps=4, T=1.5, observe=trail).state
+    assert set(trail.jumps) == {1, 2, 4}
+    for jumped in trail.jumps.values():
+        torch.testing.assert_close(jumped, end)
