@@ -58,8 +58,9 @@ def rows(page: Page) -> list[str]:
 
 
 def timing(page: Page, name: str) -> str:
-    pair = page.locator("#timing div").filter(has=page.locator("dt", has_text=name))
-    return pair.first.locator("dd").inner_text()
+    # The whole name: "Tokens" must not find "Tokens/s".
+    term = page.locator("dt").get_by_text(name, exact=True)
+    return page.locator("#timing div").filter(has=term).locator("dd").inner_text()
 
 
 def ladder(server: Served, model: str) -> list[int]:
