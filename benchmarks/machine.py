@@ -17,7 +17,14 @@ from serve.runtime.ort_session import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the benchmarks write themselves does not make the measured code another one.
-_OWN_OUTPUTS = ("benchmarks/results", "benchmarks/RESULTS.md")
+_OWN_OUTPUTS = (
+    "benchmarks/results",
+    "benchmarks/RESULTS.md",
+    "benchmarks/papers/measured",
+    "benchmarks/papers/screened",
+    "docs/results",
+    "docs/results.md",
+)
 
 
 @dataclass(frozen=True, slots=True)

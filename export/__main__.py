@@ -43,16 +43,30 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--samples", type=int, help="calibrate on about this many held-out rows (default: all)"
     )
+    export.add_argument(
+        "--precision", default="fp32", help="fp32 (default), or int8: weights of 8 bits"
+    )
+    export.add_argument(
+        "--no-calibrate",
+        action="store_true",
+        help="measure quality on one batch only, no latency, and no thresholds",
+    )
     export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
     inspect = commands.add_parser(
         "inspect",
-        help="print a bundle's ladder",
-        description="Print the ladder of bundles and draw their quality-latency frontier.",
+        help="print a bundle's ladder, or compare two bundles",
+        description="Print the ladder of a bundle and draw its quality-latency frontier; with a "
+        "second bundle, compare the two.",
     )
     inspect.set_defaults(run_command=_inspect)
-    inspect.add_argument("bundles", type=Path, nargs="+", metavar="BUNDLE")
+    inspect.add_argument("bundle", type=Path, metavar="BUNDLE")
+    inspect.add_argument("other", type=Path, nargs="?", metavar="BUNDLE", help="to compare with")
     inspect.add_argument(
-        "--plot", type=Path, help="where to draw the frontier (default: NAME-frontier.png)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the frontier there, as .png, .svg or .pdf (default: NAME-frontier.png and .svg "
+        "here)",
     )
     evaluate = commands.add_parser(
         "evaluate",
@@ -80,13 +94,21 @@ def _parser() -> argparse.ArgumentParser:
 def _export(arguments: argparse.Namespace) -> int:
     from export.frontier import describe
     from export.pack import ExportRequest, export_run
+    from export.quantise import check_precision
     from train.__main__ import parse_steps
 
     steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
     card = _read_card(arguments.card) if arguments.card else {}
     target = arguments.out or Path("bundles") / (arguments.name or arguments.run.name)
     request = ExportRequest(
-        target, steps, arguments.method, arguments.name, arguments.samples, card
+        target,
+        steps,
+        arguments.method,
+        arguments.name,
+        check_precision(arguments.precision),
+        samples=1 if arguments.no_calibrate else arguments.samples,
+        latency=not arguments.no_calibrate,
+        card=card,
     )
     print(describe(export_run(arguments.run, request, arguments.data)))
     print(f"bundle: {target}\nnext: stepdial serve {target}")
@@ -104,18 +126,26 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from export.frontier import describe, draw
+    from export.compare import compared, not_comparable
+    from export.frontier import describe, draw, labels_of
     from train.evaluation_report import check_plot
 
-    bundles = [read_bundle(folder) for folder in arguments.bundles]
-    print("\n\n".join(describe(bundle) for bundle in bundles))
-    if len({bundle.manifest.rungs[0].quality.metric for bundle in bundles}) > 1:
-        print("no plot: these bundles have different metrics; draw them one at a time")
-        return 0
-    path = arguments.plot or Path("-".join(b.manifest.name for b in bundles) + "-frontier.png")
-    check_plot(path)
-    draw(bundles, path)
-    print(f"plot: {path}")
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    bundles = [read_bundle(arguments.bundle)]
+    if arguments.other is None:
+        print(describe(bundles[0]))
+    else:
+        bundles.append(read_bundle(arguments.other))
+        print(compared(*bundles))
+        if not_comparable(*(bundle.manifest for bundle in bundles)):
+            print("no plot: inspect them one at a time")
+            return 0
+    name = "-".join(Path(label).resolve().name for label in labels_of(bundles))
+    default = [Path(f"{name}-frontier{suffix}") for suffix in (".png", ".svg")]
+    paths = default if arguments.plot is None else [arguments.plot]
+    draw(bundles, paths)
+    print(f"plot: {', '.join(map(str, paths))}")
     return 0
 
 

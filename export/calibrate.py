@@ -1,8 +1,10 @@
 """Calibration: quality of every rung on held-out data, in the runtime that serves.
 
-Chooses what the effort words and the default mean. Knows nothing of time.
+Says which rungs are worth their cost, and what the effort words and the default mean. Knows nothing
+of time: the cost of a rung is its steps.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, TextInput
+from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Rung, TextInput
 from serve.runtime.protocol import FloatArray, Model
 from train.batch import Batch, Dataset
 from train.quality import Z95, Tally
@@ -62,7 +64,7 @@ def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measure
     labelled = opened.bundle.manifest.task == "classify"
     tally = Tally()
     for batch in batches:
-        tally.add(batch, torch.from_numpy(_logits(opened, steps, batch)), 0.0)
+        tally.add(batch, torch.from_numpy(logits_of(opened, steps, batch)), 0.0)
     quality = tally.quality(labelled)
     metric: Metric = "accuracy" if labelled else "loss"
     return Measured(
@@ -71,7 +73,7 @@ def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measure
     )
 
 
-def _logits(opened: Model, steps: int, batch: Batch) -> FloatArray:
+def logits_of(opened: Model, steps: int, batch: Batch) -> FloatArray:
     inputs = [each.contiguous().numpy() for each in batch.inputs]
     match opened.bundle.manifest.task:
         case "classify":
@@ -82,8 +84,30 @@ def _logits(opened: Model, steps: int, batch: Batch) -> FloatArray:
             return opened.translator(steps).forward(*inputs)
 
 
+def dominated(measured: dict[int, Measured]) -> set[int]:
+    """Rungs beside which fewer steps have at least as good a measured value."""
+    sign, best, beaten = _sign(measured), -math.inf, set()
+    for steps in sorted(measured):
+        value = sign * measured[steps].quality.value
+        if value > best:
+            best = value
+        else:
+            beaten.add(steps)
+    return beaten
+
+
+def named_rungs(rungs: tuple[Rung, ...], measured: dict[int, Measured]) -> tuple[Rung, ...]:
+    """The rungs with their words; a dominated one is marked and has none."""
+    beaten = dominated(measured)
+    efforts = name_efforts([rung.steps for rung in rungs if rung.steps not in beaten])
+    return tuple(
+        dataclasses.replace(rung, effort=efforts.get(rung.steps), dominated=rung.steps in beaten)
+        for rung in rungs
+    )
+
+
 def name_efforts(steps: list[int]) -> dict[int, Effort]:
-    """low and max are the ends of the ladder; medium and high lie between, where there is room."""
+    """low and max are the ends of these; medium and high lie between, where there is room."""
     named: dict[int, Effort] = {steps[-1]: "max"}
     if len(steps) > 1:
         named[steps[0]] = "low"
@@ -95,10 +119,19 @@ def name_efforts(steps: list[int]) -> dict[int, Effort]:
 
 
 def choose_default(measured: dict[int, Measured]) -> int:
-    """The fewest steps that are as good as the best measured ones, row by row."""
-    sign = -1 if next(iter(measured.values())).quality.metric == "loss" else 1
-    best = max(measured, key=lambda steps: (sign * measured[steps].quality.value, -steps))
-    return min(steps for steps in measured if _as_good(measured[steps], measured[best], sign))
+    """The fewest steps that are as good as the best measured ones, row by row.
+
+    Never a dominated rung: what a request gets unasked should not cost more than what a word
+    names for at least the same measured quality. The best is never dominated, so there is one.
+    """
+    sign, beaten = _sign(measured), dominated(measured)
+    kept = sorted(steps for steps in measured if steps not in beaten)
+    best = measured[kept[-1]]
+    return next(steps for steps in kept if _as_good(measured[steps], best, sign))
+
+
+def _sign(measured: dict[int, Measured]) -> int:
+    return -1 if next(iter(measured.values())).quality.metric == "loss" else 1
 
 
 def _as_good(rung: Measured, best: Measured, sign: int) -> bool:

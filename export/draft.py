@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from export.calibrate import name_efforts
 from export.parts import Traced
 from serve.bundle import (
+    AgainstFp32,
     Depth,
     ImageInput,
     InputSpec,
     Manifest,
     PointsInput,
+    Precision,
     Quality,
     Rung,
     Shape,
+    StepFiles,
     TextInput,
     TokenizerSpec,
     Truncation,
@@ -34,7 +36,9 @@ from train.ode import method_named
 from train.tokens import BEGIN, END
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
+STEP_FILES = StepFiles("embed.onnx", "step.onnx", "head.onnx")
 UNMEASURED = Verified(0.0, 0.0, 0.0)
+UNCOMPARED = AgainstFp32(1.0, 0.0, 1)
 
 
 def draft_manifest(
@@ -45,6 +49,7 @@ def draft_manifest(
     dataset: Dataset,
     ladder: tuple[int, ...],
     method: str,
+    precision: Precision,
     card: dict[str, Any],
     iteration: int,
 ) -> Manifest:
@@ -52,10 +57,11 @@ def draft_manifest(
     c, classifies = recipe.model, traced.task == "classify"
     translates = traced.task == "translate"
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
-    caches = traced.graph.caches
+    caches = traced.caches
     return Manifest(
         name=name,
         task=traced.task,
+        precision=precision,
         method=method,  # type: ignore[arg-type]  # the manifest checks it
         T=1.0 if model.discrete else model.T,
         full_steps=ladder[-1],
@@ -74,7 +80,8 @@ def draft_manifest(
             count_parameters(model),
         ),
         weights=WEIGHTS,
-        rungs=_rungs(traced, ladder, method, model.discrete),
+        rungs=_rungs(traced, ladder, method, model.discrete, precision),
+        step=None if traced.step is None else STEP_FILES,
         card=card,
         provenance={
             "recipe": kept.to_json(),
@@ -96,8 +103,9 @@ def _depth(model: Stepped) -> Depth:
     return "fixed" if model.depth == "discrete" else model.depth
 
 
-def _rungs(traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool) -> tuple[Rung, ...]:
-    efforts = name_efforts(list(ladder))
+def _rungs(
+    traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool, precision: Precision
+) -> tuple[Rung, ...]:
     unknown = Quality("accuracy" if traced.task == "classify" else "loss", 0.0, 0.0, 0.0, 1)
     a_step = 1 if fixed else method_named(method).evaluations
     return tuple(
@@ -105,11 +113,12 @@ def _rungs(traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool) ->
             steps,
             method,  # type: ignore[arg-type]  # the manifest checks it
             traced.velocities * steps * a_step,
-            efforts.get(steps),
+            None,  # named when the qualities are known
             graph_name(steps),
             unknown,
             UNMEASURED,
             encoder_name(steps) if traced.encoder else None,
+            against_fp32=None if precision == "fp32" else UNCOMPARED,
         )
         for steps in ladder
     )

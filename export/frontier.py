@@ -1,12 +1,32 @@
 """`stepdial inspect`: a bundle's ladder as a table, and its quality-latency frontier as a picture.
 
-Reads bundles; measures nothing.
+Reads bundles; measures nothing. The rungs of the frontier are those that are not dominated: with
+fewer steps, none was measured to be as good.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from export.words import input_in_words, metric_in_words, unit_of_cost
-from serve.bundle import Bundle, Latency, Manifest, Rung
+from export.words import (
+    input_in_words,
+    metric_in_words,
+    shape_in_words,
+    solved_in_words,
+    unit_of_cost,
+)
+from serve.bundle import Bundle, Calibration, Latency, Manifest, Quality, Rung
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+LOG_SPAN = 4.0  # a wider axis than this is logarithmic
+LABEL_OFFSETS = ((5, 5), (5, -13))  # points: above the line of one bundle, below that of another
+# What would say when a picture was drawn, which the same bundle should not change.
+UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def rung_latency_ms(bundle: Bundle, rung: Rung) -> float | None:
@@ -15,34 +35,35 @@ def rung_latency_ms(bundle: Bundle, rung: Rung) -> float | None:
     return None if entry is None else entry[0]
 
 
+def size_mb(manifest: Manifest) -> float:
+    """Of all files that a sealed bundle lists."""
+    return sum(entry.bytes for entry in manifest.files.values()) / 1e6
+
+
+def labels_of(bundles: Sequence[Bundle]) -> list[str]:
+    """What to call each bundle: its name, or its folder where they share a name."""
+    names = [bundle.manifest.name for bundle in bundles]
+    if len(set(names)) == len(names):
+        return names
+    return [str(bundle.folder) for bundle in bundles]
+
+
 def describe(bundle: Bundle) -> str:
     m = bundle.manifest
-    total = sum(entry.bytes for entry in m.files.values())
-    unit = unit_of_cost(m)
+    step = "graphs of one step and of every rung" if m.step else "a graph of every rung"
     lines = [
         f"{m.name}: {m.card.get('title', '')}".rstrip(": "),
-        f"  {m.task}, {m.shape.parameters:,} parameters, {m.shape.layers} blocks of width "
-        f"{m.shape.width}, {input_in_words(m)}, {m.precision}, {_solved(m)}, "
-        f"{total / 1e6:.1f} MB",
+        f"  {m.task}, {m.shape.parameters:,} parameters, {shape_in_words(m)}, "
+        f"{input_in_words(m)}, {solved_in_words(m)}",
+        f"  {m.precision}, {step}, {size_mb(m):.1f} MB",
     ]
     if m.labels:
         lines.append(f"  labels: {', '.join(m.labels)}")
-    metric = m.rungs[0].quality.metric
-    lines.append(
-        f"  {'steps':>5} {'effort':<7} {'nfe':>4} {metric:>9}  {'95 % interval':<18} "
-        f"{'ms a ' + unit:>12} {'max error':>10} {'tolerance':>10}"
-    )
-    for rung in m.rungs:
-        latency = rung_latency_ms(bundle, rung)
-        shown = "not measured" if latency is None else f"{latency:.2f}"
-        q, v = rung.quality, rung.verified
-        mark = " *" if rung.steps == m.default_steps else ""
-        lines.append(
-            f"  {rung.steps:>5} {rung.effort or '-':<7} {rung.nfe:>4} {q.value:>9.4f}  "
-            f"{q.low:.4f} to {q.high:.4f}   {shown:>12} {v.max_abs_error:>10.1e} "
-            f"{v.tolerance:>10.1e}{mark}"
-        )
-    lines.append("  * the rung of a request that names none")
+    lines += _ladder(bundle)
+    if m.calibration is not None:
+        lines += _early_answers(m.calibration, m.rungs[-1].nfe)
+    elif m.task == "classify":
+        lines.append("  max_disagreement: not calibrated, so no answer is given early")
     if bundle.latency is None:
         lines.append("  no latency.json: measure this machine with `stepdial calibrate BUNDLE`")
     else:
@@ -54,63 +75,169 @@ def describe(bundle: Bundle) -> str:
     return "\n".join(lines)
 
 
-def draw(bundles: list[Bundle], path: Path) -> None:
-    """Quality against latency, one line a bundle, each rung a labelled point with its interval."""
+def draw(bundles: Sequence[Bundle], paths: Sequence[Path]) -> None:
+    """Quality against latency, one line a bundle, each rung a labelled point with its interval.
+
+    Against velocity evaluations where a latency is missing. Same bundles, same bytes.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-    metric = bundles[0].manifest.rungs[0].quality.metric
-    for index, bundle in enumerate(bundles):
-        points = [
-            (latency, rung)
-            for rung in bundle.manifest.rungs
-            if (latency := rung_latency_ms(bundle, rung)) is not None
-        ]
-        if not points:
-            continue
-        x = [latency for latency, _ in points]
-        quality = [rung.quality for _, rung in points]
-        below = [q.value - q.low for q in quality]
-        above = [q.high - q.value for q in quality]
-        colour = f"C{index}"
+    timed = all(
+        rung_latency_ms(bundle, rung) is not None
+        for bundle in bundles
+        for rung in bundle.manifest.rungs
+    )
+    manifest = bundles[0].manifest
+    metric = manifest.rungs[0].quality.metric
+    with matplotlib.rc_context({"svg.hashsalt": "stepdial"}):
+        figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+        curves = [_points(bundle, timed) for bundle in bundles]
+        notes = [note for index, curve in enumerate(curves) for note in _curve(axes, curve, index)]
+        _scale(axes, [point.cost for curve in curves for point in curve])
+        axes.set_xlabel(
+            f"latency, ms a {unit_of_cost(manifest)} (median, one row)"
+            if timed
+            else "velocity evaluations"
+        )
+        lower = ", lower is better" if metric == "loss" else ""
+        axes.set_ylabel(metric_in_words(metric) + lower)
+        if metric == "loss":
+            axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        legend = "labels: steps"
+        if any(not point.kept for curve in curves for point in curve):
+            legend += "; hollow: fewer steps are at least as good"
+        axes.set_title(legend, fontsize="small", loc="left")
+        for index, label in enumerate(labels_of(bundles)):
+            axes.plot([], [], marker="o", color=f"C{index}", label=label)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False)
+        _part_labels(figure, notes)
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata=UNDATED.get(path.suffix))
+        pyplot.close(figure)
+
+
+class _Point(NamedTuple):
+    cost: float
+    steps: int
+    quality: Quality
+    kept: bool  # on the frontier
+
+
+def _points(bundle: Bundle, timed: bool) -> list[_Point]:
+    return [
+        _Point(
+            (rung_latency_ms(bundle, rung) or 0.0) if timed else rung.nfe,
+            rung.steps,
+            rung.quality,
+            not rung.dominated,
+        )
+        for rung in bundle.manifest.rungs
+    ]
+
+
+def _curve(axes: "Axes", points: list[_Point], index: int) -> "list[Annotation]":
+    """One bundle: intervals of all rungs, a line through its frontier; the labels."""
+    from matplotlib.patheffects import withStroke
+
+    colour = f"C{index}"
+    for point in points:
+        q = point.quality
         axes.errorbar(
-            x,
-            [q.value for q in quality],
-            yerr=[below, above],
+            [point.cost],
+            [q.value],
+            yerr=[[q.value - q.low], [q.high - q.value]],
             marker="o",
             capsize=3,
             color=colour,
-            label=bundle.manifest.name,
+            elinewidth=1,
+            markerfacecolor=colour if point.kept else "white",
         )
-        for latency, rung in points:
-            axes.annotate(
-                f"{rung.steps}",
-                (latency, rung.quality.value),
-                textcoords="offset points",
-                xytext=(6, 6),
-                color=colour,
-            )
+    kept = [point for point in points if point.kept]
+    axes.plot([point.cost for point in kept], [point.quality.value for point in kept], color=colour)
+    return [
+        axes.annotate(
+            f"{point.steps}",
+            (point.cost, point.quality.value),
+            textcoords="offset points",
+            xytext=LABEL_OFFSETS[index % len(LABEL_OFFSETS)],
+            color=colour,
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # readable on a line
+        )
+        for point in points
+    ]
+
+
+def _scale(axes: "Axes", costs: list[float]) -> None:
+    """Logarithmic where costs are far apart, with ticks that read as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    if not 0 < LOG_SPAN * min(costs) < max(costs):
+        return
     axes.set_xscale("log")
-    unit = unit_of_cost(bundles[0].manifest)
-    axes.set_xlabel(f"latency, ms a {unit} (median, one row)")
-    lower = ", lower is better" if metric == "loss" else ""
-    axes.set_ylabel(metric_in_words(metric) + lower)
-    if metric == "loss":
-        axes.invert_yaxis()
-    axes.set_title("quality against latency; labels are steps")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _solved(manifest: Manifest) -> str:
-    if manifest.depth == "fixed":
-        return "fixed depth"
-    return f"{manifest.method}{', one ODE a block' if manifest.depth == 'chain' else ''}"
+def _part_labels(figure: "Figure", notes: "list[Annotation]") -> None:
+    """Hide a label that would stand on an earlier one."""
+    figure.draw_without_rendering()  # where things are is known from here on
+    shown: list[Bbox] = []
+    for note in notes:
+        box = note.get_window_extent()
+        if any(box.overlaps(other) for other in shown):
+            note.set_visible(False)
+        else:
+            shown.append(box)
+
+
+def _ladder(bundle: Bundle) -> list[str]:
+    m = bundle.manifest
+    beside = "" if m.precision == "fp32" else "as fp32    change "
+    metric = m.rungs[0].quality.metric
+    lines = [
+        f"  {'steps':>5} {'effort':<7} {'nfe':>4} {metric:>9}  {'95 % interval':<16} {beside}"
+        f"{'ms a ' + unit_of_cost(m):>12} {'max error':>9} {'tolerance':>9}  frontier"
+    ]
+    for rung in m.rungs:
+        latency = rung_latency_ms(bundle, rung)
+        shown = "not measured" if latency is None else f"{latency:.2f}"
+        q, v, against = rung.quality, rung.verified, rung.against_fp32
+        beside = ""
+        if against is not None:
+            beside = f"{100 * against.top1_agreement:6.2f}% {against.change:>+9.4f} "
+        frontier = "-" if rung.dominated else "yes"
+        mark = " *" if rung.steps == m.default_steps else ""
+        lines.append(
+            f"  {rung.steps:>5} {rung.effort or '-':<7} {rung.nfe:>4} {q.value:>9.4f}  "
+            f"{f'{q.low:.4f} to {q.high:.4f}':<16} {beside}{shown:>12} "
+            f"{v.max_abs_error:>9.1e} {v.tolerance:>9.1e}  {frontier}{mark}"
+        )
+    lines.append("  * the rung of a request that names none; frontier: no fewer steps are as good")
+    return lines
+
+
+def _early_answers(calibration: Calibration, full: int) -> list[str]:
+    lines = [
+        "  early answers, by the max_disagreement of a request (shares of answers that differ "
+        "from the full one):",
+        f"  {'allowed':>9} {'observed':>9} {f'nfe of {full}':>10} {'threshold':>10}",
+    ]
+    for level in calibration.levels:
+        threshold = "all steps" if level.threshold is None else f"{level.threshold:.3f}"
+        lines.append(
+            f"  {100 * level.max_disagreement:>7g} % {100 * level.observed:>7.2f} % "
+            f"{level.evaluations:>10.2f} {threshold:>10}"
+        )
+    lines.append(
+        f"  each certified with {100 * calibration.confidence:g} % confidence on "
+        f"{calibration.rows:,} {calibration.source}"
+    )
+    return lines
 
 
 def _typical(latency: Latency | None, steps: int) -> tuple[float, int] | None:

@@ -7,34 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from onnx import TensorProto
 from torch import Tensor, nn
 
 from export.cached import CachedVelocity, attentions, count_pairs, has_cached_form, head_width
 from export.pieces import Function, Piece, open_sizes, trace_functions
+from export.ports import (
+    CLASSES,
+    FLOAT,
+    PAST,
+    SEQLENS,
+    SOURCE,
+    TOKENS,
+    TOTAL,
+    VOCABULARY,
+    Port,
+    port_of,
+)
 from serve.bundle import Cache, Task
 from train.model import Embedding, OTTransformer, Stepped, as_embedded
 from train.translator import Translator
 from train.travel import Depth, flows
-
-INT64, INT32, FLOAT = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """An input or output of a graph; a word stands for any size."""
-
-    name: str
-    kind: int
-    shape: tuple[int | str, ...]
-
-
-TOKENS = Port("tokens", INT64, ("batch", "length"))
-PAST = Port("past", INT32, ("batch",))
-KEEP = Port("keep", INT64, ("kept",))
-SOURCE = Port("source", INT64, ("batch", "source_length"))
-CLASSES = Port("logits", FLOAT, ("batch", "classes"))
-VOCABULARY = Port("logits", FLOAT, ("batch", "kept", "vocabulary"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,19 @@ class Parts:
     output: Port
     depth: Depth
     T: float
+    rank: int  # dimensions of x
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The pieces of the graphs of one step, beside the head."""
+
+    embed: Piece  # *inputs -> x, *context
+    velocity: Piece  # x, *context, [t, h,] caches -> v, caches
+    timed: bool
+    inputs: tuple[Port, ...]  # of the embedding
+    state: Port  # x
+    context: tuple[Port, ...]
     caches: CacheShape | None = None
 
 
@@ -68,14 +73,18 @@ class Traced:
     """All that is traced of a model."""
 
     task: Task
-    cache: Cache
     width: int
     graph: Parts
     encoder: Parts | None = None  # of a translator
+    step: StepParts | None = None  # where one velocity makes the whole depth
 
     @property
-    def pairs(self) -> int | None:
-        return None if self.graph.caches is None else self.graph.caches.pairs
+    def caches(self) -> CacheShape | None:
+        return None if self.step is None else self.step.caches
+
+    @property
+    def cache(self) -> Cache:
+        return "none" if self.caches is None else "kv"
 
     @property
     def velocities(self) -> int:
@@ -140,15 +149,24 @@ def trace(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> T
             return _translator(model, small, large)
         assert isinstance(model, OTTransformer)
         generates = model(*small, steps=1).logits.dim() == 3
-        if generates and _cacheable(model):
-            return _cached_decoder(model, small[0])
         plan = _Plan(model.depth, model.T, generates)
         plan.follow(_Embed(model.embed), model.velocity, model.head, (small, large))
+        cached = _cached(model, small[0]) if generates and _cacheable(model) else None
     inputs = (TOKENS if generates else _port(small[0]),)
-    graph = plan.parts(
-        trace_functions(plan.functions), inputs, VOCABULARY if generates else CLASSES
-    )
-    return Traced("generate" if generates else "classify", "none", plan.width, graph)
+    functions = plan.functions + ([] if cached is None else cached.functions)
+    pieces = trace_functions(functions)
+    count = len(plan.functions)
+    graph = plan.parts(pieces[:count], inputs, VOCABULARY if generates else CLASSES)
+    task: Task = "generate" if generates else "classify"
+    if cached is not None:
+        step = cached.parts(pieces[count:], plan)
+    elif model.depth == "ode":
+        (velocity,) = graph.velocities
+        state, *context = plan.states
+        step = StepParts(graph.embed, velocity, plan.timed, inputs, state, tuple(context))
+    else:
+        step = None
+    return Traced(task, plan.width, graph, None, step)
 
 
 class _Plan:
@@ -158,8 +176,9 @@ class _Plan:
         self.depth, self.T = depth, T
         self.keeps, self.head_sees_context = keeps, head_sees_context
         self.functions: list[Function] = []
+        self.states: list[Port] = []  # x and the context, as the embedding gives them
         self.timed = False
-        self.width = 0  # of the state that the head reads
+        self.width = self.rank = 0  # of the state that the head reads
 
     def follow(
         self,
@@ -171,13 +190,22 @@ class _Plan:
         """Note each function with what it gets when the two examples come through."""
         velocities = flows(velocity, self.depth)
         self.timed = getattr(velocities[0], "timed", False)
-        time = [torch.tensor(0.0), torch.tensor(0.5)] if self.timed else []
         self._note(embed, *examples)
         (x, *context), (y, *other) = embed(*examples[0]), embed(*examples[1])
+        self.states = [
+            port_of("x", x, y),
+            *(
+                port_of(f"context_{i}", *pair)
+                for i, pair in enumerate(zip(context, other, strict=True))
+            ),
+        ]
         for each in velocities:
-            self._note(each, [x, *context, *time], [y, *other, *time])
-            x, y = each(x, *context, *time), each(y, *other, *time)
-        self.width = x.shape[-1]
+            one, two = [x, *context], [y, *other]
+            if self.timed:
+                one, two = one + _time(x), two + _time(y)
+            self._note(each, one, two)
+            x, y = each(*one), each(*two)
+        self.width, self.rank = x.shape[-1], x.dim()
         one, two = ([x, *context], [y, *other]) if self.head_sees_context else ([x], [y])
         if self.keeps:
             head = _KeptHead(head)
@@ -198,6 +226,7 @@ class _Plan:
             output,
             self.depth,
             self.T,
+            self.rank,
         )
 
     def _note(self, module: nn.Module, one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
@@ -213,12 +242,24 @@ def _cacheable(model: OTTransformer) -> bool:
     )
 
 
-def _cached_decoder(model: OTTransformer, tokens: Tensor) -> Traced:
+@dataclass(frozen=True, slots=True)
+class _CachedPlan:
+    """What is to be traced of a decoder's step with caches."""
+
+    functions: list[Function]
+    caches: CacheShape
+
+    def parts(self, pieces: list[Piece], plan: _Plan) -> StepParts:
+        embed, velocity = pieces
+        inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
+        return StepParts(embed, velocity, plan.timed, inputs, plan.states[0], context, self.caches)
+
+
+def _cached(model: OTTransformer, tokens: Tensor) -> _CachedPlan:
     assert isinstance(model.embed, Embedding)
     B, N = tokens.shape
     x = model.embed(tokens).state
-    timed = getattr(model.velocity, "timed", False)
-    time = (torch.tensor(0.0), torch.tensor(0.5)) if timed else ()
+    time = _time(x) if getattr(model.velocity, "timed", False) else []
     attention = attentions(model.velocity)[0]
     caches = CacheShape(
         count_pairs(model.velocity, x, *time), attention.heads, head_width(attention)
@@ -227,32 +268,12 @@ def _cached_decoder(model: OTTransformer, tokens: Tensor) -> Traced:
     lengths = (torch.full((B,), N - 1, dtype=torch.int32), torch.tensor(N, dtype=torch.int32))
     empty = torch.zeros(B, caches.heads, 8, caches.head_width)
     slots = [empty] * (2 * caches.pairs)
-    cached = CachedVelocity(model.velocity)
-    embed, velocity, head = trace_functions(
-        [
-            Function(_CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
-            Function(
-                cached,
-                (x, *lengths, *time, *slots),
-                ((0, 1), (0,), (), *[()] * len(time), *[(0, 2)] * len(slots)),
-            ),
-            Function(_KeptHead(model.head), (x, torch.arange(2)), ((0, 1), (0,))),
-        ]
-    )
-    graph = Parts(
-        embed,
-        (velocity,),
-        timed,
-        head,
-        False,
-        (TOKENS, PAST),
-        True,
-        VOCABULARY,
-        model.depth,
-        model.T,
-        caches,
-    )
-    return Traced("generate", "kv", x.shape[-1], graph)
+    open_sizes_ = ((0, 1), (0,), (), *[(0,)] * len(time), *[(0, 2)] * len(slots))
+    functions = [
+        Function(_CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
+        Function(CachedVelocity(model.velocity), (x, *lengths, *time, *slots), open_sizes_),
+    ]
+    return _CachedPlan(functions, caches)
 
 
 def _translator(model: Translator, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
@@ -268,7 +289,13 @@ def _translator(model: Translator, small: Sequence[Tensor], large: Sequence[Tens
     memory = Port("memory", FLOAT, ("batch", "source_length", reads.width))
     encoder = reads.parts(pieces[:count], (SOURCE,), memory)
     graph = writes.parts(pieces[count:], (TOKENS, memory, SOURCE), VOCABULARY)
-    return Traced("translate", "none", reads.width, graph, encoder)
+    return Traced("translate", reads.width, graph, encoder)
+
+
+def _time(x: Tensor) -> list[Tensor]:
+    """A time and a size of step for each row, as they are multiplied with x."""
+    size = (x.shape[0],) + (1,) * (x.dim() - 1)
+    return [torch.zeros(size), torch.full(size, 0.5)]
 
 
 def _port(example: Tensor) -> Port:

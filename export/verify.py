@@ -1,7 +1,8 @@
 """Verification of a rung in the runtime that serves it, against the model in float64.
 
 The tolerance follows from how far torch's own float32 is from float64 at that rung, so a long rung
-of an ill-conditioned velocity is not failed for what no float32 runtime could do better.
+of an ill-conditioned velocity is not failed for what no float32 runtime could do better. Weights
+and activations of 8 bits are rounded as much more coarsely as they have fewer bits.
 """
 
 import copy
@@ -11,41 +12,50 @@ import torch
 from torch import Tensor
 
 from export.samples import Inputs
-from serve.bundle import Rung, Verified
+from serve.bundle import Precision, Rung, Verified
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
     Decoder,
     FloatArray,
     IntArray,
-    Model,
+    OpenedModel,
     Translator,
 )
 from train.build import PAD_ID
 from train.model import Stepped
 
-SLACK = 16.0  # times torch's own float32 error
-FLOOR = 2e-6  # times the largest logit: a few units in the last place of float32
+COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
+# Times torch's own float32 error, and times the largest logit: a few units in the last place.
+SLACK: dict[Precision, float] = {"fp32": 16.0, "int8": COARSER}
+FLOOR: dict[Precision, float] = {"fp32": 2e-6, "int8": 8 * 2.0**-8}
 CONTINUED_TOKENS = 24
+EXTENDED_TOKENS = 3
 
 
 class VerificationError(ValueError):
     """A rung whose graph does not compute what the model computes."""
 
 
-def verify_rung(model: Stepped, opened: Model, rung: Rung, samples: list[Inputs]) -> Verified:
-    """Every kind of call that serving makes, on each sample, against float64."""
-    check = _Check(model, rung.method, rung.steps)
+def verify_rung(model: Stepped, opened: OpenedModel, rung: Rung, samples: list[Inputs]) -> Verified:
+    """Every kind of call that serving makes, and every graph of the rung, on each sample."""
+    manifest, steps = opened.bundle.manifest, rung.steps
+    check = _Check(model, rung.method, steps, manifest.precision)
+    whole = None if manifest.task == "translate" else opened.unrolled(steps)
     for inputs in samples:
         check.begin(inputs)
-        match opened.bundle.manifest.task:
+        rows = inputs[0].numpy()
+        match manifest.task:
             case "classify":
-                _verify_classifier(check, opened.classifier(rung.steps), inputs[0].numpy())
+                _verify_classifier(check, opened.classifier(steps), rows)
+                if manifest.step is not None:
+                    check.compare(opened.step_classifier(steps).run(rows), "single steps")
             case "generate":
-                _verify_decoder(check, opened.decoder(rung.steps), inputs[0].numpy())
+                _verify_decoder(check, opened.decoder(steps), rows)
             case "translate":
-                source, target = (tokens.numpy() for tokens in inputs)
-                _verify_translator(check, opened.translator(rung.steps), source, target)
+                _verify_translator(check, opened.translator(steps), rows, inputs[1].numpy())
+        if whole is not None:
+            check.compare(whole.forward(rows), "the whole graph")
     return check.verdict()
 
 
@@ -65,7 +75,11 @@ def _verify_decoder(check: "_Check", run: Decoder, tokens: IntArray) -> None:
     batch, logits = run.open_batch(), check.expected.copy()
     for row, prompt in enumerate(prompts):
         logits[row, prompt - 1] = batch.add(tokens[row, :prompt])
-    _continue(batch, tokens, logits, length - max(prompts))
+    several = min(EXTENDED_TOKENS, length - max(prompts))
+    for row, prompt in enumerate(prompts):
+        more = slice(prompt, prompt + several)
+        logits[row, more] = batch.extend(row, tokens[row, more])
+    _continue(batch, tokens, logits, length - max(prompts) - several)
     check.compare(logits, "decoding")
 
 
@@ -89,10 +103,10 @@ def _continue(batch: DecodeBatch, tokens: IntArray, logits: FloatArray, count: i
 
 
 class _Check:
-    def __init__(self, model: Stepped, method: str, steps: int) -> None:
+    def __init__(self, model: Stepped, method: str, steps: int, precision: Precision) -> None:
         self.double = copy.deepcopy(model).double().eval()
         self.single = model.eval()
-        self.method, self.steps = method, steps
+        self.method, self.steps, self.precision = method, steps, precision
         self.error = self.float32_error = self.scale = 0.0
         self.worst = ""
         self.shape: tuple[int, ...] = ()
@@ -115,7 +129,8 @@ class _Check:
             self.error, self.worst = difference, f"{what} of shape {self.shape}"
 
     def verdict(self) -> Verified:
-        tolerance = SLACK * self.float32_error + FLOOR * self.scale
+        slack, floor = SLACK[self.precision], FLOOR[self.precision]
+        tolerance = slack * self.float32_error + floor * self.scale
         if not self.error <= tolerance:
             raise VerificationError(
                 f"the rung of {self.steps} steps ({self.method}) is off by {self.error:.3g} in "

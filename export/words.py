@@ -23,6 +23,17 @@ def depth_in_words(manifest: Manifest) -> str:
     )
 
 
+def shape_in_words(manifest: Manifest) -> str:
+    layers = manifest.shape.layers
+    return f"{layers} block{'' if layers == 1 else 's'} of width {manifest.shape.width}"
+
+
+def solved_in_words(manifest: Manifest) -> str:
+    if manifest.depth == "fixed":
+        return "fixed depth"
+    return f"{manifest.method}{', one ODE a block' if manifest.depth == 'chain' else ''}"
+
+
 def input_in_words(manifest: Manifest) -> str:
     match manifest.input:
         case ImageInput(channels=channels, height=height, width=width):

@@ -3,6 +3,7 @@
 Knows the folder and its JSON, as docs/bundle.md specifies them; neither graphs nor runtimes.
 """
 
+from serve.bundle_calibration import Calibration, Level
 from serve.bundle_fields import BundleError
 from serve.bundle_input import ImageInput, InputSpec, PointsInput, TextInput, Truncation
 from serve.bundle_latency import Latency, LatencyEntry, Machine
@@ -18,6 +19,7 @@ from serve.bundle_rung import (
     EFFORTS,
     EVALUATIONS_PER_STEP,
     METHODS,
+    AgainstFp32,
     Effort,
     Method,
     Metric,
@@ -26,7 +28,7 @@ from serve.bundle_rung import (
     Verified,
 )
 from serve.bundle_seal import open_staging, seal_bundle, write_latency
-from serve.bundle_spec import FileEntry, Shape, TokenizerSpec
+from serve.bundle_spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle_task import Cache, Depth, Task
 
 __all__ = [
@@ -36,9 +38,11 @@ __all__ = [
     "MANIFEST_FILE",
     "METHODS",
     "SCHEMA_VERSION",
+    "AgainstFp32",
     "Bundle",
     "BundleError",
     "Cache",
+    "Calibration",
     "Depth",
     "Effort",
     "FileEntry",
@@ -46,6 +50,7 @@ __all__ = [
     "InputSpec",
     "Latency",
     "LatencyEntry",
+    "Level",
     "Machine",
     "Manifest",
     "Method",
@@ -55,6 +60,7 @@ __all__ = [
     "Quality",
     "Rung",
     "Shape",
+    "StepFiles",
     "Task",
     "TextInput",
     "TokenizerSpec",

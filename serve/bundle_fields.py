@@ -113,6 +113,12 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
         raise BundleError(f"must be from {low:g} to {high:g}, not {shown(value)}", field=field)
 
 
+def check_flag(field: str, value: object) -> None:
+    """True or false."""
+    if type(value) is not bool:
+        raise BundleError(f"must be a boolean, not {kind_of(value)}", field=field)
+
+
 def check_text(field: str, value: object, max_length: int = 10_000) -> None:
     """A string that is neither empty nor huge."""
     if not isinstance(value, str):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from serve.bundle_calibration import Calibration
 from serve.bundle_fields import (
     BundleError,
     check_choice,
@@ -23,7 +24,7 @@ from serve.bundle_fields import (
 )
 from serve.bundle_input import InputSpec, TextInput, read_input
 from serve.bundle_rung import METHODS, Method, Rung, check_ladder
-from serve.bundle_spec import FileEntry, Shape, TokenizerSpec
+from serve.bundle_spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle_task import (
     CACHES,
     DEPTHS,
@@ -35,17 +36,16 @@ from serve.bundle_task import (
     check_depth,
     check_task,
 )
-from serve.bundle_upgrade import OLDEST_VERSION, upgraded
 
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 LATENCY_FILE = "latency.json"
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "int8")
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
-Precision = Literal["fp32"]
+Precision = Literal["fp32", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,8 @@ class Manifest:
     shape: Shape
     weights: str
     rungs: tuple[Rung, ...]
+    step: StepFiles | None = None  # graphs of one step, which make any rung
+    calibration: Calibration | None = None  # of early answers
     card: Mapping[str, object] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
@@ -134,9 +136,7 @@ class Manifest:
         """The manifest that a manifest.json holds; refuses everything that it does not know."""
         if isinstance(value, dict) and "schema_version" in value:
             # Before the keys: a later schema has other keys, and its number explains them best.
-            check_version(value["schema_version"], SCHEMA_VERSION, OLDEST_VERSION)
-            if value["schema_version"] < SCHEMA_VERSION:
-                value = upgraded(value)
+            check_version(value["schema_version"], SCHEMA_VERSION)
         members = dict(check_members(value, _KEYS))
         with inside("input"):
             members["input"] = read_input(members["input"])
@@ -145,6 +145,12 @@ class Manifest:
                 members["tokenizer"] = TokenizerSpec.from_json(members["tokenizer"])
         with inside("shape"):
             members["shape"] = Shape.from_json(members["shape"])
+        with inside("step"):
+            if members["step"] is not None:
+                members["step"] = StepFiles.from_json(members["step"])
+        with inside("calibration"):
+            if members["calibration"] is not None:
+                members["calibration"] = Calibration.from_json(members["calibration"])
         if members["labels"] is not None:
             members["labels"] = tuple(check_list("labels", members["labels"], MAX_LABELS))
         rungs = []
@@ -188,6 +194,8 @@ class Manifest:
         uses = {"weights": self.weights}
         if self.tokenizer is not None:
             uses["tokenizer.file"] = self.tokenizer.file
+        if self.step is not None:
+            uses |= {f"step.{field}": graph for field, graph in self.step.graphs.items()}
         for index, rung in enumerate(self.rungs):
             uses |= {f"rungs[{index}].{field}": graph for field, graph in rung.graphs.items()}
         return uses
@@ -209,11 +217,9 @@ class Manifest:
                 )
 
 
-def check_version(value: object, newest: int, oldest: int | None = None) -> None:
+def check_version(value: object, known: int) -> None:
     """Refuse a schema version that this release does not know."""
-    oldest = newest if oldest is None else oldest
-    if type(value) is not int or not oldest <= value <= newest:
-        known = str(newest) if oldest == newest else f"{oldest} to {newest}"
+    if type(value) is not int or value != known:
         raise BundleError(
             f"is {shown(value)}, but this release reads version {known}: use the release "
             "that wrote the bundle, or export it again with this one",
@@ -251,6 +257,8 @@ _KEYS = (
     "shape",
     "weights",
     "rungs",
+    "step",
+    "calibration",
     "card",
     "provenance",
     "files",

@@ -4,14 +4,23 @@ Knows sizes and hashes; never opens a graph: the runtime does.
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serve.bundle_fields import BundleError, inside_file, read_json
 from serve.bundle_latency import Latency
-from serve.bundle_manifest import LATENCY_FILE, MANIFEST_FILE, Manifest
+from serve.bundle_manifest import (
+    LATENCY_FILE,
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    Manifest,
+    check_version,
+)
 from serve.bundle_spec import FileEntry
 
+SEAL = "seal"
 _MEASURE_AGAIN = "measure the latency again, or delete the file, since it is optional"
 
 
@@ -69,10 +78,31 @@ def read_bundle(folder: Path, verify: bool = True) -> Bundle:
         )
     value = read_json(folder / MANIFEST_FILE)
     with inside_file(folder / MANIFEST_FILE):
-        manifest = Manifest.from_json(value)
+        manifest = Manifest.from_json(_unsealed(value))
     for name, entry in manifest.files.items():
         check_file(folder / name, entry, verify)
     return Bundle(folder, manifest, _read_latency(folder / LATENCY_FILE))
+
+
+def seal_of(value: dict[str, Any]) -> str:
+    """The sha256 of a manifest's members, whatever their order and spacing."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unsealed(value: object) -> object:
+    """The manifest without its seal, which must be the right one."""
+    if not isinstance(value, dict) or "schema_version" not in value:
+        return value  # which the manifest refuses
+    check_version(value["schema_version"], SCHEMA_VERSION)
+    members = {key: item for key, item in value.items() if key != SEAL}
+    if value.get(SEAL) != seal_of(members):
+        raise BundleError(
+            "is missing or wrong: the manifest was changed after it was written; copy or export "
+            "the bundle again",
+            field=SEAL,
+        )
+    return members
 
 
 def check_file(path: Path, expected: FileEntry, verify: bool) -> None:

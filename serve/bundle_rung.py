@@ -11,6 +11,7 @@ from serve.bundle_fields import (
     BundleError,
     check_choice,
     check_file_name,
+    check_flag,
     check_integer,
     check_members,
     check_number,
@@ -78,6 +79,24 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class AgainstFp32:
+    """What fewer bits changed, on the rows that the quality was measured on."""
+
+    top1_agreement: float  # share of answers that are those of float32
+    change: float  # of the metric: its value less that of float32
+    samples: int
+
+    def __post_init__(self) -> None:
+        check_number("top1_agreement", self.top1_agreement, 0.0, 1.0)
+        check_number("change", self.change, -_HUGE, _HUGE)
+        check_integer("samples", self.samples, 1, 1 << 53)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("top1_agreement", "change", "samples")))
+
+
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One operating point: so many steps of a method, as one fixed-step graph."""
 
@@ -89,6 +108,8 @@ class Rung:
     quality: Quality
     verified: Verified
     encoder: str | None = None  # of a translator: the graph that reads the source
+    dominated: bool = False  # fewer steps are at least as good
+    against_fp32: AgainstFp32 | None = None  # of another precision
 
     def __post_init__(self) -> None:
         check_integer("steps", self.steps, 1, MAX_STEPS)
@@ -99,6 +120,12 @@ class Rung:
         check_integer("nfe", self.nfe, 1, MAX_EVALUATIONS)
         if self.encoder is not None:
             check_file_name("encoder", self.encoder)
+        check_flag("dominated", self.dominated)
+        if self.dominated and self.effort is not None:
+            raise BundleError(
+                f"is {self.effort}, but fewer steps are at least as good: name those",
+                field="effort",
+            )
 
     @property
     def spent(self) -> int:
@@ -113,13 +140,29 @@ class Rung:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        keys = ("steps", "method", "nfe", "effort", "graph", "quality", "verified", "encoder")
-        members = dict(check_members(value, keys))
+        members = dict(check_members(value, _KEYS))
         with inside("quality"):
             members["quality"] = Quality.from_json(members["quality"])
         with inside("verified"):
             members["verified"] = Verified.from_json(members["verified"])
+        with inside("against_fp32"):
+            if members["against_fp32"] is not None:
+                members["against_fp32"] = AgainstFp32.from_json(members["against_fp32"])
         return cls(**members)
+
+
+_KEYS = (
+    "steps",
+    "method",
+    "nfe",
+    "effort",
+    "dominated",
+    "graph",
+    "encoder",
+    "quality",
+    "verified",
+    "against_fp32",
+)
 
 
 def check_ladder(rungs: tuple[Rung, ...], method: str) -> None:
@@ -173,6 +216,4 @@ def _check_efforts(rungs: tuple[Rung, ...]) -> None:
                 f"is {rung.effort} after {EFFORTS[last]}; a greater effort has more steps",
                 field=field,
             )
-        if rung.effort == "max" and index != len(rungs) - 1:
-            raise BundleError("is max, which belongs to the rung of most steps", field=field)
         last = rank

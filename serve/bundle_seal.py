@@ -17,7 +17,7 @@ from typing import Any
 from serve.bundle_fields import BundleError, inside_file
 from serve.bundle_latency import Latency
 from serve.bundle_manifest import LATENCY_FILE, MANIFEST_FILE, Manifest
-from serve.bundle_read import Bundle, file_entry, read_bundle
+from serve.bundle_read import SEAL, Bundle, file_entry, read_bundle, seal_of
 
 
 @contextmanager
@@ -50,7 +50,8 @@ def seal_bundle(staging: Path, manifest: Manifest, target: Path) -> Bundle:
         _sync(path)
     with inside_file(staging / MANIFEST_FILE):
         sealed = Manifest.from_json(replace(manifest, files=entries).to_json())
-    _write_json(staging / MANIFEST_FILE, sealed.to_json())
+    value = sealed.to_json()
+    _write_json(staging / MANIFEST_FILE, value | {SEAL: seal_of(value)})
     read_bundle(staging)
     _rename_in(staging, target)
     return read_bundle(target, verify=False)

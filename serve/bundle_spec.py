@@ -1,4 +1,4 @@
-"""The parts of a manifest that describe a model: tokenizer, shape; and a file's entry.
+"""The parts of a manifest that describe a model: tokenizer, shape, step; and a file's entry.
 
 Knows no rule that spans two parts: the manifest has those.
 """
@@ -78,6 +78,28 @@ class Shape:
     def from_json(cls, value: object) -> Self:
         keys = ("layers", "heads", "head_width", "width", "parameters")
         return cls(**check_members(value, keys))
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The graphs of one step: what comes before it, the step, and what reads the answer."""
+
+    embed: str
+    step: str
+    head: str
+
+    def __post_init__(self) -> None:
+        for field, file in self.graphs.items():
+            check_file_name(field, file)
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """The graphs by their field."""
+        return {"embed": self.embed, "step": self.step, "head": self.head}
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("embed", "step", "head")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,14 @@ def check_task(manifest: "Manifest") -> None:
         raise BundleError(f"must be none for the task {task}", field="cache")
     _check_tokenizer(manifest)
     _check_translation(manifest)
+    _check_step(manifest)
+    for index, rung in enumerate(manifest.rungs):
+        if (rung.against_fp32 is None) != (manifest.precision == "fp32"):
+            raise BundleError(
+                f"must be {'null' if manifest.precision == 'fp32' else 'an object'} for the "
+                f"precision {manifest.precision}",
+                field=f"rungs[{index}].against_fp32",
+            )
 
 
 def check_depth(manifest: "Manifest") -> None:
@@ -68,6 +76,23 @@ def check_depth(manifest: "Manifest") -> None:
                 "evaluations; export the bundle again",
                 field=f"rungs[{index}].nfe",
             )
+
+
+def _check_step(manifest: "Manifest") -> None:
+    """One velocity that is integrated has graphs of one step; so has whatever keeps caches."""
+    integrated = manifest.depth == "ode" and manifest.task != "translate"
+    wanted = integrated or manifest.cache == "kv"
+    if wanted != (manifest.step is not None):
+        raise BundleError(
+            f"must be {'an object' if wanted else 'null'} for the task {manifest.task}, the depth "
+            f"{manifest.depth} and the cache {manifest.cache}",
+            field="step",
+        )
+    if manifest.calibration is not None and (manifest.task != "classify" or not wanted):
+        raise BundleError(
+            f"must be null for the task {manifest.task} and the depth {manifest.depth}",
+            field="calibration",
+        )
 
 
 def _check_labels(labels: tuple[str, ...] | None) -> None:

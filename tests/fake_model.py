@@ -83,6 +83,12 @@ class FakeBatch:
         self._lengths = [length + 1 for length in self._lengths]
         return self._next(tokens)
 
+    def extend(self, row: int, tokens: IntArray) -> FloatArray:
+        self._mood.call("prefill", self._steps, tokens)
+        self._lengths[row] += len(tokens)
+        assert self._lengths[row] <= self._window
+        return self._next(tokens)
+
     def remove(self, row: int) -> None:
         self._lengths[row] = self._lengths[-1]
         self._lengths.pop()

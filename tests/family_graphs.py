@@ -27,10 +27,10 @@ def image_graph(size: tuple[int, int, int], classes: int, steps: int) -> onnx.Gr
     flat = w.node("Reshape", "pixels", w.constant([0, math.prod(size)], np.int64))
     x = w.node("MatMul", flat, "embed")  # (B, D)
     for _ in range(steps):
-        x = euler(w, x, _feed_forward(w, x), steps)
+        x = euler(w, x, feed_forward(w, x), steps)
     w.node("MatMul", x, "head", out="logits")
     taken: Node = ("pixels", FLOAT, ("batch", *size))
-    return _graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
+    return plain_graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
 
 
 def points_graph(dimensions: int, classes: int, steps: int) -> onnx.GraphProto:
@@ -38,50 +38,50 @@ def points_graph(dimensions: int, classes: int, steps: int) -> onnx.GraphProto:
     w = GraphWriter()
     x = w.node("MatMul", "points", "embed")  # (B, N, D)
     for _ in range(steps):
-        x = euler(w, x, _feed_forward(w, x), steps)
+        x = euler(w, x, feed_forward(w, x), steps)
     mean = w.node("ReduceMean", x, w.constant([1], np.int64), keepdims=0)  # (B, D)
     w.node("MatMul", mean, "head", out="logits")
     taken: Node = ("points", FLOAT, ("batch", "count", dimensions))
-    return _graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
+    return plain_graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
 
 
 def prefix_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto:
     """A decoder rung without caches, of the same weights as the one with them."""
     w = GraphWriter()
-    x, bias = _embedded(w, "tokens"), _causal(w)
+    x, bias = embedded(w, "tokens"), _causal(w)
     for _ in range(steps):
-        x = euler(w, x, _blocks(w, shape, x, bias), steps)
+        x = euler(w, x, attend_blocks(w, shape, x, bias), steps)
     w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
-    return _graph(w, [TOKENS, KEEP], ("logits", FLOAT, ("batch", "kept", vocab_size)))
+    return plain_graph(w, [TOKENS, KEEP], ("logits", FLOAT, ("batch", "kept", vocab_size)))
 
 
 def encoder_graph(shape: Shape, steps: int) -> onnx.GraphProto:
     """source (B, S) -> memory (B, S, D)."""
     w = GraphWriter()
-    x, bias = _embedded(w, "source"), _padding(w)
+    x, bias = embedded(w, "source"), padding(w, "source")
     for step in range(steps):
-        u = _blocks(w, shape, x, bias)
+        u = attend_blocks(w, shape, x, bias)
         x = euler(w, x, u, steps, out="memory" if step == steps - 1 else "")
-    return _graph(w, [SOURCE], _memory(shape))
+    return plain_graph(w, [SOURCE], _memory(shape))
 
 
 def translate_graph(shape: Shape, vocab_size: int, eos_id: int, steps: int) -> onnx.GraphProto:
     """tokens (B, N), memory, source and keep -> logits (B, K, V)."""
     w = GraphWriter()
-    x, causal, padding = _embedded(w, "tokens"), _causal(w), _padding(w)
+    x, causal, pads = embedded(w, "tokens"), _causal(w), padding(w, "source")
     keys_values = _split(w, w.node("MatMul", "memory", "cross_kv"), shape, 2)
     for _ in range(steps):
-        u = _blocks(w, shape, x, causal)
+        u = attend_blocks(w, shape, x, causal)
         (query,) = _split(w, w.node("MatMul", u, "cross_q"), shape, 1)
         keys, values = keys_values
-        mixed = _attend(w, shape, query, keys, values, padding)
+        mixed = _attend(w, shape, query, keys, values, pads)
         u = w.node("Add", u, w.node("MatMul", mixed, "cross_mix"))
         x = euler(w, x, u, steps)
     logits = w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head")  # (B, K, V)
     at = w.node("Unsqueeze", w.node("Cast", "keep", to=FLOAT), w.constant([1], np.int64))
     lean = w.node("Mul", at, w.constant(0.3 * np.eye(vocab_size)[eos_id : eos_id + 1], np.float32))
     w.node("Add", logits, lean, out="logits")
-    return _graph(
+    return plain_graph(
         w,
         [TOKENS, SOURCE, _memory(shape), KEEP],
         ("logits", FLOAT, ("batch", "kept", vocab_size)),
@@ -92,7 +92,7 @@ def _memory(shape: Shape) -> Node:
     return "memory", FLOAT, ("batch", "source_length", shape.width)
 
 
-def _embedded(w: GraphWriter, tokens: str) -> str:
+def embedded(w: GraphWriter, tokens: str) -> str:
     x = w.node("Gather", "embed", tokens)
     return w.node("Add", x, w.node("Gather", "positions", _indices(w, tokens)))
 
@@ -110,14 +110,14 @@ def _causal(w: GraphWriter) -> str:
     return w.node("Mul", w.node("Cast", later, to=FLOAT), w.constant(-1e9, np.float32))
 
 
-def _padding(w: GraphWriter) -> str:
-    """The same where the source is padded: (B, 1, 1, S)."""
-    pads = w.node("Cast", w.node("Equal", "source", w.constant(0, np.int64)), to=FLOAT)
+def padding(w: GraphWriter, tokens: str) -> str:
+    """The same where a row is padded: (B, 1, 1, S)."""
+    pads = w.node("Cast", w.node("Equal", tokens, w.constant(0, np.int64)), to=FLOAT)
     bias = w.node("Mul", pads, w.constant(-1e9, np.float32))
     return w.node("Unsqueeze", bias, w.constant([1, 2], np.int64))
 
 
-def _blocks(w: GraphWriter, shape: Shape, x: str, bias: str) -> str:
+def attend_blocks(w: GraphWriter, shape: Shape, x: str, bias: str) -> str:
     u = x
     for layer in range(shape.layers):
         q, k, v = _split(w, w.node("MatMul", u, f"qkv_{layer}"), shape, 3)
@@ -143,11 +143,11 @@ def _attend(w: GraphWriter, shape: Shape, q: str, k: str, v: str, bias: str) -> 
     return w.node("Reshape", w.node("Transpose", mixed, perm=[0, 2, 1, 3]), merge)
 
 
-def _feed_forward(w: GraphWriter, x: str) -> str:
+def feed_forward(w: GraphWriter, x: str) -> str:
     wide = w.node("Relu", w.node("MatMul", x, "up"))
     return w.node("Add", x, w.node("MatMul", wide, "down"))
 
 
-def _graph(w: GraphWriter, inputs: list[Node], output: Node) -> onnx.GraphProto:
+def plain_graph(w: GraphWriter, inputs: list[Node], output: Node) -> onnx.GraphProto:
     infos = [value_info(name, kind, shape) for name, kind, shape in inputs]
     return helper.make_graph(w.nodes, "tiny", infos, [value_info(*output)], w.constants)

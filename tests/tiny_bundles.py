@@ -36,7 +36,9 @@ from serve.bundle import (
     seal_bundle,
     write_latency,
 )
-from tests.tiny_graphs import classify_graph, generate_graph, write_graphs
+from tests.family_graphs import prefix_graph
+from tests.tiny_graphs import classify_graph, write_graphs
+from tests.tiny_steps import FILES, decoder_steps, text_steps
 
 Weights = dict[str, npt.NDArray[np.float32]]
 
@@ -68,7 +70,8 @@ def build_generate(
     tokenizer = chars_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     weights = generate_weights(shape, vocab_size, max_tokens, seed)
-    graphs = {graph_file(count): generate_graph(shape, vocab_size, count) for count in steps}
+    graphs = {graph_file(count): prefix_graph(shape, vocab_size, count) for count in steps}
+    graphs |= decoder_steps(shape, vocab_size)
     manifest = Manifest(
         name=name,
         task="generate",
@@ -83,6 +86,7 @@ def build_generate(
         shape=shape,
         weights="weights.bin",
         rungs=rungs(steps, "loss"),
+        step=FILES,
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},
     )
@@ -107,6 +111,7 @@ def build_classify(
     vocab_size = tokenizer.get_vocab_size()
     weights = classify_weights(shape, vocab_size, max_tokens, len(labels), seed)
     graphs = {graph_file(count): classify_graph(shape, len(labels), count) for count in steps}
+    graphs |= text_steps(shape, len(labels))
     manifest = Manifest(
         name=name,
         task="classify",
@@ -121,6 +126,7 @@ def build_classify(
         shape=shape,
         weights="weights.bin",
         rungs=rungs(steps, "accuracy"),
+        step=FILES,
         card={"title": "A tiny classifier", "examples": list(CORPUS[:2])},
         provenance={"seed": seed},
     )

@@ -35,6 +35,7 @@ from tests.tiny_bundles import (
     seal,
     trunk,
 )
+from tests.tiny_steps import FILES, image_steps, points_steps
 
 BEGIN, END = "<s>", "</s>"
 LABELS = ("zero", "one", "two", "three")
@@ -56,7 +57,7 @@ def build_image(
     )
     graphs = {
         graph_file(steps): family_graphs.image_graph(size, len(LABELS), steps) for steps in STEPS
-    }
+    } | image_steps(size, _WIDTH, len(LABELS))
     return _seal_classifier(folder, name, spec, channels * height * width, graphs)
 
 
@@ -66,7 +67,7 @@ def build_points(folder: Path, *, max_points: int = 32, dimensions: int = 3) -> 
     graphs = {
         graph_file(steps): family_graphs.points_graph(dimensions, len(LABELS), steps)
         for steps in STEPS
-    }
+    } | points_steps(dimensions, _WIDTH, len(LABELS))
     return _seal_classifier(folder, "tiny-points", spec, dimensions, graphs)
 
 
@@ -167,6 +168,7 @@ def _seal_classifier(
         shape=Shape(layers=1, heads=1, head_width=_WIDTH, width=_WIDTH, parameters=1000),
         weights="weights.bin",
         rungs=rungs(STEPS, "accuracy"),
+        step=FILES,
     )
     weights: Weights = random_weights(
         0,

@@ -1,9 +1,8 @@
 """The graphs of the tiny bundles, written node by node with onnx.helper.
 
-The model, for both tasks: x = embed[token] + positions[index]; then per layer of the velocity
+The model: x = embed[token] + positions[index]; then per layer of the velocity
 u += attention(u); u += relu(u @ up) @ down; the velocity is u - x, and one Euler step adds
-velocity / steps to x. The decoder reads its logits at `keep`; the classifier averages the real
-tokens.
+velocity / steps to x. The classifier averages the real tokens.
 """
 
 import math
@@ -44,55 +43,6 @@ class GraphWriter:
         return name
 
 
-def generate_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto:
-    """A decoder rung: GroupQueryAttention updates the caches of every evaluation and layer."""
-    w = GraphWriter()
-    one32 = w.constant(1, np.int32)
-    length = w.node("Gather", w.node("Shape", "tokens"), w.constant(1, np.int64))
-    length32 = w.node("Cast", length, to=TensorProto.INT32)
-    # GroupQueryAttention wants the index of each row's last position, and the greatest length.
-    last = w.node("Sub", w.node("Add", "past", length32), one32)  # (B,)
-    total = w.node("Add", w.node("ReduceMax", "past", keepdims=0), length32)
-    steps_of_row = w.node("Range", w.constant(0, np.int64), length, w.constant(1, np.int64))
-    past64 = w.node("Cast", "past", to=TensorProto.INT64)
-    index = w.node("Add", w.node("Unsqueeze", past64, w.constant([1], np.int64)), steps_of_row)
-    x = w.node("Add", w.node("Gather", "embed", "tokens"), w.node("Gather", "positions", index))
-    caches = []
-    for evaluation in range(steps):
-        u = x
-        for layer in range(shape.layers):
-            qkv = w.node("MatMul", u, f"qkv_{layer}")  # (B, N, 3 * H * W)
-            suffix = f"{evaluation}_{layer}"
-            attended = f"attended_{suffix}"
-            w.nodes.append(
-                helper.make_node(
-                    "GroupQueryAttention",
-                    [qkv, "", "", f"k_{suffix}", f"v_{suffix}", last, total],
-                    [attended, f"k_{suffix}_out", f"v_{suffix}_out"],
-                    name=attended,
-                    domain=CONTRIB,
-                    num_heads=shape.heads,
-                    kv_num_heads=shape.heads,
-                )
-            )
-            caches += [f"k_{suffix}", f"v_{suffix}"]
-            u = after_attention(w, u, attended, layer)
-        x = euler(w, x, u, steps)
-    w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
-    cache: list[int | str] = ["batch", shape.heads, "capacity", shape.head_width]
-    inputs = [
-        value_info("tokens", TensorProto.INT64, ["batch", "length"]),
-        value_info("past", TensorProto.INT32, ["batch"]),
-        value_info("keep", TensorProto.INT64, ["kept"]),
-        *(value_info(name, TensorProto.FLOAT, cache) for name in caches),
-    ]
-    outputs = [
-        value_info("logits", TensorProto.FLOAT, ["batch", "kept", vocab_size]),
-        *(value_info(f"{name}_out", TensorProto.FLOAT, cache) for name in caches),
-    ]
-    return helper.make_graph(w.nodes, f"generate_{steps}", inputs, outputs, w.constants)
-
-
 def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
     """A classifier rung of plain ONNX operators; its mask follows from the padding."""
     w = GraphWriter()
@@ -123,11 +73,7 @@ def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
             mixed = w.node("Reshape", w.node("Transpose", mixed, perm=[0, 2, 1, 3]), merge)
             u = after_attention(w, u, mixed, layer)
         x = euler(w, x, u, steps)
-    weight = w.node("Unsqueeze", weight, w.constant([2], np.int64))  # (B, N, 1)
-    axis = w.constant([1], np.int64)
-    total = w.node("ReduceSum", w.node("Mul", x, weight), axis, keepdims=0)
-    mean = w.node("Div", total, w.node("ReduceSum", weight, axis, keepdims=0))
-    w.node("MatMul", mean, "head", out="logits")
+    w.node("MatMul", mean_of(w, x, weight), "head", out="logits")
     return helper.make_graph(
         w.nodes,
         f"classify_{steps}",
@@ -167,6 +113,14 @@ def write_graphs(
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
         (staging / file).write_bytes(model.SerializeToString())
+
+
+def mean_of(w: GraphWriter, x: str, weight: str) -> str:
+    """The mean (B, D) of x (B, N, D) over the positions that weight (B, N) counts."""
+    weight = w.node("Unsqueeze", weight, w.constant([2], np.int64))  # (B, N, 1)
+    axis = w.constant([1], np.int64)
+    total = w.node("ReduceSum", w.node("Mul", x, weight), axis, keepdims=0)
+    return w.node("Div", total, w.node("ReduceSum", weight, axis, keepdims=0))
 
 
 def after_attention(w: GraphWriter, u: str, attended: str, layer: int) -> str:

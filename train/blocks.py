@@ -151,9 +151,9 @@ class Conditioned(nn.Module):
         nn.init.zeros_(self.down.bias)
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        *context, _, h = rest
-        size = torch.log2(torch.as_tensor(h, dtype=x.dtype, device=x.device)).reshape(1)
-        scale, shift, gain = self.down(torch.tanh(self.up(size))).chunk(3)  # (D,) each
+        *context, _, h = rest  # h for all rows, or (B, 1, 1)
+        size = torch.log2(torch.as_tensor(h, dtype=x.dtype, device=x.device)).reshape(-1, 1, 1)
+        scale, shift, gain = self.down(torch.tanh(self.up(size))).chunk(3, -1)  # (R, 1, D) each
         out: Tensor = self.velocity(x * (1 + scale) + shift, *context) * (1 + gain)
         return out
 

@@ -4,6 +4,7 @@ Knows runs and how they are answered; neither tables nor pictures, and nothing o
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +60,16 @@ class Report:
 
 
 def evaluate_run(
-    folder: Path, steps: list[int] | None = None, methods: list[str] | None = None, data: str = ""
+    folder: Path,
+    steps: list[int] | None = None,
+    methods: list[str] | None = None,
+    data: str = "",
+    rows: int = 0,
 ) -> Report:
-    """Measure every method at every step count; by default the method of the run's training."""
+    """Measure every method at every step count; by default the method of the run's training.
+
+    With `rows`, on the first so many held-out ones, in whole batches; otherwise on all.
+    """
     model, recipe, tokenizer, facts = load_run(folder)
     if data:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
@@ -71,8 +79,10 @@ def evaluate_run(
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
     asked = _Evaluation(model, recipe, steps, methods)
+    size = rows_at_once(recipe, dataset.sizes)
+    batches = -(-rows // size) if rows else None
     with torch.no_grad():
-        for batch in dataset.held_out(rows_at_once(recipe, dataset.sizes)):
+        for batch in itertools.islice(dataset.held_out(size), batches):
             asked.add(batch)
     return asked.report(dataset.labels is not None)
 

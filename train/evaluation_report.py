@@ -7,11 +7,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from train.evaluate import Report, Row
+if TYPE_CHECKING:  # at run time it would load torch, which a report does not need
+    from train.evaluate import Report, Row
 
 
-def print_report(report: Report) -> None:
+def print_report(report: "Report") -> None:
     """Tables within 110 columns: one a method, then what holds for all of its counts."""
     metric = report.rows[0].quality.metric
     for method in dict.fromkeys(row.method for row in report.rows):
@@ -43,7 +45,7 @@ def print_report(report: Report) -> None:
     )
 
 
-def _line(row: Row) -> str:
+def _line(row: "Row") -> str:
     q = row.quality
     interval = f"{q.low:.4f} to {q.high:.4f}"
     steps = "-" if row.steps is None else str(row.steps)
@@ -71,11 +73,11 @@ def check_plot(path: Path) -> None:
     check_file(path)
 
 
-def write_json(report: Report, path: Path) -> None:
+def write_json(report: "Report", path: Path) -> None:
     path.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
-def plot_quality(report: Report, path: Path) -> None:
+def plot_quality(report: "Report", path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,6 +114,6 @@ def plot_quality(report: Report, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _place(row: Row, methods: list[str]) -> float:
+def _place(row: "Row", methods: list[str]) -> float:
     """Methods are compared by what they cost, a method with itself by its steps."""
     return float(row.steps or 0) if len(methods) == 1 else row.nfe

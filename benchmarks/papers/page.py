@@ -1,30 +1,33 @@
-"""Writes docs/results.md and its pictures from the kept measurements and the published figures.
+"""Writes docs/results.md and its pictures from what was kept and the published figures.
 
     python -m benchmarks.papers.page
 
 Measures nothing. Experiments without a measured run are listed as not run yet.
 """
 
-import statistics
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, Machine
-from benchmarks.papers.measured import Measured, Point, read_all
+from benchmarks.machine import ROOT
+from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.plots import draw_curves, draw_quality
+from benchmarks.papers.screened import screen_section
+from benchmarks.papers.screens import SCREENED, Screen, read_screens
+from benchmarks.papers.tables import mean, provenance, quality, table
 
 PUBLISHED = Path(__file__).parent / "published.toml"
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "results"
 _HEAD = """# The experiments of the papers
 
-Written by `python -m benchmarks.papers.page` from `benchmarks/papers/measured/*.json` and
-`published.toml`; do not edit. Quality is on held-out data: accuracy in %, loss in nats a token.
-"Evaluations" are passes of a batch through the velocity in training: what training cost. Where
-several seeds were trained, a cell is their mean ± their standard deviation.
+Written by `python -m benchmarks.papers.page` from `measured/*.json`, `screened/*.json`,
+`published.toml` and `screens.toml` of `benchmarks/papers`; do not edit. Quality is on held-out
+data: accuracy in %, loss in nats a token. "Evaluations" are passes of a batch through the velocity
+in training: what training cost. Where several seeds were trained, a cell is their mean ± their
+standard deviation.
 """
 
 Groups = dict[str, list[Measured]]
@@ -37,20 +40,32 @@ def main(arguments: Sequence[str]) -> int:
     groups = read_all()
     experiments = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["experiment"]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(render(experiments, groups), encoding="utf-8")
+    page = render(experiments, groups, read_screens(), read_all(SCREENED))
+    PAGE.write_text(page, encoding="utf-8")
     for experiment in experiments:
         _draw(experiment, groups)
     print(f"written: {PAGE}")
     return 0
 
 
-def render(experiments: Sequence[dict[str, Any]], groups: Groups) -> str:
+def render(
+    experiments: Sequence[dict[str, Any]],
+    groups: Groups,
+    screens: Mapping[str, Screen],
+    screened: Groups,
+) -> str:
     """The text of the page."""
     named = {group for experiment in experiments for group in experiment["runs"]}
     unknown = sorted(set(groups) - named)
     if unknown:
         raise ValueError(f"measured, but no experiment of published.toml names: {unknown}")
-    return "\n".join([_HEAD, *(_section(experiment, groups) for experiment in experiments)])
+    named = {screen.group(one) for screen in screens.values() for one in screen.variants}
+    unknown = sorted(set(screened) - named)
+    if unknown:
+        raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
+    sections = [_section(experiment, groups) for experiment in experiments]
+    sections += [screen_section(screen, screened) for screen in screens.values()]
+    return "\n".join([_HEAD, *sections])
 
 
 def _section(experiment: dict[str, Any], groups: Groups) -> str:
@@ -59,14 +74,14 @@ def _section(experiment: dict[str, Any], groups: Groups) -> str:
         parts.append(experiment["note"].strip())
     paper = [[what, value] for what, value in experiment["paper"]]
     if paper:
-        parts.append(_table([f"in the paper ({experiment['source']})", ""], paper))
+        parts.append(table([f"in the paper ({experiment['source']})", ""], paper))
     present = [(name, groups[name]) for name in experiment["runs"] if name in groups]
     absent = [name for name in experiment["runs"] if name not in groups]
     if present:
         parts += [_quality_table(present), _path_table(present)]
-        parts += [table for name, runs in present if (table := _method_table(name, runs))]
+        parts += [rows for name, runs in present if (rows := _method_table(name, runs))]
         parts.append(_pictures(experiment["id"], present))
-        parts.append(_provenance(present))
+        parts.append(provenance(present))
     if absent:
         parts.append(f"Not run yet: {', '.join(f'`{name}`' for name in absent)}.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -79,12 +94,12 @@ def _quality_table(present: list[tuple[str, list[Measured]]]) -> str:
     rows = []
     for name, runs in present:
         cells = [name, str(len(runs)), f"{runs[0].parameters:,}", f"{runs[0].evaluations:,}"]
-        cells.append(_mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"))
+        cells.append(mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"))
         for count in counts:
             found = [point for run in runs if (point := run.at(count)) is not None]
-            cells.append(_quality(found) if len(found) == len(runs) else "–")
+            cells.append(quality(found) if len(found) == len(runs) else "–")
         rows.append(cells)
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _path_table(present: list[tuple[str, list[Measured]]]) -> str:
@@ -96,15 +111,15 @@ def _path_table(present: list[tuple[str, list[Measured]]]) -> str:
         fulls = [max(run.points, key=lambda p: p.steps or 0) for run in runs]
         if all((full.steps or 0) <= 1 for full in fulls):
             continue
-        cells = [name, _mean([p.cost for p in fulls], "{:.3g}")]
-        cells.append(_mean([p.gap for p in fulls], "{:.3g}"))
-        cells.append(_mean([run.stability for run in runs], "{:.3g}"))
+        cells = [name, mean([p.cost for p in fulls], "{:.3g}")]
+        cells.append(mean([p.gap for p in fulls], "{:.3g}"))
+        cells.append(mean([run.stability for run in runs], "{:.3g}"))
         for spent in ("1", "2", "4"):
             shares = [run.jumps.get(run.trained_method, {}).get(spent) for run in runs]
             known = [100 * share for share in shares if share is not None]
-            cells.append(_mean(known, "{:.1f} %") if known else "–")
+            cells.append(mean(known, "{:.1f} %") if known else "–")
         rows.append(cells)
-    return _table(header, rows) if rows else ""
+    return table(header, rows) if rows else ""
 
 
 def _method_table(name: str, runs: list[Measured]) -> str:
@@ -118,9 +133,9 @@ def _method_table(name: str, runs: list[Measured]) -> str:
         cells = [method]
         for nfe in spent:
             found = [p for run in runs for p in run.points if p.method == method and p.nfe == nfe]
-            cells.append(_quality(found) if len(found) == len(runs) else "–")
+            cells.append(quality(found) if len(found) == len(runs) else "–")
         rows.append(cells)
-    return _table([f"{name}, by evaluations", *map(str, spent)], rows)
+    return table([f"{name}, by evaluations", *map(str, spent)], rows)
 
 
 def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:
@@ -130,24 +145,6 @@ def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:
     return shown
 
 
-def _provenance(present: list[tuple[str, list[Measured]]]) -> str:
-    runs = [run for _, group in present for run in group]
-    machines = sorted({f"{m.cores} cores of {m.cpu}, {m.memory_gb:g} GB" for m in _machines(runs)})
-    commits = sorted({run.commit for run in runs})
-    dates = sorted({run.date.partition(" ")[0] for run in runs})
-    load = max(m.load for m in _machines(runs))
-    data = sorted({str(point.samples) for run in runs for point in run.points})
-    return (
-        f"Held-out samples: {', '.join(data)}. Measured {' and '.join(dates)} at "
-        f"{', '.join(commits)}; commands such as `{runs[0].command}`. "
-        f"Machine: {'; '.join(machines)}; load average up to {load:.1f}: CPU seconds are inflated."
-    )
-
-
-def _machines(runs: Sequence[Measured]) -> list[Machine]:
-    return [run.machine for run in runs]
-
-
 def _draw(experiment: dict[str, Any], groups: Groups) -> None:
     present = {name: groups[name] for name in experiment["runs"] if name in groups}
     if not present:
@@ -155,26 +152,6 @@ def _draw(experiment: dict[str, Any], groups: Groups) -> None:
     draw_quality(experiment["title"], present, PICTURES / f"{experiment['id']}-steps.png")
     if any(run.curve for runs in present.values() for run in runs):
         draw_curves(experiment["title"], present, PICTURES / f"{experiment['id']}-training.png")
-
-
-def _quality(points: list[Point]) -> str:
-    if points[0].metric == "accuracy":
-        return _mean([100 * point.value for point in points], "{:.2f}")
-    return _mean([point.value for point in points], "{:.3f}")
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    write: Callable[[float], str] = form.format
-    if len(values) == 1:
-        return write(values[0])
-    return f"{write(statistics.mean(values))} ± {write(statistics.stdev(values))}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 if __name__ == "__main__":

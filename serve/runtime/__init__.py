@@ -10,6 +10,7 @@ from serve.runtime.protocol import (
     DecodeBatch,
     Decoder,
     Model,
+    OpenedModel,
     Translation,
     Translator,
     WindowFullError,
@@ -24,6 +25,7 @@ __all__ = [
     "DecodeBatch",
     "Decoder",
     "Model",
+    "OpenedModel",
     "Translation",
     "Translator",
     "WindowFullError",
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 
-def open_model(bundle: Bundle, threads: int | None = None) -> Model:
+def open_model(bundle: Bundle, threads: int | None = None) -> OpenedModel:
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
     # Here, not above: whoever only reads a bundle or a Protocol must not load a runtime.
     from serve.runtime.ort_model import OrtModel

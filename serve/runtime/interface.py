@@ -3,48 +3,91 @@
 Knows the tasks and the manifest; not the runtime that opens the graph.
 """
 
-from serve.bundle import ImageInput, Manifest, PointsInput, Rung
+from dataclasses import dataclass, field
 
-# Of each name: the type as ONNX calls it, and the shape; a word stands for any size.
-Nodes = dict[str, tuple[str, tuple[int | str, ...]]]
-Interface = tuple[Nodes, Nodes]
+from serve.bundle import EVALUATIONS_PER_STEP, ImageInput, Manifest, PointsInput
 
-_INT64, _FLOAT = "tensor(int64)", "tensor(float)"
+# Of each name: the type as ONNX calls it, and the shape; a word stands for any size, None for any
+# shape at all, an empty type for any type.
+Nodes = dict[str, tuple[str, tuple[int | str, ...] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a graph takes and gives, and what else it may."""
+
+    inputs: Nodes
+    outputs: Nodes
+    more_inputs: Nodes = field(default_factory=dict)
+    more_outputs: Nodes = field(default_factory=dict)
+
+
+_INT64, _INT32, _FLOAT = "tensor(int64)", "tensor(int32)", "tensor(float)"
 _TOKENS: Nodes = {"tokens": (_INT64, ("batch", "length"))}
 _KEEP: Nodes = {"keep": (_INT64, ("kept",))}
+_A_ROW: Nodes = {"h": (_FLOAT, ("batch",))}
+_TIME: Nodes = {"t": (_FLOAT, ("batch",))}
+_LENGTHS: Nodes = {"seqlens": (_INT32, ("batch",)), "total": (_INT32, ())}
+_CONTEXTS: Nodes = {f"context_{index}": ("", None) for index in range(8)}
 
 
-def graph_interface(manifest: Manifest, rung: Rung) -> Interface:
-    """Of the graph of a rung."""
+def graph_interface(manifest: Manifest) -> Interface:
+    """Of the graph of any rung: the whole depth, without caches."""
     if manifest.task == "classify":
-        classes = len(manifest.labels or ())
-        return _taken(manifest), {"logits": (_FLOAT, ("batch", classes))}
-    vocab_size = manifest.text_tokenizer.vocab_size
-    logits: Nodes = {"logits": (_FLOAT, ("batch", "kept", vocab_size))}
+        return Interface(_taken(manifest), _classes(manifest))
     if manifest.task == "translate":
-        return _TOKENS | _source() | _memory(manifest) | _KEEP, logits
-    if manifest.cache == "none":
-        return _TOKENS | _KEEP, logits
-    shape = manifest.shape
-    cache = (_FLOAT, ("batch", shape.heads, "capacity", shape.head_width))
-    names = cache_names(rung.nfe, shape.layers)
-    past: Nodes = {"past": ("tensor(int32)", ("batch",))}
-    return (
-        _TOKENS | past | _KEEP | dict.fromkeys(names, cache),
-        logits | {f"{name}_out": cache for name in names},
-    )
+        inputs = _TOKENS | _source() | _memory(manifest) | _KEEP
+        return Interface(inputs, _vocabulary(manifest))
+    return Interface(_TOKENS | _KEEP, _vocabulary(manifest))
 
 
 def encoder_interface(manifest: Manifest) -> Interface:
     """Of the encoder of a translator's rung."""
-    return _source(), _memory(manifest)
+    return Interface(_source(), _memory(manifest))
 
 
-def cache_names(evaluations: int, layers: int) -> list[str]:
-    """The cache inputs of a decoder graph; the outputs have _out behind."""
+def embed_interface(manifest: Manifest) -> Interface:
+    """Of what comes before the first step."""
+    if manifest.cache == "kv":
+        past: Nodes = {"past": (_INT32, ("batch",))}
+        return Interface(_TOKENS | past, _state("x", manifest) | _LENGTHS)
+    taken = _taken(manifest) if manifest.task == "classify" else _TOKENS
+    return Interface(taken, _state("x", manifest), more_outputs=_CONTEXTS)
+
+
+def step_interface(manifest: Manifest) -> Interface:
+    """Of one step of the method."""
+    inputs, outputs = _state("x", manifest), _state("y", manifest)
+    if manifest.depth != "fixed":
+        inputs |= _A_ROW
+    if manifest.method == "ab2":
+        inputs |= _state("previous", manifest) | {"history": (_FLOAT, ("batch",))}
+        outputs |= _state("v", manifest)
+    if manifest.cache == "none":
+        return Interface(inputs, outputs, more_inputs=_TIME | _CONTEXTS)
+    shape = manifest.shape
+    cache = (_FLOAT, ("batch", shape.heads, "capacity", shape.head_width))
+    names = cache_names(EVALUATIONS_PER_STEP[manifest.method], shape.layers)
+    return Interface(
+        inputs | _LENGTHS | dict.fromkeys(names, cache),
+        outputs | {f"{name}_out": cache for name in names},
+        more_inputs=_TIME,
+    )
+
+
+def head_interface(manifest: Manifest) -> Interface:
+    """Of what reads the answer off the last state."""
+    if manifest.task == "classify":
+        return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
+    inputs, more = _state("x", manifest) | _KEEP, {} if manifest.cache == "kv" else _CONTEXTS
+    return Interface(inputs, _vocabulary(manifest), more_inputs=more)
+
+
+def cache_names(stages: int, layers: int) -> list[str]:
+    """The cache inputs of a decoder's step; the outputs have _out behind."""
     return [
-        f"{part}_{evaluation}_{layer}"
-        for evaluation in range(evaluations)
+        f"{part}_{stage}_{layer}"
+        for stage in range(stages)
         for layer in range(layers)
         for part in ("k", "v")
     ]
@@ -58,6 +101,21 @@ def _taken(manifest: Manifest) -> Nodes:
             return {"points": (_FLOAT, ("batch", "count", dimensions))}
         case _:
             return _TOKENS
+
+
+def _state(name: str, manifest: Manifest) -> Nodes:
+    """A state: of words as many positions as the input, of other inputs whatever they embed to."""
+    if manifest.cache == "kv":
+        return {name: (_FLOAT, ("batch", "length", manifest.shape.width))}
+    return {name: (_FLOAT, None)}
+
+
+def _classes(manifest: Manifest) -> Nodes:
+    return {"logits": (_FLOAT, ("batch", len(manifest.labels or ())))}
+
+
+def _vocabulary(manifest: Manifest) -> Nodes:
+    return {"logits": (_FLOAT, ("batch", "kept", manifest.text_tokenizer.vocab_size))}
 
 
 def _source() -> Nodes:

@@ -26,7 +26,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, manifest: Manifest, rung: Rung) -> "CacheLayout":
-        """A key and a value buffer for each evaluation and layer."""
+        """A key and a value buffer for each evaluation and layer, in their order in a step."""
         shape = manifest.shape
         return cls(
             buffers=2 * rung.nfe * shape.layers,

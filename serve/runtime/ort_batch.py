@@ -7,10 +7,10 @@ from typing import final
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from serve.runtime.kv_cache import CacheLayout, RowCaches
-from serve.runtime.ort_binding import bind_input, bind_output
+from serve.runtime.ort_crossing import OrtCrossing
+from serve.runtime.ort_steps import StepSessions
 from serve.runtime.protocol import FloatArray, IntArray, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
@@ -19,23 +19,23 @@ _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 @final
 class OrtDecodeBatch:
-    """Caches as prefixes of shared buffers; the graph reads and writes them in place."""
+    """Caches as prefixes of shared buffers; the step reads and writes them in place."""
 
     def __init__(
         self,
-        session: ort.InferenceSession,
+        sessions: StepSessions,
         names: list[str],
         layout: CacheLayout,
+        width: int,
         vocab_size: int,
     ) -> None:
-        self._session = session
+        self._sessions = sessions
         self._names = names
+        self._width = width
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
-        self._binding: ort.IOBinding | None = None
-        self._tokens: IntArray = np.zeros((0, 1), dtype=np.int64)  # (B, 1)
-        self._logits: FloatArray = np.zeros((0, 1, vocab_size), dtype=np.float32)  # (B, 1, V)
+        self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
 
     @property
     def lengths(self) -> list[int]:
@@ -58,17 +58,30 @@ class OrtDecodeBatch:
         # One position more, since a prompt is added to be continued.
         positions = max(len(tokens), self._longest()) + 1
         if self._caches.reserve(row, row + 1, positions):
-            self._binding = None
-        logits = np.empty((1, 1, self._vocab_size), dtype=np.float32)
+            self._crossing = None
         try:
-            self._prefill(row, tokens[None], logits)
+            last: FloatArray = self._cross(row, tokens, 0, keep=_last_of(tokens))[0]  # (V,)
         except BaseException:
             self._shrink()
             raise
         self._past = np.append(self._past, np.int32(len(tokens)))
-        self._binding = None
-        last: FloatArray = logits[0, 0]  # (V,)
+        self._crossing = None
         return last
+
+    def extend(self, row: int, tokens: IntArray) -> FloatArray:
+        tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
+        self._check_row(row)
+        past, max_tokens = int(self._past[row]), self._caches.layout.max_tokens
+        if past + len(tokens) > max_tokens:
+            raise WindowFullError(
+                f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
+            )
+        rows = len(self._past)
+        if self._caches.reserve(rows, rows, max(past + len(tokens), self._longest())):
+            self._crossing = None
+        logits = self._cross(row, tokens, past, keep=np.arange(len(tokens)))  # (S, V)
+        self._past[row] += len(tokens)
+        return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
         rows = len(self._past)
@@ -81,26 +94,25 @@ class OrtDecodeBatch:
                 "remove it and add its last tokens again"
             )
         if self._caches.reserve(rows, rows, longest + 1):
-            self._binding = None
-        if self._binding is None:
-            self._binding = self._bind(rows)
-        self._tokens[:, 0] = tokens
-        self._session.run_with_iobinding(self._binding)
+            self._crossing = None
+        if self._crossing is None:
+            one = np.zeros((rows, 1), dtype=np.int64)
+            self._crossing = self._open(0, one, self._past, _FIRST_OF_ONE)
+        self._crossing.tokens[:, 0] = tokens
+        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
         self._past += 1
-        logits: FloatArray = self._logits[:, 0].copy()  # (B, V)
         return logits
 
     def remove(self, row: int) -> None:
+        self._check_row(row)
         last = len(self._past) - 1
-        if not 0 <= row <= last:
-            raise IndexError(f"there is no row {row} among {last + 1}")
         if row != last:
             self._caches.move(last, row, int(self._past[last]))
         past = self._past[:last].copy()
         if row != last:
             past[row] = self._past[last]
         self._past = past
-        self._binding = None
+        self._crossing = None
         self._shrink()
 
     def _longest(self) -> int:
@@ -108,33 +120,33 @@ class OrtDecodeBatch:
 
     def _shrink(self) -> None:
         if self._caches.shrink(len(self._past), self._longest() + 1):
-            self._binding = None
+            self._crossing = None
 
-    def _prefill(self, row: int, tokens: IntArray, logits: FloatArray) -> None:
-        """Run a prompt (1, S) with its caches already where the row will be."""
-        past = np.zeros(1, dtype=np.int32)
-        keep = np.array([tokens.shape[1] - 1], dtype=np.int64)
-        binding = self._session.io_binding()
-        bind_input(binding, "tokens", tokens)
-        bind_input(binding, "past", past)
-        bind_input(binding, "keep", keep)
-        bind_output(binding, "logits", logits)
-        self._bind_caches(binding, row, row + 1)
-        self._session.run_with_iobinding(binding)
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self._past):
+            raise IndexError(f"there is no row {row} among {len(self._past)}")
 
-    def _bind(self, rows: int) -> ort.IOBinding:
-        """Everything that a step needs; valid until a row comes or goes or the buffers move."""
-        self._tokens = np.zeros((rows, 1), dtype=np.int64)
-        self._logits = np.zeros((rows, 1, self._vocab_size), dtype=np.float32)
-        binding = self._session.io_binding()
-        bind_input(binding, "tokens", self._tokens)
-        bind_input(binding, "past", self._past)
-        bind_input(binding, "keep", _FIRST_OF_ONE)
-        bind_output(binding, "logits", self._logits)
-        self._bind_caches(binding, 0, rows)
-        return binding
+    def _cross(self, row: int, tokens: IntArray, past: int, keep: IntArray) -> FloatArray:
+        """Logits (K, V) of tokens (S,) of one row, with its caches where they are."""
+        crossing = self._open(row, tokens[None], np.array([past], dtype=np.int32), keep)
+        logits: FloatArray = crossing.run()[0]
+        return logits
 
-    def _bind_caches(self, binding: ort.IOBinding, first: int, end: int) -> None:
-        for name, array in zip(self._names, self._caches.arrays, strict=True):
-            bind_input(binding, name, array[first:end])
-            bind_output(binding, f"{name}_out", array[first:end])
+    def _open(
+        self, first: int, tokens: IntArray, past: npt.NDArray[np.int32], keep: IntArray
+    ) -> OrtCrossing:
+        caches = [array[first : first + len(tokens)] for array in self._caches.arrays]
+        return OrtCrossing(
+            self._sessions,
+            self._names,
+            caches,
+            tokens,
+            past,
+            keep,
+            self._width,
+            self._vocab_size,
+        )
+
+
+def _last_of(tokens: IntArray) -> IntArray:
+    return np.array([len(tokens) - 1], dtype=np.int64)

@@ -1,16 +1,15 @@
-"""One rung of a classifier on onnxruntime.
+"""One rung of a classifier as one graph on onnxruntime.
 
 Knows padded tokens, pixels, points and logits; not texts, pictures, labels or who asked.
 """
 
 from typing import final
 
-import numpy as np
 import onnxruntime as ort
 
-from serve.bundle import ImageInput, Manifest, PointsInput
-from serve.runtime.protocol import FloatArray, IntArray, RowArray
-from serve.runtime.token_checks import check_tokens
+from serve.bundle import Manifest
+from serve.runtime.classifier_rows import check_rows
+from serve.runtime.protocol import FloatArray, RowArray
 
 
 @final
@@ -23,40 +22,10 @@ class OrtClassifier:
         self._name = session.get_inputs()[0].name
 
     def run(self, rows: RowArray) -> FloatArray:
-        match self._manifest.input:
-            case ImageInput(channels=channels, height=height, width=width):
-                rows = _check_floats(rows, (channels, height, width))
-            case PointsInput(max_points=max_points, dimensions=dimensions):
-                rows = _check_floats(rows, (rows.shape[1] if rows.ndim > 1 else 0, dimensions))
-                if rows.shape[1] > max_points:
-                    raise ValueError(f"{rows.shape[1]} points are more than {max_points}")
-            case _:
-                rows = self._check_texts(rows)
+        rows = check_rows(rows, self._manifest)
         logits: FloatArray = self._session.run(["logits"], {self._name: rows})[0]
         return logits  # (B, C)
 
-    def _check_texts(self, rows: RowArray) -> IntArray:
-        tokenizer = self._manifest.text_tokenizer
-        max_tokens = self._manifest.text_input.max_tokens
-        tokens = check_tokens(rows, 2, tokenizer.vocab_size)  # (B, N)
-        if tokens.shape[1] > max_tokens:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens a row are more than max_tokens ({max_tokens}); "
-                "truncate first"
-            )
-        if (tokens[:, 0] == tokenizer.pad_id).any():
-            raise ValueError("a row begins with padding; each has a real token, pads to its right")
-        return tokens
-
-
-def _check_floats(rows: RowArray, shape: tuple[int, ...]) -> FloatArray:
-    """Rows (B, *shape) of finite numbers, contiguous."""
-    if rows.dtype != np.float32 or rows.shape[1:] != shape or rows.size == 0:
-        raise ValueError(
-            f"rows must be a non-empty float32 array of shape (batch, "
-            f"{', '.join(map(str, shape))}), not {rows.dtype} {rows.shape}"
-        )
-    floats: FloatArray = np.ascontiguousarray(rows, dtype=np.float32)
-    if not np.isfinite(floats).all():
-        raise ValueError("rows hold a number that is not finite")
-    return floats
+    def forward(self, rows: RowArray) -> FloatArray:
+        """The same, by the name that whole graphs of every task have."""
+        return self.run(rows)

@@ -1,5 +1,7 @@
-"""A bundle opened with onnxruntime on the CPU: the sessions of a rung, made when first needed.
+"""A bundle opened with onnxruntime on the CPU: sessions, made when first needed.
 
+Decoders with caches make every rung of the graphs of one step, so that the weights are in memory
+once. So do large classifiers; for small ones a graph a rung is quicker, since it is one call.
 Knows which rungs are open; not what is asked of them.
 """
 
@@ -9,16 +11,21 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError, Rung
-from serve.runtime.interface import Interface, encoder_interface, graph_interface
+from serve.runtime.interface import encoder_interface, graph_interface
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_prefix_decoder import OrtPrefixDecoder
 from serve.runtime.ort_session import first_line, open_session, usable_cores
+from serve.runtime.ort_step_classifier import OrtStepClassifier
+from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
     from serve.bundle import Task
+
+
+MAX_COPIED_BYTES = 32 << 20
 
 
 @final
@@ -30,9 +37,10 @@ class OrtModel:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
-        self._classifiers: dict[int, OrtClassifier] = {}
+        self._classifiers: dict[int, OrtClassifier | OrtStepClassifier] = {}
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
+        self._steps: StepSessions | None = None
 
     @property
     def bundle(self) -> Bundle:
@@ -40,33 +48,52 @@ class OrtModel:
 
     @property
     def open_steps(self) -> tuple[int, ...]:
-        """The rungs whose sessions exist."""
+        """The rungs that can run at once."""
         return tuple(sorted({*self._classifiers, *self._decoders, *self._translators}))
 
-    def classifier(self, steps: int) -> OrtClassifier:
+    def classifier(self, steps: int) -> OrtClassifier | OrtStepClassifier:
         rung = self._rung(steps, "classify")
         if steps not in self._classifiers:
-            session = self._open_graph(rung)
-            self._classifiers[steps] = OrtClassifier(session, self._bundle.manifest)
+            self._classifiers[steps] = (
+                self.step_classifier(steps)
+                if self._shares_weights()
+                else OrtClassifier(self._open_graph(rung), self._bundle.manifest)
+            )
         return self._classifiers[steps]
+
+    def step_classifier(self, steps: int) -> OrtStepClassifier:
+        self._rung(steps, "classify")
+        if self._bundle.manifest.step is None:
+            raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
+        return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
         rung = self._rung(steps, "generate")
         if steps not in self._decoders:
-            manifest, session = self._bundle.manifest, self._open_graph(rung)
+            manifest = self._bundle.manifest
             self._decoders[steps] = (
-                OrtDecoder(session, manifest, rung)
+                OrtDecoder(self._step_sessions(), manifest, rung)
                 if manifest.cache == "kv"
-                else OrtPrefixDecoder(session, manifest)
+                else OrtPrefixDecoder(self._open_graph(rung), manifest)
             )
         return self._decoders[steps]
+
+    def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
+        """The rung as the one graph that other runtimes run."""
+        manifest = self._bundle.manifest
+        session = self._open_graph(manifest.rung(steps))
+        if manifest.task == "classify":
+            return OrtClassifier(session, manifest)
+        return OrtPrefixDecoder(session, manifest)
 
     def translator(self, steps: int) -> OrtTranslator:
         rung = self._rung(steps, "translate")
         if steps not in self._translators:
             assert rung.encoder is not None
             manifest = self._bundle.manifest
-            encoder = self._open(rung.encoder, encoder_interface(manifest))
+            encoder = open_session(
+                self._bundle, rung.encoder, encoder_interface(manifest), self.threads
+            )
             self._translators[steps] = OrtTranslator(encoder, self._open_graph(rung), manifest)
         return self._translators[steps]
 
@@ -86,8 +113,15 @@ class OrtModel:
                 raise BundleError(
                     f"fails on {largest_in_words(manifest)}, which the manifest promises "
                     f"({first_line(error)}); export the bundle again",
-                    file=str(self._bundle.folder / rung.graph),
+                    file=str(self._bundle.folder / self._file_of(rung)),
                 ) from error
+
+    def _file_of(self, rung: Rung) -> str:
+        """The graph that runs the rung's steps."""
+        manifest = self._bundle.manifest
+        if manifest.step is not None and (manifest.cache == "kv" or self._shares_weights()):
+            return manifest.step.step
+        return rung.graph
 
     def _warm_classifier(self, steps: int) -> None:
         self.classifier(steps).run(largest_row(self._bundle.manifest)[None])
@@ -105,10 +139,19 @@ class OrtModel:
         self.translator(steps).read(tokens).follow(answer)
 
     def _open_graph(self, rung: Rung) -> ort.InferenceSession:
-        return self._open(rung.graph, graph_interface(self._bundle.manifest, rung))
+        interface = graph_interface(self._bundle.manifest)
+        return open_session(self._bundle, rung.graph, interface, self.threads)
 
-    def _open(self, file: str, interface: Interface) -> ort.InferenceSession:
-        return open_session(self._bundle, file, interface, self.threads)
+    def _step_sessions(self) -> StepSessions:
+        if self._steps is None:
+            self._steps = open_steps(self._bundle, self.threads)
+        return self._steps
+
+    def _shares_weights(self) -> bool:
+        """Whether a session a rung, each with a copy of the weights, would take too much memory."""
+        manifest = self._bundle.manifest
+        copies = manifest.files[manifest.weights].bytes * (len(manifest.rungs) - 1)
+        return manifest.step is not None and copies > MAX_COPIED_BYTES
 
     def _rung(self, steps: int, task: "Task") -> Rung:
         manifest = self._bundle.manifest

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from serve.bundle import Manifest
 from serve.runtime.ort_prefix import Prefix, PrefixGraph
 from serve.runtime.ort_prefix_batch import OrtPrefixBatch
-from serve.runtime.protocol import FloatArray, IntArray, WindowFullError
+from serve.runtime.protocol import FloatArray, IntArray, RowArray, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
 
@@ -29,8 +29,8 @@ class OrtPrefixDecoder:
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         return 0
 
-    def forward(self, tokens: IntArray) -> FloatArray:
-        tokens = check_tokens(tokens, 2, self._graph.vocab_size)  # (B, S)
+    def forward(self, rows: RowArray) -> FloatArray:
+        tokens = check_tokens(rows, 2, self._graph.vocab_size)  # (B, S)
         if tokens.shape[1] > self._graph.max_tokens:
             raise ValueError(
                 f"{tokens.shape[1]} tokens a row are more than max_tokens "

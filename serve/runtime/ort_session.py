@@ -66,30 +66,34 @@ def _register_arena() -> None:
 
 def check_interface(path: Path, interface: Interface, session: ort.InferenceSession) -> None:
     """The graph's inputs and outputs are those of its task, with the sizes of the manifest."""
-    inputs, outputs = interface
-    for side, nodes, wanted in (
-        ("input", session.get_inputs(), inputs),
-        ("output", session.get_outputs(), outputs),
+    for side, nodes, wanted, more in (
+        ("input", session.get_inputs(), interface.inputs, interface.more_inputs),
+        ("output", session.get_outputs(), interface.outputs, interface.more_outputs),
     ):
         found = {node.name: (node.type, tuple(node.shape)) for node in nodes}
-        for name, (kind, shape) in wanted.items():
+        for name in wanted:
             if name not in found:
                 raise _mismatch(path, f"has no {side} {name}")
-            found_kind, found_shape = found.pop(name)
-            if found_kind != kind or not _fits(found_shape, shape):
+        for name, (found_kind, found_shape) in found.items():
+            if name not in wanted and name not in more:
+                raise _mismatch(path, f"has the unknown {side} {name}")
+            kind, shape = wanted.get(name) or more[name]
+            if found_kind != (kind or found_kind) or not _fits(found_shape, shape):
                 raise _mismatch(
                     path,
                     f"has the {side} {name} as {found_kind} {list(found_shape)} instead of "
-                    f"{kind} {list(shape)}",
+                    f"{kind} {list(shape or ())}",
                 )
-        if found:
-            raise _mismatch(path, f"has the unknown {side} {min(found)}")
 
 
-def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...]) -> bool:
+def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...] | None) -> bool:
     """A size that the graph leaves open fits anything; one that must be open has to be open."""
-    return len(found) == len(wanted) and all(
-        not isinstance(have, int) or have == want for have, want in zip(found, wanted, strict=True)
+    return wanted is None or (
+        len(found) == len(wanted)
+        and all(
+            not isinstance(have, int) or have == want
+            for have, want in zip(found, wanted, strict=True)
+        )
     )
 
 

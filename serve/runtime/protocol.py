@@ -31,6 +31,25 @@ class Classifier(Protocol):
         ...
 
 
+class Unrolled(Protocol):
+    """A whole rung as one graph without caches."""
+
+    def forward(self, rows: RowArray) -> FloatArray:
+        """Logits of rows: (B, C) of a classifier, (B, S, V) at every position of a generator."""
+        ...
+
+
+class StepClassifier(Classifier, Protocol):
+    """A rung of a classifier that is run step by step."""
+
+    def jumps(self, rows: RowArray) -> FloatArray:
+        """Logits (M, B, C): the answer if each evaluation went straight to the end.
+
+        The last are the rung's own. BundleError for a method that has no jumps.
+        """
+        ...
+
+
 class DecodeBatch(Protocol):
     """Rows of ONE rung that decode together, with what they keep; hides how that lies in memory.
 
@@ -54,6 +73,10 @@ class DecodeBatch(Protocol):
 
     def step(self, tokens: IntArray) -> FloatArray:
         """One token a row (B,) to its logits (B, V); every row grows by one position."""
+        ...
+
+    def extend(self, row: int, tokens: IntArray) -> FloatArray:
+        """Several tokens (S,) behind one row to the logits (S, V) after each of them."""
         ...
 
     def remove(self, row: int) -> None:
@@ -128,4 +151,16 @@ class Model(Protocol):
 
     def warm_up(self) -> None:
         """Open every rung and run it once, so that no request pays for that."""
+        ...
+
+
+class OpenedModel(Model, Protocol):
+    """All graphs of an opened bundle, each to be run on its own."""
+
+    def unrolled(self, steps: int) -> Unrolled:
+        """The one graph of the rung that other runtimes run; not of a translator."""
+        ...
+
+    def step_classifier(self, steps: int) -> StepClassifier:
+        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
         ...

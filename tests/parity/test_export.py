@@ -13,10 +13,11 @@ import torch
 from export.__main__ import main
 from export.calibrate import Measured, choose_default, name_efforts
 from export.pack import ExportRequest, calibrate_latency, export_run
-from export.parts import Parts
+from export.parts import Parts, StepParts
+from export.step_graphs import StepGraphs, stitch_step
 from export.stitch import stitch
 from export.verify import VerificationError
-from serve.bundle import Bundle, Metric, Quality, read_bundle
+from serve.bundle import Bundle, Metric, Precision, Quality, read_bundle
 from serve.runtime import open_model
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.checkpoint import load_run
@@ -118,17 +119,28 @@ def test_weights_stand_once_and_graphs_are_valid(text_run: Path, tmp_path: Path)
     for rung in four.manifest.rungs:
         onnx.checker.check_model(str(four.graph_path(rung.steps)))
         graph = onnx.load(str(four.graph_path(rung.steps)), load_external_data=False)
-        assert {o.version for o in graph.opset_import if not o.domain} == {21}
-        named = [v.name for v in graph.graph.input]
-        layers = four.manifest.shape.layers
-        assert sum(n.startswith("k_") for n in named) == rung.nfe * layers
+        assert [(o.domain, o.version) for o in graph.opset_import] == [("", 21)]
+        assert [v.name for v in graph.graph.input] == ["tokens", "keep"]
+    step = four.manifest.step
+    assert step is not None
+    for file in step.graphs.values():
+        onnx.checker.check_model(str(four.folder / file))
 
 
-def test_plain_operators_only_in_a_classifier(label_run: Path, tmp_path: Path) -> None:
-    bundle = export(label_run, tmp_path / "b", 1, 4)
-    for rung in bundle.manifest.rungs:
-        graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False)
-        assert {node.domain for node in graph.graph.node} == {""}
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_rungs_have_plain_operators_only(
+    text_run: Path, label_run: Path, tmp_path: Path, precision: Precision
+) -> None:
+    for run in (text_run, label_run):
+        request = ExportRequest(tmp_path / run.parent.name, (1, 4), precision=precision)
+        bundle = export_run(run, request, say=lambda line: None)
+        for rung in bundle.manifest.rungs:
+            graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False)
+            assert {node.domain for node in graph.graph.node} == {""}
+            assert (rung.against_fp32 is None) == (precision == "fp32")
+            if rung.against_fp32 is not None:
+                assert rung.against_fp32.top1_agreement > 0.97
+                assert abs(rung.against_fp32.change) < 0.02
 
 
 def test_two_exports_of_one_run_are_the_same_bytes(text_run: Path, tmp_path: Path) -> None:
@@ -146,9 +158,22 @@ def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
         T = parts.T * (1.001 if steps == 2 else 1)
         return stitch(dataclasses.replace(parts, T=T), method, steps)
 
-    monkeypatch.setattr("export.pack.stitch", wrong)
+    monkeypatch.setattr("export.graphs.stitch", wrong)
     with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
         export(text_run, tmp_path / "b", 1, 2)
+    assert [p.name for p in tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("method", ["ab2", "heun"])
+def test_a_wrong_step_stops_the_export_too(
+    label_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def wrong(parts: Parts, one: StepParts, method: str) -> StepGraphs:
+        return stitch_step(parts, one, "euler" if method == "heun" else "midpoint")
+
+    monkeypatch.setattr("export.graphs.stitch_step", wrong)
+    with pytest.raises(ValueError, match=r"off by .* in single steps|has no input previous"):
+        export(label_run, tmp_path / "b", 2, method=method)
     assert [p.name for p in tmp_path.iterdir()] == []
 
 
@@ -156,13 +181,15 @@ def test_the_manifest_holds_what_was_measured(label_run: Path, tmp_path: Path) -
     bundle = export(label_run, tmp_path / "b", 1, 2, 4)
     m = bundle.manifest
     assert m.labels == ("even", "odd") and m.full_steps == 4
-    assert {rung.effort for rung in m.rungs} == {"low", "medium", "max"}
+    words = {rung.effort for rung in m.rungs if not rung.dominated}
+    assert "max" in words and None not in words
+    assert all(rung.effort is None for rung in m.rungs if rung.dominated)
     assert all(rung.quality.samples == 510 for rung in m.rungs)
     assert bundle.latency is not None
     measured = {(e.steps, e.batch) for e in bundle.latency.entries}
     assert measured == {(s, b) for s in (1, 2, 4) for b in (1, 8, 32)}
     card = (bundle.folder / "README.md").read_text()
-    assert "even, odd" in card and "| 4 | max | 4 |" in card
+    assert "even, odd" in card and "| 4 |" in card
     recipe = m.provenance["recipe"]
     assert isinstance(recipe, dict) and recipe["data"]["path"] == ""
 

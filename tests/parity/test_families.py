@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from export.cached import count_pairs, has_cached_form
 from export.evaluate import evaluate_bundle
 from export.frontier import describe, rung_latency_ms
-from export.pack import ExportRequest, Origin, export_model, export_run
+from export.pack import ExportRequest, export_model, export_run
 from export.samples import Inputs, samples_of
+from export.trial import Origin
 from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
 from serve.runtime import Model, open_model
 from tests.server_process import server_process

@@ -9,20 +9,25 @@ from hypothesis import strategies as st
 from serve.bundle import (
     EFFORTS,
     EVALUATIONS_PER_STEP,
+    AgainstFp32,
     BundleError,
+    Calibration,
     Depth,
     FileEntry,
     ImageInput,
     InputSpec,
     Latency,
     LatencyEntry,
+    Level,
     Machine,
     Manifest,
     Method,
     PointsInput,
+    Precision,
     Quality,
     Rung,
     Shape,
+    StepFiles,
     Task,
     TextInput,
     TokenizerSpec,
@@ -96,7 +101,22 @@ def tokenizers(draw: st.DrawFn, task: Task) -> TokenizerSpec:
 
 
 @st.composite
-def ladders(draw: st.DrawFn, task: Task, depth: Depth) -> tuple[Rung, ...]:
+def calibrations(draw: st.DrawFn) -> Calibration:
+    allowed = sorted(draw(st.sets(st.floats(1e-4, 0.5), min_size=1, max_size=4)))
+    found = st.lists(st.floats(0, 1e3), min_size=len(allowed), max_size=len(allowed))
+    thresholds: list[float | None] = [*sorted(draw(found), reverse=True)]
+    for index in range(draw(st.integers(0, len(allowed)))):
+        thresholds[index] = None
+    levels = [
+        Level(most, threshold, draw(st.floats(1, 99)), draw(st.floats(0, most)))
+        for most, threshold in zip(allowed, thresholds, strict=True)
+    ]
+    rows, confidence = draw(st.integers(1, 10**9)), draw(st.floats(0.5, 0.999))
+    return Calibration(rows, confidence, draw(texts), tuple(levels))
+
+
+@st.composite
+def ladders(draw: st.DrawFn, task: Task, depth: Depth, precision: Precision) -> tuple[Rung, ...]:
     method: Method = draw(st.sampled_from(get_args(Method))) if depth != "fixed" else "euler"
     metric = draw(st.sampled_from(["loss", "accuracy"]))
     counts = st.sets(st.integers(1, 1024), min_size=1, max_size=6)
@@ -110,7 +130,9 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth) -> tuple[Rung, ...]:
     if depth == "chain":
         stacks *= draw(st.integers(1, 12))
     rungs = []
+    shares = st.floats(0, 1)
     for count, effort in zip(steps, efforts, strict=True):
+        against = AgainstFp32(draw(shares), draw(finite), 9) if precision == "int8" else None
         error, tolerance = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
         rungs.append(
             Rung(
@@ -122,6 +144,8 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth) -> tuple[Rung, ...]:
                 quality=draw(qualities(metric)),
                 verified=Verified(error, tolerance, draw(st.floats(0, 1))),
                 encoder=f"encoder-{count}.onnx" if task == "translate" else None,
+                dominated=effort is None and draw(st.booleans()),
+                against_fp32=against,
             )
         )
     return tuple(rungs)
@@ -131,21 +155,27 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth) -> tuple[Rung, ...]:
 def manifests(draw: st.DrawFn) -> Manifest:
     task: Task = draw(st.sampled_from(TASKS))
     depth: Depth = draw(st.sampled_from(get_args(Depth)))
-    rungs = draw(ladders(task, depth))
+    precision: Precision = draw(st.sampled_from(get_args(Precision)))
+    rungs = draw(ladders(task, depth, precision))
     spec = draw(inputs(task))
     tokenizer = draw(tokenizers(task)) if spec.kind == "text" else None
     labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))
-    may_cache = task == "generate" and depth != "chain"
+    caches = task == "generate" and depth != "chain" and draw(st.booleans())
+    one_step = caches or (depth == "ode" and task != "translate")
+    step = StepFiles("embed.onnx", "step.onnx", "head.onnx") if one_step else None
+    calibrated = step is not None and task == "classify" and draw(st.booleans())
     names = ["w.bin", *(file for rung in rungs for file in rung.graphs.values())]
+    names += step.graphs.values() if step is not None else ()
     return Manifest(
         name=draw(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True)),
         task=task,
+        precision=precision,
         method=rungs[0].method,
         T=draw(st.floats(1e-3, 1e3)),
         full_steps=rungs[-1].steps,
         default_steps=draw(st.sampled_from([rung.steps for rung in rungs])),
         depth=depth,
-        cache="kv" if may_cache and draw(st.booleans()) else "none",
+        cache="kv" if caches else "none",
         input=spec,
         target_max_tokens=draw(st.integers(2, 1 << 20)) if task == "translate" else None,
         labels=labels if task == "classify" else None,
@@ -153,6 +183,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         shape=draw(st.builds(Shape, *[st.integers(1, 1024)] * 5)),
         weights="w.bin",
         rungs=rungs,
+        step=step,
+        calibration=draw(calibrations()) if calibrated else None,
         card=draw(facts),
         provenance=draw(facts),
         files={name: draw(entries) for name in [*names, "t.json"]},

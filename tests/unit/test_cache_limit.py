@@ -61,6 +61,11 @@ class WatchedBatch:
         self._ledger.note()
         return logits
 
+    def extend(self, row: int, tokens: IntArray) -> FloatArray:
+        logits = self._batch.extend(row, tokens)
+        self._ledger.note()
+        return logits
+
     def remove(self, row: int) -> None:
         self._batch.remove(row)
         self._ledger.note()

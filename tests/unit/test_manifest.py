@@ -44,6 +44,7 @@ def drop(*path: str | int) -> Change:
     return change
 
 
+LEVEL = {"max_disagreement": 0.01, "threshold": 1.5, "evaluations": 1.2, "observed": 0.001}
 GENERATE_CASES: dict[str, tuple[Change, str]] = {
     "unknown key": (put("color", to=1), "color is not a known key"),
     "unknown key in a rung": (put("rungs", 0, "color", to=1), "rungs[0].color is not a known key"),
@@ -93,7 +94,33 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     "unknown effort": (put("rungs", 0, "effort", to="tiny"), "rungs[0].effort must be one of low"),
     "duplicate effort": (put("rungs", 1, "effort", to="low"), "rungs[1].effort repeats low"),
     "efforts descend": (put("rungs", 0, "effort", to="high"), "a greater effort has more steps"),
-    "max not the largest": (put("rungs", 1, "effort", to="max"), "rungs[1].effort is max"),
+    "max twice": (put("rungs", 1, "effort", to="max"), "rungs[2].effort repeats max"),
+    "effort of a dominated rung": (
+        put("rungs", 0, "dominated", to=True),
+        "rungs[0].effort is low, but fewer steps are at least as good",
+    ),
+    "dominated is a number": (
+        put("rungs", 0, "dominated", to=1),
+        "rungs[0].dominated must be a boolean, not an integer",
+    ),
+    "compared in float32": (
+        put("rungs", 0, "against_fp32", to={"top1_agreement": 1, "change": 0, "samples": 9}),
+        "rungs[0].against_fp32 must be null for the precision fp32",
+    ),
+    "8 bits, not compared": (
+        put("precision", to="int8"),
+        "rungs[0].against_fp32 must be an object for the precision int8",
+    ),
+    "no graphs of one step": (put("step", to=None), "step must be an object for the task generate"),
+    "step without a head": (drop("step", "head"), "step.head is missing"),
+    "step graph shared": (put("step", "step", to="steps-1.onnx"), "which is step.step already"),
+    "a generator is calibrated": (
+        put(
+            "calibration",
+            to={"rows": 1, "confidence": 0.9, "source": "s", "levels": [LEVEL]},
+        ),
+        "calibration must be null for the task generate",
+    ),
     "graph is a path": (put("rungs", 0, "graph", to="../steps-1.onnx"), "no plain file name"),
     "graph is absolute": (put("rungs", 0, "graph", to="/etc/passwd"), "no plain file name"),
     "graph of a folder": (put("rungs", 0, "graph", to="a\\b.onnx"), "no plain file name"),

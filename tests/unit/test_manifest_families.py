@@ -1,14 +1,12 @@
-"""Manifests of every family: what each task and depth asks is checked, and version 1 is read."""
+"""Manifests of every family: what each task and depth asks is checked, and version 1 is refused."""
 
 import copy
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve.bundle import Bundle, BundleError, Manifest, read_bundle
+from serve.bundle import Bundle, BundleError, Manifest
 from tests.tiny_folders import (
     classify_bundle,
     generate_bundle,
@@ -18,8 +16,7 @@ from tests.tiny_folders import (
     translate_bundle,
 )
 
-ZOO = Path(__file__).resolve().parents[2] / "zoo"
-Change = dict[str, Any]
+STEP = {"embed": "a.onnx", "step": "b.onnx", "head": "c.onnx"}
 
 CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (image_bundle, "input.kind", "sound", "input.kind must be one of text, image, points"),
@@ -45,7 +42,9 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (classify_bundle, "rungs.1.quality.metric", "bleu", "is bleu, but the first rung's is"),
     (generate_bundle, "depth", "chain", "cache must be none for the depth chain"),
     (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but 4 steps of euler spend 4"),
-    (generate_bundle, "schema_version", 1, "is no key of version 1"),
+    (generate_bundle, "schema_version", 1, "is 1, but this release reads version 2"),
+    (translate_bundle, "step", STEP, "step must be null for the task translate"),
+    (prefix_bundle, "step", STEP, "step must be null for the task generate, the depth fixed"),
     (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),
     (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 steps of euler spend 1"),
     (prefix_bundle, "rungs.0.quality.metric", "bleu", "is bleu, which measures translations"),
@@ -82,35 +81,10 @@ def test_what_a_family_must_not_say_is_refused(
 
 def test_a_chain_spends_a_multiple_of_its_steps() -> None:
     value = classify_bundle().manifest.to_json()
-    value["depth"] = "chain"
+    value["depth"], value["step"] = "chain", None
     for rung in value["rungs"]:
         rung["nfe"] = 3 * rung["steps"]
     assert Manifest.from_json(value).rungs[2].nfe == 12
     value["rungs"][2]["nfe"] = 11
     with pytest.raises(BundleError, match="spend a multiple of 4 evaluations"):
-        Manifest.from_json(value)
-
-
-def of_version_1() -> list[Path]:
-    manifests = {
-        path: json.loads(path.read_bytes()) for path in sorted(ZOO.glob("*/manifest.json"))
-    }
-    return [path.parent for path, value in manifests.items() if value["schema_version"] == 1]
-
-
-@pytest.mark.parametrize("folder", of_version_1(), ids=lambda folder: folder.name)
-def test_the_zoo_of_version_1_is_read_as_version_2(folder: Path) -> None:
-    kept = (folder / "manifest.json").read_bytes()
-    value = json.loads(kept)
-    manifest = read_bundle(folder).manifest
-    assert (manifest.depth, manifest.schema_version) == ("ode", 2)
-    assert manifest.cache == ("kv" if manifest.task == "generate" else "none")
-    newer = manifest.to_json()
-    assert newer["rungs"][0].pop("encoder") is None
-    assert newer["rungs"][0] == value["rungs"][0]
-    assert newer["files"] == value["files"]
-    assert Manifest.from_json(manifest.to_json()) == manifest
-    assert (folder / "manifest.json").read_bytes() == kept
-    value["depth"] = "ode"
-    with pytest.raises(BundleError, match="depth is no key of version 1"):
         Manifest.from_json(value)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from serve.bundle import Bundle, BundleError, Manifest, open_staging, seal_bundle
+from serve.bundle import Bundle, BundleError, Manifest, StepFiles, open_staging, seal_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
@@ -34,7 +34,7 @@ def test_the_thread_setting_is_honoured(generate_bundle: Bundle, threads: int | 
     model = OrtModel(generate_bundle, threads)
     decoder = model.decoder(1)
     assert isinstance(decoder, OrtDecoder)
-    options = decoder._session.get_session_options()
+    options = decoder._sessions.step.get_session_options()
     assert options.intra_op_num_threads == (threads or usable_cores())
     assert options.inter_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
@@ -92,37 +92,35 @@ Change = Callable[[Manifest], Manifest]
 PROMISES: dict[str, tuple[Change, str]] = {
     "fewer layers": (
         lambda m: replace(m, shape=replace(m.shape, layers=1)),
-        "steps-1.onnx: has the unknown input k_0_1",
+        "step.onnx: has the unknown input k_0_1",
     ),
     "more layers": (
         lambda m: replace(m, shape=replace(m.shape, layers=3)),
-        "steps-1.onnx: has no input k_0_2",
+        "step.onnx: has no input k_0_2",
     ),
     "other heads": (
         lambda m: replace(m, shape=replace(m.shape, heads=4)),
-        "steps-1.onnx: has the input k_0_0 as tensor(float) ['batch', 2, 'capacity', 16] instead",
+        "step.onnx: has the input k_0_0 as tensor(float) ['batch', 2, 'capacity', 16] instead",
+    ),
+    "another width": (
+        lambda m: replace(m, shape=replace(m.shape, width=64)),
+        "embed.onnx: has the output x as tensor(float) ['batch', 'length', 32] instead",
     ),
     "other vocabulary": (
         lambda m: replace(m, tokenizer=replace(m.text_tokenizer, vocab_size=99)),
-        "steps-1.onnx: has the output logits as tensor(float)",
+        "head.onnx: has the output logits as tensor(float)",
     ),
     "another task": (
         lambda m: replace(m, task="classify", cache="none", labels=("a", "b")),
-        "steps-1.onnx: has the unknown input k_0_0",
+        "steps-1.onnx: has the unknown input keep",
     ),
-    "no caches": (
-        lambda m: replace(m, cache="none"),
-        "steps-1.onnx: has the unknown input k_0_0",
+    "another method": (
+        lambda m: replace(m, method="ab2", rungs=tuple(replace(r, method="ab2") for r in m.rungs)),
+        "step.onnx: has no input previous",
     ),
     "graphs swapped": (
-        lambda m: replace(
-            m,
-            rungs=(
-                replace(m.rungs[0], graph="steps-2.onnx"),
-                replace(m.rungs[1], graph="steps-1.onnx"),
-            ),
-        ),
-        "steps-2.onnx: has the unknown input k_1_0",
+        lambda m: replace(m, step=StepFiles("step.onnx", "embed.onnx", "head.onnx")),
+        "step.onnx: has no input tokens",
     ),
 }
 
@@ -147,7 +145,7 @@ def test_a_longer_window_than_the_graph_has_is_refused(
     longer = replace(spec, max_tokens=spec.max_tokens + 1)
     bundle = promise(bundle, tmp_path / "b", replace(bundle.manifest, input=longer))
     with pytest.raises(
-        BundleError, match=r"steps-1\.onnx: fails on \d+ tokens .* export the bundle"
+        BundleError, match=r"steps?(-1)?\.onnx: fails on \d+ tokens .* export the bundle"
     ):
         open_model(bundle, threads=1).warm_up()
 
@@ -163,9 +161,9 @@ def test_a_larger_vocabulary_than_a_classifier_has_is_refused(tmp_path: Path) ->
 def test_a_graph_that_is_no_graph_is_refused(generate_bundle: Bundle, tmp_path: Path) -> None:
     with open_staging(tmp_path / "b") as staging:
         restage(generate_bundle, staging)
-        (staging / "steps-1.onnx").write_bytes(b"no graph")
+        (staging / "step.onnx").write_bytes(b"no graph")
         bundle = seal_bundle(staging, generate_bundle.manifest, tmp_path / "b")
-    with pytest.raises(BundleError, match=r"steps-1\.onnx: cannot be opened by onnxruntime"):
+    with pytest.raises(BundleError, match=r"step\.onnx: cannot be opened by onnxruntime"):
         open_model(bundle, threads=1).warm_up()
 
 
@@ -174,7 +172,7 @@ def test_weights_that_are_too_short_are_refused(generate_bundle: Bundle, tmp_pat
         restage(generate_bundle, staging)
         (staging / "weights.bin").write_bytes(b"short")
         bundle = seal_bundle(staging, generate_bundle.manifest, tmp_path / "b")
-    with pytest.raises(BundleError, match=r"steps-1\.onnx: cannot be opened by onnxruntime"):
+    with pytest.raises(BundleError, match=r"embed\.onnx: cannot be opened by onnxruntime"):
         open_model(bundle, threads=1).warm_up()
 
 
@@ -186,12 +184,12 @@ def test_a_graph_whose_weights_lie_elsewhere_is_refused(
     elsewhere.write_bytes(generate_bundle.weights_path.read_bytes())
     with open_staging(tmp_path / "b") as staging:
         restage(generate_bundle, staging)
-        graph = onnx.load(staging / "steps-1.onnx", load_external_data=False)
+        graph = onnx.load(staging / "step.onnx", load_external_data=False)
         for tensor in graph.graph.initializer:
             for entry in tensor.external_data:
                 if entry.key == "location":
                     entry.value = str(elsewhere) if absolute else f"../{elsewhere.name}"
-        (staging / "steps-1.onnx").write_bytes(graph.SerializeToString())
+        (staging / "step.onnx").write_bytes(graph.SerializeToString())
         bundle = seal_bundle(staging, generate_bundle.manifest, tmp_path / "b")
-    with pytest.raises(BundleError, match=r"steps-1\.onnx: cannot be opened .*[Ee]xternal data"):
+    with pytest.raises(BundleError, match=r"step\.onnx: cannot be opened .*[Ee]xternal data"):
         open_model(bundle, threads=1).warm_up()

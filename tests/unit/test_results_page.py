@@ -6,13 +6,15 @@ import pytest
 
 from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.page import PAGE, PICTURES, PUBLISHED, render
+from benchmarks.papers.screens import SCREENED, read_screens
 from train.recipe_file import recipe_names
 
 EXPERIMENTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["experiment"]
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(EXPERIMENTS, read_all())
+    rendered = render(EXPERIMENTS, read_all(), read_screens(), read_all(SCREENED))
+    assert PAGE.read_text(encoding="utf-8") == rendered
 
 
 def test_every_picture_of_the_page_is_there() -> None:
@@ -30,7 +32,7 @@ def test_what_is_kept_can_be_read_again() -> None:
 def test_a_group_that_no_experiment_names_is_refused() -> None:
     ((_, runs), *_) = read_all().items()
     with pytest.raises(ValueError, match="no experiment of published"):
-        render(EXPERIMENTS, {"stray": runs})
+        render(EXPERIMENTS, {"stray": runs}, {}, {})
 
 
 @pytest.mark.parametrize("runs", read_all().values(), ids=read_all())

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from serve.bundle import BundleError
-from serve.runtime import DecodeBatch, Decoder, Model, WindowFullError, open_model
+from serve.runtime import Decoder, OpenedModel, WindowFullError, open_model
 from serve.runtime.kv_cache import BUCKET_POSITIONS
 from serve.runtime.protocol import FloatArray, IntArray
 from tests.tiny_bundles import STEPS, build_classify, build_generate
@@ -18,17 +18,17 @@ TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
-def generator(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def generator(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tmp_path_factory.mktemp("bundles") / "g"
     return open_model(build_generate(folder, max_tokens=MAX_TOKENS), threads=1)
 
 
 @pytest.fixture(scope="module")
-def labeller(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def labeller(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_model(build_classify(tmp_path_factory.mktemp("bundles") / "c"), threads=1)
 
 
-def random_tokens(model: Model, *shape: int, seed: int = 0) -> IntArray:
+def random_tokens(model: OpenedModel, *shape: int, seed: int = 0) -> IntArray:
     vocab_size = model.bundle.manifest.text_tokenizer.vocab_size
     return np.random.default_rng(seed).integers(1, vocab_size, shape)
 
@@ -43,7 +43,9 @@ def decode_alone(decoder: Decoder, tokens: IntArray, prompt_tokens: int) -> Floa
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 63, 64, 65, 128, 159, 160])
-def test_cached_decode_equals_forward(generator: Model, steps: int, prompt_tokens: int) -> None:
+def test_cached_decode_equals_forward(
+    generator: OpenedModel, steps: int, prompt_tokens: int
+) -> None:
     decoder = generator.decoder(steps)
     tokens = random_tokens(generator, MAX_TOKENS)
     whole = decoder.forward(tokens[None])[0]
@@ -52,7 +54,7 @@ def test_cached_decode_equals_forward(generator: Model, steps: int, prompt_token
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_forward_is_causal_and_its_rows_are_independent(generator: Model, steps: int) -> None:
+def test_forward_is_causal_and_its_rows_are_independent(generator: OpenedModel, steps: int) -> None:
     decoder = generator.decoder(steps)
     tokens = random_tokens(generator, 3, 70)
     whole = decoder.forward(tokens)
@@ -64,14 +66,14 @@ def test_forward_is_causal_and_its_rows_are_independent(generator: Model, steps:
     np.testing.assert_allclose(whole[:, :1], decoder.forward(tokens[:, :1]), atol=TOLERANCE)
 
 
-def test_forward_of_many_rows_is_the_same_in_parts(generator: Model) -> None:
+def test_forward_of_many_rows_is_the_same_in_parts(generator: OpenedModel) -> None:
     decoder = generator.decoder(1)
     tokens = random_tokens(generator, 120, 150)
     whole = decoder.forward(tokens)
     np.testing.assert_allclose(whole[-2:], decoder.forward(tokens[-2:]), rtol=0, atol=TOLERANCE)
 
 
-def test_rungs_differ(generator: Model) -> None:
+def test_rungs_differ(generator: OpenedModel) -> None:
     tokens = random_tokens(generator, 1, 20)
     one, two, four = (generator.decoder(steps).forward(tokens) for steps in STEPS)
     assert np.abs(one - two).max() > 0.01
@@ -79,7 +81,9 @@ def test_rungs_differ(generator: Model) -> None:
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_ragged_rows_together_equal_rows_alone_bit_for_bit(generator: Model, steps: int) -> None:
+def test_ragged_rows_together_equal_rows_alone_bit_for_bit(
+    generator: OpenedModel, steps: int
+) -> None:
     decoder = generator.decoder(steps)
     prompts = (3, 60, 1, 100, 64)
     tokens = random_tokens(generator, len(prompts), MAX_TOKENS)
@@ -99,7 +103,9 @@ def test_ragged_rows_together_equal_rows_alone_bit_for_bit(generator: Model, ste
 
 
 @pytest.mark.parametrize("removed", [0, 1, 3])
-def test_removing_a_row_leaves_the_others_as_they_were(generator: Model, removed: int) -> None:
+def test_removing_a_row_leaves_the_others_as_they_were(
+    generator: OpenedModel, removed: int
+) -> None:
     decoder = generator.decoder(2)
     tokens = random_tokens(generator, 4, MAX_TOKENS)
     prompts = [5, 70, 20, 90]
@@ -119,7 +125,7 @@ def test_removing_a_row_leaves_the_others_as_they_were(generator: Model, removed
         np.testing.assert_array_equal(logits[place], alone[-1])
 
 
-def test_returned_logits_belong_to_the_caller(generator: Model) -> None:
+def test_returned_logits_belong_to_the_caller(generator: OpenedModel) -> None:
     batch = generator.decoder(1).open_batch()
     batch.add(np.array([1, 2, 3]))
     first = batch.step(np.array([4]))
@@ -128,7 +134,7 @@ def test_returned_logits_belong_to_the_caller(generator: Model) -> None:
     np.testing.assert_array_equal(first, kept)
 
 
-def test_caches_grow_in_buckets_and_are_freed(generator: Model) -> None:
+def test_caches_grow_in_buckets_and_are_freed(generator: OpenedModel) -> None:
     decoder = generator.decoder(4)
     shape = generator.bundle.manifest.shape
     position = 2 * 4 * shape.layers * shape.heads * shape.head_width * 4
@@ -155,7 +161,7 @@ def test_caches_grow_in_buckets_and_are_freed(generator: Model) -> None:
     assert batch.nbytes == 0 and batch.lengths == []
 
 
-def test_a_full_window_is_refused_and_changes_nothing(generator: Model) -> None:
+def test_a_full_window_is_refused_and_changes_nothing(generator: OpenedModel) -> None:
     decoder = generator.decoder(1)
     tokens = random_tokens(generator, MAX_TOKENS)
     batch = decoder.open_batch()
@@ -172,7 +178,7 @@ def test_a_full_window_is_refused_and_changes_nothing(generator: Model) -> None:
     np.testing.assert_array_equal(logits[0], decode_alone(decoder, tokens[:11], 10)[-1])
 
 
-def test_wrong_tokens_are_refused_and_change_nothing(generator: Model) -> None:
+def test_wrong_tokens_are_refused_and_change_nothing(generator: OpenedModel) -> None:
     decoder = generator.decoder(1)
     batch = decoder.open_batch()
     batch.add(np.array([1, 2]))
@@ -198,16 +204,16 @@ def test_wrong_tokens_are_refused_and_change_nothing(generator: Model) -> None:
 
 
 def test_a_failing_prefill_changes_nothing(
-    generator: Model, monkeypatch: pytest.MonkeyPatch
+    generator: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: DecodeBatch, row: int, tokens: IntArray, logits: FloatArray) -> None:
+    def fail(*_: object, **__: object) -> FloatArray:
         raise MemoryError
 
     batch = generator.decoder(1).open_batch()
     batch.add(np.array([1, 2]))
     held = batch.nbytes
     with monkeypatch.context() as patch:
-        patch.setattr(type(batch), "_prefill", fail)
+        patch.setattr(type(batch), "_cross", fail)
         with pytest.raises(MemoryError):
             batch.add(random_tokens(generator, 150))
     assert batch.lengths == [2] and batch.nbytes <= 2 * held  # one row may stay spare
@@ -215,8 +221,59 @@ def test_a_failing_prefill_changes_nothing(
     np.testing.assert_array_equal(batch.step(np.array([3]))[0], expected)
 
 
+def test_several_tokens_behind_a_row_are_as_one_after_another(generator: OpenedModel) -> None:
+    decoder = generator.decoder(2)
+    tokens = random_tokens(generator, 90)
+    batch = decoder.open_batch()
+    batch.add(tokens[:3])
+    batch.add(tokens[10:50])
+    together = batch.extend(1, tokens[50:90])  # (40, V), across a boundary of 64 positions
+    assert batch.lengths == [3, 80]
+    whole = decoder.forward(tokens[None, 10:90])[0]  # (80, V)
+    np.testing.assert_allclose(together, whole[40:], rtol=0, atol=TOLERANCE)
+    after = batch.step(np.array([5, 6]))
+    expected = [decode_alone(decoder, np.append(tokens[:3], 5), 3)[-1]]
+    expected += [decode_alone(decoder, np.append(tokens[10:90], 6), 80)[-1]]
+    np.testing.assert_allclose(after, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_more_tokens_than_the_window_has_left_change_nothing(generator: OpenedModel) -> None:
+    batch = generator.decoder(1).open_batch()
+    batch.add(random_tokens(generator, 150))
+    with pytest.raises(WindowFullError, match=r"11 tokens behind 150 .*max_tokens \(160\)"):
+        batch.extend(0, random_tokens(generator, 11))
+    with pytest.raises(IndexError, match="no row 1 among 1"):
+        batch.extend(1, random_tokens(generator, 1))
+    assert batch.lengths == [150]
+    assert batch.extend(0, random_tokens(generator, 10)).shape[0] == 10
+
+
 @pytest.mark.parametrize("steps", STEPS)
-def test_padded_rows_equal_rows_alone(labeller: Model, steps: int) -> None:
+def test_single_steps_of_a_classifier_make_its_rung(labeller: OpenedModel, steps: int) -> None:
+    tokens = random_tokens(labeller, 60).reshape(3, 20)
+    whole = labeller.classifier(steps).run(tokens)
+    one_by_one = labeller.step_classifier(steps)
+    np.testing.assert_allclose(one_by_one.run(tokens), whole, rtol=0, atol=TOLERANCE)
+    jumps = one_by_one.jumps(tokens)
+    assert jumps.shape == (steps, 3, 2)
+    np.testing.assert_array_equal(jumps[-1], one_by_one.run(tokens))
+    # One evaluation at any grid, then straight to the end, is the rung of one step.
+    np.testing.assert_allclose(jumps[0], labeller.classifier(1).run(tokens), rtol=0, atol=TOLERANCE)
+
+
+def test_the_graph_for_other_runtimes_computes_the_rung(generator: OpenedModel) -> None:
+    tokens = random_tokens(generator, 60).reshape(2, 30)
+    for steps in STEPS:
+        np.testing.assert_allclose(
+            generator.unrolled(steps).forward(tokens),
+            generator.decoder(steps).forward(tokens),
+            rtol=0,
+            atol=TOLERANCE,
+        )
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_padded_rows_equal_rows_alone(labeller: OpenedModel, steps: int) -> None:
     classifier = labeller.classifier(steps)
     lengths = (48, 1, 17, 30)
     tokens = np.zeros((4, 48), dtype=np.int64)
@@ -230,7 +287,7 @@ def test_padded_rows_equal_rows_alone(labeller: Model, steps: int) -> None:
     assert np.abs(together[0] - together[2]).max() > 0.01
 
 
-def test_wrong_rows_are_refused(labeller: Model) -> None:
+def test_wrong_rows_are_refused(labeller: OpenedModel) -> None:
     classifier = labeller.classifier(1)
     cases: tuple[tuple[npt.NDArray[Any], str], ...] = (
         (np.ones((1, 49), dtype=np.int64), "49 tokens a row are more than max_tokens"),
@@ -244,7 +301,9 @@ def test_wrong_rows_are_refused(labeller: Model) -> None:
             classifier.run(tokens)
 
 
-def test_a_rung_or_task_that_is_not_there_is_refused(generator: Model, labeller: Model) -> None:
+def test_a_rung_or_task_that_is_not_there_is_refused(
+    generator: OpenedModel, labeller: OpenedModel
+) -> None:
     with pytest.raises(BundleError, match="has no rung of 3 steps; it has 1, 2, 4"):
         generator.decoder(3)
     with pytest.raises(BundleError, match="task generate, which cannot classify"):

@@ -1,0 +1,1 @@
+"""Scripts that need a GPU; without one they say so and end with status 3."""

@@ -1,0 +1,30 @@
+"""A precision against float32: how many answers stay the same, and what it costs in quality.
+
+Knows two opened models and batches; not how either was made.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from export.calibrate import logits_of
+from serve.bundle import AgainstFp32
+from serve.runtime.protocol import Model
+from train.batch import IGNORED, Batch
+from train.quality import Tally
+
+
+def compare(opened: Model, reference: Model, steps: int, batches: Iterable[Batch]) -> AgainstFp32:
+    """One rung of both, on the same rows."""
+    labelled = opened.bundle.manifest.task == "classify"
+    tally, reference_tally = Tally(), Tally()
+    same = counted = 0
+    for batch in batches:
+        pair = [torch.from_numpy(logits_of(one, steps, batch)) for one in (opened, reference)]
+        tally.add(batch, pair[0], 0.0)
+        reference_tally.add(batch, pair[1], 0.0)
+        kept = batch.targets != IGNORED
+        same += int((pair[0].argmax(-1) == pair[1].argmax(-1))[kept].sum())
+        counted += int(kept.sum())
+    change = tally.quality(labelled).value - reference_tally.quality(labelled).value
+    return AgainstFp32(same / counted, change, counted)

@@ -1,0 +1,122 @@
+"""Certified early answers: how far ahead must a jump's answer be to be given at once?
+
+A row stops at the first evaluation whose largest logit is ahead of the second by the threshold.
+Logits, not probabilities: those order the errors no better, and come to rest at 1 in float32.
+
+A level is certified by fixed-sequence testing. The thresholds are fixed before any answer is seen,
+from strict to loose; each is tested with the exact (Clopper-Pearson) bound on the share of rows
+whose early answer differs from the full one, and the first that fails ends the sequence. A wrong
+certificate needs the first threshold that is really too loose to pass its one test, so the
+confidence is that of one test, however many thresholds there are. It holds for each level alone.
+
+Knows jumps as numbers; neither models nor labels: agreement with the full answer needs none.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from serve.bundle import Calibration, Level
+from serve.runtime.protocol import FloatArray
+
+CONFIDENCE = 0.95
+MIN_ROWS = 3000  # with fewer, hardly a threshold passes at the strict levels
+LEVELS = (0.002, 0.005, 0.01, 0.02, 0.05)
+# From beyond any trained logit down to "always": parts of an octave suit logits of any scale.
+THRESHOLDS = (*(round(64.0 * 2.0 ** (-k / 32), 4) for k in range(32 * 10 + 1)), 0.0)
+
+
+class _Answers(NamedTuple):
+    ahead: npt.NDArray[np.float32]  # (M, R): the largest margin up to this evaluation
+    labels: npt.NDArray[np.intp]  # (M, R)
+
+
+class _Outcomes(NamedTuple):
+    """What stopping at each threshold comes to on all rows."""
+
+    differing: npt.NDArray[np.intp]  # (thresholds,): rows whose answer is not the full one
+    evaluations: npt.NDArray[np.float64]  # (thresholds,): in the mean over the rows
+
+
+def certify(
+    jumps: Iterable[FloatArray], source: str, say: Callable[[str], None] = print
+) -> Calibration | None:
+    """Thresholds from the logits (M, B, C) of batches after each of M evaluations, the last the
+    full answer; None, having said so, where there are too few rows."""
+    answers = _gathered(jumps)
+    rows = answers.labels.shape[1]
+    if rows < MIN_ROWS:
+        say(
+            f"max_disagreement stays uncalibrated: {rows:,} rows to measure it on, and it takes "
+            f"{MIN_ROWS:,}"
+        )
+        return None
+    outcomes = _outcomes(answers)
+    levels = tuple(_level(level, outcomes, answers) for level in LEVELS)
+    return Calibration(rows, CONFIDENCE, source, levels)
+
+
+def most_differing(rows: int, share: float, confidence: float = CONFIDENCE) -> int:
+    """The most differing rows that still put the exact upper bound at or below a share; else -1.
+
+    The bound of `count` is at most `share` just where Binomial(rows, share) is rarely <= count.
+    """
+    below = 0.0
+    for count in range(rows + 1):
+        ways = math.lgamma(rows + 1) - math.lgamma(count + 1) - math.lgamma(rows - count + 1)
+        below += math.exp(ways + count * math.log(share) + (rows - count) * math.log1p(-share))
+        if below > 1 - confidence:
+            return count - 1
+    return rows
+
+
+def _level(share: float, outcomes: _Outcomes, answers: _Answers) -> Level:
+    """The loosest threshold before the first that fails."""
+    full, rows = answers.labels.shape
+    most = most_differing(rows, share)
+    certified = Level(share, None, float(full), 0.0)
+    for threshold, differing, evaluations in zip(THRESHOLDS, *outcomes, strict=True):
+        if differing > most:
+            break
+        certified = Level(share, threshold, float(evaluations), float(differing / rows))
+    return certified
+
+
+def _gathered(jumps: Iterable[FloatArray]) -> _Answers:
+    """Batch by batch, so that the logits of all rows are never held at once."""
+    batches = [_answered(logits) for logits in jumps]
+    if not batches:
+        return _Answers(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.intp))
+    ahead = np.concatenate([batch.ahead for batch in batches], axis=1)
+    return _Answers(ahead, np.concatenate([batch.labels for batch in batches], axis=1))
+
+
+def _answered(logits: FloatArray) -> _Answers:
+    top = np.partition(logits, -2, axis=-1)[..., -2:]  # (M, B, 2); a NaN counts as the largest
+    with np.errstate(invalid="ignore"):
+        margins = top[..., 1] - top[..., 0]
+    margins[np.isnan(margins)] = -np.inf  # nothing is ahead of anything there
+    return _Answers(np.maximum.accumulate(margins), logits.argmax(-1))
+
+
+def _outcomes(answers: _Answers) -> _Outcomes:
+    """For all thresholds at once: a row has not stopped where all margins so far lie below."""
+    full, rows = answers.labels.shape
+    differing = np.zeros(len(THRESHOLDS), np.intp)
+    going_on = np.zeros(len(THRESHOLDS), np.intp)
+    before = np.full(rows, -np.inf, np.float32)
+    for ahead, labels in zip(answers.ahead[: full - 1], answers.labels, strict=False):
+        differs = labels != answers.labels[-1]  # (R,)
+        # Of the rows that would differ here: those that get here, less those that go on.
+        differing += _below(before[differs]) - _below(ahead[differs])
+        going_on += _below(ahead)
+        before = ahead
+    return _Outcomes(differing, 1 + going_on / rows)
+
+
+def _below(margins: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+    """How many margins lie below each threshold."""
+    return np.searchsorted(np.sort(margins), np.array(THRESHOLDS, np.float32))

@@ -1,0 +1,50 @@
+"""The graph files of a bundle, and the one file of their weights.
+
+Knows which graphs a bundle has and in which form each precision wants them; not what is in them.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import onnx
+
+from export.draft import STEP_FILES, WEIGHTS, encoder_name, graph_name
+from export.parts import Traced
+from export.quantise import quantise
+from export.step_graphs import stitch_step
+from export.stitch import stitch
+from export.weights import WeightsFile
+from serve.bundle import Precision
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ladder:
+    """The rungs to be made."""
+
+    steps: tuple[int, ...]
+    method: str
+
+
+def write_graphs(folder: Path, traced: Traced, ladder: Ladder, precision: Precision) -> None:
+    """Write all graphs and the weights."""
+    weights = WeightsFile(WEIGHTS)
+    if traced.step is not None:
+        graphs = stitch_step(traced.graph, traced.step, ladder.method)
+        for field, name in STEP_FILES.graphs.items():
+            _write(folder / name, getattr(graphs, field), weights, precision, plain=False)
+    for steps in ladder.steps:
+        graph = stitch(traced.graph, ladder.method, steps)
+        _write(folder / graph_name(steps), graph, weights, precision, plain=True)
+        if traced.encoder is not None:
+            encoder = stitch(traced.encoder, ladder.method, steps)
+            _write(folder / encoder_name(steps), encoder, weights, precision, plain=True)
+    weights.write(folder)
+
+
+def _write(
+    path: Path, graph: onnx.ModelProto, weights: WeightsFile, precision: Precision, plain: bool
+) -> None:
+    if precision == "int8":
+        quantise(graph, plain)
+    weights.externalise(graph)
+    path.write_bytes(graph.SerializeToString(deterministic=True))

@@ -1,0 +1,51 @@
+"""What `stepdial export --target` makes of a bundle: engines, or a model repository.
+
+Knows the command line's words; how either is made is told by export.tensorrt_build and
+export.triton.
+"""
+
+import argparse
+from pathlib import Path
+
+from serve.bundle import Bundle
+
+TARGETS = ("onnx", "tensorrt", "triton")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a target."""
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        default="onnx",
+        help="onnx: a bundle (default); tensorrt: native engines for the GPU of this machine; "
+        "triton: a model repository; the last two into a folder of their own, also of a BUNDLE",
+    )
+    parser.add_argument(
+        "--engine-precision",
+        choices=("fp32", "fp16", "bf16"),
+        default="fp16",
+        help="what the matrix products of engines compute in (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine-rows",
+        type=int,
+        default=64,
+        metavar="ROWS",
+        help="the most rows in one call of an engine (default: %(default)s)",
+    )
+
+
+def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:
+    """Make what was asked for; in --out, or beside the other bundles under the model's name."""
+    name = f"{bundle.manifest.name}-{arguments.target}"
+    folder = arguments.out or Path("bundles") / name
+    if arguments.target == "triton":
+        from export.triton import write_repository
+
+        write_repository(bundle, folder)
+    else:
+        from export.tensorrt_build import EngineRequest, build_engines
+
+        request = EngineRequest(arguments.engine_precision, arguments.engine_rows)
+        build_engines(bundle, folder, request)

@@ -1,0 +1,78 @@
+"""The sessions of one step of a bundle on onnxruntime: embed, step, head. They make every rung.
+
+Knows the graphs and how a rung divides the interval; neither rows nor caches.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import onnxruntime as ort
+
+from serve.bundle import EVALUATIONS_PER_STEP, Bundle, BundleError
+from serve.runtime.interface import embed_interface, head_interface, step_interface
+from serve.runtime.ort_session import open_session
+from serve.runtime.protocol import FloatArray
+
+HISTORY = 0.5  # of ab2: what a step takes from the one before it
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepSessions:
+    """One copy of the weights for all rungs."""
+
+    embed: ort.InferenceSession
+    step: ort.InferenceSession
+    head: ort.InferenceSession
+    timed: bool  # whether the step wants the time
+    sized: bool  # whether it wants its size: a pass of fixed depth has none
+    history: bool  # whether it wants the velocity of the step before
+    stages: int  # evaluations a step
+    T: float
+    contexts: tuple[str, ...]  # what the embedding gives to the step beside the state
+    head_contexts: tuple[str, ...]  # and to the head
+
+    def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
+        """What a step of a rung is told, row by row."""
+        told: dict[str, float] = {}
+        if self.sized:
+            told["h"] = self.T / steps
+        if self.timed:
+            told["t"] = self.T * step / steps
+        if self.history:
+            told["history"] = HISTORY if step else 0.0
+        return {name: np.full(rows, value, dtype=np.float32) for name, value in told.items()}
+
+
+def open_steps(bundle: Bundle, threads: int) -> StepSessions:
+    """The sessions of a bundle that has graphs of one step."""
+    manifest = bundle.manifest
+    files = manifest.step
+    assert files is not None, f"{manifest.name} has no graphs of one step"
+    embed = open_session(bundle, files.embed, embed_interface(manifest), threads)
+    step = open_session(bundle, files.step, step_interface(manifest), threads)
+    head = open_session(bundle, files.head, head_interface(manifest), threads)
+    given = {node.name: node.type for node in embed.get_outputs()}
+    for file, session in ((files.step, step), (files.head, head)):
+        for node in session.get_inputs():
+            if node.name.startswith("context_") and given.get(node.name) != node.type:
+                raise BundleError(
+                    f"takes {node.name} as {node.type}, which {files.embed} does not give; export "
+                    "the bundle again",
+                    file=str(bundle.folder / file),
+                )
+    names = {node.name for node in step.get_inputs()}
+    head_names = {node.name for node in head.get_inputs()}
+    return StepSessions(
+        embed,
+        step,
+        head,
+        timed="t" in names,
+        sized="h" in names,
+        history=manifest.method == "ab2",
+        stages=EVALUATIONS_PER_STEP[manifest.method],
+        T=manifest.T,
+        contexts=tuple(name for name in given if name != "x" and name in names),
+        head_contexts=tuple(name for name in given if name != "x" and name in head_names),
+    )

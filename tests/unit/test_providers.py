@@ -1,0 +1,103 @@
+"""The providers of a session: asked for, got, or refused with what is missing."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+
+from serve.bundle import Bundle, BundleError
+from serve.runtime import providers
+from serve.runtime.interface import graph_interface
+from serve.runtime.place import Device, Place
+from serve.runtime.providers import check_providers, missing, providers_for
+from tests.tiny_bundles import build_classify, build_generate
+
+GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+CPU = ["CPUExecutionProvider"]
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return build_generate(tmp_path / "bundle", steps=(1, 2), max_tokens=32)
+
+
+@pytest.fixture
+def gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As onnxruntime-gpu is: it names its providers whether or not there is a GPU."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: GPU)
+    monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
+
+
+def test_the_cpu_needs_nothing(bundle: Bundle) -> None:
+    interface = graph_interface(bundle.manifest)
+    assert providers_for("cpu", bundle, interface) == [("CPUExecutionProvider", {})]
+    check_providers(CPU, Place(), "steps-1.onnx")
+    assert Place().runs_single_steps and not Place("cuda").runs_single_steps
+    assert not Place(engines=Path("engines")).runs_single_steps
+
+
+def test_cuda_computes_in_float32_and_may_fall_back(bundle: Bundle, gpu_package: None) -> None:
+    (cuda, options), cpu = providers_for("cuda", bundle, graph_interface(bundle.manifest))
+    assert (cuda, options) == ("CUDAExecutionProvider", {"use_tf32": "0"})
+    assert cpu[0] == "CPUExecutionProvider"
+
+
+def test_tensorrt_gets_one_profile_for_all_shapes_and_keeps_its_engines(
+    bundle: Bundle, gpu_package: None, tmp_path: Path
+) -> None:
+    found = providers_for("tensorrt", bundle, graph_interface(bundle.manifest))
+    assert [name for name, _ in found] == GPU
+    options = found[0][1]
+    assert options["trt_profile_min_shapes"] == "tokens:1x1,keep:1"
+    assert options["trt_profile_opt_shapes"] == "tokens:32x16,keep:2"
+    assert options["trt_profile_max_shapes"] == "tokens:64x32,keep:32"
+    folder = Path(options["trt_engine_cache_path"])
+    assert folder.is_dir() and folder.is_relative_to(tmp_path / "cache")
+    assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "1"
+    other = build_classify(tmp_path / "other")
+    assert providers.cache_folder(other) != providers.cache_folder(bundle)
+
+
+@pytest.mark.parametrize("device", ["cuda", "tensorrt"])
+def test_a_package_for_the_cpu_only_is_refused_with_what_to_install(
+    bundle: Bundle, device: Device
+) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("onnxruntime-gpu is installed here")
+    found = providers_for(device, bundle, graph_interface(bundle.manifest))
+    session = ort.InferenceSession(bundle.graph_path(1), providers=found)
+    with pytest.raises(BundleError, match=rf"steps-1.*cannot run on {device}.*\.\[gpu\]"):
+        check_providers(session.get_providers(), Place(device), "steps-1.onnx")
+
+
+@pytest.mark.parametrize(
+    ("loads", "installed", "reason"),
+    [
+        (False, True, "no NVIDIA driver"),
+        (True, False, "the package tensorrt is not installed"),
+        (True, True, "print_debug_info"),
+    ],
+)
+def test_a_silent_fall_back_to_the_cpu_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, gpu_package: None, loads: bool, installed: bool, reason: str
+) -> None:
+    monkeypatch.setattr(providers, "_loads", lambda library: loads)
+    spec = object() if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    for got in (CPU, GPU[1:]):
+        with pytest.raises(BundleError, match=reason):
+            check_providers(got, Place("tensorrt"), "steps-1.onnx")
+    assert "libcuda.so.1" in missing("cuda") or loads
+    check_providers(GPU, Place("tensorrt"), "steps-1.onnx")
+    check_providers(GPU[1:], Place("cuda"), "steps-1.onnx")
+
+
+def test_a_fall_back_that_is_allowed_is_logged(
+    gpu_package: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "stepdial.runtime"):
+        check_providers(CPU, Place("cuda", allow_cpu_fallback=True), "steps-1.onnx")
+    assert "steps-1.onnx cannot run on cuda, only on CPUExecutionProvider" in caplog.text

@@ -1,0 +1,236 @@
+"""Native engines up to the driver call: precision, network, profiles, manifest, running, errors."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export.tensorrt_build import EngineRequest, build_engines
+from export.tensorrt_verify import TOLERANCES, largest_error
+from serve.bundle import AgainstFp32, Bundle, BundleError
+from serve.runtime import open_model
+from serve.runtime.interface import encoder_interface, graph_interface
+from serve.runtime.trt_device import load_tensorrt, open_cuda
+from serve.runtime.trt_manifest import ENGINES_FILE, TIMING_FILE, Precision
+from serve.runtime.trt_model import TrtModel
+from serve.runtime.trt_session import TrtSession
+from serve.runtime.trt_shapes import profiles
+from tests.fake_cuda import FakeCuda
+from tests.fake_tensorrt import FakeTensorrt
+from tests.tiny_bundles import build_classify, build_generate
+from tests.tiny_families import build_image, build_points, build_prefix, build_translate
+
+ZOO = Path(__file__).parents[2] / "zoo"
+FAMILIES: dict[str, Callable[[Path], Bundle]] = {
+    "text": lambda folder: build_classify(folder, steps=(1, 2)),
+    "image": build_image,
+    "points": build_points,
+    "decoder": lambda folder: build_generate(folder, steps=(1, 2), max_tokens=20),
+    "decoder of one rung": lambda folder: build_prefix(folder, max_tokens=20),
+    "translator": lambda folder: build_translate(folder, max_tokens=20, target_max_tokens=12),
+}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", made)
+    return made
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeTensorrt:
+    made = FakeTensorrt(cuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", made)
+    return made
+
+
+def build(bundle: Bundle, folder: Path, precision: Precision = "fp32", rows: int = 4) -> list[str]:
+    said: list[str] = []
+    build_engines(bundle, folder, EngineRequest(precision, rows), said.append)
+    return said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_of_every_family_answer_as_the_cpu_does(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, family: str
+) -> None:
+    bundle = FAMILIES[family](tmp_path / "bundle")
+    said = build(bundle, tmp_path / "engines")
+    graphs = [graph for rung in bundle.manifest.rungs for graph in rung.graphs.values()]
+    names = {path.name for path in (tmp_path / "engines").iterdir()}
+    assert names == {f"{Path(one).stem}.engine" for one in graphs} | {ENGINES_FILE, TIMING_FILE}
+    assert "next: stepdial serve" in said[-1]
+    engines, reference = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
+    engines.warm_up()
+    for steps in bundle.manifest.steps:
+        assert largest_error(engines, reference, steps) < 1e-5
+    # Verifying runs every shape three times, so the last time as a graph.
+    assert 0 < cuda.captures <= cuda.launches
+
+
+def test_the_network_is_built_as_documented(tmp_path: Path, library: FakeTensorrt) -> None:
+    bundle = build_classify(tmp_path / "bundle", steps=(1, 2))
+    build(bundle, tmp_path / "engines", "fp32", rows=8)
+    first, second = library.built
+    strongly_typed = 1 << library.NetworkDefinitionCreationFlag.STRONGLY_TYPED
+    assert first.flags == second.flags == strongly_typed
+    assert first.builder_flags == {"STRICT_NANS"}, "fp32 without TF32"
+    single, many = first.profiles
+    assert single == {"tokens": [[1, 1], [1, 24], [1, 48]]}
+    assert many == {"tokens": [[1, 1], [4, 24], [8, 48]]}
+    # The second graph is built with the timings of the first, and both with those kept before.
+    assert (first.timings, second.timings) == (b"", b"+")
+    build(bundle, tmp_path / "engines", "fp16")
+    assert library.built[2].timings == b"++" and "TF32" in library.built[2].builder_flags
+    (tmp_path / "engines" / TIMING_FILE).write_bytes(b"other GPU")
+    build(bundle, tmp_path / "engines")
+    assert library.built[4].timings == b"", "timings of another GPU are left out"
+
+
+def test_profiles_cover_the_limits_of_the_manifest(tmp_path: Path) -> None:
+    bundle = build_translate(tmp_path / "t", max_tokens=40, target_max_tokens=24)
+    manifest = bundle.manifest
+    _, many = profiles(graph_interface(manifest).inputs, manifest, 6)
+    assert many["tokens"].max == (6, 24) and many["source"].max == (6, 40)
+    assert many["memory"].opt == (3, 20, 16) and many["keep"].max == (24,)
+    (single,) = profiles(encoder_interface(manifest).inputs, manifest, 1)
+    assert single["source"].max == (1, 40)
+
+
+def session_of(bundle: Bundle, folder: Path) -> TrtSession:
+    model = TrtModel(bundle, folder)
+    return model._session(bundle.manifest.rungs[0].graph)
+
+
+def test_a_shape_that_repeats_is_captured_and_survives_larger_ones(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda
+) -> None:
+    bundle = build_points(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    session, reference = session_of(bundle, tmp_path / "engines"), open_model(bundle)
+    random = np.random.default_rng(0)
+    cuda.launches = 0
+    for count in (5, 5, 5, 9, 5, 5, 5):
+        rows = random.standard_normal((2, count, 3)).astype(np.float32)
+        got: Any = session.run(["logits"], {"points": rows})[0]
+        np.testing.assert_allclose(got, reference.unrolled(1).forward(rows), atol=1e-6)
+    # The larger buffer took the first graph with it; the shape was then captured again.
+    assert session.graphs == 1 and cuda.launches == 3
+
+
+def test_more_rows_than_the_engine_takes_run_one_part_after_another(
+    tmp_path: Path, library: FakeTensorrt
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines", rows=2)
+    rows = np.random.default_rng(1).standard_normal((5, 1, 6, 5)).astype(np.float32)
+    got = TrtModel(bundle, tmp_path / "engines").classifier(2).run(rows)
+    np.testing.assert_allclose(got, open_model(bundle).unrolled(2).forward(rows), atol=1e-6)
+
+
+def test_engines_are_refused_elsewhere_with_the_reason(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    engines = tmp_path / "engines"
+    build(bundle, engines)
+    with pytest.raises(BundleError, match="engines of another bundle"):
+        TrtModel(build_points(tmp_path / "other"), engines)
+    with pytest.raises(BundleError, match=r"has no engines\.json"):
+        TrtModel(bundle, tmp_path / "bundle")
+    library.__version__ = "10.16.0.72"
+    monkeypatch.setattr(cuda, "cudaRuntimeGetVersion", lambda: (0, 12090))
+    with pytest.raises(BundleError) as caught:
+        TrtModel(bundle, engines)
+    assert "CUDA is 12.9 instead of 13.4" in str(caught.value)
+    assert "TensorRT is 10.16.0.72 instead of 10.14.1.48" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["gpu", "compute_capability", "driver", "cuda", "tensorrt"])
+def test_an_engine_is_tied_to_every_part_of_its_host(
+    tmp_path: Path, library: FakeTensorrt, field: str
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    path = tmp_path / "engines" / ENGINES_FILE
+    value = json.loads(path.read_text())
+    value["host"][field] += "x"
+    path.write_text(json.dumps(value))
+    with pytest.raises(BundleError, match="built elsewhere and run only there"):
+        TrtModel(bundle, tmp_path / "engines")
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path, library: FakeTensorrt) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    engines = tmp_path / "engines"
+    build(bundle, engines)
+    plan = engines / "steps-1.engine"
+    data = plan.read_bytes()
+    plan.write_bytes(data[:-1])
+    with pytest.raises(BundleError, match="truncated"):
+        TrtModel(bundle, engines)
+    plan.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(BundleError, match="altered"):
+        TrtModel(bundle, engines)
+    plan.write_bytes(data)
+    path = engines / ENGINES_FILE
+    whole = json.loads(path.read_text())
+    changes: tuple[dict[str, Any], ...] = (
+        {"schema_version": 2},
+        {"precision": "int4"},
+        {"engines": [whole["engines"][0] | {"file": "../x"}]},
+        {"engines": [whole["engines"][0] | {"profiles": [{"pixels": {"min": [0]}}]}]},
+        {"host": {}},
+        {"unknown": 1},
+    )
+    for change in changes:
+        path.write_text(json.dumps(whole | change))
+        with pytest.raises(BundleError, match=r"engines\.json"):
+            TrtModel(bundle, engines)
+
+
+def test_what_cannot_be_built_says_why_and_leaves_nothing(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    against = AgainstFp32(top1_agreement=1.0, change=0.0, samples=1)
+    ladder = tuple(replace(rung, against_fp32=against) for rung in bundle.manifest.rungs)
+    manifest = replace(bundle.manifest, precision="int8", rungs=ladder)
+    eight_bit = replace(bundle, manifest=manifest)
+    with pytest.raises(BundleError, match="int8 weights"):
+        build(eight_bit, tmp_path / "engines")
+    library.parse_error = "UNSUPPORTED_NODE: Frobnicate"
+    with pytest.raises(BundleError, match=r"parser of TensorRT 10\.14.*Frobnicate"):
+        build(bundle, tmp_path / "engines")
+    library.parse_error = ""
+    with pytest.raises(BundleError, match="exists and holds no engines"):
+        build(bundle, tmp_path / "bundle")
+    monkeypatch.setitem(TOLERANCES, "fp32", -1.0)
+    with pytest.raises(BundleError, match="the engine of 1 steps is off by"):
+        build(bundle, tmp_path / "engines")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_without_the_packages_or_a_gpu_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = build_image(tmp_path / "bundle")
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(BundleError, match=r"TensorRT cannot be loaded.*pip install '\.\[gpu\]'"):
+        build(bundle, tmp_path / "engines")
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="8.6.1"))
+    with pytest.raises(BundleError, match=r"8\.6\.1 is too old"):
+        load_tensorrt()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    with pytest.raises(BundleError, match="cuda-python cannot be loaded"):
+        open_cuda()
+    for broken, reason in ((FakeCuda(gpus=0), "no NVIDIA GPU here"), (FakeCuda(status=35), "35")):
+        monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", broken)
+        with pytest.raises(BundleError, match=reason):
+            open_cuda()
