@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve.bundle import read_bundle
+from export.targets import add_arguments, write_target
+from serve.bundle import MANIFEST_FILE, read_bundle
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,8 +33,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Stitch, verify, calibrate and pack every rung of a run into a bundle.",
     )
     export.set_defaults(run_command=_export)
-    export.add_argument("run", type=Path, metavar="RUN")
-    export.add_argument("--out", type=Path, metavar="BUNDLE", help="default bundles/NAME")
+    export.add_argument("run", type=Path, metavar="RUN", help="a run; or, for a target, a bundle")
+    export.add_argument("--out", type=Path, metavar="FOLDER", help="default bundles/NAME")
+    add_arguments(export)
     export.add_argument(
         "--steps", help="the rungs (default: 1, 2, 4, ... and the full count of the training)"
     )
@@ -92,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if arguments.target != "onnx" and (arguments.run / MANIFEST_FILE).is_file():
+        write_target(read_bundle(arguments.run), arguments)
+        return 0
+    return _export_run(arguments)
+
+
+def _export_run(arguments: argparse.Namespace) -> int:
     from export.frontier import describe
     from export.pack import ExportRequest, export_run
     from export.quantise import check_precision
@@ -99,7 +108,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
     steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
     card = _read_card(arguments.card) if arguments.card else {}
-    target = arguments.out or Path("bundles") / (arguments.name or arguments.run.name)
+    default = Path("bundles") / (arguments.name or arguments.run.name)
+    # Of another target, --out is where that goes; the bundle it is made of stays beside the others.
+    target = default if arguments.target != "onnx" else arguments.out or default
     request = ExportRequest(
         target,
         steps,
@@ -110,8 +121,13 @@ def _export(arguments: argparse.Namespace) -> int:
         latency=not arguments.no_calibrate,
         card=card,
     )
-    print(describe(export_run(arguments.run, request, arguments.data)))
-    print(f"bundle: {target}\nnext: stepdial serve {target}")
+    bundle = export_run(arguments.run, request, arguments.data)
+    print(describe(bundle))
+    if arguments.target == "onnx":
+        print(f"bundle: {target}\nnext: stepdial serve {target}")
+    else:
+        print(f"bundle: {target}")
+        write_target(bundle, arguments)
     return 0
 
 

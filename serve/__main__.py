@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings.read(line.flags)
         # First, so that a port in use is known before anything is loaded.
         with bind(settings.host, settings.port) as listener:
-            catalog = open_catalog(line.bundles or find_bundles(settings.zoo), settings.threads)
+            folders = line.bundles or find_bundles(settings.zoo)
+            catalog = open_catalog(folders, settings.threads, settings.place)
             _serve(settings, catalog, listener)
     except (SettingsError, BundleError, AddressError) as error:
         print(f"stepdial serve: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from serve.bundle import Bundle, BundleError, LatencyEntry, Manifest, Task, read_bundle
 from serve.errors import UnknownModel, WrongTask
-from serve.runtime import Model, open_model
+from serve.runtime import Model, Place, open_model
 from serve.text import TextCodec
 
 InputKind = Literal["text", "image", "points"]
@@ -21,6 +21,7 @@ _ENDPOINTS: dict[Task, str] = {
     "translate": "/v1/generate",
 }
 WRITING: tuple[Task, ...] = ("generate", "translate")
+_CPU = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def find_bundles(zoo: Path) -> list[Path]:
     return folders
 
 
-def open_catalog(folders: Sequence[Path], threads: int | None) -> Catalog:
+def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _CPU) -> Catalog:
     """Read, open and warm up these bundles; BundleError naming the file that is wrong."""
     bundles = [read_bundle(folder) for folder in folders]
     seen: dict[str, Bundle] = {}
@@ -147,7 +148,7 @@ def open_catalog(folders: Sequence[Path], threads: int | None) -> Catalog:
                 file=str(bundle.folder),
             )
         seen[name] = bundle
-    catalog = Catalog(Served.open(bundle, open_model(bundle, threads)) for bundle in bundles)
+    catalog = Catalog(Served.open(bundle, open_model(bundle, threads, place)) for bundle in bundles)
     for served in catalog:
         served.model.warm_up()
     return catalog

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from serve.runtime.place import Device, Place
 from serve.scheduler import Limits
 
 PREFIX = "STEPDIAL_"
@@ -40,6 +41,16 @@ class Settings(BaseSettings):
     threads: Annotated[
         int | None,
         Field(ge=1, le=1024, description="threads of a runtime call (default: every core)"),
+    ] = None
+    device: Annotated[
+        Device, Field(description="what runs the graphs: cpu, or cuda or tensorrt of onnxruntime")
+    ] = "cpu"
+    allow_cpu_fallback: Annotated[
+        bool, Field(description="run on the CPU where the device cannot be used, and say so")
+    ] = False
+    engines: Annotated[
+        Path | None,
+        Field(description="native TensorRT engines to run: a folder, or one of a folder a model"),
     ] = None
     queue_limit: Annotated[
         int, Field(ge=1, le=1_000_000, description="requests that may wait before 429")
@@ -96,6 +107,11 @@ class Settings(BaseSettings):
         if not host.strip():
             raise ValueError("name an address, such as 127.0.0.1 or 0.0.0.0")
         return host
+
+    @property
+    def place(self) -> Place:
+        """The part that concerns the runtime."""
+        return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
     def limits(self) -> Limits:

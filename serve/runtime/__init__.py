@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from serve.runtime.place import Place
 from serve.runtime.protocol import (
     Batches,
     Classifier,
@@ -26,16 +27,23 @@ __all__ = [
     "Decoder",
     "Model",
     "OpenedModel",
+    "Place",
     "Translation",
     "Translator",
     "WindowFullError",
     "open_model",
 ]
 
+_CPU = Place()
 
-def open_model(bundle: Bundle, threads: int | None = None) -> OpenedModel:
+
+def open_model(bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> OpenedModel:
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
     # Here, not above: whoever only reads a bundle or a Protocol must not load a runtime.
+    if place.engines is not None:
+        from serve.runtime.trt_model import TrtModel, engines_of
+
+        return TrtModel(bundle, engines_of(place.engines, bundle))
     from serve.runtime.ort_model import OrtModel
 
-    return OrtModel(bundle, threads)
+    return OrtModel(bundle, threads, place)

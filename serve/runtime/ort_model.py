@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError, Rung
-from serve.runtime.interface import encoder_interface, graph_interface
+from serve.runtime.interface import Interface, encoder_interface, graph_interface
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_prefix_decoder import OrtPrefixDecoder
@@ -19,6 +19,7 @@ from serve.runtime.ort_session import first_line, open_session, usable_cores
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
+from serve.runtime.place import Place
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
@@ -26,17 +27,19 @@ if TYPE_CHECKING:
 
 
 MAX_COPIED_BYTES = 32 << 20
+_CPU = Place()
 
 
 @final
 class OrtModel:
     """All rungs of a bundle in one process."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
+        self._place = place
         self._classifiers: dict[int, OrtClassifier | OrtStepClassifier] = {}
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
@@ -65,6 +68,8 @@ class OrtModel:
         self._rung(steps, "classify")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
+        if not self._place.runs_single_steps:
+            raise BundleError("only the CPU runs single steps; other devices run whole rungs")
         return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
@@ -73,7 +78,7 @@ class OrtModel:
             manifest = self._bundle.manifest
             self._decoders[steps] = (
                 OrtDecoder(self._step_sessions(), manifest, rung)
-                if manifest.cache == "kv"
+                if manifest.cache == "kv" and self._place.runs_single_steps
                 else OrtPrefixDecoder(self._open_graph(rung), manifest)
             )
         return self._decoders[steps]
@@ -91,9 +96,7 @@ class OrtModel:
         if steps not in self._translators:
             assert rung.encoder is not None
             manifest = self._bundle.manifest
-            encoder = open_session(
-                self._bundle, rung.encoder, encoder_interface(manifest), self.threads
-            )
+            encoder = self._open(rung.encoder, encoder_interface(manifest))
             self._translators[steps] = OrtTranslator(encoder, self._open_graph(rung), manifest)
         return self._translators[steps]
 
@@ -139,8 +142,10 @@ class OrtModel:
         self.translator(steps).read(tokens).follow(answer)
 
     def _open_graph(self, rung: Rung) -> ort.InferenceSession:
-        interface = graph_interface(self._bundle.manifest)
-        return open_session(self._bundle, rung.graph, interface, self.threads)
+        return self._open(rung.graph, graph_interface(self._bundle.manifest))
+
+    def _open(self, file: str, interface: Interface) -> ort.InferenceSession:
+        return open_session(self._bundle, file, interface, self.threads, self._place)
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
@@ -151,7 +156,8 @@ class OrtModel:
         """Whether a session a rung, each with a copy of the weights, would take too much memory."""
         manifest = self._bundle.manifest
         copies = manifest.files[manifest.weights].bytes * (len(manifest.rungs) - 1)
-        return manifest.step is not None and copies > MAX_COPIED_BYTES
+        has_steps = manifest.step is not None and self._place.runs_single_steps
+        return has_steps and copies > MAX_COPIED_BYTES
 
     def _rung(self, steps: int, task: "Task") -> Rung:
         manifest = self._bundle.manifest

@@ -11,7 +11,10 @@ import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError
 from serve.runtime.interface import Interface
+from serve.runtime.place import Place
+from serve.runtime.providers import check_providers, providers_for
 
+_CPU = Place()
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -28,7 +31,7 @@ def usable_cores() -> int:
 
 
 def open_session(
-    bundle: Bundle, file: str, interface: Interface, threads: int
+    bundle: Bundle, file: str, interface: Interface, threads: int, place: Place = _CPU
 ) -> ort.InferenceSession:
     """The session of one graph; BundleError when it is not what the manifest promises."""
     path = bundle.folder / file
@@ -44,13 +47,15 @@ def open_session(
     _register_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
     try:
-        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        providers = providers_for(place.device, bundle, interface)
+        session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # onnxruntime has no base class of its own
         raise BundleError(
             f"cannot be opened by onnxruntime {ort.__version__} ({first_line(error)}); export "
             "the bundle again",
             file=str(path),
         ) from error
+    check_providers(session.get_providers(), place, str(path))
     check_interface(path, interface, session)
     return session
 

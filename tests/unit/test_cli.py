@@ -161,7 +161,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", ["parity"]),
         ("evaluate", ["runs/x"]),
         ("export", ["runs/x"]),
-        ("inspect", ["zoo/x"]),
+        ("inspect", ["zoo/digits"]),
         ("calibrate", ["zoo/x"]),
         ("serve", []),
         ("loadtest", []),

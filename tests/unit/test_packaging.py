@@ -93,7 +93,7 @@ def test_importing_the_server_loads_nothing_of_training() -> None:
 def test_an_image_gets_one_runtime(extras: dict[str, list[str]]) -> None:
     cpu, gpu = resolve(extras, "serve"), resolve(extras, "gpu")
     assert cpu - gpu == {"onnxruntime"}
-    assert gpu - cpu == {"onnxruntime-gpu", "tensorrt-cu13", "cuda-python"}
+    assert gpu - cpu == {"onnxruntime-gpu", "tensorrt", "cuda-python"}
     assert not {"torch", "onnx"} & (cpu | gpu)
 
 
@@ -101,7 +101,7 @@ def test_dev_holds_every_extra_but_the_gpu(extras: dict[str, list[str]]) -> None
     dev = resolve(extras, "dev")
     for name in extras.keys() - {"gpu", "dev"}:
         assert resolve(extras, name) <= dev, name
-    assert not {"onnxruntime-gpu", "tensorrt-cu13"} & dev
+    assert not {"onnxruntime-gpu", "tensorrt"} & dev
 
 
 def test_torch_is_pinned_exactly(extras: dict[str, list[str]]) -> None:

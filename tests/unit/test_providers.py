@@ -4,11 +4,12 @@ import importlib.util
 import logging
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
 from serve.bundle import Bundle, BundleError
-from serve.runtime import providers
+from serve.runtime import open_model, providers
 from serve.runtime.interface import graph_interface
 from serve.runtime.place import Device, Place
 from serve.runtime.providers import check_providers, missing, providers_for
@@ -101,3 +102,23 @@ def test_a_fall_back_that_is_allowed_is_logged(
     with caplog.at_level(logging.WARNING, "stepdial.runtime"):
         check_providers(CPU, Place("cuda", allow_cpu_fallback=True), "steps-1.onnx")
     assert "steps-1.onnx cannot run on cuda, only on CPUExecutionProvider" in caplog.text
+
+
+def test_a_model_elsewhere_runs_whole_rungs_and_never_silently_on_the_cpu(bundle: Bundle) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("onnxruntime-gpu is installed here")
+    with pytest.raises(BundleError, match=r"steps-1\.onnx: cannot run on cuda"):
+        open_model(bundle, 1, Place("cuda")).warm_up()
+    allowed = open_model(bundle, 1, Place("cuda", allow_cpu_fallback=True))
+    decoder = allowed.decoder(2)
+    assert decoder.bytes_for(16) == 0, "whole prefixes keep no caches"
+    tokens = np.arange(1, 13, dtype=np.int64)[None]  # (1, 12)
+    expected = open_model(bundle, 1).decoder(2).forward(tokens)
+    np.testing.assert_allclose(decoder.forward(tokens), expected, atol=1e-5)
+
+
+def test_a_model_on_engines_says_what_to_install(bundle: Bundle, tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("tensorrt is installed here")
+    with pytest.raises(BundleError, match="TensorRT cannot be loaded"):
+        open_model(bundle, place=Place(engines=tmp_path))

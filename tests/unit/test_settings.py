@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from serve.flags import parse
+from serve.runtime import Place
 from serve.settings import Settings, SettingsError, check_names, flag, variable
 
 
@@ -14,6 +15,12 @@ def test_defaults_are_those_of_the_documents() -> None:
     assert (settings.queue_limit, settings.cache_mb, settings.drain_s) == (256, 128, 30.0)
     assert settings.limits.cache_bytes == 128 * 2**20
     assert settings.zoo.name == "zoo" and settings.zoo.parent == Path(__file__).parents[2]
+
+
+def test_a_place_is_made_of_its_flags() -> None:
+    assert Settings.read().place == Place()
+    flags = parse(["--device", "cuda", "--allow-cpu-fallback", "--engines", "made"]).flags
+    assert Settings.read(flags).place == Place("cuda", True, Path("made"))
 
 
 def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +61,7 @@ def test_other_variables_are_nobodys_business() -> None:
         ("threads", "0"),
         ("access_log", "perhaps"),
         ("log_level", "loud"),
+        ("device", "gpu"),
         ("max_inputs", "65"),
         ("host", " "),
     ],

@@ -1,0 +1,55 @@
+"""`stepdial export --target`: engines and repositories, from a bundle that exists."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from export.__main__ import main
+from export.targets import TARGETS
+from tests.fake_cuda import FakeCuda
+from tests.fake_tensorrt import FakeTensorrt
+from tests.tiny_families import build_image
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return build_image(tmp_path / "bundle").folder
+
+
+def test_a_repository_is_written_of_a_bundle(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "repository"
+    assert main(["export", str(bundle), "--target", "triton", "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {f"tiny-image-steps-{n}" for n in (1, 2, 4)}
+    assert "next: tritonserver" in capsys.readouterr().out
+    assert main(["export", str(bundle), "--target", "triton", "--out", str(out)]) == 2
+    assert "exists: remove it" in capsys.readouterr().err
+
+
+def test_engines_are_built_of_a_bundle_or_the_reason_is_said(
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["export", str(bundle), "--target", "tensorrt", "--engine-precision", "fp32"]
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    assert main(command) == 2
+    assert "TensorRT cannot be loaded" in capsys.readouterr().err
+    cuda = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(cuda))
+    assert main([*command, "--engine-rows", "2"]) == 0
+    assert (tmp_path / "bundles" / "tiny-image-tensorrt" / "engines.json").is_file()
+    assert main([*command, "--engine-rows", "0"]) == 2
+    assert "at least 1 row" in capsys.readouterr().err
+
+
+def test_an_unknown_target_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "x", "--target", "coreml"])
+    said = capsys.readouterr().err
+    assert all(target in said for target in TARGETS)
