@@ -1,18 +1,21 @@
 """Models of random weights that speed, memory and size are measured on, and bundles of them.
 
-Neither time nor memory depends on what the weights are: nothing here is trained, and quality is
-measured elsewhere. Texts are random characters.
+Neither time nor memory depends on what the weights are: nothing here is trained, verified or
+calibrated. Texts are random characters.
 """
 
 import random
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from export.pack import ExportRequest, export_model
+from export.draft import TOKENIZER, draft_manifest
+from export.graphs import Ladder, write_graphs
+from export.parts import trace
+from export.samples import samples_of
 from export.trial import Origin
-from serve.bundle import Bundle, Precision
+from serve.bundle import Bundle, Precision, open_staging, seal_bundle
 from train.batch import Dataset
 from train.build import build_model
 from train.config import Recipe
@@ -21,26 +24,28 @@ from train.recipe_file import load_recipe, recipe_from
 from train.text import TextDataset
 
 STEPS = (1, 2, 4, 6, 8, 10)
+QUICK_STEPS = (1, 2)
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
+METHOD = "euler"
 _CHARACTERS = "".join(map(chr, range(48, 112)))  # 64 of them; padding makes 65 tokens
-_TINY = {"layers": 1, "heads": 2, "width": 64, "hidden": 128, "window": 48}
+_SMALL: Mapping[str, int] = {"layers": 1, "heads": 2, "width": 64, "hidden": 512, "window": 48}
+_CLASSIFIER = {"layers": 3, "heads": 8, "width": 256, "hidden": 1024, "window": 512}
 
 
-def decoder(quick: bool = False) -> Origin:
+def decoder(quick: bool) -> Origin:
     """The decoder of the papers, with 6.2M parameters: 5 layers, 5 heads, width 320, window 256."""
-    recipe = load_recipe("nanogpt", ["name=decoder"])
-    if quick:
-        recipe = replace(recipe, model=replace(recipe.model, **_TINY))
+    size = [f"model.{key}={value}" for key, value in _SMALL.items()] if quick else []
+    recipe = load_recipe("nanogpt", ["name=decoder", *size])
     window = recipe.model.window
     return _origin(recipe, TextDataset(_text(100 * window), recipe.data, window, None))
 
 
-def classifier(quick: bool = False) -> Origin:
-    """An encoder of 3 layers of width 256 that reads 512 tokens, with 2.4M parameters in blocks."""
-    size = {"layers": 3, "heads": 8, "width": 256, "hidden": 1024, "window": 512}
+def classifier(quick: bool) -> Origin:
+    """An encoder of 3 layers, 8 heads and width 256 that reads 512 tokens."""
     table = {
         "name": "classifier",
         "data": {"kind": "table", "tokenizer": "chars"},
-        "model": {"family": "encoder", **(_TINY if quick else size)},
+        "model": {"family": "encoder", **(_SMALL if quick else _CLASSIFIER)},
     }
     recipe = recipe_from(table, "classifier")
     window = recipe.model.window
@@ -48,14 +53,23 @@ def classifier(quick: bool = False) -> Origin:
     return _origin(recipe, LabelledDataset(rows, None, recipe.data, window, None, seed=0))
 
 
-def exported(
-    origin: Origin, folder: Path, steps: tuple[int, ...], precision: Precision = "fp32"
-) -> Bundle:
-    """A bundle of it: verified, but measured on hardly any rows and without latencies."""
-    request = ExportRequest(
-        folder, steps, precision=precision, samples=1, latency=False, name=folder.name
-    )
-    return export_model(origin, request, say=lambda _: None)
+def bundles(origin: Origin, folder: Path, steps: tuple[int, ...]) -> dict[Precision, Bundle]:
+    """A bundle of each precision, in folders of their own."""
+    model, recipe, dataset = origin.model, origin.recipe, origin.dataset
+    assert dataset.tokenizer is not None
+    samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
+    traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+    made: dict[Precision, Bundle] = {}
+    for precision in PRECISIONS:
+        name = f"{recipe.name}-{precision}"
+        draft = draft_manifest(
+            name, recipe, model, traced, dataset, steps, METHOD, precision, {}, iteration=0
+        )
+        with open_staging(folder / name) as staging:
+            (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
+            write_graphs(staging, traced, Ladder(steps, METHOD), precision)
+            made[precision] = seal_bundle(staging, draft, folder / name)
+    return made
 
 
 def _origin(recipe: Recipe, dataset: Dataset) -> Origin:

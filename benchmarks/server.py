@@ -24,10 +24,14 @@ _URL = re.compile(r"^on http://([\d.]+):(\d+) ", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a process, in bytes; `pss` counts shared pages in part, `peak` is the largest `rss`."""
+    """Of a process, in bytes; `pss` counts shared pages in part, `peak` is the largest `rss`.
+
+    `anonymous` is what no file stands behind, so that the system cannot drop it.
+    """
 
     rss: int
     pss: int
+    anonymous: int
     peak: int
     swapped: int
 
@@ -67,12 +71,16 @@ def running_server(bundles: Sequence[Path], *flags: str) -> Iterator[Server]:
             _stop(process)
 
 
-def process_memory(pid: int) -> Memory:
+def process_memory(pid: int | str) -> Memory:
     """The memory of a process, as the kernel counts it."""
     status = _fields(Path(f"/proc/{pid}/status"))
     rollup = _fields(Path(f"/proc/{pid}/smaps_rollup"))
     return Memory(
-        rss=status["VmRSS"], pss=rollup["Pss"], peak=status["VmHWM"], swapped=status["VmSwap"]
+        rss=status["VmRSS"],
+        pss=rollup["Pss"],
+        anonymous=rollup["Anonymous"],
+        peak=status["VmHWM"],
+        swapped=status["VmSwap"],
     )
 
 

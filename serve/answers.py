@@ -41,17 +41,28 @@ class Budget(Answer):
     steps: int = Field(description="Steps that were taken.")
     method: Method = Field(description="How a step uses the velocity.")
     nfe: int = Field(description="Velocity evaluations of those steps: the true cost.")
-    reason: Reason = Field(description="What decided: the request's steps, effort, or no budget.")
+    reason: Reason = Field(
+        description="What decided: the request's steps, effort, max_disagreement, or no budget."
+    )
     full_steps: int = Field(description="The most steps that the model's ladder has.")
-    expected: Expected = Field(description="How good answers of these steps are.")
+    expected: Expected = Field(
+        description="How good answers of these steps are; of early ones, that of the full steps, "
+        "which they differ from as rarely as max_disagreement says."
+    )
+    max_disagreement: float | None = Field(
+        None,
+        description="The certified level that was applied: how often such an answer differs from "
+        "that of the full steps at most. Null where all steps were taken.",
+    )
 
     @classmethod
-    def of(cls, decision: Decision) -> "Budget":
+    def of(cls, decision: Decision, evaluations: int | None = None) -> "Budget":
         rung, full = decision.rung, decision.full
+        nfe = rung.nfe if evaluations is None else evaluations
         return cls(
-            steps=rung.steps,
+            steps=rung.steps * nfe // rung.nfe,
             method=rung.method,
-            nfe=rung.nfe,
+            nfe=nfe,
             reason=decision.reason,
             full_steps=full.steps,
             expected=Expected(
@@ -59,6 +70,7 @@ class Budget(Answer):
                 value=rung.quality.value,
                 full_value=full.quality.value,
             ),
+            max_disagreement=None if decision.level is None else decision.level.max_disagreement,
         )
 
 
@@ -248,6 +260,10 @@ class ModelCard(Answer):
     efforts: dict[str, int] = Field(description="What `effort` may be, and the steps it means.")
     default_steps: int = Field(description="What a request without a budget gets.")
     full_steps: int = Field(description="The most steps there are.")
+    max_disagreement: list[float] = Field(
+        description="The levels of max_disagreement at which answers come early; none where the "
+        "model was not calibrated for it."
+    )
     metric: Metric = Field(description="What the quality of a rung is measured in.")
     labels: list[str] | None = Field(description="What a classifier answers; null for generators.")
     max_tokens: int | None = Field(

@@ -7,10 +7,10 @@ nor time; a decision that depends on them will be told of them here.
 from dataclasses import dataclass
 from typing import Literal
 
-from serve.bundle import Effort, Manifest, Rung
-from serve.errors import ImpossibleBudget
+from serve.bundle import Effort, Level, Manifest, Rung
+from serve.errors import ImpossibleBudget, NotCalibrated
 
-Reason = Literal["exact", "effort", "default"]
+Reason = Literal["exact", "effort", "disagreement", "default"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Ask:
 
     steps: int | None = None
     effort: Effort | None = None
+    max_disagreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,16 @@ class Decision:
     rung: Rung
     full: Rung
     reason: Reason
+    level: Level | None = None  # of early answers; None: all steps of the rung are taken
 
     @property
     def steps(self) -> int:
         return self.rung.steps
+
+    @property
+    def threshold(self) -> float | None:
+        """How far ahead an early answer must be, if there may be one."""
+        return None if self.level is None else self.level.threshold
 
 
 def decide(ask: Ask, manifest: Manifest) -> Decision:
@@ -41,6 +48,8 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
         raise ImpossibleBudget(
             "steps and effort both name a rung: send one of them", param="effort"
         )
+    if ask.max_disagreement is not None:
+        return _early(ask, ask.max_disagreement, manifest)
     if ask.steps is not None:
         for rung in manifest.rungs:
             if rung.steps == ask.steps:
@@ -69,6 +78,30 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
             ladder=list(manifest.steps),
         )
     return Decision(manifest.rung(manifest.default_steps), full, "default")
+
+
+def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
+    """Full steps, or fewer for a row whose answer is sure enough: the strictest level that fits."""
+    if ask.steps is not None or ask.effort is not None:
+        named = "steps" if ask.steps is not None else "effort"
+        raise ImpossibleBudget(
+            f"max_disagreement lets the server choose the steps, and {named} names them: send one "
+            "of them",
+            param="max_disagreement",
+        )
+    if manifest.calibration is None:
+        raise NotCalibrated(
+            f"{manifest.name} cannot promise how often an early answer differs: it was not "
+            "calibrated for that. Leave max_disagreement out, or send steps or effort",
+            param="max_disagreement",
+        )
+    full = manifest.rungs[-1]
+    fitting = [
+        level
+        for level in manifest.calibration.levels
+        if level.max_disagreement <= allowed and level.threshold is not None
+    ]
+    return Decision(full, full, "disagreement", fitting[-1] if fitting else None)
 
 
 def _listed(items: list[int] | list[str]) -> str:

@@ -4,7 +4,7 @@ Knows bundles and how to open them; deliberately neither requests nor the engine
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -148,10 +148,17 @@ def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _C
                 file=str(bundle.folder),
             )
         seen[name] = bundle
+    if not place.runs_single_steps:
+        bundles = [_without_early_answers(bundle) for bundle in bundles]
     catalog = Catalog(Served.open(bundle, open_model(bundle, threads, place)) for bundle in bundles)
     for served in catalog:
         served.model.warm_up()
     return catalog
+
+
+def _without_early_answers(bundle: Bundle) -> Bundle:
+    """As it is served where single steps do not run: no row can stop between them."""
+    return replace(bundle, manifest=replace(bundle.manifest, calibration=None))
 
 
 def _size(entry: LatencyEntry) -> tuple[int, int]:

@@ -109,6 +109,10 @@ class ImpossibleBudget(Unprocessable):
     code = "impossible_budget"
 
 
+class NotCalibrated(Unprocessable):
+    code = "not_calibrated"
+
+
 class WrongInput(Unprocessable):
     code = "wrong_input"
 

@@ -82,14 +82,15 @@ class Executor:
         begun_s = self._clock()
         rows = [(job, _as(Classification, job), row) for job, row in call.rows]
         try:
-            logits = self._runner.classify(call.lane, [work.rows[row] for _, work, row in rows])
+            found = self._runner.classify(call.lane, [work.rows[row] for _, work, row in rows])
         except Exception as error:
             return self._fail(call.lane, [job for job, _ in call.rows], error)
-        now_s = self._ran(call.lane, "classify", begun_s, len(rows))
+        spent: list[int] = found.evaluations.tolist()
+        now_s = self._ran(call.lane, "classify", begun_s, len(rows), sum(spent))
         failures: dict[Job[Work], ServeError] = {}
-        for (job, work, row), scores in zip(rows, logits, strict=True):
+        for (job, work, row), logits, count in zip(rows, found.logits, spent, strict=True):
             try:
-                work.accept(row, scores)
+                work.accept(row, logits, count)
             except Exception as error:
                 failures[job] = _own(error)
         deliveries: Deliveries = []
@@ -243,10 +244,11 @@ class Executor:
         kind: Literal["classify", "prefill", "decode", "search"],
         begun_s: float,
         rows: int,
+        evaluations: int | None = None,
     ) -> float:
         now_s = self._clock()
         self._times.observe((lane, kind), now_s - begun_s)
-        self._metrics.call(lane, kind, rows)
+        self._metrics.call(lane, kind, rows, evaluations)
         return now_s
 
     def _observe_queue(self, job: Job[Work]) -> None:

@@ -20,6 +20,7 @@ class LaneKey:
     model: str
     kind: Kind
     steps: int
+    threshold: float | None = None  # of a classification: how sure an early answer must be
 
 
 class State(Enum):

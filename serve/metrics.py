@@ -120,12 +120,13 @@ class Metrics:
             cache_limit_bytes
         )
 
-    def call(self, lane: LaneKey, kind: str, rows: int) -> None:
-        """Count a call of the runtime."""
+    def call(self, lane: LaneKey, kind: str, rows: int, evaluations: int | None) -> None:
+        """Count a call of the runtime, and the evaluations of its rows where they may be fewer."""
         self.batch_rows.labels(lane.model, kind).observe(rows)
-        self.steps.labels(lane.model, kind).inc(rows * lane.steps)
         nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
-        self.evaluations.labels(lane.model, kind).inc(rows * nfe)
+        spent = rows * nfe if evaluations is None else evaluations
+        self.steps.labels(lane.model, kind).inc(spent * lane.steps / nfe)
+        self.evaluations.labels(lane.model, kind).inc(spent)
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads."""

@@ -11,7 +11,7 @@ import numpy as np
 from serve.bundle import Manifest
 from serve.classification import Row
 from serve.job import LaneKey
-from serve.runtime import Batches, DecodeBatch, Model, Translation
+from serve.runtime import Batches, DecodeBatch, EarlyAnswers, Model, Translation
 from serve.runtime.protocol import IntArray, RowArray
 from serve.sampling import FloatArray
 
@@ -38,10 +38,15 @@ class Runner:
         """The most cache memory that a batch which had so many rows may hold."""
         return self._batches_of(lane).bytes_for(positions, rows)
 
-    def classify(self, lane: LaneKey, rows: Sequence[Row]) -> FloatArray:
-        """Logits (B, C) of rows: texts of any length, images, or clouds of one size."""
+    def classify(self, lane: LaneKey, rows: Sequence[Row]) -> EarlyAnswers:
+        """Answers to rows: texts of any length, images, or clouds of one size."""
         model = self._models[lane.model]
-        return model.classifier(lane.steps).run(_stacked(rows, model.bundle.manifest))
+        stacked = _stacked(rows, model.bundle.manifest)
+        if lane.threshold is not None:
+            return model.step_classifier(lane.steps).early(stacked, lane.threshold)
+        logits = model.classifier(lane.steps).run(stacked)  # (B, C)
+        nfe = model.bundle.manifest.rung(lane.steps).nfe
+        return EarlyAnswers(logits, np.full(len(rows), nfe, dtype=np.int64))
 
     def prefill(self, lane: LaneKey, tokens: list[int]) -> FloatArray:
         """Add a row that has read these tokens; logits (V,) for the token after them."""

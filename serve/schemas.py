@@ -51,9 +51,18 @@ class BudgetFields(BaseModel):
         None, description="A named rung of the model's ladder. Not together with steps."
     )
 
+    max_disagreement: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Stop early where the answer is sure: the share of answers that may differ "
+        "from those of the full steps, at most. Only for models that were calibrated for it. Not "
+        "together with steps or effort.",
+    )
+
     @property
     def ask(self) -> Ask:
-        return Ask(self.steps, self.effort)
+        return Ask(self.steps, self.effort, self.max_disagreement)
 
 
 class ClassifyRequest(BudgetFields):

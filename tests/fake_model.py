@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime.protocol import FloatArray, IntArray, RowArray
+from serve.runtime.protocol import FloatArray, IntArray, RowArray, StepClassifier
 
 ROW_BYTES_A_POSITION = 1000
 
@@ -154,6 +154,9 @@ class FakeModel:
 
     def classifier(self, steps: int) -> FakeClassifier:
         return FakeClassifier(self._bundle, steps, self.mood)
+
+    def step_classifier(self, steps: int) -> StepClassifier:
+        raise NotImplementedError("no test of the engine answers early on a fake")
 
     def decoder(self, steps: int) -> FakeDecoder:
         return FakeDecoder(self._bundle, steps, self.mood)

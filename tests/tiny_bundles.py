@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from serve.bundle import (
     EFFORTS,
     Bundle,
+    Calibration,
     Effort,
     Latency,
     LatencyEntry,
@@ -102,6 +103,7 @@ def build_classify(
     steps: Sequence[int] = STEPS,
     max_tokens: int = 48,
     truncation: Truncation | None = TRUNCATION,
+    calibration: Calibration | None = None,
     shape: Shape = CLASSIFY_SHAPE,
     seed: int = 0,
     latency: bool = True,
@@ -127,6 +129,7 @@ def build_classify(
         weights="weights.bin",
         rungs=rungs(steps, "accuracy"),
         step=FILES,
+        calibration=calibration,
         card={"title": "A tiny classifier", "examples": list(CORPUS[:2])},
         provenance={"seed": seed},
     )

@@ -86,7 +86,8 @@ def wilson(hits: int, rows: int) -> tuple[float, float]:
     p, z2 = hits / rows, Z95 * Z95
     centre = (p + z2 / (2 * rows)) / (1 + z2 / rows)
     half = Z95 * math.sqrt(p * (1 - p) / rows + z2 / (4 * rows * rows)) / (1 + z2 / rows)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not put an end on the wrong side of the share itself.
+    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))
 
 
 def measure_model(

@@ -66,7 +66,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         mailbox = Mailbox()
         rows = [one.row for one in taken]
         job: Job[Work] = Job(
-            lane=LaneKey(served.name, "classify", decision.steps),
+            lane=LaneKey(served.name, "classify", decision.steps, decision.threshold),
             work=Classification(rows, mailbox.deliver),
             lengths=tuple(row_length(row, manifest) for row in rows),
             may_pad=manifest.input.kind == "text",
@@ -125,9 +125,8 @@ def _results(
     top: int,
     decision: Decision,
 ) -> list[ClassifyResult]:
-    budget = Budget.of(decision)
     results = []
-    for scores, one in zip(event.scores, taken, strict=True):
+    for scores, evaluations, one in zip(event.scores, event.evaluations, taken, strict=True):
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         best = [LabelScore(label=labels[index], score=scores[index]) for index in ranked[:top]]
         results.append(
@@ -136,7 +135,7 @@ def _results(
                 score=best[0].score,
                 top=best,
                 truncated=one.truncated,
-                budget=budget,
+                budget=Budget.of(decision, evaluations),
             )
         )
     return results

@@ -90,6 +90,11 @@ def _card(served: Served, loaded_at_s: int) -> ModelCard:
         efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
+        max_disagreement=[
+            level.max_disagreement
+            for level in (manifest.calibration.levels if manifest.calibration else ())
+            if level.threshold is not None
+        ],
         metric=manifest.rungs[0].quality.metric,
         labels=None if manifest.labels is None else list(manifest.labels),
         max_tokens=(manifest.input.max_tokens if isinstance(manifest.input, TextInput) else None),

@@ -11,7 +11,9 @@ import numpy as np
 from serve.bundle import BundleError, Manifest
 from serve.runtime.classifier_rows import check_rows
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.protocol import FloatArray, RowArray
+from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
+
+Beside = dict[str, FloatArray]  # what goes along with a state: its context, and its past
 
 
 @final
@@ -29,13 +31,31 @@ class OrtStepClassifier:
             last, beside = state, context
         return self._read(last, beside)
 
+    def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
+        self._check_jumps()
+        x, beside = self._embed(rows)
+        left = np.arange(len(x))  # (B,): the rows that go on
+        evaluations = np.full(len(x), self._steps, dtype=np.int64)
+        logits = np.empty((len(x), len(self._manifest.labels or ())), dtype=np.float32)
+        for step in range(self._steps):
+            y = self._step(step, x, beside)
+            after = self._steps - step  # steps from x to the end
+            end = y if after == 1 else x + np.float32(after) * (y - x)
+            found = self._read(end, beside)  # (L, C)
+            top = np.partition(found, -2, axis=-1)
+            sure = top[:, -1] - top[:, -2] >= threshold
+            if after == 1:
+                sure[:] = True
+            logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
+            if sure.all():
+                break
+            x, left = y[~sure], left[~sure]
+            beside = {name: array[~sure] for name, array in beside.items()}
+        return EarlyAnswers(logits, evaluations)
+
     def jumps(self, rows: RowArray) -> FloatArray:
         """Logits (M, B, C): straight to the end after each evaluation; the last are the answer."""
-        if self._manifest.method != "euler":
-            raise BundleError(
-                f"{self._manifest.name} is integrated by {self._manifest.method}, whose states "
-                "are no jumps; export it with --method euler"
-            )
+        self._check_jumps()
         logits: list[FloatArray] = []
         states = self._states(rows)
         before, context = next(states)
@@ -46,26 +66,46 @@ class OrtStepClassifier:
             before = state
         return np.stack(logits)  # (M, B, C)
 
-    def _states(self, rows: RowArray) -> Iterator[tuple[FloatArray, dict[str, FloatArray]]]:
-        """The state before the first step and after each, with what stays beside it."""
-        sessions = self._sessions
-        rows = check_rows(rows, self._manifest)
-        names = [node.name for node in sessions.embed.get_outputs()]
-        made = dict(zip(names, sessions.embed.run(names, {self._name: rows}), strict=True))
-        x = made.pop("x")
-        yield x, made
-        told = {name: made[name] for name in sessions.contexts}
-        if sessions.history:
-            told["previous"] = np.zeros_like(x)
-        outputs = ["y", "v"] if sessions.history else ["y"]
-        for step in range(self._steps):
-            times = sessions.times(step, self._steps, len(x))
-            x, *v = sessions.step.run(outputs, {"x": x} | times | told)
-            if v:
-                told["previous"] = v[0]
-            yield x, made
+    def _check_jumps(self) -> None:
+        if self._manifest.method != "euler":
+            raise BundleError(
+                f"{self._manifest.name} is integrated by {self._manifest.method}, whose states "
+                "are no jumps; export it with --method euler"
+            )
 
-    def _read(self, state: FloatArray, context: dict[str, FloatArray]) -> FloatArray:
-        seen = {name: context[name] for name in self._sessions.head_contexts}
+    def _states(self, rows: RowArray) -> Iterator[tuple[FloatArray, Beside]]:
+        """The state before the first step and after each, with what stays beside it."""
+        x, beside = self._embed(rows)
+        yield x, beside
+        for step in range(self._steps):
+            x = self._step(step, x, beside)
+            yield x, beside
+
+    def _embed(self, rows: RowArray) -> tuple[FloatArray, Beside]:
+        embed = self._sessions.embed
+        names = [node.name for node in embed.get_outputs()]
+        made = embed.run(names, {self._name: check_rows(rows, self._manifest)})
+        beside: Beside = dict(zip(names, made, strict=True))
+        x = beside.pop("x")
+        if self._sessions.history:
+            beside["previous"] = np.zeros_like(x)
+        return x, beside
+
+    def _step(self, step: int, x: FloatArray, beside: Beside) -> FloatArray:
+        """The next state; with a method that looks back, its velocity is put beside it."""
+        sessions = self._sessions
+        told = {name: beside[name] for name in sessions.contexts}
+        if sessions.history:
+            told["previous"] = beside["previous"]
+        times = sessions.times(step, self._steps, len(x))
+        outputs = ["y", "v"] if sessions.history else ["y"]
+        y, *v = sessions.step.run(outputs, {"x": x} | times | told)
+        if v:
+            beside["previous"] = v[0]
+        state: FloatArray = y
+        return state
+
+    def _read(self, state: FloatArray, beside: Beside) -> FloatArray:
+        seen = {name: beside[name] for name in self._sessions.head_contexts}
         logits: FloatArray = self._sessions.head.run(["logits"], {"x": state} | seen)[0]
         return logits  # (B, C)

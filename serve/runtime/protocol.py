@@ -3,7 +3,7 @@
 Knows tokens, logits and rows; nothing of sessions, devices or the layout of caches.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,13 @@ class Classifier(Protocol):
         ...
 
 
+class EarlyAnswers(NamedTuple):
+    """Answers to rows that may have stopped before the last step."""
+
+    logits: FloatArray  # (B, C)
+    evaluations: IntArray  # (B,): of the velocity, that each took
+
+
 class Unrolled(Protocol):
     """A whole rung as one graph without caches."""
 
@@ -41,6 +48,13 @@ class Unrolled(Protocol):
 
 class StepClassifier(Classifier, Protocol):
     """A rung of a classifier that is run step by step."""
+
+    def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
+        """Each row's answer at the first jump that is ahead by the threshold, or its own at last.
+
+        A row is ahead by what its largest logit has over the second.
+        """
+        ...
 
     def jumps(self, rows: RowArray) -> FloatArray:
         """Logits (M, B, C): the answer if each evaluation went straight to the end.
@@ -141,6 +155,10 @@ class Model(Protocol):
         """The rung of that many steps; BundleError if the ladder or the task has none."""
         ...
 
+    def step_classifier(self, steps: int) -> StepClassifier:
+        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
+        ...
+
     def decoder(self, steps: int) -> Decoder:
         """The rung of that many steps; BundleError if the ladder or the task has none."""
         ...
@@ -159,8 +177,4 @@ class OpenedModel(Model, Protocol):
 
     def unrolled(self, steps: int) -> Unrolled:
         """The one graph of the rung that other runtimes run; not of a translator."""
-        ...
-
-    def step_classifier(self, steps: int) -> StepClassifier:
-        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
         ...

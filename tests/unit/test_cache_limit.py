@@ -90,6 +90,7 @@ class WatchedModel:
         self._model, self._ledger = model, ledger
         self.bundle = model.bundle
         self.classifier = model.classifier
+        self.step_classifier = model.step_classifier
         self.translator = model.translator
         self.warm_up = model.warm_up
 

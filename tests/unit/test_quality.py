@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.batch import IGNORED, Batch
-from train.quality import Z95, Tally
+from train.quality import Z95, Tally, wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])
 LONGEST = 8
@@ -57,3 +57,10 @@ def test_an_interval_of_ragged_rows_holds_the_truth_as_often_as_it_says() -> Non
     draw = torch.Generator().manual_seed(2)
     found = [tally_of(*ragged(150, draw)).quality(False) for _ in range(200)]
     assert 0.9 < sum(q.low <= truth <= q.high for q in found) / 200 <= 0.99
+
+
+@pytest.mark.parametrize("rows", [1, 8, 30, 97])
+def test_the_interval_of_a_share_holds_it_even_where_all_are_right(rows: int) -> None:
+    for hits in range(rows + 1):
+        low, high = wilson(hits, rows)
+        assert 0 <= low <= hits / rows <= high <= 1

@@ -1,0 +1,124 @@
+"""Classifying a text on one core: our runtime beside eager PyTorch, turn by turn in one thread.
+
+The model is a classifier of 3 layers and width 256 with random weights that reads 512 tokens, in
+float32 and with 8-bit weights, as one whole graph and as graphs of one step. PyTorch runs the model
+as it is, with its mask of padding, and also without one, since no text here is shorter.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import reference
+from benchmarks.clock import clocked
+from benchmarks.options import parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.rounds import interleave, median, median_ratio
+from export.trial import Origin
+from serve.runtime import open_model
+from train.model import OTTransformer, as_embedded
+
+NAME = "classify_speed"
+STEPS, BATCHES = 4, (1, 8)
+WANTED_RATIO = 0.55
+TORCH, UNMASKED = "torch", "torch, without a mask"
+WHOLE, SINGLE = "whole graph", "single steps"
+
+Calls = dict[str, Callable[[], object]]
+
+
+def main(arguments: list[str]) -> int:
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, parsed.quick))
+
+
+def measure(quick: bool, provenance: Provenance) -> Result:
+    torch.set_num_threads(1)
+    origin = reference.classifier(quick)
+    rows: list[list[Cell]] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory() as folder:
+        ours = _our_calls(origin, Path(folder))
+        for batch in BATCHES[:1] if quick else BATCHES:
+            tokens = _tokens(origin, batch)  # (B, N)
+            calls = _torch_calls(origin, tokens)
+            calls |= {way: partial(call, tokens.numpy()) for way, call in ours.items()}
+            timed = interleave(
+                {way: partial(clocked, call, 0) for way, call in calls.items()},
+                seconds=0 if quick else 25,
+                least=1 if quick else 7,
+            )
+            cpu_ms = {way: [one.cpu_ms for one in samples] for way, samples in timed.items()}
+            peer = min((TORCH, UNMASKED), key=lambda way: median(cpu_ms[way]))
+            for way, samples in timed.items():
+                ratio = median_ratio(cpu_ms[way], cpu_ms[peer])
+                wall_ms = median([one.wall_ms for one in samples])
+                rows.append([way, batch, median(cpu_ms[way]), wall_ms, ratio, len(samples)])
+                if batch == 1 and way.startswith("fp32"):
+                    what = f"{way}, batch 1, of the faster way of torch"
+                    targets.append(Target(what, ratio, "<=", WANTED_RATIO, "times"))
+        targets.append(Target("largest difference from torch", _difference(calls), "<=", 1e-4))
+    columns = ("way", "rows", "cpu ms", "wall ms", "of torch", "rounds")
+    caption = "Medians; of torch: of the faster of its two ways, the median of those in each round."
+    return provenance.result(
+        NAME,
+        "Classifying on one core",
+        f"Texts of {tokens.shape[1]} tokens at {STEPS} Euler steps, in one thread. cpu: time of "
+        "the thread on the processor; the same as wall on a machine at rest.",
+        [Table(caption, columns, rows)],
+        targets,
+    )
+
+
+def _our_calls(origin: Origin, folder: Path) -> Calls:
+    calls: Calls = {}
+    for precision, bundle in reference.bundles(origin, folder, (STEPS,)).items():
+        model = open_model(bundle, threads=1)
+        calls[f"{precision}, {WHOLE}"] = model.unrolled(STEPS).forward
+        calls[f"{precision}, {SINGLE}"] = model.step_classifier(STEPS).run
+    return calls
+
+
+def _torch_calls(origin: Origin, tokens: Tensor) -> Calls:
+    model = origin.model
+    assert isinstance(model, OTTransformer)
+
+    @torch.inference_mode()
+    def masked() -> Tensor:
+        return model(tokens, steps=STEPS).logits
+
+    @torch.inference_mode()
+    def unmasked() -> Tensor:
+        x = as_embedded(model.embed(tokens)).state  # (B, N, D)
+        for _ in range(STEPS):
+            x = x + model.T / STEPS * model.velocity(x)
+        logits: Tensor = model.head(x)
+        return logits
+
+    return {TORCH: masked, UNMASKED: unmasked}
+
+
+def _tokens(origin: Origin, batch: int) -> Tensor:
+    """Texts as long as the window."""
+    tokens = next(iter(origin.dataset.held_out(1))).inputs[0]
+    assert tokens.shape[1] == origin.recipe.model.window
+    return tokens.repeat(batch, 1)  # (B, N)
+
+
+def _difference(calls: Calls) -> float:
+    """The farthest that a logit of float32 is from torch's, of its largest."""
+    expected = np.asarray(calls[TORCH]())
+    others = (np.asarray(call()) for way, call in calls.items() if not way.startswith("int8"))
+    return max(float(np.abs(each - expected).max()) for each in others) / float(
+        np.abs(expected).max()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

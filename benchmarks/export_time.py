@@ -1,0 +1,131 @@
+"""How long an export takes, what it holds at most, and what a ladder costs on disk.
+
+The model is the reference decoder with random weights; each export is verified, in a process of
+its own, without calibration. The time is that of the whole process, from the start of Python, and
+what of it went where. It deliberately says nothing of training or loading a run.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+from benchmarks.machine import ROOT
+from benchmarks.one_rung import folder_bytes
+from benchmarks.options import parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from serve.bundle import Precision
+
+NAME = "export_time"
+WANTED_S, WANTED_GB, WANTED_RATIO = 20.0, 1.5, 1.05
+STAGES = ("trace", "write_graphs", "verify_rung", "measure_rung", "compare")
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument("--one", choices=get_args(Precision), help="export only in this precision")
+    made.add_argument("--steps", type=int, nargs="+", metavar="INT", help="with these rungs")
+    parsed = made.parse_args(arguments)
+    if parsed.one is not None:
+        print(json.dumps(_export(parsed.one, tuple(parsed.steps), parsed.quick)))
+        return 0
+    return run(NAME, arguments, parsed, partial(measure, parsed.quick))
+
+
+def measure(quick: bool, provenance: Provenance) -> Result:
+    # Here, not above: each export pays for its own imports.
+    from benchmarks import reference
+
+    steps = reference.QUICK_STEPS if quick else reference.STEPS
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    for precision in reference.PRECISIONS[: 1 if quick else None]:
+        whole = _in_own_process(precision, steps, quick)
+        alone = _in_own_process(precision, steps[-1:], quick)
+        rows += [_row(precision, len(steps), whole), _row(precision, 1, alone)]
+        what = f"{len(steps)} rungs, {precision}"
+        ratio = whole["bytes"] / alone["bytes"]
+        targets += [
+            Target(f"{what}: the whole process", whole["wall_s"], "<=", WANTED_S, "s"),
+            Target(f"{what}: peak memory", whole["peak_bytes"] / 1e9, "<=", WANTED_GB, "GB"),
+            Target(f"{what}: on disk, of the largest alone", ratio, "<=", WANTED_RATIO, "times"),
+        ]
+    columns = (
+        *("precision", "rungs", "wall s", "cpu s", "imports, model", *STAGES, "the rest"),
+        *("peak, MB", "on disk, MB"),
+    )
+    return provenance.result(
+        NAME,
+        "Exporting",
+        f"The reference decoder, rungs of {', '.join(map(str, steps))} steps or of the last of "
+        "these alone, verified, without calibration.",
+        [Table("The stages are seconds on the wall, of the whole process.", columns, rows)],
+        targets,
+    )
+
+
+def _row(precision: str, rungs: int, found: Mapping[str, Any]) -> list[Cell]:
+    stages = [found["stages_s"].get(name, 0.0) for name in ("before", *STAGES)]
+    rest_s = found["wall_s"] - sum(stages)
+    sizes = (found["peak_bytes"] / 1e6, found["bytes"] / 1e6)
+    return [precision, rungs, found["wall_s"], found["cpu_s"], *stages, rest_s, *sizes]
+
+
+def _in_own_process(precision: str, steps: Sequence[int], quick: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{NAME}", "--one", precision]
+    command += ["--steps", *map(str, steps), *(["--quick"] if quick else [])]
+    begun_s = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return {"wall_s": time.perf_counter() - begun_s} | json.loads(done.stdout)
+
+
+def _export(precision: Precision, steps: tuple[int, ...], quick: bool) -> dict[str, Any]:
+    """Export once; what that took of this process."""
+    begun_s = time.perf_counter()
+    from benchmarks import reference
+    from export import pack, trial
+
+    origin = reference.decoder(quick)
+    stages_s = Counter[str](before=time.perf_counter() - begun_s)
+    for module in (pack, trial):
+        for name in STAGES:
+            if hasattr(module, name):
+                _clock(module, name, stages_s)
+    with tempfile.TemporaryDirectory() as folder:
+        request = pack.ExportRequest(
+            Path(folder) / "bundle", steps, precision=precision, samples=1, latency=False
+        )
+        bundle = pack.export_model(origin, request, say=lambda _: None)
+        size_bytes = folder_bytes(bundle)
+    return {
+        "stages_s": stages_s,
+        "cpu_s": time.process_time(),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "bytes": size_bytes,
+    }
+
+
+def _clock(module: ModuleType, name: str, spent_s: Counter[str]) -> None:
+    """Add up the time of all calls of a function of a module."""
+    called = getattr(module, name)
+
+    def clocked(*arguments: Any, **named: Any) -> Any:
+        begun_s = time.perf_counter()
+        try:
+            return called(*arguments, **named)
+        finally:
+            spent_s[name] += time.perf_counter() - begun_s
+
+    setattr(module, name, clocked)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""What fewer bits change: answers and quality of every rung beside float32, as bundles say.
+
+Everything was measured when a bundle was exported, on its held-out rows, and stands in its
+manifest: nothing is computed here, no graph is opened.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.options import parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from serve.bundle import Bundle, read_bundle
+
+NAME = "precision"
+LEAST_AGREEMENT = 0.99
+# Of loss in nats, of accuracy a share of the rows, of BLEU points.
+MOST_CHANGE = {"loss": 0.002, "accuracy": 0.002, "bleu": 0.2}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, parsed.bundles or _bundles_here()))
+
+
+def measure(folders: Sequence[Path], provenance: Provenance) -> Result:
+    bundles = [one for one in map(read_bundle, folders) if one.manifest.precision != "fp32"]
+    if not bundles:
+        raise SystemExit(
+            "there is no bundle of another precision than fp32: make one with "
+            "`stepdial export RUN --precision int8` and name it with --bundles FOLDER ..."
+        )
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    for bundle in bundles:
+        agreements, changes = _add_rungs(bundle, rows)
+        what = f"{bundle.manifest.name}, {bundle.manifest.precision}"
+        metric = bundle.manifest.rungs[0].quality.metric
+        most = MOST_CHANGE[metric]
+        targets += [
+            Target(f"{what}: least top-1 agreement", min(agreements), ">=", LEAST_AGREEMENT),
+            Target(f"{what}: largest change of {metric}", max(changes), "<=", most),
+        ]
+    columns = ("bundle", "steps", "top-1 agreement", "metric", "value", "change", "samples", "")
+    return provenance.result(
+        NAME,
+        "What fewer bits change",
+        "Every rung beside the same rung in float32, on the same held-out rows.",
+        [Table("As measured at the export, in the runtime that serves.", columns, rows)],
+        targets,
+    )
+
+
+def _add_rungs(bundle: Bundle, rows: list[Sequence[Cell]]) -> tuple[list[float], list[float]]:
+    """A row for each rung; the agreements and the sizes of the changes."""
+    agreements, changes = [], []
+    for rung in bundle.manifest.rungs:
+        against, quality = rung.against_fp32, rung.quality
+        assert against is not None, "the manifest of such a bundle has it for every rung"
+        agreements.append(against.top1_agreement)
+        changes.append(abs(against.change))
+        within = (
+            against.top1_agreement >= LEAST_AGREEMENT and changes[-1] <= MOST_CHANGE[quality.metric]
+        )
+        rows.append(
+            [
+                f"{bundle.manifest.name}, {bundle.manifest.precision}",
+                rung.steps,
+                f"{against.top1_agreement:.2%}",
+                quality.metric,
+                f"{quality.value:.4f}",
+                f"{against.change:+.5f}",
+                against.samples,
+                "within" if within else "OUTSIDE",
+            ]
+        )
+    return agreements, changes
+
+
+def _bundles_here() -> list[Path]:
+    """All bundles of the folders that exports and the zoo are in."""
+    found = [*ROOT.glob("zoo/*/manifest.json"), *ROOT.glob("bundles/*/manifest.json")]
+    return sorted(path.parent for path in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
