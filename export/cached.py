@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from train.blocks import Attention, Block, BlockVelocity, Conditioned
+from train.model import Embedding
 from train.runge_kutta import RungeKuttaStack
 
 HEAD_WIDTH_MULTIPLE = 8  # of the operator
@@ -95,6 +96,21 @@ class CachedAttention(nn.Module):
         tape.extended += [key_out, value_out]
         out: Tensor = self.attention.out(y)
         return out
+
+
+class CachedEmbed(nn.Module):
+    """Tokens at absolute positions, and the two lengths that the cached attention wants."""
+
+    def __init__(self, embed: Embedding) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def forward(self, tokens: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        N, embed = tokens.shape[1], self.embed
+        at = past.long()[:, None] + torch.arange(N)[None, :]  # (B, N)
+        x = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
+        last = past + (N - 1)  # (B,): index of the last position of each row
+        return x, last.int(), (last.amax(0) + 1).int()
 
 
 class CachedVelocity(nn.Module):

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from export.cached import CachedVelocity, attentions, count_pairs, has_cached_form, head_width
+from export.cached import (
+    CachedEmbed,
+    CachedVelocity,
+    attentions,
+    count_pairs,
+    has_cached_form,
+    head_width,
+)
 from export.pieces import Function, Piece, open_sizes, trace_functions
 from export.ports import (
     CLASSES,
@@ -100,21 +107,6 @@ class _Embed(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = as_embedded(self.embed(*inputs))
         return (made.state, *made.context)
-
-
-class _CachedEmbed(nn.Module):
-    """Tokens at absolute positions, and the two lengths that the cached attention wants."""
-
-    def __init__(self, embed: Embedding) -> None:
-        super().__init__()
-        self.embed = embed
-
-    def forward(self, tokens: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        N, embed = tokens.shape[1], self.embed
-        at = past.long()[:, None] + torch.arange(N)[None, :]  # (B, N)
-        x = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
-        last = past + (N - 1)  # (B,): index of the last position of each row
-        return x, last.int(), (last.amax(0) + 1).int()
 
 
 class _AnswerEmbed(nn.Module):
@@ -270,7 +262,7 @@ def _cached(model: OTTransformer, tokens: Tensor) -> _CachedPlan:
     slots = [empty] * (2 * caches.pairs)
     open_sizes_ = ((0, 1), (0,), (), *[(0,)] * len(time), *[(0, 2)] * len(slots))
     functions = [
-        Function(_CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
+        Function(CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
         Function(CachedVelocity(model.velocity), (x, *lengths, *time, *slots), open_sizes_),
     ]
     return _CachedPlan(functions, caches)

@@ -87,7 +87,8 @@ def read_bundle(folder: Path, verify: bool = True) -> Bundle:
 def seal_of(value: dict[str, Any]) -> str:
     """The sha256 of a manifest's members, whatever their order and spacing."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    # Half a surrogate pair is refused by the rule that names its member, not here.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _unsealed(value: object) -> object:

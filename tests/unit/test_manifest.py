@@ -241,7 +241,7 @@ CLASSIFY_CASES: dict[str, tuple[Change, str]] = {
 }
 
 
-def _broken(manifest: dict[str, Any], change: Change) -> dict[str, Any]:
+def broken(manifest: dict[str, Any], change: Change) -> dict[str, Any]:
     broken = copy.deepcopy(manifest)
     change(broken)
     if broken["rungs"] == "reversed":
@@ -255,7 +255,7 @@ def _broken(manifest: dict[str, Any], change: Change) -> dict[str, Any]:
 def test_malformed_generate_manifest_is_refused(case: str, generate_json: dict[str, Any]) -> None:
     change, message = GENERATE_CASES[case]
     with pytest.raises(BundleError) as refusal:
-        Manifest.from_json(_broken(generate_json, change))
+        Manifest.from_json(broken(generate_json, change))
     assert message in str(refusal.value)
 
 
@@ -263,7 +263,7 @@ def test_malformed_generate_manifest_is_refused(case: str, generate_json: dict[s
 def test_malformed_classify_manifest_is_refused(case: str, classify_json: dict[str, Any]) -> None:
     change, message = CLASSIFY_CASES[case]
     with pytest.raises(BundleError) as refusal:
-        Manifest.from_json(_broken(classify_json, change))
+        Manifest.from_json(broken(classify_json, change))
     assert message in str(refusal.value)
 
 

@@ -62,20 +62,25 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("bundle", "path", "value", "message"), CASES, ids=lambda part: str(part)[:40]
-)
-def test_what_a_family_must_not_say_is_refused(
-    bundle: Callable[[], Bundle], path: str, value: object, message: str
-) -> None:
+def changed(bundle: Callable[[], Bundle], path: str, value: object) -> dict[str, Any]:
+    """The manifest of a bundle with one value put in."""
     manifest = copy.deepcopy(bundle().manifest.to_json())
     place: Any = manifest
     *above, last = path.split(".")
     for key in above:
         place = place[int(key) if key.isdigit() else key]
     place[last] = value
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("bundle", "path", "value", "message"), CASES, ids=lambda part: str(part)[:40]
+)
+def test_what_a_family_must_not_say_is_refused(
+    bundle: Callable[[], Bundle], path: str, value: object, message: str
+) -> None:
     with pytest.raises(BundleError) as refusal:
-        Manifest.from_json(manifest)
+        Manifest.from_json(changed(bundle, path, value))
     assert message in str(refusal.value)
 
 

@@ -1,0 +1,196 @@
+"""docs/bundle.schema.json takes what the reader takes, and refuses what a schema can refuse.
+
+The reader is the measure: the schema has its keys, its words and its limits, and no stricter ones.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from jsonschema import Draft202012Validator
+
+from serve.bundle import (
+    EFFORTS,
+    METHODS,
+    SCHEMA_VERSION,
+    AgainstFp32,
+    Bundle,
+    Cache,
+    Calibration,
+    Depth,
+    FileEntry,
+    ImageInput,
+    Latency,
+    LatencyEntry,
+    Level,
+    Machine,
+    Manifest,
+    Metric,
+    PointsInput,
+    Precision,
+    Quality,
+    Rung,
+    Shape,
+    StepFiles,
+    Task,
+    TextInput,
+    TokenizerSpec,
+    Truncation,
+    Verified,
+)
+from tests.property.test_manifest_round_trip import manifests
+from tests.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    points_bundle,
+    prefix_bundle,
+    translate_bundle,
+)
+from tests.unit.test_manifest import CLASSIFY_CASES, GENERATE_CASES, broken
+from tests.unit.test_manifest_families import CASES, changed
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCHEMA = json.loads((ROOT / "docs" / "bundle.schema.json").read_text(encoding="utf-8"))
+DEFINED = SCHEMA["$defs"]
+SEAL = {"seal": "0" * 64}
+PARTS: dict[str, type] = {
+    "manifest": Manifest,
+    "latency": Latency,
+    "file": FileEntry,
+    "text": TextInput,
+    "truncation": Truncation,
+    "image": ImageInput,
+    "points": PointsInput,
+    "tokenizer": TokenizerSpec,
+    "shape": Shape,
+    "step": StepFiles,
+    "rung": Rung,
+    "quality": Quality,
+    "verified": Verified,
+    "against_fp32": AgainstFp32,
+    "calibration": Calibration,
+    "level": Level,
+    "machine": Machine,
+    "entry": LatencyEntry,
+}
+# What only a reader can tell: sums and products, order, what two members share, what JSON itself
+# has no words for, and the seal.
+READER_ONLY = {
+    *("steps are a float", "name that ends its line", "NaN quality", "card has half a character"),
+    *("label is half a character", "interval beside its value", "failed verification"),
+    *("duplicate rung", "unsorted rungs", "nfe inconsistent", "two methods", "two metrics"),
+    *("duplicate effort", "efforts descend", "max twice"),
+    *("graph shared", "step graph shared", "graph is the manifest", "weights are the tokenizer"),
+    *("weights are unlisted", "tokenizer is unlisted"),
+    *("padding outside", "full steps wrong", "default steps wrong"),
+    *("truncation too long", "truncation keeps nothing"),
+}
+READER_ONLY_OF_FAMILIES = (
+    "for 1 channels",
+    "but the first rung's is",
+    "steps of euler spend",
+    "but the bundle's method is",
+    "is 1, like bos_id",
+    "tokenizer.bos_id must be from 0 to",
+    "repeats encoder-1.onnx",
+    "is weights already",
+    "files does not list",
+)
+
+
+def validator(part: str) -> Draft202012Validator:
+    return Draft202012Validator({"$ref": f"#/$defs/{part}", "$defs": DEFINED})
+
+
+def accepts(manifest: dict[str, Any]) -> bool:
+    return bool(validator("manifest").is_valid({**manifest, **SEAL}))
+
+
+TINY = (
+    *(classify_bundle, generate_bundle, image_bundle, points_bundle),
+    *(prefix_bundle, translate_bundle),
+)
+KEPT = sorted(
+    path.parent
+    for where in ("zoo", f"tests/golden/version-{SCHEMA_VERSION}")
+    for path in ROOT.glob(f"{where}/*/manifest.json")
+)
+
+
+def test_the_schema_is_one_and_has_the_keys_of_the_code() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    for part, kind in PARTS.items():
+        expected = {field.name for field in fields(kind)}
+        assert set(DEFINED[part]["properties"]) - SEAL.keys() == expected, part
+        assert set(DEFINED[part]["required"]) == set(DEFINED[part]["properties"]), part
+        assert DEFINED[part]["additionalProperties"] is False, part
+    objects = {name for name, part in DEFINED.items() if part.get("additionalProperties") is False}
+    assert objects == PARTS.keys()
+
+
+def test_the_schema_has_the_words_of_the_code() -> None:
+    manifest, rung = DEFINED["manifest"]["properties"], DEFINED["rung"]["properties"]
+    for key, words in (("task", Task), ("depth", Depth), ("cache", Cache), ("precision", Precision)):
+        assert set(manifest[key]["enum"]) == set(get_args(words))
+    assert DEFINED["method"]["enum"] == list(METHODS)
+    assert rung["effort"]["enum"] == [*EFFORTS, None]
+    assert set(DEFINED["quality"]["properties"]["metric"]["enum"]) == set(get_args(Metric))
+    assert manifest["schema_version"]["const"] == SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
+def test_every_bundle_that_is_kept_is_of_the_schema(folder: Path) -> None:
+    check(folder)
+
+
+@pytest.mark.parametrize("bundle", TINY)
+def test_every_tiny_bundle_is_of_the_schema(bundle: Callable[[], Bundle]) -> None:
+    check(bundle().folder)
+
+
+def check(folder: Path) -> None:
+    for part in ("manifest", "latency"):
+        path = folder / f"{part}.json"
+        if path.exists():
+            value = json.loads(path.read_text(encoding="utf-8"))
+            validator(part).validate(value)
+            assert Draft202012Validator(SCHEMA).is_valid(value)
+
+
+@pytest.mark.parametrize("case", [*GENERATE_CASES, *CLASSIFY_CASES])
+def test_a_malformed_manifest_is_refused_where_a_schema_can_tell(case: str) -> None:
+    sound = (generate_bundle if case in GENERATE_CASES else classify_bundle)().manifest.to_json()
+    change = (GENERATE_CASES | CLASSIFY_CASES)[case][0]
+    assert accepts(sound)
+    assert accepts(broken(sound, change)) == (case in READER_ONLY)
+
+
+@pytest.mark.parametrize(("bundle", "path", "value", "message"), CASES)
+def test_a_malformed_family_is_refused_where_a_schema_can_tell(
+    bundle: Callable[[], Bundle], path: str, value: object, message: str
+) -> None:
+    known = any(part in message for part in READER_ONLY_OF_FAMILIES)
+    assert accepts(changed(bundle, path, value)) == known, message
+
+
+def test_a_broken_seal_or_latency_table_is_refused() -> None:
+    bundle = generate_bundle()
+    sealed = {**bundle.manifest.to_json(), **SEAL}
+    for seal in (None, "0" * 63, "A" * 64):
+        assert not validator("manifest").is_valid({**sealed, "seal": seal})
+    assert bundle.latency is not None
+    table = bundle.latency.to_json()
+    for key, value in (("kind", "train"), ("batch", 0), ("median_ms", "1"), ("steps", 1025)):
+        entry = {**table["entries"][0], key: value}
+        assert not validator("latency").is_valid({**table, "entries": [entry]})
+
+
+@settings(max_examples=60, deadline=None)
+@given(manifests())
+def test_what_the_reader_takes_is_of_the_schema(manifest: Manifest) -> None:
+    validator("manifest").validate({**json.loads(json.dumps(manifest.to_json())), **SEAL})
