@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,8 @@ def _in_own_process(precision: str, steps: Sequence[int], quick: bool) -> dict[s
     command += ["--steps", *map(str, steps), *(["--quick"] if quick else [])]
     begun_s = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return {"wall_s": time.perf_counter() - begun_s} | json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"wall_s": time.perf_counter() - begun_s}
 
 
 def _export(precision: Precision, steps: tuple[int, ...], quick: bool) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _export(precision: Precision, steps: tuple[int, ...], quick: bool) -> dict[s
     from export import pack, trial
 
     origin = reference.decoder(quick)
-    stages_s = Counter[str](before=time.perf_counter() - begun_s)
+    stages_s = defaultdict[str, float](float, before=time.perf_counter() - begun_s)
     for module in (pack, trial):
         for name in STAGES:
             if hasattr(module, name):
@@ -113,7 +114,7 @@ def _export(precision: Precision, steps: tuple[int, ...], quick: bool) -> dict[s
     }
 
 
-def _clock(module: ModuleType, name: str, spent_s: Counter[str]) -> None:
+def _clock(module: ModuleType, name: str, spent_s: defaultdict[str, float]) -> None:
     """Add up the time of all calls of a function of a module."""
     called = getattr(module, name)
 

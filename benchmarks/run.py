@@ -16,8 +16,8 @@ from benchmarks.machine import ROOT
 from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
-    *("quality", "bundle_size", "dial", "overhead", "cached_decode"),
-    *("throughput", "memory", "soak", "first_answer"),
+    *("quality", "precision", "export_time", "served_memory", "dial", "overhead"),
+    *("decode", "classify_speed", "throughput", "memory", "soak", "first_answer"),
 )
 # What installs packages takes minutes however quick the rest is.
 _NEVER_QUICK = ("first_answer",)
@@ -95,8 +95,6 @@ def _run(names: Sequence[str], parsed: argparse.Namespace, folder: Path) -> list
             command += ["--results", str(folder)]
         if parsed.bundles and name not in _SERVES_ZOO:
             command += ["--bundles", *(str(one.resolve()) for one in parsed.bundles)]
-        if parsed.run and name == "cached_decode":
-            command += ["--run", str(parsed.run.resolve())]
         print(f"\n===== {name} =====", flush=True)
         begun_s = time.perf_counter()
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
@@ -120,9 +118,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FOLDER",
         help="bundles to measure (default: those of the zoo)",
-    )
-    made.add_argument(
-        "--run", type=Path, metavar="FOLDER", help="passed to cached_decode, which describes it"
     )
     made.add_argument(
         "--quick", action="store_true", help="only show that it works, and keep nothing"

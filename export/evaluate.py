@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from export.calibrate import held_out_batches, measure_rung
 from serve.bundle import Bundle, BundleError, ImageInput, Quality
 from serve.runtime import open_model
+from train.batch import Dataset
 from train.config import RecipeError
 from train.data import open_dataset
 from train.recipe_file import recipe_from
@@ -21,6 +22,17 @@ def evaluate_bundle(
     counts = steps or list(manifest.steps)
     for count in counts:
         manifest.rung(count)
+    dataset = dataset_of(bundle, data)
+    model = open_model(bundle)
+    return {
+        count: measure_rung(model, count, held_out_batches(dataset, manifest, samples)).quality
+        for count in counts
+    }
+
+
+def dataset_of(bundle: Bundle, data: str) -> Dataset:
+    """The data that a bundle's model was trained for, read from there."""
+    manifest = bundle.manifest
     try:
         # Provenance is free: what is no recipe is caught below.
         kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]
@@ -35,12 +47,7 @@ def evaluate_bundle(
             file=str(bundle.folder),
         ) from None
     tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path)) if manifest.tokenizer else None
-    dataset = open_dataset(recipe, tokenizer)
-    model = open_model(bundle)
-    return {
-        count: measure_rung(model, count, held_out_batches(dataset, manifest, samples)).quality
-        for count in counts
-    }
+    return open_dataset(recipe, tokenizer)
 
 
 def print_beside_manifest(bundle: Bundle, rows: dict[int, Quality]) -> None:

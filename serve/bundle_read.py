@@ -142,6 +142,8 @@ def _sha256(path: Path) -> str:
 def _read_latency(path: Path) -> Latency | None:
     if not path.exists():
         return None
+    if not path.is_file():  # a pipe would be waited for without end
+        raise BundleError(f"is no file; {_MEASURE_AGAIN}", file=str(path))
     value = read_json(path)
     try:
         with inside_file(path):

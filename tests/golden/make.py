@@ -42,7 +42,7 @@ FOLDER = Path(__file__).resolve().parent / f"version-{SCHEMA_VERSION}"
 STEPS = (1, 2)
 QUICK = ["optim.iterations=20", "model.layers=1"]
 # Rows enough to certify thresholds, and a model that has learnt something to be certain of.
-CALIBRATED = ["data.rows=6400", "data.held_out=0.5", "data.longest=3", "optim.iterations=600"]
+CALIBRATED = ["data.rows=6400", "data.held_out=0.5", "data.longest=4", "optim.iterations=150"]
 TARGET_TOKENS = 2
 PROMPT, BITS, SOURCE = "the quick fox", "^ 1 0 1", "two five one"
 IMAGE = [[(7 * row + 13 * column) % 256 for column in range(14)] for row in range(14)]

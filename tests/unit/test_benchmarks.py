@@ -1,29 +1,36 @@
 """The benchmarks run, keep what they found, and their page is what the kept results say."""
 
 import json
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks import (
-    bundle_size,
-    cached_decode,
+    classify_speed,
+    decode,
     dial,
+    export_time,
     first_answer,
     memory,
     overhead,
+    precision,
     quality,
     run,
+    served_memory,
     soak,
     throughput,
 )
 from benchmarks.machine import Machine, command_line
+from benchmarks.one_rung import folder_bytes, one_rung
 from benchmarks.result import Result, Table, Target, format_cell
 from benchmarks.rounds import interleave, median_ratio
 from benchmarks.run import SCRIPTS, read_results, render_page
 from benchmarks.texts import text_of, window_of
-from serve.bundle import Bundle
+from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
+from serve.runtime import open_model
 from serve.text import TextCodec
 from tests.tiny_bundles import build_classify, build_generate
 
@@ -38,7 +45,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
 
 def _run(module: object, name: str, bundles: list[Bundle], folder: Path) -> Result:
     folders = [str(bundle.folder) for bundle in bundles]
-    arguments = ["--quick", "--results", str(folder), "--bundles", *folders]
+    arguments = ["--quick", "--results", str(folder)]
+    arguments += ["--bundles", *folders] if folders else []
     assert module.main(arguments) == 0  # type: ignore[attr-defined]
     return Result.read(folder / f"{name}.json")
 
@@ -65,12 +73,52 @@ def test_overhead_compares_the_same_work(bundles: list[Bundle], tmp_path: Path) 
         assert isinstance(times, int) and times >= 2
 
 
-def test_cached_decoding_writes_what_recomputing_writes(
-    bundles: list[Bundle], tmp_path: Path
+def test_speed_is_measured_in_every_way_and_answers_are_right(tmp_path: Path) -> None:
+    decoding = _run(decode, "decode", [], tmp_path)
+    assert len(decoding.tables[0].rows) == 3 * 2 + 1 + 2 * 2 + 1
+    classifying = _run(classify_speed, "classify_speed", [], tmp_path)
+    assert len(classifying.tables[0].rows) == 2 + 2 * 2
+    for result in (decoding, classifying):
+        assert _met(result)["largest difference of a logit from torch"]
+
+
+def test_an_export_is_timed_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = _run(cached_decode, "cached_decode", bundles, tmp_path)
-    assert len(result.tables[0].rows) == 3
-    assert _met(result)["tiny-generate, 4 steps: tokens that recomputing chooses too"]
+    found = export_time._in_own_process("fp32", (1, 2), quick=True)
+    stages_s = found["stages_s"]
+    assert set(stages_s) == {"before", "trace", "write_graphs", "verify_rung", "measure_rung"}
+    assert min(stages_s.values()) > 0 and sum(stages_s.values()) < found["wall_s"]
+    assert found["bytes"] > 160_000 and found["peak_bytes"] > 1e8
+    monkeypatch.setattr(export_time, "_in_own_process", lambda *_: found)
+    result = _run(export_time, "export_time", [], tmp_path)
+    assert [row[1] for row in result.tables[0].rows] == [2, 1]
+    assert result.targets[-1].value == 1
+
+
+def test_a_served_ladder_is_weighed_beside_one_rung(bundles: list[Bundle], tmp_path: Path) -> None:
+    result = _run(served_memory, "served_memory", bundles, tmp_path)
+    *served, bare = result.tables[0].rows
+    assert [row[2] for row in served] == [1, 3, 1, 3]
+    assert all(float(row[3] or 0) > float(bare[3] or 0) > 10 for row in served)
+
+
+def test_precision_shows_what_manifests_say(bundles: list[Bundle], tmp_path: Path) -> None:
+    same, other = AgainstFp32(0.995, 0.001, 100), AgainstFp32(0.98, -0.003, 100)
+    manifest = bundles[0].manifest
+    told = (same, other, same)
+    rungs = tuple(
+        replace(rung, against_fp32=against)
+        for rung, against in zip(manifest.rungs, told, strict=True)
+    )
+    with open_staging(tmp_path / "int8") as staging:
+        for name in manifest.files:
+            shutil.copyfile(bundles[0].folder / name, staging / name)
+        fewer_bits = replace(manifest, precision="int8", rungs=rungs)
+        made = seal_bundle(staging, fewer_bits, tmp_path / "int8")
+    result = _run(precision, "precision", [*bundles, made], tmp_path)
+    assert [row[-1] for row in result.tables[0].rows] == ["within", "OUTSIDE", "within"]
+    assert [target.value for target in result.targets] == [0.98, 0.003]
 
 
 def test_soak_ends_without_an_error_and_with_empty_gauges(
@@ -102,16 +150,14 @@ def test_quality_sets_the_ladder_beside_the_baselines(
     }
 
 
-def test_one_rung_takes_what_the_exporter_would_write(
-    bundles: list[Bundle], tmp_path: Path
-) -> None:
+def test_one_rung_is_what_the_exporter_would_write(bundles: list[Bundle], tmp_path: Path) -> None:
+    alone = build_generate(tmp_path / "one", steps=[4], name="tiny-generate", latency=False)
     for bundle in bundles:
-        alone = build_generate(tmp_path / "one", steps=[4], name="tiny-generate")
+        made = one_rung(bundle, tmp_path / bundle.manifest.name)
+        assert made.manifest.steps == (4,)
+        open_model(made).warm_up()
         if bundle.manifest.task == "generate":
-            written = sum(path.stat().st_size for path in alone.folder.iterdir())
-            assert bundle_size.one_rung_bytes(bundle, 4) == pytest.approx(written, abs=200)
-    result = _run(bundle_size, "bundle_size", bundles, tmp_path / "results")
-    assert [row[1] for row in result.tables[0].rows] == [3, 3, 3, 3]
+            assert folder_bytes(made) == pytest.approx(folder_bytes(alone), abs=200)
 
 
 def test_first_answer_measures_the_zoo_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +167,8 @@ def test_first_answer_measures_the_zoo_only(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_script_without_a_bundle_says_what_to_name(bundles: list[Bundle]) -> None:
-    with pytest.raises(SystemExit, match="that can generate to measure: name one with --bundles"):
-        cached_decode.main(["--quick", "--bundles", str(bundles[1].folder)])
+    with pytest.raises(SystemExit, match="of another precision than fp32: make one with"):
+        precision.main(["--quick", "--bundles", str(bundles[1].folder)])
 
 
 def test_texts_have_the_wanted_number_of_tokens(bundles: list[Bundle]) -> None:
@@ -164,22 +210,22 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_run_runs_all_but_what_is_skipped(
     bundles: list[Bundle], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    skipped = ["dial", "overhead", "cached_decode", "throughput", "memory", "soak"]
+    skipped = [name for name in SCRIPTS if name not in ("quality", "memory", "first_answer")]
     folders = [str(bundle.folder) for bundle in bundles]
     assert run.main(["--quick", "--bundles", *folders, "--skip", *skipped]) == 0
     printed = capfd.readouterr().out
-    assert "## What a ladder costs on disk" in printed and "## Quality at each rung" in printed
+    assert "## Memory of training" in printed and "## Quality at each rung" in printed
     assert "left out, since it is never quick: first_answer" in printed
 
 
 def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["dail"])
-    assert "no benchmark is named dail: there are quality, bundle_size" in capsys.readouterr().err
+    assert "no benchmark is named dail: there are quality, precision" in capsys.readouterr().err
 
 
 def test_run_fails_when_a_script_does(bundles: list[Bundle], tmp_path: Path) -> None:
-    arguments = ["--quick", "--bundles", str(tmp_path / "missing"), "--", "bundle_size"]
+    arguments = ["--quick", "--bundles", str(tmp_path / "missing"), "--", "quality"]
     assert run.main(arguments) == 1
 
 
@@ -223,8 +269,8 @@ def test_the_page_is_what_the_results_say() -> None:
 
 
 MODULES = (
-    *(quality, bundle_size, dial, overhead, cached_decode, throughput, memory),
-    *(soak, first_answer),
+    *(quality, precision, export_time, served_memory, dial, overhead, decode),
+    *(classify_speed, throughput, memory, soak, first_answer),
 )
 
 

@@ -92,9 +92,7 @@ READER_ONLY = {
 }
 READER_ONLY_OF_FAMILIES = (
     "for 1 channels",
-    "but the first rung's is",
     "steps of euler spend",
-    "but the bundle's method is",
     "is 1, like bos_id",
     "tokenizer.bos_id must be from 0 to",
     "repeats encoder-1.onnx",
@@ -135,7 +133,12 @@ def test_the_schema_is_one_and_has_the_keys_of_the_code() -> None:
 
 def test_the_schema_has_the_words_of_the_code() -> None:
     manifest, rung = DEFINED["manifest"]["properties"], DEFINED["rung"]["properties"]
-    for key, words in (("task", Task), ("depth", Depth), ("cache", Cache), ("precision", Precision)):
+    for key, words in (
+        ("task", Task),
+        ("depth", Depth),
+        ("cache", Cache),
+        ("precision", Precision),
+    ):
         assert set(manifest[key]["enum"]) == set(get_args(words))
     assert DEFINED["method"]["enum"] == list(METHODS)
     assert rung["effort"]["enum"] == [*EFFORTS, None]
@@ -162,7 +165,10 @@ def check(folder: Path) -> None:
             assert Draft202012Validator(SCHEMA).is_valid(value)
 
 
-@pytest.mark.parametrize("case", [*GENERATE_CASES, *CLASSIFY_CASES])
+# Without the number that Python itself refuses to read from JSON, or to show.
+@pytest.mark.parametrize(
+    "case", [case for case in GENERATE_CASES | CLASSIFY_CASES if case != "absurd head width"]
+)
 def test_a_malformed_manifest_is_refused_where_a_schema_can_tell(case: str) -> None:
     sound = (generate_bundle if case in GENERATE_CASES else classify_bundle)().manifest.to_json()
     change = (GENERATE_CASES | CLASSIFY_CASES)[case][0]
