@@ -6,6 +6,8 @@
 # Set on the command line (make demo PORT=9000), never by a variable of the same name that happens
 # to be in the environment.
 VENV := .venv
+# Two at a time, each module in one process: its fixtures are made once.
+PARALLEL := -n 2 --dist loadscope
 HOST := 127.0.0.1
 PORT := 8000
 RUNTIME := cpu
@@ -84,7 +86,7 @@ check: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 e2e: $(VENV)/.installed-dev
 	$(PY) -m pytest $(wildcard tests/e2e tests/faults) $(ARGS)

@@ -10,6 +10,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Tiny models gain nothing from threads, and lose to those of a test that runs beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("stepdial", deadline=None)
 hypothesis.settings.load_profile("stepdial")
