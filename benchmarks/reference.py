@@ -37,7 +37,7 @@ def decoder(quick: bool) -> Origin:
     size = [f"model.{key}={value}" for key, value in _SMALL.items()] if quick else []
     recipe = load_recipe("nanogpt", ["name=decoder", *size])
     window = recipe.model.window
-    return _origin(recipe, TextDataset(_text(100 * window), recipe.data, window, None))
+    return _origin(recipe, TextDataset(_text(400 * window), recipe.data, window, None))
 
 
 def classifier(quick: bool) -> Origin:

@@ -35,6 +35,8 @@ class Measured(NamedTuple):
 def held_out_batches(dataset: Dataset, manifest: Manifest, samples: int | None) -> Iterable[Batch]:
     """The held-out split, whole, or about `samples` of its rows."""
     size = _batch_rows(manifest)
+    if samples is not None:
+        size = min(size, max(2, samples))  # an interval needs two
     batches: Iterable[Batch] = dataset.held_out(size)
     if samples is None:
         return batches

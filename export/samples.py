@@ -106,7 +106,7 @@ class PointSamples:
 
 
 def _edges(samples: Samples, most: int) -> list[Inputs]:
-    shapes = sorted({(1, 1), (3, min(17, most)), (2, most)})
+    shapes = sorted({(1, 1), (3, min(17, most)), (1, most)})
     return [samples.draw(rows, length) for rows, length in shapes]
 
 

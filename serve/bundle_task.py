@@ -88,9 +88,11 @@ def _check_step(manifest: "Manifest") -> None:
             f"{manifest.depth} and the cache {manifest.cache}",
             field="step",
         )
-    if manifest.calibration is not None and (manifest.task != "classify" or not wanted):
+    stops = manifest.task == "classify" and wanted and manifest.method == "euler"
+    if manifest.calibration is not None and not stops:
         raise BundleError(
-            f"must be null for the task {manifest.task} and the depth {manifest.depth}",
+            f"must be null for the task {manifest.task}, the depth {manifest.depth} and the method "
+            f"{manifest.method}",
             field="calibration",
         )
 

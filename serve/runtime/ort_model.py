@@ -155,9 +155,12 @@ class OrtModel:
     def _shares_weights(self) -> bool:
         """Whether a session a rung, each with a copy of the weights, would take too much memory."""
         manifest = self._bundle.manifest
+        if manifest.step is None or not self._place.runs_single_steps:
+            return False
+        if manifest.precision == "int8":
+            return True  # whole graphs multiply in float32: only the step has products of bytes
         copies = manifest.files[manifest.weights].bytes * (len(manifest.rungs) - 1)
-        has_steps = manifest.step is not None and self._place.runs_single_steps
-        return has_steps and copies > MAX_COPIED_BYTES
+        return copies > MAX_COPIED_BYTES
 
     def _rung(self, steps: int, task: "Task") -> Rung:
         manifest = self._bundle.manifest

@@ -36,8 +36,10 @@ def answer(opened: OpenedModel, steps: int, rows: RowArray, target: IntArray) ->
     so far, and means nothing to other tasks."""
     match opened.bundle.manifest.task:
         case "classify":
-            return opened.classifier(steps).run(rows)[0]
+            logits = opened.classifier(steps).run(rows)
         case "generate":
-            return opened.decoder(steps).forward(rows.astype(np.int64))[0]
+            logits = opened.decoder(steps).forward(rows.astype(np.int64))
         case "translate":
-            return opened.translator(steps).forward(rows.astype(np.int64), target)[0]
+            logits = opened.translator(steps).forward(rows.astype(np.int64), target)
+    only: FloatArray = logits[0]
+    return only

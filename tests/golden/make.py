@@ -39,7 +39,6 @@ from tests.tiny_runs import (
 from train.config import Recipe
 
 FOLDER = Path(__file__).resolve().parent / f"version-{SCHEMA_VERSION}"
-STEPS = (1, 2)
 QUICK = ["optim.iterations=20", "model.layers=1"]
 # Rows enough to certify thresholds, and a model that has learnt something to be certain of.
 CALIBRATED = ["data.rows=6400", "data.held_out=0.5", "data.longest=4", "optim.iterations=150"]
@@ -57,6 +56,7 @@ class Golden:
     settings: list[str]
     asked: Any
     precision: Precision = "fp32"
+    steps: tuple[int, ...] = (1, 2)
 
 
 def label_recipe(_: Path, *overrides: str) -> Recipe:
@@ -69,7 +69,7 @@ BUNDLES = {
         tiny_text_recipe, ["model.width=64", "model.hidden=512"], PROMPT, "int8"
     ),
     "decoder-fixed": Golden(tiny_text_recipe, ["model.depth=discrete"], PROMPT),
-    "text": Golden(label_recipe, CALIBRATED, BITS),
+    "text": Golden(label_recipe, CALIBRATED, BITS, steps=(1, 4)),
     "image": Golden(tiny_image_recipe, ["steps.method=heun"], IMAGE),
     "points": Golden(tiny_point_recipe, ["steps.method=ab2"], CLOUD),
     "chain": Golden(
@@ -92,7 +92,7 @@ def make(name: str, golden: Golden) -> None:
         recipe = golden.recipe(Path(scratch), *QUICK, *golden.settings)
         run = trained(recipe, Path(scratch))
         request = ExportRequest(
-            FOLDER / name, STEPS, name=name, precision=golden.precision, latency=False
+            FOLDER / name, golden.steps, name=name, precision=golden.precision, latency=False
         )
         bundle = export_run(run, request)
     write_latency(bundle.folder, made_up(bundle))

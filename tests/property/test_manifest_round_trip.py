@@ -163,7 +163,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     caches = task == "generate" and depth != "chain" and draw(st.booleans())
     one_step = caches or (depth == "ode" and task != "translate")
     step = StepFiles("embed.onnx", "step.onnx", "head.onnx") if one_step else None
-    calibrated = step is not None and task == "classify" and draw(st.booleans())
+    stops = step is not None and task == "classify" and rungs[0].method == "euler"
+    calibrated = stops and draw(st.booleans())
     names = ["w.bin", *(file for rung in rungs for file in rung.graphs.values())]
     names += step.graphs.values() if step is not None else ()
     return Manifest(

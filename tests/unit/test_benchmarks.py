@@ -85,7 +85,7 @@ def test_speed_is_measured_in_every_way_and_answers_are_right(tmp_path: Path) ->
 def test_an_export_is_timed_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = export_time._in_own_process("fp32", (1, 2), quick=True)
+    found = export_time._in_own_process("fp32", (1,), quick=True)
     stages_s = found["stages_s"]
     assert set(stages_s) == {"before", "trace", "write_graphs", "verify_rung", "measure_rung"}
     assert min(stages_s.values()) > 0 and sum(stages_s.values()) < found["wall_s"]
