@@ -51,8 +51,9 @@ class Budget(Answer):
     )
     max_disagreement: float | None = Field(
         None,
+        exclude_if=lambda level: level is None,
         description="The certified level that was applied: how often such an answer differs from "
-        "that of the full steps at most. Null where all steps were taken.",
+        "that of the full steps at most. Left out where no answer could come early.",
     )
 
     @classmethod

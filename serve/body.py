@@ -29,7 +29,6 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 # Fields of the contract that later releases take.
 _NOT_YET = {
     "deadline_ms": "choosing steps for a deadline",
-    "max_disagreement": "stopping early",
     "min_steps": "letting the server choose the steps",
     "max_steps": "letting the server choose the steps",
 }

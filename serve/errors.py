@@ -12,6 +12,7 @@
     │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
     │   ├── NotSupported      422  a field of the contract that this release does not support
     │   ├── ImpossibleBudget  422  the ladder has no such rung
+    │   ├── NotCalibrated     422  the model cannot promise how often early answers differ
     │   ├── WrongInput        422  the model takes another kind of input
     │   └── WrongTask         422  the model serves the other endpoint
     ├── QueueFull             429  try again after `retry_after_s`

@@ -127,7 +127,11 @@ class OrtModel:
         return rung.graph
 
     def _warm_classifier(self, steps: int) -> None:
-        self.classifier(steps).run(largest_row(self._bundle.manifest)[None])
+        manifest = self._bundle.manifest
+        rows = largest_row(manifest)[None]
+        self.classifier(steps).run(rows)
+        if manifest.calibration is not None and steps == manifest.full_steps:
+            self.step_classifier(steps).run(rows)  # what answers early
 
     def _warm_decoder(self, steps: int) -> None:
         tokens = largest_tokens(self._bundle.manifest)

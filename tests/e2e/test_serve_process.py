@@ -16,6 +16,7 @@ import pytest
 from serve.__main__ import main
 from serve.bundle import Bundle
 from serve.catalog import Catalog, open_catalog
+from serve.runtime.place import Place
 from serve.server import bind, listen
 from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.sse import parse_events
@@ -137,9 +138,9 @@ def test_a_port_that_another_server_takes_meanwhile_is_said_in_one_line(
     with bind("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
 
-        def load_slowly(folders: Sequence[Path], threads: int | None) -> Catalog:
+        def load_slowly(folders: Sequence[Path], threads: int | None, place: Place) -> Catalog:
             listen(other)
-            return open_catalog(folders, threads)
+            return open_catalog(folders, threads, place)
 
         monkeypatch.setattr("serve.__main__.open_catalog", load_slowly)
         # As the process does it: afterwards these would change the tests that follow.

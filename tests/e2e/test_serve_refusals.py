@@ -60,7 +60,6 @@ def test_impossible_budgets(
     ("path", "body", "param"),
     [
         (CLASSIFY, TEXT | {"deadline_ms": 100}, "deadline_ms"),
-        (CLASSIFY, TEXT | {"max_disagreement": 0.01}, "max_disagreement"),
         (CLASSIFY, TEXT | {"min_steps": 1}, "min_steps"),
         (GENERATE, PROMPT | {"max_steps": 4}, "max_steps"),
         (GENERATE, PROMPT | {"deadline_ms": None}, "deadline_ms"),
