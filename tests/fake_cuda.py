@@ -36,7 +36,7 @@ class FakeCuda(ModuleType):
 
     def cudaGetDeviceProperties(self, device: int) -> tuple[int, Any]:
         properties = ModuleType("properties")
-        properties.name, properties.major, properties.minor = b"Fake GPU\0", 9, 0  # type: ignore[attr-defined]
+        properties.name, properties.major, properties.minor = b"Fake GPU\0", 9, 0  # type: ignore[attr-defined]  # a namespace
         return 0, properties
 
     def cudaRuntimeGetVersion(self) -> tuple[int, int]:

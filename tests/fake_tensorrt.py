@@ -106,7 +106,7 @@ class FakeNetwork:
 
     def get_input(self, index: int) -> Any:
         tensor = ModuleType("tensor")
-        tensor.name = self._names[index]  # type: ignore[attr-defined]
+        tensor.name = self._names[index]  # type: ignore[attr-defined]  # a namespace
         return tensor
 
 

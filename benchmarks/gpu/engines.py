@@ -144,7 +144,7 @@ def ways(bundle: Bundle, folder: Path) -> Iterator[Way]:
         yield Way(
             f"engines {precision}",
             tolerance,
-            lambda precision=precision: _open_engines(bundle, folder / precision, precision),  # type: ignore[misc]
+            lambda precision=precision: _open_engines(bundle, folder / precision, precision),  # type: ignore[misc]  # defaults bind now
         )
 
 
@@ -162,10 +162,10 @@ def _calls(model: OpenedModel, steps: int) -> Iterator[tuple[int, Callable[[], o
             read = model.translator(steps).read
             source = np.asarray(taken[0], dtype=np.int64)
             answers = np.repeat(source[None, : manifest.target_max_tokens], rows, axis=0)
-            yield rows, lambda read=read, s=source, a=answers: read(s).follow(a)  # type: ignore[misc]
+            yield rows, lambda read=read, s=source, a=answers: read(s).follow(a)  # type: ignore[misc]  # defaults bind now
         else:
             forward = model.unrolled(steps).forward
-            yield rows, lambda forward=forward, taken=taken: forward(taken)  # type: ignore[misc]
+            yield rows, lambda forward=forward, taken=taken: forward(taken)  # type: ignore[misc]  # defaults bind now
 
 
 def _rows(manifest: Manifest, rows: int) -> RowArray:
