@@ -82,7 +82,7 @@ demo: $(VENV)/.installed-serve
 check: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict $(SOURCES)
+	$(PY) -m mypy --strict --num-workers 2 $(SOURCES)
 	$(VENV)/bin/lint-imports
 
 test: $(VENV)/.installed-dev

@@ -13,6 +13,8 @@ from benchmarks.result import RESULTS, Provenance, Result
 from serve.bundle import Bundle, Task, read_bundle
 
 ZOO = ROOT / "zoo"
+# The exit status of a script that lacks what it measures, and said what that is.
+NOTHING_TO_MEASURE = 3
 
 
 @dataclass(frozen=True, slots=True)

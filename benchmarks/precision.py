@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.machine import ROOT
-from benchmarks.options import parser, run
+from benchmarks.options import NOTHING_TO_MEASURE, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle, read_bundle
 
@@ -22,16 +22,19 @@ MOST_CHANGE = {"loss": 0.002, "accuracy": 0.002, "bleu": 0.2}
 
 def main(arguments: Sequence[str]) -> int:
     parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
-    return run(NAME, arguments, parsed, partial(measure, parsed.bundles or _bundles_here()))
-
-
-def measure(folders: Sequence[Path], provenance: Provenance) -> Result:
-    bundles = [one for one in map(read_bundle, folders) if one.manifest.precision != "fp32"]
-    if not bundles:
-        raise SystemExit(
+    bundles = [read_bundle(folder) for folder in parsed.bundles or _bundles_here()]
+    fewer_bits = [bundle for bundle in bundles if bundle.manifest.precision != "fp32"]
+    if not fewer_bits:
+        print(
             "there is no bundle of another precision than fp32: make one with "
-            "`stepdial export RUN --precision int8` and name it with --bundles FOLDER ..."
+            "`stepdial export RUN --precision int8` and name it with --bundles FOLDER ...",
+            file=sys.stderr,
         )
+        return NOTHING_TO_MEASURE
+    return run(NAME, arguments, parsed, partial(measure, fewer_bits))
+
+
+def measure(bundles: Sequence[Bundle], provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
     for bundle in bundles:

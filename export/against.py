@@ -7,15 +7,17 @@ from collections.abc import Iterable
 
 import torch
 
-from export.calibrate import logits_of
+from export.calibrate import Measured, logits_of, measured_by
 from serve.bundle import AgainstFp32
 from serve.runtime.protocol import Model
 from train.batch import IGNORED, Batch
 from train.quality import Tally
 
 
-def compare(opened: Model, reference: Model, steps: int, batches: Iterable[Batch]) -> AgainstFp32:
-    """One rung of both, on the same rows."""
+def compare(
+    opened: Model, reference: Model, steps: int, batches: Iterable[Batch]
+) -> tuple[Measured, AgainstFp32]:
+    """The quality of a rung, and how it differs from the other's on the same rows."""
     labelled = opened.bundle.manifest.task == "classify"
     tally, reference_tally = Tally(), Tally()
     same = counted = 0
@@ -26,5 +28,6 @@ def compare(opened: Model, reference: Model, steps: int, batches: Iterable[Batch
         kept = batch.targets != IGNORED
         same += int((pair[0].argmax(-1) == pair[1].argmax(-1))[kept].sum())
         counted += int(kept.sum())
-    change = tally.quality(labelled).value - reference_tally.quality(labelled).value
-    return AgainstFp32(same / counted, change, counted)
+    measured = measured_by(tally, labelled)
+    change = measured.quality.value - reference_tally.quality(labelled).value
+    return measured, AgainstFp32(same / counted, change, counted)

@@ -3,7 +3,6 @@
 Knows ONNX nodes and names; not what the pieces compute.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from export.pieces import OPSET, Piece
 from export.ports import Port
-from export.weights import SMALL_BYTES
+from export.weights import Content, Contents
 
 IR_VERSION = 10
 CONTRIB = "com.microsoft"
@@ -26,15 +25,15 @@ class GraphBuilder:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, onnx.TensorProto] = field(default_factory=dict)
     _pasted: dict[str, dict[str, str]] = field(default_factory=dict)  # names by owner
-    _known: dict[tuple[object, ...], str] = field(default_factory=dict)  # large ones, by content
-    # Contents of large ones, of this graph and of those that share its weights file.
-    stored: set[tuple[object, ...]] = field(default_factory=set)
+    _known: dict[Content, str] = field(default_factory=dict)  # large ones
+    # Of large ones, of this graph and of those that share its weights file.
+    stored: set[Content] = field(default_factory=set)
 
     def paste(self, piece: Piece, owner: str, copy: str, inputs: Sequence[str]) -> list[str]:
         """A copy of a piece fed by `inputs`; its outputs. Copies of an owner share weights."""
         if owner not in self._pasted:
             self._pasted[owner] = {
-                name: self._add(f"{owner}.{name}", tensor)
+                name: self._add(f"{owner}.{name}", tensor, piece.contents.get(name))
                 for name, tensor in piece.initializers.items()
             }
         names = dict(zip(piece.inputs, inputs, strict=True)) | self._pasted[owner]
@@ -92,7 +91,7 @@ class GraphBuilder:
     def model(
         self, name: str, inputs: Sequence[Port], outputs: Mapping[str, Port]
     ) -> onnx.ModelProto:
-        """The graph as a checked model; `outputs` by the value that each is to show."""
+        """The graph as a model; `outputs` by the value that each is to show."""
         self._name_outputs({value: port.name for value, port in outputs.items()})
         graph = helper.make_graph(
             self.nodes,
@@ -104,11 +103,9 @@ class GraphBuilder:
         opsets = [helper.make_opsetid("", OPSET)]
         if any(node.domain == CONTRIB for node in self.nodes):
             opsets.append(helper.make_opsetid(CONTRIB, 1))
-        model = helper.make_model(
+        return helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="stepdial"
         )
-        onnx.checker.check_model(model)
-        return model
 
     def _name_outputs(self, names: dict[str, str]) -> None:
         """Rename in place, since an Identity would copy; what no node makes gets one."""
@@ -121,24 +118,23 @@ class GraphBuilder:
                 for index, value in enumerate(values):
                     values[index] = renamed.get(value, value)
 
-    def _add(self, name: str, tensor: onnx.TensorProto) -> str:
+    def _add(self, name: str, tensor: onnx.TensorProto, contents: Contents | None) -> str:
         """The value of a weight: its own, an equal one's, or the transpose of one that is known.
 
         The exporter writes the weights of a linear layer transposed, so a head that is tied to
         the token embedding would stand in the file twice.
         """
         array = numpy_helper.to_array(tensor)
-        if array.nbytes >= SMALL_BYTES:
-            for turned in (False, True) if array.ndim == 2 else (False,):
-                content = _content(array.T if turned else array)
-                if content in self._known:
-                    known = self._known[content]
-                    return self._transposed(name, known) if turned else known
-                if turned and content in self.stored:
-                    self._keep(f"{name}.T", array.T)
-                    return self._transposed(name, f"{name}.T")
-            self._known[_content(array)] = name
-            self.stored.add(_content(array))
+        if contents is not None:
+            if contents.upright in self._known:
+                return self._known[contents.upright]
+            if contents.turned in self._known:
+                return self._transposed(name, self._known[contents.turned])
+            if contents.turned in self.stored:
+                self._keep(f"{name}.T", array.T)
+                return self._transposed(name, f"{name}.T")
+            self._known[contents.upright] = name
+            self.stored.add(contents.upright)
         self._keep(name, array)
         return name
 
@@ -152,11 +148,6 @@ class GraphBuilder:
 
 def _value(port: Port) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(port.name, port.kind, list(port.shape))
-
-
-def _content(array: np.ndarray) -> tuple[object, ...]:
-    data = np.ascontiguousarray(array)
-    return data.dtype.str, data.shape, hashlib.sha256(data.data).digest()
 
 
 def _renamed(names: Mapping[str, str], value: str, copy: str) -> str:

@@ -1,14 +1,20 @@
-"""Velocities whose attention reads and extends a cache instead of seeing the whole sequence.
+"""Which velocities have a form with caches, and the embedding that goes before it.
 
-Knows which modules have such a form. It does not know their structure: whatever calls a causal
-attention, in whatever order and however often, calls the cached one with the next pair of caches.
+Whatever calls a causal attention, in whatever order and however often, calls the cached one with
+the next pair of caches. Knows modules; not the operator that takes the attention's place.
 """
 
-import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-import torch
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from export.pieces import Piece
+from export.ports import PAST, SEQLENS, TOTAL
 from train.blocks import Attention, Block, BlockVelocity, Conditioned
 from train.model import Embedding
 from train.runge_kutta import RungeKuttaStack
@@ -16,17 +22,13 @@ from train.runge_kutta import RungeKuttaStack
 HEAD_WIDTH_MULTIPLE = 8  # of the operator
 
 
-def attentions(velocity: nn.Module) -> list[Attention]:
-    return [module for module in velocity.modules() if isinstance(module, Attention)]
-
-
 def has_cached_form(velocity: nn.Module) -> bool:
     """Whether positions meet only in causal attention of the kind that the operator computes."""
-    found = attentions(velocity)
+    found = [module for module in velocity.modules() if isinstance(module, Attention)]
     return (
         _is_of_blocks(velocity)
-        and all(a.causal and head_width(a) % HEAD_WIDTH_MULTIPLE == 0 for a in found)
-        and len({(a.heads, head_width(a)) for a in found}) == 1
+        and all(one.causal and one.head_width % HEAD_WIDTH_MULTIPLE == 0 for one in found)
+        and len({(one.heads, one.head_width) for one in found}) == 1
     )
 
 
@@ -43,98 +45,53 @@ def _is_of_blocks(velocity: nn.Module) -> bool:
     return all(isinstance(block, Block) for block in blocks)
 
 
-def head_width(attention: Attention) -> int:
-    return attention.qkv.in_features // attention.heads
-
-
-def count_pairs(velocity: nn.Module, *inputs: Tensor) -> int:
-    """Pairs of caches that one evaluation uses: calls of attention in a dry run."""
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    hooks = [attention.register_forward_hook(count) for attention in attentions(velocity)]
-    with torch.no_grad():
-        velocity(*inputs)
-    for hook in hooks:
-        hook.remove()
-    return calls
-
-
-class _Tape:
-    """The caches of one evaluation, taken and given back in the order of the calls."""
-
-    def __init__(self) -> None:
-        self.lengths: tuple[Tensor, Tensor]
-        self.waiting: list[Tensor] = []
-        self.extended: list[Tensor] = []
-
-
-class CachedAttention(nn.Module):
-    """A causal attention on cached keys and values, as ONNX Runtime's operator.
-
-    The operator cannot run in torch: the attention it stands for is what it is verified by.
-    """
-
-    def __init__(self, attention: Attention, tape: _Tape) -> None:
-        super().__init__()
-        self.attention, self.tape = attention, tape
-
-    def forward(self, x: Tensor, mask: None = None) -> Tensor:
-        heads, tape = self.attention.heads, self.tape
-        key, value = tape.waiting.pop(0), tape.waiting.pop(0)
-        y, key_out, value_out = torch.onnx.ops.symbolic_multi_out(
-            "com.microsoft::GroupQueryAttention",
-            [self.attention.qkv(x), None, None, key, value, *tape.lengths],
-            attrs={"num_heads": heads, "kv_num_heads": heads},
-            dtypes=[torch.float32] * 3,
-            shapes=[x.shape, key.shape, value.shape],
-            version=1,
-        )
-        tape.extended += [key_out, value_out]
-        out: Tensor = self.attention.out(y)
-        return out
-
-
 class CachedEmbed(nn.Module):
-    """Tokens at absolute positions, and the two lengths that the cached attention wants."""
+    """Tokens at absolute positions."""
 
     def __init__(self, embed: Embedding) -> None:
         super().__init__()
         self.embed = embed
 
-    def forward(self, tokens: Tensor, past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        N, embed = tokens.shape[1], self.embed
-        at = past.long()[:, None] + torch.arange(N)[None, :]  # (B, N)
-        x = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
-        last = past + (N - 1)  # (B,): index of the last position of each row
-        return x, last.int(), (last.amax(0) + 1).int()
+    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
+        embed = self.embed
+        x: Tensor = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
+        return x
 
 
-class CachedVelocity(nn.Module):
-    """One evaluation: x, [t, h,] two lengths and the caches, to v and the caches extended."""
+def after_past(piece: Piece) -> Piece:
+    """An embedding at positions, fed by the length of the past instead.
 
-    def __init__(self, velocity: nn.Module) -> None:
-        super().__init__()
-        self.tape = _Tape()
-        self.timed: bool = getattr(velocity, "timed", False)
-        self.velocity = _with_tape(copy.deepcopy(velocity), self.tape)
+    tokens (B, N), past (B,) to x, and the two lengths that the cached attention wants.
+    """
+    tokens, at = piece.inputs
+    past, seqlens, total = PAST.name, SEQLENS.name, TOTAL.name
+    nodes = (
+        _node("Shape", [tokens], "count", start=1, end=2),  # (1,)
+        _node("Squeeze", ["count"], "count/number"),
+        _node("Range", ["zero", "count/number", "one"], "offsets"),  # (N,)
+        _node("Cast", [past], "past/long", to=TensorProto.INT64),
+        _node("Unsqueeze", ["past/long", "last_axis"], "past/column"),  # (B, 1)
+        _node("Add", ["past/column", "offsets"], at),  # (B, N)
+        _node("Cast", ["count"], "count/int", to=TensorProto.INT32),
+        _node("Add", [past, "count/int"], "lengths"),  # (B,)
+        _node("Sub", ["lengths", "one/int"], seqlens),  # (B,): index of the last position
+        _node("ReduceMax", ["lengths"], total, keepdims=0),  # ()
+    )
+    constants = {
+        "zero": np.array(0),
+        "one": np.array(1),
+        "last_axis": np.array([1]),
+        "one/int": np.array(1, dtype=np.int32),
+    }
+    return dataclasses.replace(
+        piece,
+        nodes=(*nodes, *piece.nodes),
+        initializers=piece.initializers
+        | {name: numpy_helper.from_array(value, name) for name, value in constants.items()},
+        inputs=(tokens, past),
+        outputs=(*piece.outputs, seqlens, total),
+    )
 
-    def forward(self, x: Tensor, seqlens: Tensor, total: Tensor, *rest: Tensor) -> list[Tensor]:
-        time, caches = (rest[:2], rest[2:]) if self.timed else ((), rest)
-        self.tape.lengths = (seqlens, total)
-        self.tape.waiting, self.tape.extended = list(caches), []
-        v = self.velocity(x, *time)
-        assert not self.tape.waiting
-        return [v, *self.tape.extended]
 
-
-def _with_tape(module: nn.Module, tape: _Tape) -> nn.Module:
-    for name, child in module.named_children():
-        if isinstance(child, Attention):
-            setattr(module, name, CachedAttention(child, tape))
-        else:
-            _with_tape(child, tape)
-    return module
+def _node(op: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [output], name=output, **attributes)

@@ -67,6 +67,11 @@ def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measure
     tally = Tally()
     for batch in batches:
         tally.add(batch, torch.from_numpy(logits_of(opened, steps, batch)), 0.0)
+    return measured_by(tally, labelled)
+
+
+def measured_by(tally: Tally, labelled: bool) -> Measured:
+    """What a tally found."""
     quality = tally.quality(labelled)
     metric: Metric = "accuracy" if labelled else "loss"
     return Measured(

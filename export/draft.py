@@ -37,6 +37,7 @@ from train.tokens import BEGIN, END
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
 STEP_FILES = StepFiles("embed.onnx", "step.onnx", "head.onnx")
+MIXED_STEP_FILES = dataclasses.replace(STEP_FILES, mixed="mixed.onnx")
 UNMEASURED = Verified(0.0, 0.0, 0.0)
 UNCOMPARED = AgainstFp32(1.0, 0.0, 1)
 
@@ -81,7 +82,7 @@ def draft_manifest(
         ),
         weights=WEIGHTS,
         rungs=_rungs(traced, ladder, method, model.discrete, precision),
-        step=None if traced.step is None else STEP_FILES,
+        step=step_files(traced),
         card=card,
         provenance={
             "recipe": kept.to_json(),
@@ -89,6 +90,14 @@ def draft_manifest(
             "torch": torch.__version__,
         },
     )
+
+
+def step_files(traced: Traced) -> StepFiles | None:
+    """The graphs of one step that a bundle of the model has."""
+    if traced.step is None:
+        return None
+    mixes = traced.caches is not None and traced.graph.depth == "ode"
+    return MIXED_STEP_FILES if mixes else STEP_FILES
 
 
 def graph_name(steps: int) -> str:

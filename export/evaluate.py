@@ -35,7 +35,7 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
     manifest = bundle.manifest
     try:
         # Provenance is free: what is no recipe is caught below.
-        kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]
+        kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]  # JSON
         read = {**kept["data"], "path": data}
         if isinstance(manifest.input, ImageInput):  # else those of the images given are measured
             read |= {"mean": manifest.input.mean, "std": manifest.input.std}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import onnx
 
-from export.draft import STEP_FILES, WEIGHTS, encoder_name, graph_name
+from export.draft import WEIGHTS, encoder_name, graph_name, step_files
+from export.mixed import mixed_step
 from export.parts import Traced
 from export.quantise import quantise
 from export.step_graphs import stitch_step
@@ -26,12 +27,15 @@ class Ladder:
 
 
 def write_graphs(folder: Path, traced: Traced, ladder: Ladder, precision: Precision) -> None:
-    """Write all graphs and the weights."""
+    """Write all graphs and the weights; each graph is checked as it then lies there."""
     weights = WeightsFile(WEIGHTS)
-    if traced.step is not None:
-        graphs = stitch_step(traced.graph, traced.step, ladder.method)
-        for field, name in STEP_FILES.graphs.items():
-            _write(folder / name, getattr(graphs, field), weights, precision, plain=False)
+    files = step_files(traced)
+    if traced.step is not None and files is not None:
+        graphs = stitch_step(traced.graph, traced.step, ladder.method)._asdict()
+        if files.mixed is not None:
+            graphs["mixed"] = mixed_step(graphs["step"])
+        for field, name in files.graphs.items():
+            _write(folder / name, graphs[field], weights, precision, plain=False)
     for steps in ladder.steps:
         graph = stitch(traced.graph, ladder.method, steps)
         _write(folder / graph_name(steps), graph, weights, precision, plain=True)
@@ -39,6 +43,8 @@ def write_graphs(folder: Path, traced: Traced, ladder: Ladder, precision: Precis
             encoder = stitch(traced.encoder, ladder.method, steps)
             _write(folder / encoder_name(steps), encoder, weights, precision, plain=True)
     weights.write(folder)
+    for path in folder.glob("*.onnx"):
+        onnx.checker.check_model(str(path))
 
 
 def _write(

@@ -9,14 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from export.cached import (
-    CachedEmbed,
-    CachedVelocity,
-    attentions,
-    count_pairs,
-    has_cached_form,
-    head_width,
-)
+from export.attention import fused, marks, with_caches, written_out
+from export.cached import CachedEmbed, after_past, has_cached_form
 from export.pieces import Function, Piece, open_sizes, trace_functions
 from export.ports import (
     CLASSES,
@@ -143,18 +137,17 @@ def trace(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> T
         generates = model(*small, steps=1).logits.dim() == 3
         plan = _Plan(model.depth, model.T, generates)
         plan.follow(_Embed(model.embed), model.velocity, model.head, (small, large))
-        cached = _cached(model, small[0]) if generates and _cacheable(model) else None
     inputs = (TOKENS if generates else _port(small[0]),)
-    functions = plan.functions + ([] if cached is None else cached.functions)
-    pieces = trace_functions(functions)
+    cached = [_cached_embed(model, small[0])] if generates and _cacheable(model) else []
+    pieces = trace_functions(plan.functions + cached)
     count = len(plan.functions)
     graph = plan.parts(pieces[:count], inputs, VOCABULARY if generates else CLASSES)
     task: Task = "generate" if generates else "classify"
-    if cached is not None:
-        step = cached.parts(pieces[count:], plan)
+    if cached:
+        step = _cached_step(plan, velocity=pieces[1], embed=pieces[count])
     elif model.depth == "ode":
-        (velocity,) = graph.velocities
         state, *context = plan.states
+        velocity = fused(pieces[1])
         step = StepParts(graph.embed, velocity, plan.timed, inputs, state, tuple(context))
     else:
         step = None
@@ -209,7 +202,7 @@ class _Plan:
         embed, *velocities, head = pieces
         return Parts(
             embed,
-            tuple(velocities),
+            tuple(map(written_out, velocities)),
             self.timed,
             head,
             self.head_sees_context,
@@ -234,38 +227,19 @@ def _cacheable(model: OTTransformer) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedPlan:
-    """What is to be traced of a decoder's step with caches."""
-
-    functions: list[Function]
-    caches: CacheShape
-
-    def parts(self, pieces: list[Piece], plan: _Plan) -> StepParts:
-        embed, velocity = pieces
-        inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
-        return StepParts(embed, velocity, plan.timed, inputs, plan.states[0], context, self.caches)
-
-
-def _cached(model: OTTransformer, tokens: Tensor) -> _CachedPlan:
+def _cached_embed(model: OTTransformer, tokens: Tensor) -> Function:
     assert isinstance(model.embed, Embedding)
-    B, N = tokens.shape
-    x = model.embed(tokens).state
-    time = _time(x) if getattr(model.velocity, "timed", False) else []
-    attention = attentions(model.velocity)[0]
-    caches = CacheShape(
-        count_pairs(model.velocity, x, *time), attention.heads, head_width(attention)
+    return Function(CachedEmbed(model.embed), (tokens, tokens), ((0, 1), (0, 1)))
+
+
+def _cached_step(plan: _Plan, velocity: Piece, embed: Piece) -> StepParts:
+    attentions = marks(velocity)
+    caches = CacheShape(len(attentions), attentions[0].heads, attentions[0].head_width)
+    inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
+    state = plan.states[0]
+    return StepParts(
+        after_past(embed), with_caches(velocity), plan.timed, inputs, state, context, caches
     )
-    past = torch.zeros(B, dtype=torch.int32)
-    lengths = (torch.full((B,), N - 1, dtype=torch.int32), torch.tensor(N, dtype=torch.int32))
-    empty = torch.zeros(B, caches.heads, 8, caches.head_width)
-    slots = [empty] * (2 * caches.pairs)
-    open_sizes_ = ((0, 1), (0,), (), *[(0,)] * len(time), *[(0, 2)] * len(slots))
-    functions = [
-        Function(CachedEmbed(model.embed), (tokens, past), ((0, 1), (0,))),
-        Function(CachedVelocity(model.velocity), (x, *lengths, *time, *slots), open_sizes_),
-    ]
-    return _CachedPlan(functions, caches)
 
 
 def _translator(model: Translator, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:

@@ -14,6 +14,10 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from export.marked import marked
+from export.sums import sum_by_products
+from export.weights import Contents, contents_of
+
 OPSET = 21
 
 
@@ -25,6 +29,7 @@ class Piece:
     initializers: dict[str, onnx.TensorProto]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    contents: dict[str, Contents]  # of the large initializers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,12 @@ def open_sizes(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[tuple[in
 
 
 def trace_functions(functions: Sequence[Function]) -> list[Piece]:
-    """A piece each. They pass the exporter together, since most of its time is its own start."""
+    """A piece each, its attentions marked.
+
+    They pass the exporter together, since most of its time is its own start.
+    """
     sizes = _Sizes([len(function.arguments) for function in functions])
-    together = _Together([function.module for function in functions], sizes)
+    together = _Together([marked(function.module) for function in functions], sizes)
     graph = _export(
         together.eval(),
         # Copies: the exporter takes a tensor that stands twice for one input.
@@ -99,7 +107,9 @@ def _piece(graph: onnx.GraphProto, inputs: list[str], outputs: list[str]) -> Pie
             nodes.append(node)
             needed.update(node.input)
     initializers = {t.name: t for t in graph.initializer if t.name in needed}
-    return Piece(tuple(reversed(nodes)), initializers, tuple(inputs), tuple(outputs))
+    found = {name: contents_of(tensor) for name, tensor in initializers.items()}
+    contents = {name: one for name, one in found.items() if one is not None}
+    return Piece(tuple(reversed(nodes)), initializers, tuple(inputs), tuple(outputs), contents)
 
 
 def _export(
@@ -119,6 +129,7 @@ def _export(
     model = program.model_proto
     if model.functions:
         raise RuntimeError("the exporter left local functions in the graph; they are not stitched")
+    sum_by_products(model.graph)
     return model.graph
 
 

@@ -134,11 +134,11 @@ class _Quantising:
         matrix, (answer,) = self._matrices[key], node.output
         times = f"{answer}/times" if product.bias else answer
         if self.plain:
-            nodes.append(_node("MatMul", [product.x, matrix.name], times))
+            nodes.append(node_of("MatMul", [product.x, matrix.name], times))
         else:
             nodes.append(_times_bytes(product.x, matrix, times))
         if product.bias:
-            nodes.append(_node("Add", [times, product.bias], answer))
+            nodes.append(node_of("Add", [times, product.bias], answer))
         return nodes
 
     def _product(self, node: onnx.NodeProto) -> _Product | None:
@@ -170,14 +170,14 @@ class _Quantising:
         self._make(f"{name}.zeros", zeros)
         value = f"{name}/padded"
         inputs = [f"{name}.{part}" for part in ("bytes", "scales", "zeros")]
-        nodes = [_node("DequantizeLinear", inputs, value, axis=1, block_size=BLOCK)]
+        nodes = [node_of("DequantizeLinear", inputs, value, axis=1, block_size=BLOCK)]
         if matrix.K % BLOCK:
             bounds = {f"{name}.from": 0, f"{name}.to": matrix.K, f"{name}.axis": 1}
             for bound, at in bounds.items():
                 self._make(bound, np.array([at], dtype=np.int64))
-            nodes.append(_node("Slice", [value, *bounds], f"{name}/cut"))
+            nodes.append(node_of("Slice", [value, *bounds], f"{name}/cut"))
             value = f"{name}/cut"
-        return [*nodes, _node("Transpose", [value], name, perm=[1, 0])]
+        return [*nodes, node_of("Transpose", [value], name, perm=[1, 0])]
 
     def _make(self, name: str, array: npt.NDArray[Any]) -> None:
         self.made[name] = numpy_helper.from_array(array, name)
@@ -185,7 +185,7 @@ class _Quantising:
 
 def _times_bytes(x: str, matrix: _Matrix, answer: str) -> onnx.NodeProto:
     inputs = [x, f"{matrix.name}.bytes", f"{matrix.name}.scales"]
-    return _node(
+    return node_of(
         "MatMulNBits",
         inputs,
         answer,
@@ -198,7 +198,7 @@ def _times_bytes(x: str, matrix: _Matrix, answer: str) -> onnx.NodeProto:
     )
 
 
-def _node(op: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
+def node_of(op: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
     return helper.make_node(op, inputs, [output], name=output, **attributes)
 
 

@@ -20,7 +20,7 @@ HISTORY = Port("history", FLOAT, ("batch",))
 
 
 class StepGraphs(NamedTuple):
-    """Three graphs, checked; their weights still inside."""
+    """Three graphs; their weights still inside."""
 
     embed: onnx.ModelProto
     step: onnx.ModelProto

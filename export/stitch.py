@@ -13,7 +13,7 @@ from train.ode import Method, method_named
 
 
 def stitch(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
-    """The graph of one rung in plain operators, checked; its weights still inside."""
+    """The graph of one rung in plain operators; its weights still inside."""
     table = method_named(method)
     build = GraphBuilder()
     x, *context = build.paste(parts.embed, "embed", "embed", [port.name for port in parts.inputs])

@@ -7,8 +7,12 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from export.against import compare
 from export.calibrate import (
@@ -19,17 +23,20 @@ from export.calibrate import (
     named_rungs,
 )
 from export.disagreement import certify
+from export.expected import References, expected_answers, references_of
 from export.graphs import Ladder, write_graphs
 from export.parts import Traced
 from export.samples import Inputs
 from export.verify import verify_rung
 from serve.bundle import Calibration, Manifest, Rung, Verified, open_staging, seal_bundle
 from serve.runtime import OpenedModel, open_model
+from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import FloatArray
 from train.batch import Batch, Dataset
 from train.config import Recipe
 from train.model import Stepped
 
+AT_ONCE = 2  # rungs: each holds the weights of a graph of its own
 CALIBRATION_ROWS = 64
 CALIBRATION_SOURCE = "rows of the training split that the model was not trained on"
 
@@ -66,7 +73,7 @@ class Trial:
     @contextmanager
     def opened(self, staging: Path, target: Path) -> Iterator[OpenedModel]:
         """The staged graphs as a bundle of their own, gone afterwards."""
-        with _sealed(self.draft, staging, target) as model:
+        with _sealed(self.draft, staging, target, self._threads) as model:
             yield model
 
     @contextmanager
@@ -80,27 +87,53 @@ class Trial:
             if draft.tokenizer is not None:
                 os.link(staging / draft.tokenizer.file, folder / draft.tokenizer.file)
             write_graphs(folder, traced, ladder, "fp32")
-            with _sealed(draft, folder, target) as model:
+            with _sealed(draft, folder, target, self._threads) as model:
                 yield model
 
     def run(self, opened: OpenedModel, reference: OpenedModel | None = None) -> Tried:
         """Every rung, verified and measured; the reference too, if there is one."""
-        measured: dict[int, Measured] = {}
-        rungs: list[Rung] = []
-        for rung in self.draft.rungs:
-            if reference is not None:
-                verify_rung(self.origin.model, reference, rung, self.edges)
-            verified = verify_rung(self.origin.model, opened, rung, self.edges)
-            measured[rung.steps] = one = measure_rung(opened, rung.steps, self._batches())
-            tried = dataclasses.replace(rung, verified=verified, quality=one.quality)
-            if reference is not None:
-                against = compare(opened, reference, rung.steps, self._batches())
-                tried = dataclasses.replace(tried, against_fp32=against)
-            rungs.append(tried)
-            _report(tried, verified, self.say)
+        references = references_of(self.origin.model, self.edges)
+        attempt = partial(self._attempt, references, opened, reference)
+        for one in (opened, reference):
+            if one is not None:
+                _open_shared(one)
+        with _torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
+            finally:
+                pool.shutdown(cancel_futures=True)
+        measured = {rung.steps: one for rung, one in found}
         return Tried(
-            named_rungs(tuple(rungs), measured), choose_default(measured), self._certified(opened)
+            named_rungs(tuple(rung for rung, _ in found), measured),
+            choose_default(measured),
+            self._certified(opened),
         )
+
+    def _attempt(
+        self,
+        references: References,
+        opened: OpenedModel,
+        reference: OpenedModel | None,
+        rung: Rung,
+    ) -> tuple[Rung, Measured]:
+        expected = expected_answers(references, rung)
+        verified = verify_rung(opened, rung, expected)
+        if reference is None:
+            against = None
+            measured = measure_rung(opened, rung.steps, self._batches())
+        else:
+            verify_rung(reference, rung, expected)
+            measured, against = compare(opened, reference, rung.steps, self._batches())
+        tried = dataclasses.replace(
+            rung, verified=verified, quality=measured.quality, against_fp32=against
+        )
+        _report(tried, verified, self.say)
+        return tried, measured
+
+    @property
+    def _threads(self) -> int:
+        """Of each of the rungs that are tried at once."""
+        return max(1, usable_cores() // min(AT_ONCE, len(self.draft.rungs)))
 
     def _batches(self) -> Iterable[Batch]:
         return held_out_batches(self.origin.dataset, self.draft, self.samples)
@@ -114,7 +147,7 @@ class Trial:
         if self.samples is not None:
             self.say("max_disagreement stays uncalibrated: only some rows were asked for")
             return None
-        classifier = opened.step_classifier(self.draft.full_steps)
+        classifier = open_model(opened.bundle).step_classifier(self.draft.full_steps)
 
         def jumps() -> Iterator[FloatArray]:
             for batch in self.origin.dataset.validation(CALIBRATION_ROWS):
@@ -124,15 +157,38 @@ class Trial:
 
 
 @contextmanager
-def _sealed(draft: Manifest, staging: Path, target: Path) -> Iterator[OpenedModel]:
+def _sealed(draft: Manifest, staging: Path, target: Path, threads: int) -> Iterator[OpenedModel]:
     with open_staging(target.with_name(f"{target.name}.trial")) as trial:
         for path in staging.iterdir():
             os.link(path, trial / path.name)
         folder = trial.with_name(f"{trial.name}-sealed")
         try:
-            yield open_model(seal_bundle(trial, draft, folder))
+            yield open_model(seal_bundle(trial, draft, folder), threads)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_shared(opened: OpenedModel) -> None:
+    """What all rungs run with, before several of them ask for it at once."""
+    manifest = opened.bundle.manifest
+    if manifest.task == "generate":
+        opened.decoder(manifest.full_steps)
+    elif manifest.task == "translate":
+        opened.translator(manifest.full_steps)
+    elif manifest.step is not None:
+        opened.step_classifier(manifest.full_steps)
+    else:
+        opened.classifier(manifest.full_steps)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _report(rung: Rung, verified: Verified, say: Callable[[str], None]) -> None:

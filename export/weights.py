@@ -5,7 +5,9 @@ Knows tensors and offsets; not what they mean.
 
 import hashlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
@@ -13,12 +15,35 @@ SMALL_BYTES = 1024  # smaller tensors stay inside their graph
 ALIGNMENT = 4096  # so that a runtime can map a tensor without copying it
 
 
+Content = tuple[object, ...]
+
+
+class Contents(NamedTuple):
+    """What a large tensor holds, as it stands and transposed: equal ones have equal contents."""
+
+    upright: Content
+    turned: Content | None  # of a matrix
+
+
+def contents_of(tensor: TensorProto) -> Contents | None:
+    """Those of a tensor that goes into the file; None of a smaller one."""
+    array = numpy_helper.to_array(tensor)
+    if array.nbytes < SMALL_BYTES:
+        return None
+    return Contents(_content(array), _content(array.T) if array.ndim == 2 else None)
+
+
+def _content(array: np.ndarray[Any, Any]) -> Content:
+    data = np.ascontiguousarray(array)
+    return data.dtype.str, data.shape, hashlib.sha256(data.data).digest()
+
+
 class WeightsFile:
     """Collects initializers by content, whatever the graphs call them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._placed: dict[bytes, tuple[int, bytes]] = {}  # (offset, data) by digest
+        self._offsets: dict[bytes, int] = {}
         self._end = 0
 
     def externalise(self, model: onnx.ModelProto) -> None:
@@ -39,15 +64,13 @@ class WeightsFile:
 
     def write(self, folder: Path) -> None:
         with (folder / self.name).open("wb") as file:
-            for offset, data in sorted(self._placed.values()):
+            for data, offset in self._offsets.items():
                 file.seek(offset)
                 file.write(data)
 
     def _place(self, data: bytes) -> int:
-        digest = hashlib.sha256(data).digest()
-        if digest in self._placed:
-            return self._placed[digest][0]
-        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-        self._placed[digest] = (offset, data)
-        self._end = offset + len(data)
-        return offset
+        if data not in self._offsets:
+            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            self._offsets[data] = offset
+            self._end = offset + len(data)
+        return self._offsets[data]

@@ -15,10 +15,11 @@ from serve.app import create_app
 from serve.bundle import BundleError, ImageInput, PointsInput
 from serve.catalog import Catalog, Served, find_bundles, open_catalog
 from serve.engine import Engine
+from serve.first_calls import measure_first_calls
 from serve.flags import parse
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
-from serve.server import AddressError, Server, bind, listen
+from serve.server import AddressError, Server, bind, leave, listen
 from serve.settings import Settings, SettingsError
 
 _UNUSABLE = 2
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings, catalog: Catalog, listener: socket.socket) -> None:
     _set_up(settings)
-    engine = Engine(catalog, settings.limits, Metrics())
+    engine = Engine(catalog, settings.limits, Metrics(), patience=settings.patience, leave=leave)
+    measure_first_calls(catalog, engine.latency)
     app = create_app(settings, engine)
 
     def listening(url: str) -> None:

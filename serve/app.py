@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.answers import DoneChunk, TokenChunk
+from serve.direct import DirectRoutes, Handle
 from serve.engine import Engine
 from serve.envelope import CLIENT_GONE, Envelope
 from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, ServeError
@@ -47,6 +48,8 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         yield
         await asyncio.to_thread(engine.stop)
 
+    classify, generate = classify_routes(settings, engine), generate_routes(settings, engine)
+    handle = _error_handler(engine)
     app = FastAPI(
         title="Stepdial",
         description=_ABOUT,
@@ -54,20 +57,23 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         docs_url=None,  # it would load scripts from another host: see serve.reference
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[Middleware(Envelope, metrics=engine.metrics, access_log=settings.access_log)],
+        middleware=[
+            Middleware(Envelope, metrics=engine.metrics, access_log=settings.access_log),
+            Middleware(DirectRoutes, routes=[*classify.routes, *generate.routes], handle=handle),
+        ],
     )
-    app.include_router(classify_routes(settings, engine))
-    app.include_router(generate_routes(settings, engine))
+    app.include_router(classify)
+    app.include_router(generate)
     app.include_router(model_routes(engine))
-    app.include_router(health_routes(settings, engine))
+    app.include_router(health_routes(engine))
     add_page(app)
-    _handle_errors(app, engine)
-    # The way FastAPI documents for replacing its schema.
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    for kind in (ServeError, HTTPException, RequestValidationError, ClientGone):
+        app.add_exception_handler(kind, handle)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]  # the documented way
     return app
 
 
-def _handle_errors(app: FastAPI, engine: Engine) -> None:
+def _error_handler(engine: Engine) -> Handle:
     """Every error leaves in the one shape that is documented."""
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -83,8 +89,7 @@ def _handle_errors(app: FastAPI, engine: Engine) -> None:
             media_type="application/json",
         )
 
-    for kind in (ServeError, HTTPException, RequestValidationError, ClientGone):
-        app.add_exception_handler(kind, handle)
+    return handle
 
 
 def _own(error: Exception, request: Request) -> ServeError:

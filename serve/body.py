@@ -16,7 +16,6 @@ from starlette.requests import Request
 from serve.errors import (
     BadRequest,
     InvalidField,
-    NotSupported,
     PayloadTooLarge,
     RequestTimeout,
     ServeError,
@@ -26,12 +25,6 @@ from serve.wording import json_problem_in_words, problem_in_words
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-# Fields of the contract that later releases take.
-_NOT_YET = {
-    "deadline_ms": "choosing steps for a deadline",
-    "min_steps": "letting the server choose the steps",
-    "max_steps": "letting the server choose the steps",
-}
 _MAX_SHOWN = 80
 
 
@@ -90,9 +83,6 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
         return BadRequest(f"the body is not JSON that can be read: {json_problem_in_words(first)}")
     if not first["loc"]:
         return InvalidField("the body must be a JSON object")
-    not_yet = _not_yet(problems)
-    if not_yet is not None:
-        return not_yet
     to_blame = _to_blame(problems)
     param = _param(to_blame[0]["loc"])
     return InvalidField(_sentence(param, to_blame, schema), param=param)
@@ -109,18 +99,6 @@ def _to_blame(problems: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     inner = [one for one in reasons if any(isinstance(part, int) for part in one["loc"][1:])]
     fitting = [one for one in reasons if not one["type"].endswith("_type")]
     return inner[:1] or fitting or reasons
-
-
-def _not_yet(problems: Sequence[ErrorDetails]) -> NotSupported | None:
-    for problem in problems:
-        field = str(problem["loc"][0])
-        if problem["type"] == "extra_forbidden" and field in _NOT_YET:
-            return NotSupported(
-                f"{field}: this release does not support {_NOT_YET[field]}; leave it out, and "
-                "use steps or effort",
-                param=field,
-            )
-    return None
 
 
 def _param(loc: tuple[int | str, ...]) -> str:

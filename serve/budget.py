@@ -1,16 +1,16 @@
-"""Budgets: from what a caller asked to a rung of the ladder.
+"""Budgets: from what a caller asked to a rung of the ladder, or to several that may serve it.
 
 Pure: the same ask and the same ladder give the same decision. It deliberately knows neither load
-nor time; a decision that depends on them will be told of them here.
+nor time: where those decide, a decision names the rungs from which the server may choose.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from serve.bundle import Effort, Level, Manifest, Rung
 from serve.errors import ImpossibleBudget, NotCalibrated
 
-Reason = Literal["exact", "effort", "disagreement", "default"]
+Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,20 @@ class Ask:
     steps: int | None = None
     effort: Effort | None = None
     max_disagreement: float | None = None
+    deadline_ms: float | None = None
+    min_steps: int | None = None
+    max_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The rung that serves a request, and why."""
+    """The rung that serves a request, or the best of those that may, and why."""
 
     rung: Rung
     full: Rung
     reason: Reason
     level: Level | None = None  # of early answers; None: all steps of the rung are taken
+    choices: tuple[Rung, ...] = ()  # ascending, up to `rung`; empty: the server has no choice
 
     @property
     def steps(self) -> int:
@@ -40,6 +44,18 @@ class Decision:
         """How far ahead an early answer must be, if there may be one."""
         return None if self.level is None else self.level.threshold
 
+    @property
+    def step_choices(self) -> tuple[int, ...]:
+        return tuple(rung.steps for rung in self.choices)
+
+    def served_at(self, steps: int) -> "Decision":
+        """What became of it: the rung that the server chose, and why it was not the best."""
+        if steps == self.steps:
+            return self
+        rung = next(rung for rung in self.choices if rung.steps == steps)
+        reason: Reason = "deadline" if self.reason == "deadline" else "load"
+        return replace(self, rung=rung, reason=reason)
+
 
 def decide(ask: Ask, manifest: Manifest) -> Decision:
     """The rung for this ask; ImpossibleBudget, naming the ladder, where there is none."""
@@ -48,36 +64,89 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
         raise ImpossibleBudget(
             "steps and effort both name a rung: send one of them", param="effort"
         )
+    _check_limits(ask)
     if ask.max_disagreement is not None:
         return _early(ask, ask.max_disagreement, manifest)
     if ask.steps is not None:
-        for rung in manifest.rungs:
-            if rung.steps == ask.steps:
-                return Decision(rung, full, "exact")
-        ladder = list(manifest.steps)
-        message = (
-            f"{manifest.name} has no rung of {ask.steps} steps; its ladder has {_listed(ladder)}"
-        )
-        if manifest.depth == "fixed":
-            message += (
-                ": the weights of this model differ by depth, so it has one rung; leave steps out"
-            )
-        raise ImpossibleBudget(message, param="steps", ladder=ladder)
+        return Decision(_within(ask, _rung_of(ask.steps, manifest), "steps"), full, "exact")
     if ask.effort is not None:
-        for rung in manifest.rungs:
-            if rung.effort == ask.effort:
-                return Decision(rung, full, "effort")
-        efforts = {rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None}
-        named = _listed([f"{word} ({steps})" for word, steps in efforts.items()])
-        raise ImpossibleBudget(
-            f"{manifest.name} has no rung for effort {ask.effort}; "
-            + (f"its efforts, with their steps, are {named}" if efforts else "it names no efforts")
-            + f"; its ladder has {_listed(list(manifest.steps))} steps",
-            param="effort",
-            efforts=efforts,
-            ladder=list(manifest.steps),
+        return Decision(_within(ask, _rung_named(ask.effort, manifest), "effort"), full, "effort")
+    allowed = _allowed(ask, manifest)
+    if ask.deadline_ms is not None:
+        return Decision(allowed[-1], full, "deadline", choices=allowed)
+    usual = [rung for rung in allowed if rung.steps <= manifest.default_steps] or allowed[:1]
+    return Decision(usual[-1], full, "default", choices=tuple(usual))
+
+
+def _rung_of(steps: int, manifest: Manifest) -> Rung:
+    for rung in manifest.rungs:
+        if rung.steps == steps:
+            return rung
+    ladder = list(manifest.steps)
+    message = f"{manifest.name} has no rung of {steps} steps; its ladder has {_listed(ladder)}"
+    if manifest.depth == "fixed":
+        message += (
+            ": the weights of this model differ by depth, so it has one rung; leave steps out"
         )
-    return Decision(manifest.rung(manifest.default_steps), full, "default")
+    raise ImpossibleBudget(message, param="steps", ladder=ladder)
+
+
+def _rung_named(effort: Effort, manifest: Manifest) -> Rung:
+    for rung in manifest.rungs:
+        if rung.effort == effort:
+            return rung
+    efforts = {rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None}
+    named = _listed([f"{word} ({steps})" for word, steps in efforts.items()])
+    raise ImpossibleBudget(
+        f"{manifest.name} has no rung for effort {effort}; "
+        + (f"its efforts, with their steps, are {named}" if efforts else "it names no efforts")
+        + f"; its ladder has {_listed(list(manifest.steps))} steps",
+        param="effort",
+        efforts=efforts,
+        ladder=list(manifest.steps),
+    )
+
+
+def _check_limits(ask: Ask) -> None:
+    if ask.min_steps is not None and ask.max_steps is not None and ask.min_steps > ask.max_steps:
+        raise ImpossibleBudget(
+            f"min_steps is {ask.min_steps} and max_steps {ask.max_steps}: the least is above the "
+            "most",
+            param="min_steps",
+        )
+
+
+def _within(ask: Ask, rung: Rung, named: str) -> Rung:
+    """A rung that the caller named, if the limits that came with it allow it."""
+    for field, broken in (
+        ("min_steps", ask.min_steps is not None and rung.steps < ask.min_steps),
+        ("max_steps", ask.max_steps is not None and rung.steps > ask.max_steps),
+    ):
+        if broken:
+            raise ImpossibleBudget(
+                f"{named} asks for {rung.steps} steps, which {field} forbids: leave {field} out",
+                param=field,
+            )
+    return rung
+
+
+def _allowed(ask: Ask, manifest: Manifest) -> tuple[Rung, ...]:
+    """The rungs between the limits, ascending."""
+    allowed = tuple(
+        rung
+        for rung in manifest.rungs
+        if (ask.min_steps is None or rung.steps >= ask.min_steps)
+        and (ask.max_steps is None or rung.steps <= ask.max_steps)
+    )
+    if allowed:
+        return allowed
+    ladder = list(manifest.steps)
+    raise ImpossibleBudget(
+        f"{manifest.name} has no rung within min_steps and max_steps; its ladder has "
+        f"{_listed(ladder)}",
+        param="max_steps" if ask.min_steps is None else "min_steps",
+        ladder=ladder,
+    )
 
 
 def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
@@ -96,11 +165,27 @@ def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
             param="max_disagreement",
         )
     full = manifest.rungs[-1]
+    if ask.max_steps is not None and ask.max_steps < full.steps:
+        raise ImpossibleBudget(
+            f"max_disagreement is measured against {full.steps} steps, which an answer that is "
+            f"not sure must take: max_steps cannot be below {full.steps}",
+            param="max_steps",
+        )
+    if ask.min_steps is not None and ask.min_steps > full.steps:
+        _allowed(ask, manifest)
+    if ask.min_steps is not None and 1 < ask.min_steps < full.steps:
+        raise ImpossibleBudget(
+            "max_disagreement is certified for answers that may stop after any step: send "
+            f"min_steps as 1 or {full.steps}, or leave it out",
+            param="min_steps",
+        )
     fitting = [
         level
         for level in manifest.calibration.levels
         if level.max_disagreement <= allowed and level.threshold is not None
     ]
+    if ask.min_steps == full.steps > 1:
+        fitting = []
     return Decision(full, full, "disagreement", fitting[-1] if fitting else None)
 
 

@@ -28,7 +28,7 @@ from serve.bundle_rung import (
     Verified,
 )
 from serve.bundle_seal import open_staging, seal_bundle, write_latency
-from serve.bundle_spec import FileEntry, Shape, StepFiles, TokenizerSpec
+from serve.bundle_spec import MIXED_GROUPS, FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle_task import Cache, Depth, Task
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "LATENCY_FILE",
     "MANIFEST_FILE",
     "METHODS",
+    "MIXED_GROUPS",
     "SCHEMA_VERSION",
     "AgainstFp32",
     "Bundle",

@@ -80,13 +80,21 @@ class Shape:
         return cls(**check_members(value, keys))
 
 
+# Groups of rows that the mixed step takes, each at a step of its own.
+MIXED_GROUPS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The graphs of one step: what comes before it, the step, and what reads the answer."""
+    """The graphs of one step: what comes before it, the step, and what reads the answer.
+
+    With caches there may also be the step for rows at different steps of different rungs.
+    """
 
     embed: str
     step: str
     head: str
+    mixed: str | None = None
 
     def __post_init__(self) -> None:
         for field, file in self.graphs.items():
@@ -95,11 +103,14 @@ class StepFiles:
     @property
     def graphs(self) -> dict[str, str]:
         """The graphs by their field."""
-        return {"embed": self.embed, "step": self.step, "head": self.head}
+        named = {"embed": self.embed, "step": self.step, "head": self.head}
+        return named if self.mixed is None else named | {"mixed": self.mixed}
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        return cls(**check_members(value, ("embed", "step", "head")))
+        if isinstance(value, dict):
+            value = {"mixed": None} | value
+        return cls(**check_members(value, ("embed", "step", "head", "mixed")))
 
 
 @dataclass(frozen=True, slots=True)

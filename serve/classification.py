@@ -21,16 +21,20 @@ class Classification:
         self.rows = rows
         self.deliver = deliver
         self._scores: list[tuple[float, ...]] = [()] * len(rows)
+        self._steps = [0] * len(rows)
         self._evaluations = [0] * len(rows)
 
-    def accept(self, row: int, logits: FloatArray, evaluations: int) -> None:
-        """Take a row's logits (C,) and their cost; ModelFailure if they are no numbers."""
+    def accept(self, row: int, logits: FloatArray, steps: int, evaluations: int) -> None:
+        """Take a row's logits (C,), its rung and its cost; ModelFailure if they are no numbers."""
         if not np.isfinite(logits).all():
             raise ModelFailure("the model's scores for this input are not finite numbers")
         self._scores[row] = tuple(softmax(logits).tolist())
+        self._steps[row] = steps
         self._evaluations[row] = evaluations
 
     def finished(self, span: Span) -> ClassifiedEvent:
         """The answer, once every row has its scores."""
         assert all(self._scores), "a row without scores"
-        return ClassifiedEvent(tuple(self._scores), tuple(self._evaluations), span)
+        return ClassifiedEvent(
+            tuple(self._scores), tuple(self._steps), tuple(self._evaluations), span
+        )

@@ -10,15 +10,18 @@
     ├── PayloadTooLarge       413  the body is larger than the limit
     ├── Unprocessable         422  the request can never be answered as it stands
     │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
-    │   ├── NotSupported      422  a field of the contract that this release does not support
     │   ├── ImpossibleBudget  422  the ladder has no such rung
+    │   │   └── ImpossibleDeadline  422  an idle server would take longer, `least_ms`
     │   ├── NotCalibrated     422  the model cannot promise how often early answers differ
     │   ├── WrongInput        422  the model takes another kind of input
     │   └── WrongTask         422  the model serves the other endpoint
     ├── QueueFull             429  try again after `retry_after_s`
+    │   └── TooBusy           429  the deadline cannot be met behind what waits
     ├── InternalError         500  our own bug; never caused by input that a client may send
+    ├── DeadlineLapsed        504  the request was taken in, and its deadline passed
     └── Unavailable           503  nothing is wrong with the request
-        ├── NotReady          503  the engine is starting or has stopped
+        ├── NotReady          503  the engine is starting or has stopped, or a model fails
+        │   └── Stalled       503  a call of a model hangs; try again after `retry_after_s`
         ├── Draining          503  the server is shutting down
         └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
 
@@ -102,12 +105,21 @@ class InvalidField(Unprocessable):
     code = "invalid_field"
 
 
-class NotSupported(Unprocessable):
-    code = "not_supported"
-
-
 class ImpossibleBudget(Unprocessable):
     code = "impossible_budget"
+
+
+class ImpossibleDeadline(ImpossibleBudget):
+    code = "impossible_deadline"
+
+    def __init__(self, given_s: float, least_s: float, steps: int) -> None:
+        least_ms = math.ceil(least_s * 1000)
+        super().__init__(
+            f"deadline_ms is {given_s * 1000:g}, but this takes about {least_ms} ms at {steps} "
+            f"steps even on an idle server: give it at least {least_ms}",
+            param="deadline_ms",
+            least_ms=least_ms,
+        )
 
 
 class NotCalibrated(Unprocessable):
@@ -139,6 +151,26 @@ class QueueFull(ServeError):
         }
 
 
+class TooBusy(QueueFull):
+    code = "too_busy"
+
+
+class DeadlineLapsed(ServeError):
+    """The deadline passed after the request was taken in; none of its work goes on."""
+
+    status = 504
+    code = "deadline_lapsed"
+
+    def __init__(self, given_s: float, text: str | None = None) -> None:
+        written = {} if text is None else {"text": text}
+        super().__init__(
+            f"the answer was not complete within {given_s * 1000:g} ms: send the request again "
+            "with a later deadline_ms, or with fewer min_steps",
+            param="deadline_ms",
+            **written,
+        )
+
+
 class InternalError(ServeError):
     status = 500
     code = "internal_error"
@@ -151,6 +183,19 @@ class Unavailable(ServeError):
 
 class NotReady(Unavailable):
     code = "not_ready"
+
+
+class Stalled(NotReady):
+    """A call takes far too long; it has ended, or the process has, after `retry_after_s`."""
+
+    code = "stalled"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self._retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(max(1, math.ceil(self._retry_after_s)))}
 
 
 class Draining(Unavailable):

@@ -63,6 +63,7 @@ class ClassifiedEvent:
     """The end of a classification: the probability of every label, for each row."""
 
     scores: tuple[tuple[float, ...], ...]
+    steps: tuple[int, ...]  # of the rung that each row ran on
     evaluations: tuple[int, ...]  # velocity evaluations that each row took
     span: Span
 

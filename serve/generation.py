@@ -50,6 +50,11 @@ class Generation:
         return len(self._tokens) - len(self.wish.prompt)
 
     @property
+    def text(self) -> str:
+        """What has been written so far."""
+        return "".join(self._pieces)
+
+    @property
     def last_token(self) -> int:
         """The token to decode next."""
         return self._tokens[-1]
@@ -64,6 +69,16 @@ class Generation:
         if self.completion_tokens == 0:
             return self.wish.prompt
         return self._tokens[-max(1, self.wish.window // 2) :]
+
+    def draft(self, logits: FloatArray, ahead: int) -> int | None:
+        """The token that logits (V,) choose, so many behind the next one.
+
+        None if they choose none, or if no token would be wanted after it.
+        """
+        number = self.completion_tokens + ahead
+        if number + 1 >= self.wish.max_tokens or not np.isfinite(logits).all():
+            return None
+        return self._sampler.choose(logits, number)
 
     def accept(self, logits: FloatArray) -> TokenEvent:
         """Choose the next token from logits (V,); sets `finish_reason` if it is the last."""
@@ -89,7 +104,7 @@ class Generation:
         assert self.finish_reason is not None
         return GeneratedEvent(
             finish_reason=self.finish_reason,
-            text="".join(self._pieces),
+            text=self.text,
             completion_tokens=self.completion_tokens,
             logprobs=tuple(self._logprobs),
             span=span,

@@ -3,6 +3,7 @@
 Knows which kind a model reads; each kind's own module knows how.
 """
 
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from serve.bundle import ImageInput, Manifest, PointsInput
@@ -54,7 +55,7 @@ def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[
     return [Intake(one.tokens, one.truncated) for one in encoded]
 
 
-def row_length(row: Row, manifest: Manifest) -> int:
+def row_length(row: Sized, manifest: Manifest) -> int:
     """How much of a call a row fills, in tokens or points."""
     spec = manifest.input
     if isinstance(spec, ImageInput):

@@ -4,23 +4,40 @@ It deliberately knows neither tokens nor tensors: only where the work belongs, h
 are, and how many cached positions it may come to hold. The request itself rides along as `work`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 WorkT = TypeVar("WorkT")
 
 Kind = Literal["classify", "generate", "search"]
+CallKind = Literal["classify", "prefill", "decode", "search"]
 
 
 @dataclass(frozen=True, slots=True)
 class LaneKey:
-    """Work that may share a batch: one rung of one model."""
+    """Work that may share a batch: one rung of one model, or rows whose steps are chosen late."""
 
     model: str
     kind: Kind
     steps: int
     threshold: float | None = None  # of a classification: how sure an early answer must be
+    late: bool = False  # of a classification: steps are the most; a batch may get fewer
+
+
+Turn = tuple[LaneKey, CallKind]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When the whole answer must have left."""
+
+    arrived_s: float
+    given_s: float
+
+    @property
+    def ends_s(self) -> float:
+        return self.arrived_s + self.given_s
 
 
 class State(Enum):
@@ -40,6 +57,9 @@ class Job(Generic[WorkT]):
     lengths: tuple[int, ...]  # tokens of each row; a generation has one row, its prompt
     positions: int = 0  # the most positions that are held in memory for a generation or search
     may_pad: bool = True  # whether a row may be padded to the length of others
+    deadline: Deadline | None = None
+    choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending
+    tokens_left: int = 0  # that a generation may still write
     state: State = State.QUEUED
     number: int = -1  # order of arrival, given by the scheduler
     queued_s: float = 0.0
@@ -56,24 +76,66 @@ class ClassifyCall(Generic[WorkT]):
 
     lane: LaneKey
     rows: tuple[tuple[Job[WorkT], int], ...]
+    steps: int
+    seconds: float  # predicted
+
+    @property
+    def length(self) -> int:
+        """The length to which all rows are padded."""
+        return max(job.lengths[row] for job, row in self.rows)
+
+    @property
+    def rung(self) -> LaneKey:
+        """What the rows run on."""
+        return replace(self.lane, steps=self.steps, late=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall(Generic[WorkT]):
-    """Remove `evict` in order, then read the job's tokens into the lane's batch as its last row."""
+    """Forget the reading of jobs that are over, then read a piece of the job's prompt, if any."""
+
+    lane: LaneKey
+    over: tuple[int, ...]  # numbers of jobs
+    job: Job[WorkT] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart(Generic[WorkT]):
+    """Remove `evict` in order, append those that join, then take the rows further, if any are.
+
+    From the beginning of a token to its end there are no changes: a part that neither begins nor
+    ends is a step between. `lost`: drop the batch instead.
+    """
 
     lane: LaneKey
     evict: tuple[int, ...]
-    job: Job[WorkT]
+    join: tuple[Job[WorkT], ...]
+    jobs: tuple[Job[WorkT], ...]  # all rows, those that joined last
+    begins: bool = True
+    ends: bool = True
+    lost: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes a token from its beginning to its end."""
+        return self.begins and self.ends
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall(Generic[WorkT]):
-    """Remove `evict` in order, then advance the remaining rows by one token; none may remain."""
+    """Rows of several lanes of one model in one call, or a whole token for those of one lane."""
 
-    lane: LaneKey
-    evict: tuple[int, ...]
-    jobs: tuple[Job[WorkT], ...]
+    parts: tuple[DecodePart[WorkT], ...]
+    contended: bool = False  # whether more lanes than one have rows to decode
+
+    @property
+    def model(self) -> str:
+        return self.parts[0].lane.model
+
+    @property
+    def lane(self) -> LaneKey:
+        """One of its lanes."""
+        return self.parts[0].lane
 
 
 @dataclass(frozen=True, slots=True)

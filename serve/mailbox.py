@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from serve.engine import Engine
 from serve.events import Event
-from serve.executor import Work
 from serve.job import Job
+from serve.work import Work
 
 
 class ClientGone(Exception):
@@ -58,9 +58,16 @@ async def submitted(
     """The job is in the engine; whatever ends this block early takes it out again."""
     engine.submit(job)
     watcher = asyncio.create_task(_watch(request, mailbox))
+    # The engine looks at deadlines between its calls; this holds even while one hangs.
+    timer = None
+    if job.deadline is not None:
+        left_s = job.deadline.ends_s - engine.clock()
+        timer = asyncio.get_running_loop().call_later(max(0.0, left_s), engine.lapse, job)
     try:
         yield
     finally:
+        if timer is not None:
+            timer.cancel()
         watcher.cancel()
         engine.cancel(job)
 

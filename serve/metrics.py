@@ -42,8 +42,7 @@ class Metrics:
 
     def __init__(self) -> None:
         # A gauge beside every counter, which nobody reads.
-        # prometheus_client leaves this function untyped.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=True)
         self._nfe: dict[tuple[str, int], int] = {}
         self.requests = self._counter(
@@ -82,11 +81,28 @@ class Metrics:
             "degraded", "Requests served with fewer steps because of load.", "model"
         )
         self.rejected = self._counter("rejected", "Requests refused, by error code.", "reason")
+        self.lapsed = self._counter(
+            "lapsed", "Requests taken in whose deadline passed before the answer.", "model"
+        )
         self.cancelled = self._counter(
             "cancelled", "Requests dropped because their client had gone."
         )
         self.runtime_failures = self._counter(
             "runtime_failures", "Calls of the runtime that threw.", "model"
+        )
+        self.late_calls = self._counter(
+            "late_calls",
+            "Calls of the runtime that were asked to end, since they took too long.",
+            "model",
+        )
+        self.terminated_calls = self._counter(
+            "terminated_calls", "Late calls that ended when they were asked to.", "model"
+        )
+        self.drafted = self._counter(
+            "speculative_drafted", "Tokens drafted by a row that ran ahead.", "model"
+        )
+        self.accepted = self._counter(
+            "speculative_accepted", "Drafts that the full steps confirmed.", "model"
         )
         self._model_info = Gauge(
             "stepdial_model_info",
@@ -106,6 +122,7 @@ class Metrics:
                 str(manifest.full_steps),
             ).set(1)
             self.degraded.labels(manifest.name)
+            self.lapsed.labels(manifest.name)
             for rung in manifest.rungs:
                 self._nfe[manifest.name, rung.steps] = rung.nfe
 
@@ -127,6 +144,12 @@ class Metrics:
         spent = rows * nfe if evaluations is None else evaluations
         self.steps.labels(lane.model, kind).inc(spent * lane.steps / nfe)
         self.evaluations.labels(lane.model, kind).inc(spent)
+
+    def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int) -> None:
+        """Count steps that rows of a lane took in a call."""
+        nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
+        self.steps.labels(lane.model, kind).inc(rows * steps)
+        self.evaluations.labels(lane.model, kind).inc(rows * steps * nfe / lane.steps)
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads."""

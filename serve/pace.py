@@ -1,33 +1,11 @@
-"""How fast work has been going lately: the base of every `Retry-After` and of `predicted_ms`.
+"""How long the calls of each turn took lately: what goes on beside a request, and `predicted_ms`.
 
 Averages that forget; it deliberately knows neither requests nor clocks.
 """
 
-from serve.job import LaneKey
-from serve.scheduler import Turn
+from serve.job import LaneKey, Turn
 
-_MEMORY_S = 10.0  # busy time after which a completion counts for 1/e
 _WEIGHT = 0.2  # of the newest call in the average of its kind
-
-
-class ServiceRate:
-    """Requests completed for each second in which the engine had work."""
-
-    def __init__(self) -> None:
-        self._done = 0.0
-        self._busy_s = 0.0
-
-    def busy(self, seconds: float, completed: int) -> None:
-        """Count a time of work and what it completed."""
-        fade = max(0.0, 1.0 - seconds / _MEMORY_S)
-        self._done = self._done * fade + completed
-        self._busy_s = self._busy_s * fade + seconds
-
-    def wait_s(self, requests: int) -> float:
-        """How long so many requests are likely to take; a second while nothing is known."""
-        if self._done < 1.0:
-            return 1.0 + self._busy_s
-        return requests * self._busy_s / self._done
 
 
 class CallTimes:

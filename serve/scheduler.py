@@ -7,62 +7,64 @@ of call, and turns go round: reading prompts never starves decoding, nor one mod
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal
+from typing import Generic
 
+from serve.cache_memory import CacheMemory
+from serve.classifying import Classifying
+from serve.deadlines import Deadlines
+from serve.decoding import Decoding
+from serve.generate_lane import GenerateLane
 from serve.job import (
     Call,
     ClassifyCall,
-    DecodeCall,
     Job,
     LaneKey,
     PrefillCall,
     SearchCall,
     State,
+    Turn,
     WorkT,
 )
-from serve.lane import ClassifyLane, GenerateLane
+from serve.latency_model import LatencyModel
+from serve.limits import Limits
+from serve.prospects import CallSeconds, Prospects
 from serve.search_lane import SearchLane
 
 # The memory that a lane's batch may hold for so many rows of so many positions.
 CacheBytes = Callable[[LaneKey, int, int], int]
-Turn = tuple[LaneKey, Literal["classify", "prefill", "decode", "search"]]
-CachedLane = GenerateLane[WorkT] | SearchLane[WorkT]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What no queue, batch or cache may exceed."""
-
-    queue_requests: int = 256
-    batch_rows: int = 16
-    batch_tokens: int = 8192  # rows times the longest, in one classification call
-    decode_rows: int = 16
-    cache_bytes: int = 128 * 2**20
-    max_wait_s: float = 0.0  # how long a classification may wait for company
-
-    def __post_init__(self) -> None:
-        for name in ("queue_requests", "batch_rows", "batch_tokens", "decode_rows", "cache_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.max_wait_s < 0:
-            raise ValueError("max_wait_s must not be negative")
+# How many lanes of this one's model may share a call of the graph of one step.
+MostLanes = Callable[[LaneKey], int]
 
 
 class Scheduler(Generic[WorkT]):
     """Jobs go in with `add`, calls come out of `next`, and every job leaves through `end`."""
 
-    def __init__(self, limits: Limits, cache_bytes: CacheBytes) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        cache_bytes: CacheBytes,
+        most_lanes: MostLanes = lambda key: 1,
+        latency: LatencyModel | None = None,
+        usual_s: CallSeconds = lambda turn: None,
+    ) -> None:
         self.limits = limits
         self.queued = 0
         self._cache_bytes = cache_bytes
+        self._most_lanes = most_lanes
         self._live: dict[int, Job[WorkT]] = {}  # by number, so oldest first
-        self._classify: dict[LaneKey, ClassifyLane[WorkT]] = {}
+        latency = latency or LatencyModel()
+        self._classifying: Classifying[WorkT] = Classifying(limits, latency)
+        self._deadlines: Deadlines[WorkT] = Deadlines()
         self._generate: dict[LaneKey, GenerateLane[WorkT]] = {}
+        self._decodings: dict[str, Decoding[WorkT]] = {}  # by model
         self._search: dict[LaneKey, SearchLane[WorkT]] = {}
+        self._memory = CacheMemory(limits, self._generate, self._search)
         self._turns: deque[Turn] = deque()
         self._arrivals = 0
+        self.prospects: Prospects[WorkT] = Prospects(
+            limits, latency, usual_s, self._classifying, self._generate, self.busy_turns
+        )
 
     @property
     def running(self) -> int:
@@ -77,7 +79,7 @@ class Scheduler(Generic[WorkT]):
     @property
     def charged_bytes(self) -> int:
         """Cache memory held by, or promised to, generations and searches that run."""
-        return sum(lane.charged_bytes() for lane in self._cached_lanes())
+        return self._memory.charged_bytes
 
     def fits(self, lane: LaneKey, positions: int) -> bool:
         """Whether a generation of so many positions could run on an idle server."""
@@ -91,9 +93,11 @@ class Scheduler(Generic[WorkT]):
         job.queued_s = now_s
         self._arrivals += 1
         self._live[job.number] = job
+        self._deadlines.add(job)
         self.queued += 1
         if job.lane.kind == "classify":
-            self._classify_lane(job.lane).add(job)
+            self.open(job.lane)
+            self._classifying.add(job)
             return
         assert self.fits(job.lane, job.positions), "a generation that can never run"
         writes = job.lane.kind == "generate"
@@ -108,7 +112,7 @@ class Scheduler(Generic[WorkT]):
         if job.state is State.QUEUED:
             self.queued -= 1
         if job.lane.kind == "classify":
-            self._classify[job.lane].drop(job)
+            self._classifying.drop(job)
         elif job.lane.kind == "generate":
             self._generate[job.lane].drop(job)
         else:
@@ -135,17 +139,22 @@ class Scheduler(Generic[WorkT]):
         """Searches of the lane that are over, whose memory is to be freed now."""
         return self._search[key].forget()
 
-    def withdraw(self, job: Job[WorkT]) -> None:
-        """The prompt could not be read: its row, the last, never came to be. The job must end."""
-        last = self._generate[job.lane].rows.pop()
-        assert last is job
+    def has_read(self, job: Job[WorkT], full: bool) -> None:
+        """The job's prompt has been read; if it is full, it must be read again, shorter."""
+        self._generate[job.lane].has_read(full)
+
+    def mix(self, model: str, together: bool) -> None:
+        """Whether the rungs of a model share calls from now on, or take turns."""
+        decoding = self._decodings[model]
+        decoding.together = together and decoding.most_lanes > 1
+
+    def readings_over(self, key: LaneKey) -> tuple[int, ...]:
+        """Numbers of the jobs of a lane whose reading is to be forgotten now."""
+        return self._generate[key].forget()
 
     def abandon(self, key: LaneKey) -> None:
         """The lane's batch is lost: none of its rows exists any more. Its jobs must have ended."""
-        lane = self._generate[key]
-        assert all(job.state is State.ENDED for job in lane.rows)
-        lane.rows.clear()
-        lane.held_bytes = 0
+        self._generate[key].abandon()
 
     def hold(self, key: LaneKey, held_bytes: int) -> None:
         """How much cache memory the lane's batch holds now: buffers outlive the rows in them."""
@@ -153,21 +162,14 @@ class Scheduler(Generic[WorkT]):
 
     def busy_turns(self) -> list[Turn]:
         """The turns that have something to do, or will once there is room."""
-        busy: list[Turn] = [
-            (key, "classify") for key, lane in self._classify.items() if lane.waiting
-        ]
+        busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
         for key, lane in self._generate.items():
             if lane.rows:
                 busy.append((key, "decode"))
-            if lane.returning or lane.waiting:
+            if lane.reading or lane.returning or lane.waiting:
                 busy.append((key, "prefill"))
         busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
         return busy
-
-    def calls_ahead(self, key: LaneKey) -> int:
-        """How many classification calls a new row of this lane would wait for, in its lane."""
-        lane = self._classify.get(key)
-        return len(lane.waiting) // self.limits.batch_rows if lane else 0
 
     def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
         """The jobs in the lane's decode batch, in the order of its rows."""
@@ -177,6 +179,11 @@ class Scheduler(Generic[WorkT]):
         """Every job that has not ended, oldest first."""
         return list(self._live.values())
 
+    def lapsed(self, now_s: float) -> list[Job[WorkT]]:
+        """Jobs that are too late, or will be whatever is done; the caller ends them."""
+        late = self._deadlines.passed(now_s)
+        return late + [job for job in self._classifying.hopeless(now_s) if job not in late]
+
     def next(self, now_s: float) -> Call[WorkT] | None:
         """The next call, or None if nothing can run now."""
         for _ in range(len(self._turns)):
@@ -184,13 +191,16 @@ class Scheduler(Generic[WorkT]):
             self._turns.rotate(-1)
             call = self._take(turn, now_s)
             if call is not None:
+                seconds = call.seconds if isinstance(call, ClassifyCall) else None
+                self.prospects.begin(turn, now_s, seconds)
                 return call
+        self.prospects.rest()
         return None
 
     def wake_s(self) -> float | None:
         """When to ask again though nothing happens: a batch will have waited long enough."""
-        waiting = [lane.waiting[0][0].queued_s for lane in self._classify.values() if lane.waiting]
-        return min(waiting) + self.limits.max_wait_s if waiting else None
+        times = self._deadlines.next_s, self._classifying.wake_s()
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _take(self, turn: Turn, now_s: float) -> Call[WorkT] | None:
         key, kind = turn
@@ -198,78 +208,39 @@ class Scheduler(Generic[WorkT]):
             return self._take_classify(key, now_s)
         if kind == "search":
             return self._take_search(key, now_s)
-        lane = self._generate[key]
+        decoding = self._decodings[key.model]
         if kind == "prefill":
-            return self._take_prefill(key, lane, now_s)
-        evict = lane.evict()
-        return DecodeCall(key, evict, tuple(lane.rows)) if lane.rows or evict else None
+            return self._take_prefill(decoding, now_s)
+        return decoding.decode(self.limits.decode_rows)
 
     def _take_classify(self, key: LaneKey, now_s: float) -> Call[WorkT] | None:
-        lane = self._classify[key]
-        if not lane.waiting:
-            return None
-        waited_s = now_s - lane.waiting[0][0].queued_s
-        if len(lane.waiting) < self.limits.batch_rows and waited_s < self.limits.max_wait_s:
-            return None
-        rows = lane.take(self.limits.batch_rows, self.limits.batch_tokens)
-        for job, _ in rows:
+        call = self._classifying.take(key, now_s, self.prospects.beside_s(key))
+        for job, _ in call.rows if call else ():
             self._start(job, now_s)
-        return ClassifyCall(key, rows)
+        return call
 
-    def _take_prefill(
-        self, key: LaneKey, lane: GenerateLane[WorkT], now_s: float
-    ) -> Call[WorkT] | None:
-        if lane.returning:
-            evict = lane.evict()
-            job = lane.returning.popleft()
-        elif lane.waiting and self._may_enter(lane):
-            evict = lane.evict()
-            job = lane.waiting.popleft()
-            self._start(job, now_s)
-        else:
-            return None
-        lane.enter(job)
-        return PrefillCall(key, evict, job)
+    def _take_prefill(self, decoding: Decoding[WorkT], now_s: float) -> Call[WorkT] | None:
+        for lane in decoding.readers():
+            over = lane.forget()
+            if lane.may_read and lane.returning:
+                lane.read(lane.returning.popleft())
+            elif lane.may_read and lane.waiting and self._memory.may_enter(lane):
+                job = lane.waiting.popleft()
+                self._start(job, now_s)
+                lane.read(job)
+            if over or lane.reading is not None:
+                return PrefillCall(lane.key, over, lane.reading)
+        return None
 
     def _take_search(self, key: LaneKey, now_s: float) -> SearchCall[WorkT] | None:
         lane = self._search[key]
         over = lane.forget()
-        if lane.waiting and self._may_enter(lane):
+        if lane.waiting and self._memory.may_enter(lane):
             job = lane.waiting.popleft()
             self._start(job, now_s)
             lane.enter(job)
         next_job = lane.turn()
         return SearchCall(key, over, next_job) if over or next_job is not None else None
-
-    def _may_enter(self, lane: CachedLane[WorkT]) -> bool:
-        """Whether there is room and memory for the next one of this lane.
-
-        Memory goes by age: nobody enters who would take it from an older one that waits for it.
-        """
-        number = lane.waiting[0].number
-        free_bytes = self.limits.cache_bytes - self.charged_bytes - self._growth_bytes(lane)
-        return (
-            self._has_room(lane)
-            and free_bytes >= 0
-            and not any(
-                other.waiting
-                and other.waiting[0].number < number
-                and self._has_room(other)
-                and self._growth_bytes(other) > free_bytes
-                for other in self._cached_lanes()
-            )
-        )
-
-    def _cached_lanes(self) -> list[CachedLane[WorkT]]:
-        """The lanes whose jobs hold memory while they run."""
-        return [*self._generate.values(), *self._search.values()]
-
-    def _has_room(self, lane: CachedLane[WorkT]) -> bool:
-        return len(lane.occupants()) < self.limits.decode_rows
-
-    def _growth_bytes(self, lane: CachedLane[WorkT]) -> int:
-        """The memory that the next one of this lane would add."""
-        return lane.charged_bytes(lane.waiting[0]) - lane.charged_bytes()
 
     def _start(self, job: Job[WorkT], now_s: float) -> None:
         if job.state is State.QUEUED:
@@ -277,16 +248,23 @@ class Scheduler(Generic[WorkT]):
             job.started_s = now_s
             self.queued -= 1
 
-    def _classify_lane(self, key: LaneKey) -> ClassifyLane[WorkT]:
-        if key not in self._classify:
-            self._classify[key] = ClassifyLane()
+    def open(self, key: LaneKey) -> None:
+        """Have this lane of classifications."""
+        if self._classifying.open(key):
             self._turns.append((key, "classify"))
-        return self._classify[key]
 
     def _generate_lane(self, key: LaneKey) -> GenerateLane[WorkT]:
         if key not in self._generate:
-            self._generate[key] = GenerateLane(partial(self._cache_bytes, key))
-            self._turns.extend([(key, "prefill"), (key, "decode")])
+            most_lanes = self._most_lanes(key)
+            calls_a_token = key.steps if most_lanes > 1 else 1
+            lane: GenerateLane[WorkT] = GenerateLane(
+                key, calls_a_token, partial(self._cache_bytes, key)
+            )
+            if key.model not in self._decodings:
+                self._decodings[key.model] = Decoding(most_lanes)
+                self._turns.extend([(key, "prefill"), (key, "decode")])
+            self._decodings[key.model].open(lane)
+            self._generate[key] = lane
         return self._generate[key]
 
     def _search_lane(self, key: LaneKey) -> SearchLane[WorkT]:

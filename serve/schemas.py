@@ -15,6 +15,7 @@ from serve.sampling import MAX_SEED
 MAX_LOGPROBS = 5
 MAX_BEAMS = 8
 DEFAULT_MAX_TOKENS = 128
+MAX_DEADLINE_MS = 3_600_000.0
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -50,7 +51,21 @@ class BudgetFields(BaseModel):
     effort: Literal["low", "medium", "high", "max"] | None = Field(
         None, description="A named rung of the model's ladder. Not together with steps."
     )
-
+    deadline_ms: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_DEADLINE_MS,
+        description="The whole answer within this time of the request's arrival, with the most "
+        "steps that are predicted to make it. 422 if that is impossible even for an idle server, "
+        "429 if it is because of what waits, 504 if the time passes after all. With steps or "
+        "effort, those are kept.",
+    )
+    min_steps: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Where the server chooses, at least this many steps."
+    )
+    max_steps: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Where the server chooses, at most this many steps."
+    )
     max_disagreement: float | None = Field(
         None,
         gt=0,
@@ -62,7 +77,14 @@ class BudgetFields(BaseModel):
 
     @property
     def ask(self) -> Ask:
-        return Ask(self.steps, self.effort, self.max_disagreement)
+        return Ask(
+            self.steps,
+            self.effort,
+            self.max_disagreement,
+            self.deadline_ms,
+            self.min_steps,
+            self.max_steps,
+        )
 
 
 class ClassifyRequest(BudgetFields):

@@ -4,8 +4,10 @@ Knows uvicorn and signals; deliberately neither routes nor models.
 """
 
 import asyncio
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -16,10 +18,14 @@ from serve.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
 
+# The exit status of a process in which a call hung for ever.
+HUNG = 70
+
 _BACKLOG = 2048
 _POLL_S = 0.02
 # For what has been answered to reach clients that read slowly.
 _FLUSH_S = 2
+_LAST_ANSWERS_S = 1.0
 
 
 class Server(uvicorn.Server):
@@ -80,6 +86,11 @@ class Server(uvicorn.Server):
             Draining("the server has shut down before the answer was complete: send it again")
         )
         self.should_exit = True
+
+
+def leave() -> None:
+    """End the process in a moment, whatever its threads do: one that hangs can never be joined."""
+    threading.Timer(_LAST_ANSWERS_S, os._exit, [HUNG]).start()
 
 
 class AddressError(OSError):

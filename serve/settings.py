@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from serve.limits import Limits
 from serve.runtime.place import Device, Place
-from serve.scheduler import Limits
+from serve.watchdog import Patience
 
 PREFIX = "STEPDIAL_"
 # Named like settings, but read by the tests: the browser that drives the page.
@@ -55,6 +56,16 @@ class Settings(BaseSettings):
     queue_limit: Annotated[
         int, Field(ge=1, le=1_000_000, description="requests that may wait before 429")
     ] = 256
+    queue_wait_s: Annotated[
+        float, Field(gt=0, le=86400, description="predicted wait of the queue before 429")
+    ] = 60.0
+    degrade: Annotated[
+        bool,
+        Field(description="give requests that name no exact steps fewer while much waits"),
+    ] = True
+    degrade_wait_ms: Annotated[
+        float, Field(gt=0, le=86_400_000, description="predicted wait at which steps fall")
+    ] = 500.0
     batch_rows: Annotated[
         int, Field(ge=1, le=4096, description="rows in one classification call")
     ] = 16
@@ -93,9 +104,20 @@ class Settings(BaseSettings):
     stall_s: Annotated[
         float,
         Field(
-            gt=0, le=3600, description="time in one runtime call after which /health/ready fails"
+            gt=0,
+            le=3600,
+            description="the least time after which a runtime call, if it has also taken 10 times "
+            "as long as usual, is asked to end and /health/ready fails",
         ),
+    ] = 1.5
+    stall_unknown_s: Annotated[
+        float,
+        Field(gt=0, le=3600, description="the same while nobody knows how long it usually takes"),
     ] = 10.0
+    stall_exit_s: Annotated[
+        float,
+        Field(gt=0, le=3600, description="time for such a call to end before the process does"),
+    ] = 5.0
     access_log: Annotated[bool, Field(description="log every request")] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="what to log")
@@ -114,6 +136,11 @@ class Settings(BaseSettings):
         return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
+    def patience(self) -> Patience:
+        """The part that concerns calls that hang."""
+        return Patience(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
+
+    @property
     def limits(self) -> Limits:
         """The part that concerns the scheduler."""
         return Limits(
@@ -123,6 +150,8 @@ class Settings(BaseSettings):
             decode_rows=self.decode_rows,
             cache_bytes=self.cache_mb * 2**20,
             max_wait_s=self.max_wait_ms / 1000,
+            queue_wait_s=self.queue_wait_s,
+            degrade_wait_s=self.degrade_wait_ms / 1000 if self.degrade else None,
         )
 
     @classmethod

@@ -5,6 +5,7 @@ It deliberately knows nothing of servers, bundles or models.
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,17 @@ import pytest
 
 # Tiny models gain nothing from threads, and lose to those of a test that runs beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test asks the network, nor waits until it does not answer.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# All servers speak plain HTTP. Otherwise each client of httpx would first read every certificate
+# of the machine, which takes longer than most requests.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
+
+# A shell in whose background the tests run has them ignore interrupts, with all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("stepdial", deadline=None)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,20 @@ from serve.classification import Classification
 from serve.engine import Engine
 from serve.errors import ServeError
 from serve.events import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, TokenEvent
-from serve.executor import Work
 from serve.generation import Generation, Wish
 from serve.job import Job, LaneKey
+from serve.limits import Limits
 from serve.metrics import Metrics
 from serve.sampling import Sampling
-from serve.scheduler import Limits
 from serve.translation import Translation
+from serve.watchdog import Patience
+from serve.work import Work
 from tests.fake_model import Mood, fake_catalog
 from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 GREEDY = Sampling(temperature=0.0)
+# Tests hold calls up; only those that are about it say for how long that is all right.
+_PATIENT = Patience(stall_s=60, stall_unknown_s=60)
 WINDOW = generate_bundle().manifest.text_input.max_tokens
 
 
@@ -51,13 +54,19 @@ class Caller:
 class Bench:
     """An engine on fakes, and requests for it."""
 
-    def __init__(self, mood: Mood, limits: Limits) -> None:
+    def __init__(
+        self,
+        mood: Mood,
+        limits: Limits,
+        patience: Patience = _PATIENT,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
         self.mood = mood
         self.catalog: Catalog = fake_catalog(
             mood, classify_bundle(), generate_bundle(), translate_bundle()
         )
         self.metrics = Metrics()
-        self.engine = Engine(self.catalog, limits, self.metrics)
+        self.engine = Engine(self.catalog, limits, self.metrics, patience=patience, leave=leave)
 
     def classify(self, *lengths: int, steps: int = 2) -> tuple[Job[Work], Caller]:
         caller = Caller()

@@ -6,14 +6,22 @@ last token of its source, and never ends by itself. Nothing here computes.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime.protocol import FloatArray, IntArray, RowArray, StepClassifier
+from serve.runtime.protocol import (
+    DecodeBatch,
+    FloatArray,
+    IntArray,
+    Reading,
+    RowArray,
+    StepClassifier,
+    Wave,
+)
 
 ROW_BYTES_A_POSITION = 1000
 
@@ -27,12 +35,19 @@ class Mood:
     gate: threading.Event = field(default_factory=threading.Event)  # calls wait for it
     calls: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
     open_rows: int = 0
+    pieces: int = 1  # that a prompt is read in
+    most_batches: int = 1  # that share a call; 1: nothing mixes
+    opening: bool = False
+    obeys: bool = False  # whether a call that waits for the gate throws when it is interrupted
+    interrupted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.gate.set()
 
     def call(self, kind: str, steps: int, tokens: IntArray) -> None:
         self.gate.wait(10)
+        if self.obeys and self.interrupted.is_set():
+            raise RuntimeError("terminated")
         self.calls.append((kind, steps, tokens.shape))
         self.fail(kind, tokens)
 
@@ -51,6 +66,20 @@ class FakeClassifier:
         return self._mood.logits(logits)
 
 
+class FakeReading:
+    def __init__(self, tokens: IntArray, pieces: int, run: Callable[[], FloatArray]) -> None:
+        self.positions = len(tokens)
+        self._pieces, self._run = pieces, run
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions * ROW_BYTES_A_POSITION
+
+    def advance(self) -> FloatArray | None:
+        self._pieces -= 1
+        return None if self._pieces else self._run()
+
+
 class FakeBatch:
     def __init__(self, bundle: Bundle, steps: int, mood: Mood) -> None:
         self._vocab_size = bundle.manifest.text_tokenizer.vocab_size
@@ -58,6 +87,7 @@ class FakeBatch:
         self._steps = steps
         self._mood = mood
         self._lengths: list[int] = []
+        self._stands: int | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -68,20 +98,45 @@ class FakeBatch:
         longest = max(self._lengths, default=0)
         return len(self._lengths) * longest * ROW_BYTES_A_POSITION
 
-    def add(self, tokens: IntArray) -> FloatArray:
-        self._mood.call("prefill", self._steps, tokens)
+    def read(self, tokens: IntArray) -> FakeReading:
+        def run() -> FloatArray:
+            self._mood.call("prefill", self._steps, tokens)
+            following: FloatArray = self._next(tokens[-1:])[0]
+            return following
+
         assert 0 < len(tokens) <= self._window
-        self._lengths.append(len(tokens))
+        return FakeReading(tokens, self._mood.pieces, run)
+
+    def join(self, reading: Reading) -> None:
+        assert self._stands is None, "a row joins between two tokens"
+        self._lengths.append(reading.positions)
         self._mood.open_rows += 1
-        following: FloatArray = self._next(tokens[-1:])[0]
-        return following
+
+    def add(self, tokens: IntArray) -> FloatArray:
+        reading = self.read(tokens)
+        while (logits := reading.advance()) is None:
+            pass
+        self.join(reading)
+        return logits
+
+    def begin(self, tokens: IntArray) -> None:
+        assert self._stands is None
+        self._check(tokens)
+        self._begun, self._stands = tokens, 0
+
+    def advance(self) -> None:
+        assert self._stands is not None and self._stands < self._steps
+        self._stands += 1
+
+    def end(self) -> FloatArray:
+        assert self._stands == self._steps
+        self._stands = None
+        return self._grow(self._begun)
 
     def step(self, tokens: IntArray) -> FloatArray:
-        assert tokens.shape == (len(self._lengths),)
-        assert max(self._lengths) < self._window, "a row has no room"
-        self._mood.call("decode", self._steps, tokens)
-        self._lengths = [length + 1 for length in self._lengths]
-        return self._next(tokens)
+        assert self._stands is None
+        self._check(tokens)
+        return self._grow(tokens)
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:
         self._mood.call("prefill", self._steps, tokens)
@@ -89,7 +144,17 @@ class FakeBatch:
         assert self._lengths[row] <= self._window
         return self._next(tokens)
 
+    def _check(self, tokens: IntArray) -> None:
+        assert tokens.shape == (len(self._lengths),)
+        assert max(self._lengths) < self._window, "a row has no room"
+
+    def _grow(self, tokens: IntArray) -> FloatArray:
+        self._mood.call("decode", self._steps, tokens)
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._next(tokens)
+
     def remove(self, row: int) -> None:
+        assert self._stands is None, "a row leaves between two tokens"
         self._lengths[row] = self._lengths[-1]
         self._lengths.pop()
         self._mood.open_rows -= 1
@@ -100,6 +165,22 @@ class FakeBatch:
         following[following == self._vocab_size] = 1
         logits[np.arange(len(tokens)), following] = 20.0
         return self._mood.logits(logits)
+
+
+class FakeMix:
+    def __init__(self, mood: Mood) -> None:
+        self.most_batches = mood.most_batches
+        self.runs_ahead = False
+        self._mood = mood
+
+    def advance(self, batches: Sequence[DecodeBatch]) -> None:
+        assert 0 < len(batches) <= self.most_batches
+        for batch in batches:
+            assert isinstance(batch, FakeBatch)
+            batch.advance()
+
+    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+        raise NotImplementedError("no row of a fake runs ahead")
 
 
 class FakeDecoder:
@@ -164,8 +245,23 @@ class FakeModel:
     def translator(self, steps: int) -> FakeTranslator:
         return FakeTranslator(self._bundle, steps, self.mood)
 
+    def mix(self) -> FakeMix | None:
+        return FakeMix(self.mood) if self.mood.most_batches > 1 else None
+
     def warm_up(self) -> None:
         pass
+
+    @property
+    def opening(self) -> bool:
+        return self.mood.opening
+
+    def interrupt(self) -> None:
+        self.mood.interrupted.set()
+        if self.mood.obeys:
+            self.mood.gate.set()
+
+    def resume(self) -> None:
+        self.mood.interrupted.clear()
 
 
 def fake_catalog(mood: Mood, *bundles: Bundle) -> Catalog:

@@ -43,10 +43,15 @@ class FakeServer:
 @contextmanager
 def fake_server(**changes: Any) -> Iterator[FakeServer]:
     """A server with these settings, listening."""
-    settings = Settings(port=0, **changes)
+    # Tests hold calls up; only those that are about it say for how long that is all right.
+    patient = {"stall_s": 60, "stall_unknown_s": 60}
+    settings = Settings(port=0, **(patient | changes))
     mood, metrics = Mood(), Metrics()
     engine = Engine(
-        fake_catalog(mood, classify_bundle(), generate_bundle()), settings.limits, metrics
+        fake_catalog(mood, classify_bundle(), generate_bundle()),
+        settings.limits,
+        metrics,
+        patience=settings.patience,
     )
     listening = threading.Event()
     listener = bind(settings.host, settings.port)

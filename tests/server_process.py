@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ class ServerProcess:
     url: str
     banner: str
     lines: "Queue[str]"
+    readers: Sequence[Thread]
 
     @property
     def port(self) -> int:
@@ -41,12 +42,12 @@ class ServerProcess:
 
     def rest_of_output(self) -> str:
         """What it wrote since it started; for a process that has ended."""
+        for reader in self.readers:
+            reader.join()
         text = ""
-        while True:
-            try:
-                text += self.lines.get(timeout=0.3)
-            except Empty:
-                return text
+        while not self.lines.empty():
+            text += self.lines.get()
+        return text
 
 
 def run_to_end(
@@ -84,7 +85,7 @@ def server_process(
         reader.start()
     try:
         banner, url = _await_banner(process, lines)
-        yield ServerProcess(process, url, banner, lines)
+        yield ServerProcess(process, url, banner, lines, readers)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -116,8 +117,9 @@ def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[
     raise AssertionError(f"the server did not start within {START_S} s: {banner}")
 
 
-def _read(stream: "object", lines: "Queue[str]") -> None:
-    for line in stream:  # type: ignore[attr-defined]
+def _read(stream: Iterable[str] | None, lines: "Queue[str]") -> None:
+    assert stream is not None
+    for line in stream:
         lines.put(line)
 
 

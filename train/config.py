@@ -173,7 +173,8 @@ class Recipe:
                 raise RecipeError(f"recipe {self.name!r}: {sentence}")
 
     def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
 
 def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, bool]:

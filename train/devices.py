@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from train.batch import Batch
@@ -37,6 +36,9 @@ class Devices:
     """The device of this process, and its place among all of them."""
 
     def __init__(self, accelerator: Accelerator = "auto", precision: Precision = "fp32") -> None:
+        # Here, not above: it brings torch's compiler, seconds that only a training need spend.
+        from lightning_fabric import Fabric
+
         found = torch.cuda.is_available()
         if accelerator == "cuda" and not found:
             raise ValueError('torch sees no CUDA device: set run.accelerator to "cpu" or "auto"')

@@ -15,7 +15,6 @@ from serve.classification import Classification
 from serve.engine import Engine
 from serve.errors import InvalidField, Unprocessable
 from serve.events import ClassifiedEvent, FailedEvent
-from serve.executor import Work
 from serve.intake import Intake, check_kinds, read_items, row_length
 from serve.job import Job, LaneKey
 from serve.mailbox import Mailbox, submitted
@@ -23,13 +22,16 @@ from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
     answer,
+    deadline_of,
     decide_budget,
+    note_decision,
     request_id,
     takes,
     timing,
 )
 from serve.schemas import ClassifyRequest
 from serve.settings import Settings
+from serve.work import Work
 
 _DEFAULT_LABELS = 5
 
@@ -53,7 +55,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         )
         served = engine.catalog.pick(asked.model, ("classify",), asked.input[0].kind)
         manifest = served.manifest
-        decision = decide_budget(request, engine, served, asked)
+        decision = decide_budget(request, served, asked)
         labels = manifest.labels or ()
         top = _labels_to_list(asked.top_k, served, len(labels))
         _check_count(asked, settings.max_inputs)
@@ -66,16 +68,20 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         mailbox = Mailbox()
         rows = [one.row for one in taken]
         job: Job[Work] = Job(
-            lane=LaneKey(served.name, "classify", decision.steps, decision.threshold),
+            lane=_lane(served, decision),
             work=Classification(rows, mailbox.deliver),
             lengths=tuple(row_length(row, manifest) for row in rows),
             may_pad=manifest.input.kind == "text",
+            deadline=deadline_of(request, asked),
+            choices=decision.step_choices,
         )
         async with submitted(engine, job, mailbox, request):
             event = (await mailbox.take())[0]
         if isinstance(event, FailedEvent):
             raise event.error
         assert isinstance(event, ClassifiedEvent)
+        worst = decision.served_at(min(event.steps))
+        note_decision(request, engine, served, worst)
         spent = timing(request, engine, event.span)
         response = ClassifyResponse(
             id=request_id(request),
@@ -83,9 +89,18 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
             results=_results(event, taken, labels, top, decision),
             timing=spent,
         )
-        return answer(response, {"server-timing": spent.header})
+        answered = answer(response, {"server-timing": spent.header})
+        engine.latency.observe_answer(engine.clock() - event.span.ended_s)
+        return answered
 
     return router
+
+
+def _lane(served: Served, decision: Decision) -> LaneKey:
+    """Rows of exact steps have a lane of their own; others share one, whatever they get."""
+    if decision.choices:
+        return LaneKey(served.name, "classify", served.manifest.full_steps, late=True)
+    return LaneKey(served.name, "classify", decision.steps, decision.threshold)
 
 
 def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
@@ -126,7 +141,9 @@ def _results(
     decision: Decision,
 ) -> list[ClassifyResult]:
     results = []
-    for scores, evaluations, one in zip(event.scores, event.evaluations, taken, strict=True):
+    for scores, steps, evaluations, one in zip(
+        event.scores, event.steps, event.evaluations, taken, strict=True
+    ):
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         best = [LabelScore(label=labels[index], score=scores[index]) for index in ranked[:top]]
         results.append(
@@ -135,7 +152,7 @@ def _results(
                 score=best[0].score,
                 top=best,
                 truncated=one.truncated,
-                budget=Budget.of(decision, evaluations),
+                budget=Budget.of(decision.served_at(steps), evaluations),
             )
         )
     return results

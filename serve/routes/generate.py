@@ -26,15 +26,16 @@ from serve.catalog import WRITING, Served
 from serve.engine import Engine
 from serve.errors import InvalidField
 from serve.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
-from serve.executor import Work
 from serve.generation import Generation, Wish
-from serve.job import Job, Kind, LaneKey
+from serve.job import Deadline, Job, Kind, LaneKey
 from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
     answer,
+    deadline_of,
     decide_budget,
+    note_decision,
     request_id,
     takes,
     timing,
@@ -44,6 +45,7 @@ from serve.settings import Settings
 from serve.stream import EventStream
 from serve.translation import Translation
 from serve.wishes import check_beams, positions_held, wish_of
+from serve.work import Work
 
 # A drawn seed fits a JavaScript number, so that every client can send it back as it came.
 _DRAWN_BITS = 32
@@ -64,6 +66,7 @@ class Exchange:
     served: Served
     decision: Decision
     wish: Wish
+    deadline: Deadline | None
 
     def chunk(self, event: TokenEvent) -> TokenChunk:
         return TokenChunk(
@@ -128,7 +131,7 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
         )
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
-        decision = decide_budget(request, engine, served, asked)
+        decision = decide_budget(request, served, asked)
         if asked.max_tokens > settings.max_tokens:
             raise InvalidField(
                 f"max_tokens is {asked.max_tokens}, but this server writes at most "
@@ -140,7 +143,15 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
             request, len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt)
         )
         wish = wish_of(asked, served, prompt, secrets.randbits(_DRAWN_BITS))
-        return await _run(Exchange(request, engine, served, decision, wish))
+        kind: Kind = "search" if wish.num_beams > 1 else "generate"
+        deadline = deadline_of(request, asked)
+        if len(decision.choices) > 1:
+            lane = LaneKey(served.name, kind, decision.steps)
+            steps = engine.steps_for(
+                lane, decision.step_choices, len(prompt), wish.max_tokens, deadline
+            )
+            decision = decision.served_at(steps)
+        return await _run(Exchange(request, engine, served, decision, wish, deadline))
 
     return router
 
@@ -155,9 +166,12 @@ async def _run(exchange: Exchange) -> Response:
         work=(Translation if searches else Generation)(wish, served.codec, mailbox.deliver),
         lengths=(len(wish.prompt),),
         positions=positions_held(wish, served),
+        deadline=exchange.deadline,
+        tokens_left=wish.max_tokens,
     )
     async with AsyncExitStack() as work:
         await work.enter_async_context(submitted(exchange.engine, job, mailbox, exchange.request))
+        note_decision(exchange.request, exchange.engine, served, exchange.decision)
         # A stream waits for its first event too: what fails at once gets a status of its own.
         events = await mailbox.take()
         first = events[0]

@@ -9,12 +9,11 @@ from starlette.responses import Response
 
 from serve.answers import Health
 from serve.engine import Engine
-from serve.errors import Draining, NotReady
+from serve.errors import NotReady
 from serve.routes.shared import answer, problems
-from serve.settings import Settings
 
 
-def health_routes(settings: Settings, engine: Engine) -> APIRouter:
+def health_routes(engine: Engine) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["operations"])
 
@@ -35,15 +34,13 @@ def health_routes(settings: Settings, engine: Engine) -> APIRouter:
         summary="Whether to send requests here",
         response_model=Health,
         response_description="Requests are welcome.",
-        responses=problems(e503="Starting, shutting down, or the model does not answer."),
+        responses=problems(e503="Starting, shutting down, or a model hangs or fails."),
     )
     async def ready() -> Response:
-        if engine.draining:
-            raise Draining("the server is shutting down")
-        if not engine.alive:
-            raise NotReady("the engine is not running")
-        if engine.beat_age_s > settings.stall_s:
-            raise NotReady(f"one call of the model has taken {engine.beat_age_s:.1f} s")
+        engine.check_open()
+        if engine.failing:
+            names = ", ".join(engine.failing)
+            raise NotReady(f"the last call of {names} failed: it is tried again every second")
         return answer(Health(status="ready"))
 
     @router.get(

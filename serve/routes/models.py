@@ -8,7 +8,8 @@ import time
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from serve.answers import (
+from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
+from serve.cards import (
     Interval,
     LadderResponse,
     LadderRung,
@@ -18,7 +19,6 @@ from serve.answers import (
     TakesPoints,
     TakesText,
 )
-from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
 from serve.catalog import Served
 from serve.engine import Engine
 from serve.job import Kind, LaneKey

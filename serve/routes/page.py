@@ -5,6 +5,7 @@ Knows where the files are; deliberately nothing of what is in them.
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.responses import FileResponse, HTMLResponse, Response
@@ -21,9 +22,8 @@ _FRESH = {"cache-control": "no-cache"}
 class FreshFiles(StaticFiles):
     """Files that browsers check before they use what they have."""
 
-    def file_response(self, *args: object, **kwargs: object) -> Response:
-        # Passed on as they came; Starlette types them one by one.
-        response = super().file_response(*args, **kwargs)  # type: ignore[arg-type]
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
         response.headers.update(_FRESH)
         return response
 

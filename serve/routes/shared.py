@@ -17,6 +17,7 @@ from serve.catalog import Served
 from serve.engine import Engine
 from serve.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
 from serve.events import Span
+from serve.job import Deadline
 from serve.mailbox import ClientGone
 from serve.schemas import BudgetFields
 
@@ -31,14 +32,26 @@ def request_id(request: Request) -> str:
     return str(request.scope[ID_KEY])
 
 
-def decide_budget(
-    request: Request, engine: Engine, served: Served, asked: BudgetFields
-) -> Decision:
-    """The rung for a request, noted for the metrics."""
+def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
+    """The rung for a request, or those that may serve it."""
     decision = decide(asked.ask, served.manifest)
     request.scope[SERVED_KEY] = (served.name, decision.steps)
-    engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
     return decision
+
+
+def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
+    """The deadline, counted from when the request came."""
+    if asked.deadline_ms is None:
+        return None
+    return Deadline(request.scope[ARRIVED_KEY], asked.deadline_ms / 1000)
+
+
+def note_decision(request: Request, engine: Engine, served: Served, decision: Decision) -> None:
+    """Count what became of a budget."""
+    request.scope[SERVED_KEY] = (served.name, decision.steps)
+    engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
+    if decision.reason == "load":
+        engine.metrics.degraded.labels(served.name).inc()
 
 
 def timing(request: Request, engine: Engine, span: Span) -> Timing:
@@ -100,6 +113,8 @@ RUN_PROBLEMS = problems(
     e408="The body did not arrive in time.",
     e413="The body is too large.",
     e422="A field is unknown, missing, of the wrong type or impossible; `param` names it.",
-    e429="The queue is full; `Retry-After` and `retry-after-ms` say when to try again.",
+    e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and `retry-after-ms` "
+    "say when to try again.",
     e503="The server is starting or shutting down, or the model failed.",
+    e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
 )

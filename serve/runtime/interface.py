@@ -5,7 +5,13 @@ Knows the tasks and the manifest; not the runtime that opens the graph.
 
 from dataclasses import dataclass, field
 
-from serve.bundle import EVALUATIONS_PER_STEP, ImageInput, Manifest, PointsInput
+from serve.bundle import (
+    EVALUATIONS_PER_STEP,
+    MIXED_GROUPS,
+    ImageInput,
+    Manifest,
+    PointsInput,
+)
 
 # Of each name: the type as ONNX calls it, and the shape; a word stands for any size, None for any
 # shape at all, an empty type for any type.
@@ -73,6 +79,28 @@ def step_interface(manifest: Manifest) -> Interface:
         outputs | {f"{name}_out": cache for name in names},
         more_inputs=_TIME,
     )
+
+
+def mixed_interface(manifest: Manifest) -> Interface:
+    """Of one step for groups of rows: each has lengths and caches of its own."""
+    step = step_interface(manifest)
+    own = _LENGTHS.keys() | {
+        name for name in (*step.inputs, *step.outputs) if name.startswith(("k_", "v_"))
+    }
+    more: Nodes = {"order": (_INT64, ("ordered",)), "sizes": (_INT64, (MIXED_GROUPS,))}
+    return Interface(
+        _grouped(step.inputs, own) | more, _grouped(step.outputs, own), step.more_inputs
+    )
+
+
+def _grouped(nodes: Nodes, own: set[str]) -> Nodes:
+    shared = {name: node for name, node in nodes.items() if name not in own}
+    return shared | {
+        f"{name}_{group}": node
+        for group in range(MIXED_GROUPS)
+        for name, node in nodes.items()
+        if name in own
+    }
 
 
 def head_interface(manifest: Manifest) -> Interface:

@@ -19,7 +19,8 @@ _FLOAT_BYTES = 4
 class CacheLayout:
     """The sizes that a rung's caches have."""
 
-    buffers: int
+    steps: int
+    buffers: int  # of all steps
     heads: int
     head_width: int
     max_tokens: int
@@ -29,6 +30,7 @@ class CacheLayout:
         """A key and a value buffer for each evaluation and layer, in their order in a step."""
         shape = manifest.shape
         return cls(
+            steps=rung.steps,
             buffers=2 * rung.nfe * shape.layers,
             heads=shape.heads,
             head_width=shape.head_width,
@@ -63,17 +65,24 @@ class CacheLayout:
 
 @final
 class RowCaches:
-    """One array (rows, heads, capacity, head_width) a buffer; the rows in use come first."""
+    """One array (rows, heads, capacity, head_width) a buffer; the rows in use come first.
+
+    The buffers of all steps lie in one block (steps, rows, heads, capacity, head_width) for each
+    buffer of a step, those of steps `lead` apart side by side: so a row that is alone can have
+    positions at such steps in one call.
+    """
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self.rows = 0
         self.capacity = 0
-        self.arrays: list[FloatArray] = []
+        self.lead = 1
+        self.arrays: list[FloatArray] = []  # step after step
+        self._blocks: list[FloatArray] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        return sum(block.nbytes for block in self._blocks)
 
     def reserve(self, used: int, rows: int, positions: int) -> bool:
         """Room for so many rows of up to so many positions; True if the buffers moved.
@@ -84,14 +93,14 @@ class RowCaches:
         if rows <= self.rows and capacity <= self.capacity:
             return False
         grown_rows = self.rows if rows <= self.rows else self.layout.rows_for(rows)
-        self._resize(used, grown_rows, capacity)
+        self._resize(used, grown_rows, capacity, self.lead)
         return True
 
     def shrink(self, used: int, positions: int) -> bool:
         """Give back memory when three quarters are idle; True if the buffers moved."""
         if used == 0:
             moved = bool(self.arrays)
-            self.arrays, self.rows, self.capacity = [], 0, 0
+            self.arrays, self._blocks, self.rows, self.capacity = [], [], 0, 0
             return moved
         capacity = self.layout.capacity_for(positions)
         # With such slack a batch at a boundary does not copy its caches to and fro; positions get
@@ -99,24 +108,55 @@ class RowCaches:
         wasteful = 4 * used * capacity <= self.rows * self.capacity
         if not wasteful and 2 * capacity > self.capacity:
             return False
-        self._resize(used, min(self.rows, self.layout.rows_for(2 * used)), capacity)
+        self._resize(used, min(self.rows, self.layout.rows_for(2 * used)), capacity, self.lead)
         return True
+
+    def arrange(self, lead: int) -> bool:
+        """One row only, with steps `lead` apart as neighbours; True if the buffers moved."""
+        if self.rows == 1 and self.lead == lead:
+            return False
+        self._resize(1, 1, self.capacity, lead)
+        return True
+
+    def along(self, step: int, count: int) -> list[FloatArray]:
+        """The only row's buffers (count, heads, capacity, head_width) of this step and the next.
+
+        They are `lead` steps apart.
+        """
+        assert self.rows == 1
+        first = _places(self.layout.steps, self.lead)[step]
+        return [block[first : first + count, 0] for block in self._blocks]
 
     def move(self, source: int, target: int, positions: int) -> None:
         """Copy the cached positions of one row over another row."""
         for array in self.arrays:
             array[target, :, :positions] = array[source, :, :positions]
 
-    def _resize(self, used: int, rows: int, capacity: int) -> None:
-        heads, width = self.layout.heads, self.layout.head_width
+    def take(self, target: int, other: "RowCaches", positions: int) -> None:
+        """Copy the cached positions of another's only row into a row."""
+        for array, theirs in zip(self.arrays, other.arrays, strict=True):
+            array[target, :, :positions] = theirs[0, :, :positions]
+
+    def _resize(self, used: int, rows: int, capacity: int, lead: int) -> None:
+        layout = self.layout
+        shape = (layout.steps, rows, layout.heads, capacity, layout.head_width)
+        a_step = layout.buffers // layout.steps
         # All are allocated before any is replaced, so that a MemoryError changes nothing; pages
         # of zeros cost no memory until they are written.
-        arrays = [
-            np.zeros((rows, heads, capacity, width), dtype=np.float32)
-            for _ in range(self.layout.buffers)
-        ]
+        blocks = [np.zeros(shape, dtype=np.float32) for _ in range(a_step)]
         kept = min(capacity, self.capacity)
-        for index, old in enumerate(self.arrays):
-            arrays[index][:used, :, :kept] = old[:used, :, :kept]
-            self.arrays[index] = arrays[index]
-        self.arrays, self.rows, self.capacity = arrays, rows, capacity
+        now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
+        self.arrays = []
+        for index in range(len(self._blocks)):
+            old = self._blocks[index]
+            for step in range(layout.steps):
+                blocks[index][then[step], :used, :, :kept] = old[now[step], :used, :, :kept]
+            self._blocks[index] = blocks[index]  # frees the old one
+        self._blocks, self.rows, self.capacity, self.lead = blocks, rows, capacity, lead
+        self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
+
+
+def _places(steps: int, lead: int) -> list[int]:
+    """Where each step lies when those `lead` apart are neighbours."""
+    order = sorted(range(steps), key=lambda step: (step % lead, step))
+    return [order.index(step) for step in range(steps)]

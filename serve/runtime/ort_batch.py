@@ -3,18 +3,35 @@
 Knows when to bind which buffer; which rows there are, and why, is the engine's affair.
 """
 
+from dataclasses import dataclass
+from itertools import count
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 
 from serve.runtime.kv_cache import CacheLayout, RowCaches
 from serve.runtime.ort_crossing import OrtCrossing
+from serve.runtime.ort_ends import OrtEnds
+from serve.runtime.ort_reading import OrtReading, last_of
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.protocol import FloatArray, IntArray, WindowFullError
+from serve.runtime.protocol import FloatArray, IntArray, Reading, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
+_VERSIONS = count()  # of all batches, so that none is ever taken for another
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Stand:
+    """Where the rows of a batch stand between two steps."""
+
+    x: FloatArray  # (B, 1, D)
+    v: FloatArray  # (B, 1, D): the velocity of the step before, where the method looks back
+    seqlens: npt.NDArray[np.int32]  # (B,)
+    total: npt.NDArray[np.int32]  # ()
+    step: int = 0
 
 
 @final
@@ -24,18 +41,21 @@ class OrtDecodeBatch:
     def __init__(
         self,
         sessions: StepSessions,
+        ends: OrtEnds,
         names: list[str],
         layout: CacheLayout,
         width: int,
         vocab_size: int,
     ) -> None:
-        self._sessions = sessions
-        self._names = names
-        self._width = width
+        self.stand: Stand | None = None  # None: between two tokens
+        self.version = next(_VERSIONS)  # a new one whenever rows or buffers move
+        self.sessions, self.names, self.width = sessions, names, width
+        self._ends = ends
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
+        self._slots: dict[int, list[ort.OrtValue]] = {}
 
     @property
     def lengths(self) -> list[int]:
@@ -43,10 +63,22 @@ class OrtDecodeBatch:
         return lengths
 
     @property
+    def max_tokens(self) -> int:
+        return self._caches.layout.max_tokens
+
+    @property
+    def rows(self) -> int:
+        return len(self._past)
+
+    @property
     def nbytes(self) -> int:
         return self._caches.nbytes
 
-    def add(self, tokens: IntArray) -> FloatArray:
+    @property
+    def steps(self) -> int:
+        return self._caches.layout.buffers // len(self.names)
+
+    def read(self, tokens: IntArray) -> OrtReading:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
         if len(tokens) > max_tokens:
@@ -54,19 +86,26 @@ class OrtDecodeBatch:
                 f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
                 "keep its last ones"
             )
-        row = len(self._past)
-        # One position more, since a prompt is added to be continued.
-        positions = max(len(tokens), self._longest()) + 1
-        if self._caches.reserve(row, row + 1, positions):
-            self._crossing = None
-        try:
-            last: FloatArray = self._cross(row, tokens, 0, keep=_last_of(tokens))[0]  # (V,)
-        except BaseException:
-            self._shrink()
-            raise
-        self._past = np.append(self._past, np.int32(len(tokens)))
-        self._crossing = None
-        return last
+        return OrtReading(self._caches.layout, self._open_alone, tokens)
+
+    def join(self, reading: Reading) -> None:
+        assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
+        assert self.stand is None, "a row joins between two tokens"
+        row, length = len(self._past), len(reading.tokens)
+        if row == 0:
+            self._caches = reading.caches
+        else:
+            self._caches.reserve(row, row + 1, max(length, self._longest()) + 1)
+            self._caches.take(row, reading.caches, length)
+        self._past = np.append(self._past, np.int32(length))
+        self._moved()
+
+    def add(self, tokens: IntArray) -> FloatArray:
+        reading = self.read(tokens)
+        while (logits := reading.advance()) is None:
+            pass
+        self.join(reading)
+        return logits.copy()
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
@@ -78,12 +117,95 @@ class OrtDecodeBatch:
             )
         rows = len(self._past)
         if self._caches.reserve(rows, rows, max(past + len(tokens), self._longest())):
-            self._crossing = None
-        logits = self._cross(row, tokens, past, keep=np.arange(len(tokens)))  # (S, V)
+            self._moved()
+        caches = [array[row : row + 1] for array in self._caches.arrays]
+        crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
+        logits: FloatArray = crossing.run()[0]  # (S, V)
         self._past[row] += len(tokens)
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
+        rows = self._make_room(tokens)
+        if self._crossing is None:
+            one, caches = np.zeros((rows, 1), dtype=np.int64), self._used()
+            self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
+        self._crossing.tokens[:, 0] = tokens
+        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
+        self._past += 1
+        return logits
+
+    def begin(self, tokens: IntArray) -> None:
+        self._make_room(tokens)
+        self.stand = self.embed(tokens, self._past)
+
+    def end(self) -> FloatArray:
+        assert self.stand is not None and self.stand.step == self.steps, "not at the last step"
+        logits = self.read_off(self.stand.x)
+        self.stand = None
+        self._past += 1
+        return logits
+
+    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
+        """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
+        x, seqlens, total = self._ends.embed(tokens, past)
+        return Stand(x, np.zeros_like(x) if self.sessions.history else x, seqlens, total)
+
+    def read_off(self, x: FloatArray) -> FloatArray:
+        """Logits (B, V) of states (B, 1, D)."""
+        return self._ends.head(x)
+
+    def reach(self, positions: int, lead: int) -> None:
+        """Room for so many positions in the only row, which is to run ahead with this lead."""
+        assert self.rows == 1 and self.stand is None
+        arranged = self._caches.arrange(lead)
+        if self._caches.reserve(1, 1, positions) or arranged:
+            self._moved()
+
+    def along(self, step: int, count: int) -> list[FloatArray]:
+        """The caches of the only row at this step and those that are a lead further each."""
+        return self._caches.along(step, count)
+
+    def lengthen(self) -> None:
+        """The only row has one position more, which was written from outside."""
+        assert self.rows == 1
+        self._past += 1
+
+    def slots(self, step: int) -> list[ort.OrtValue]:
+        """The caches of a step, as they are bound."""
+        if step not in self._slots:
+            each = len(self.names)
+            arrays = self._used()[step * each : (step + 1) * each]
+            self._slots[step] = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        return self._slots[step]
+
+    def remove(self, row: int) -> None:
+        self._check_row(row)
+        assert self.stand is None, "a row leaves between two tokens"
+        last = len(self._past) - 1
+        if row != last:
+            self._caches.move(last, row, int(self._past[last]))
+        past = self._past[:last].copy()
+        if row != last:
+            past[row] = self._past[last]
+        self._past = past
+        self._caches.shrink(len(past), self._longest() + 1)
+        self._moved()
+
+    def _moved(self) -> None:
+        self._crossing = None
+        self._slots.clear()
+        self.version = next(_VERSIONS)
+
+    def _longest(self) -> int:
+        return int(self._past.max(initial=0))
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self._past):
+            raise IndexError(f"there is no row {row} among {len(self._past)}")
+
+    def _make_room(self, tokens: IntArray) -> int:
+        """Room for one token (B,) more in every row; the number of rows."""
+        assert self.stand is None, "the rows are under way"
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
             raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")
@@ -94,59 +216,33 @@ class OrtDecodeBatch:
                 "remove it and add its last tokens again"
             )
         if self._caches.reserve(rows, rows, longest + 1):
-            self._crossing = None
-        if self._crossing is None:
-            one = np.zeros((rows, 1), dtype=np.int64)
-            self._crossing = self._open(0, one, self._past, _FIRST_OF_ONE)
-        self._crossing.tokens[:, 0] = tokens
-        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
-        self._past += 1
-        return logits
+            self._moved()
+        return rows
 
-    def remove(self, row: int) -> None:
-        self._check_row(row)
-        last = len(self._past) - 1
-        if row != last:
-            self._caches.move(last, row, int(self._past[last]))
-        past = self._past[:last].copy()
-        if row != last:
-            past[row] = self._past[last]
-        self._past = past
-        self._crossing = None
-        self._shrink()
+    def _used(self) -> list[FloatArray]:
+        return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _longest(self) -> int:
-        return int(self._past.max(initial=0))
-
-    def _shrink(self) -> None:
-        if self._caches.shrink(len(self._past), self._longest() + 1):
-            self._crossing = None
-
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self._past):
-            raise IndexError(f"there is no row {row} among {len(self._past)}")
-
-    def _cross(self, row: int, tokens: IntArray, past: int, keep: IntArray) -> FloatArray:
-        """Logits (K, V) of tokens (S,) of one row, with its caches where they are."""
-        crossing = self._open(row, tokens[None], np.array([past], dtype=np.int32), keep)
-        logits: FloatArray = crossing.run()[0]
-        return logits
+    def _open_alone(self, caches: list[FloatArray], tokens: IntArray, past: int) -> OrtCrossing:
+        return self._open(caches, tokens[None], _one(past), last_of(tokens))
 
     def _open(
-        self, first: int, tokens: IntArray, past: npt.NDArray[np.int32], keep: IntArray
+        self,
+        caches: list[FloatArray],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
     ) -> OrtCrossing:
-        caches = [array[first : first + len(tokens)] for array in self._caches.arrays]
         return OrtCrossing(
-            self._sessions,
-            self._names,
+            self.sessions,
+            self.names,
             caches,
             tokens,
             past,
             keep,
-            self._width,
+            self.width,
             self._vocab_size,
         )
 
 
-def _last_of(tokens: IntArray) -> IntArray:
-    return np.array([len(tokens) - 1], dtype=np.int64)
+def _one(past: int) -> npt.NDArray[np.int32]:
+    return np.array([past], dtype=np.int32)

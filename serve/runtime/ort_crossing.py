@@ -71,10 +71,26 @@ class OrtCrossing:
         bind_input(self._head, "keep", keep)
         bind_output(self._head, "logits", self.logits)
 
+    @property
+    def steps(self) -> int:
+        return len(self._steps)
+
     def run(self) -> FloatArray:
         """The logits, which the next run overwrites."""
+        self.begin()
+        self.cross(0, self.steps)
+        return self.end()
+
+    def begin(self) -> None:
+        """Embed the tokens."""
         self._sessions.embed.run_with_iobinding(self._embed)
-        for binding in self._steps:
+
+    def cross(self, first: int, end: int) -> None:
+        """Take these steps, which come next."""
+        for binding in self._steps[first:end]:
             self._sessions.step.run_with_iobinding(binding)
+
+    def end(self) -> FloatArray:
+        """The logits, once all steps have been taken; the next run overwrites them."""
         self._sessions.head.run_with_iobinding(self._head)
         return self.logits

@@ -12,6 +12,7 @@ from serve.runtime.interface import cache_names
 from serve.runtime.kv_cache import CacheLayout
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_crossing import OrtCrossing
+from serve.runtime.ort_ends import OrtEnds
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.protocol import FloatArray, IntArray
 from serve.runtime.token_checks import check_tokens
@@ -30,10 +31,11 @@ class OrtDecoder:
         self._steps = rung.steps
         self._width = manifest.shape.width
         self._vocab_size = manifest.text_tokenizer.vocab_size
+        self._ends = OrtEnds(sessions, self._width, self._vocab_size)
 
     def open_batch(self) -> OrtDecodeBatch:
         return OrtDecodeBatch(
-            self._sessions, self._names, self._layout, self._width, self._vocab_size
+            self._sessions, self._ends, self._names, self._layout, self._width, self._vocab_size
         )
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:

@@ -11,9 +11,17 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError, Rung
-from serve.runtime.interface import Interface, encoder_interface, graph_interface
+from serve.runtime.interface import (
+    Interface,
+    cache_names,
+    encoder_interface,
+    graph_interface,
+    mixed_interface,
+)
+from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
+from serve.runtime.ort_mix import OrtMix
 from serve.runtime.ort_prefix_decoder import OrtPrefixDecoder
 from serve.runtime.ort_session import first_line, open_session, usable_cores
 from serve.runtime.ort_step_classifier import OrtStepClassifier
@@ -44,6 +52,9 @@ class OrtModel:
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
+        self._mix: OrtMix | None = None
+        self._run_options = ort.RunOptions()
+        self._opening = False
 
     @property
     def bundle(self) -> Bundle:
@@ -83,6 +94,19 @@ class OrtModel:
             )
         return self._decoders[steps]
 
+    def mix(self) -> OrtMix | None:
+        manifest = self._bundle.manifest
+        if manifest.cache != "kv" or not self._place.runs_single_steps:
+            return None
+        if self._mix is None:
+            sessions = self._step_sessions()
+            names = cache_names(sessions.stages, manifest.shape.layers)
+            mixes = manifest.step is not None and manifest.step.mixed is not None
+            self._mix = OrtMix(
+                sessions, names, manifest.method, self._open_mixed if mixes else None
+            )
+        return self._mix
+
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
         """The rung as the one graph that other runtimes run."""
         manifest = self._bundle.manifest
@@ -118,6 +142,18 @@ class OrtModel:
                     f"({first_line(error)}); export the bundle again",
                     file=str(self._bundle.folder / self._file_of(rung)),
                 ) from error
+        if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
+            self._open_mixed()  # only to see that it is what it must be: rungs may never meet
+
+    @property
+    def opening(self) -> bool:
+        return self._opening
+
+    def interrupt(self) -> None:
+        self._run_options.terminate = True
+
+    def resume(self) -> None:
+        self._run_options.terminate = False
 
     def _file_of(self, rung: Rung) -> str:
         """The graph that runs the rung's steps."""
@@ -145,15 +181,26 @@ class OrtModel:
         answer = np.full((1, self._bundle.manifest.target_max_tokens or 1), tokens[0])  # (1, N)
         self.translator(steps).read(tokens).follow(answer)
 
-    def _open_graph(self, rung: Rung) -> ort.InferenceSession:
+    def _open_graph(self, rung: Rung) -> InterruptibleSession:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))
 
-    def _open(self, file: str, interface: Interface) -> ort.InferenceSession:
-        return open_session(self._bundle, file, interface, self.threads, self._place)
+    def _open_mixed(self) -> InterruptibleSession:
+        step = self._bundle.manifest.step
+        assert step is not None and step.mixed is not None
+        return self._open(step.mixed, mixed_interface(self._bundle.manifest))
+
+    def _open(self, file: str, interface: Interface) -> InterruptibleSession:
+        self._opening = True
+        try:
+            return open_session(
+                self._bundle, file, interface, self.threads, self._place, self._run_options
+            )
+        finally:
+            self._opening = False
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
-            self._steps = open_steps(self._bundle, self.threads)
+            self._steps = open_steps(self._bundle, self.threads, self._run_options)
         return self._steps
 
     def _shares_weights(self) -> bool:

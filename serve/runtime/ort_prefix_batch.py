@@ -10,7 +10,28 @@ from typing import final
 import numpy as np
 
 from serve.runtime.ort_prefix import Prefix, PrefixGraph
-from serve.runtime.protocol import FloatArray, IntArray, WindowFullError
+from serve.runtime.protocol import FloatArray, IntArray, Reading, WindowFullError
+
+
+@final
+class PrefixReading:
+    """A prefix, which is read in one piece."""
+
+    def __init__(self, graph: PrefixGraph, row: Prefix) -> None:
+        self.row = row
+        self._graph = graph
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.row.source is None else self.row.source.memory.nbytes
+
+    @property
+    def positions(self) -> int:
+        return len(self.row.tokens)
+
+    def advance(self) -> FloatArray:
+        last: FloatArray = self._graph.after([self.row])[0]  # (V,)
+        return last
 
 
 @final
@@ -30,11 +51,18 @@ class OrtPrefixBatch:
     def nbytes(self) -> int:
         return sum(row.source.memory.nbytes for row in self._rows if row.source is not None)
 
+    def read(self, tokens: IntArray) -> "PrefixReading":
+        return PrefixReading(self._graph, self._begin(tokens))
+
+    def join(self, reading: Reading) -> None:
+        assert isinstance(reading, PrefixReading), "nothing that was read here"
+        self._rows.append(reading.row)
+
     def add(self, tokens: IntArray) -> FloatArray:
-        row = self._begin(tokens)
-        last: FloatArray = self._graph.after([row])[0]  # (V,)
-        self._rows.append(row)
-        return last
+        reading = self.read(tokens)
+        logits = reading.advance()
+        self.join(reading)
+        return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
         rows = len(self._rows)

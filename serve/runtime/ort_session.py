@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError
 from serve.runtime.interface import Interface
+from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.place import Place
 from serve.runtime.providers import check_providers, providers_for
 
@@ -31,8 +32,13 @@ def usable_cores() -> int:
 
 
 def open_session(
-    bundle: Bundle, file: str, interface: Interface, threads: int, place: Place = _CPU
-) -> ort.InferenceSession:
+    bundle: Bundle,
+    file: str,
+    interface: Interface,
+    threads: int,
+    place: Place = _CPU,
+    run_options: ort.RunOptions | None = None,
+) -> InterruptibleSession:
     """The session of one graph; BundleError when it is not what the manifest promises."""
     path = bundle.folder / file
     options = ort.SessionOptions()
@@ -57,7 +63,7 @@ def open_session(
         ) from error
     check_providers(session.get_providers(), place, str(path))
     check_interface(path, interface, session)
-    return session
+    return InterruptibleSession(session, run_options or ort.RunOptions())
 
 
 @cache

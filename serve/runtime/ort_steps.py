@@ -10,7 +10,13 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import EVALUATIONS_PER_STEP, Bundle, BundleError
-from serve.runtime.interface import embed_interface, head_interface, step_interface
+from serve.runtime.interface import (
+    Interface,
+    embed_interface,
+    head_interface,
+    step_interface,
+)
+from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.ort_session import open_session
 from serve.runtime.protocol import FloatArray
 
@@ -22,9 +28,9 @@ HISTORY = 0.5  # of ab2: what a step takes from the one before it
 class StepSessions:
     """One copy of the weights for all rungs."""
 
-    embed: ort.InferenceSession
-    step: ort.InferenceSession
-    head: ort.InferenceSession
+    embed: InterruptibleSession
+    step: InterruptibleSession
+    head: InterruptibleSession
     timed: bool  # whether the step wants the time
     sized: bool  # whether it wants its size: a pass of fixed depth has none
     history: bool  # whether it wants the velocity of the step before
@@ -45,14 +51,20 @@ class StepSessions:
         return {name: np.full(rows, value, dtype=np.float32) for name, value in told.items()}
 
 
-def open_steps(bundle: Bundle, threads: int) -> StepSessions:
+def open_steps(
+    bundle: Bundle, threads: int, run_options: ort.RunOptions | None = None
+) -> StepSessions:
     """The sessions of a bundle that has graphs of one step."""
     manifest = bundle.manifest
     files = manifest.step
     assert files is not None, f"{manifest.name} has no graphs of one step"
-    embed = open_session(bundle, files.embed, embed_interface(manifest), threads)
-    step = open_session(bundle, files.step, step_interface(manifest), threads)
-    head = open_session(bundle, files.head, head_interface(manifest), threads)
+
+    def opened(file: str, interface: Interface) -> InterruptibleSession:
+        return open_session(bundle, file, interface, threads, run_options=run_options)
+
+    embed = opened(files.embed, embed_interface(manifest))
+    step = opened(files.step, step_interface(manifest))
+    head = opened(files.head, head_interface(manifest))
     given = {node.name: node.type for node in embed.get_outputs()}
     for file, session in ((files.step, step), (files.head, head)):
         for node in session.get_inputs():

@@ -3,12 +3,16 @@
 Knows tokens, logits and rows; nothing of sessions, devices or the layout of caches.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import Bundle
+from serve.runtime.interruption import Interruptible
+
+MOST_AHEAD = 8  # positions of one row under way at once
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -64,6 +68,27 @@ class StepClassifier(Classifier, Protocol):
         ...
 
 
+class Reading(Protocol):
+    """A prompt on its way through a rung, in pieces, with caches of its own.
+
+    Where the pieces end follows from the prompt and the rung alone.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held now."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """Positions that the row has once all is read; of a translation, those of the answer."""
+        ...
+
+    def advance(self) -> FloatArray | None:
+        """Run the next piece; after the last one the logits (V,) for the token that follows."""
+        ...
+
+
 class DecodeBatch(Protocol):
     """Rows of ONE rung that decode together, with what they keep; hides how that lies in memory.
 
@@ -81,6 +106,14 @@ class DecodeBatch(Protocol):
         """Memory held now, beside the tokens."""
         ...
 
+    def read(self, tokens: IntArray) -> Reading:
+        """Begin to read a prompt or a source (S,), beside the rows."""
+        ...
+
+    def join(self, reading: Reading) -> None:
+        """Append as the last row what this batch has read to its end."""
+        ...
+
     def add(self, tokens: IntArray) -> FloatArray:
         """Read a prompt or a source (S,), append it as the last row, return its logits (V,)."""
         ...
@@ -95,6 +128,82 @@ class DecodeBatch(Protocol):
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its number."""
+        ...
+
+
+class SteppedBatch(DecodeBatch, Protocol):
+    """A batch that also goes from step to step; on the way no row joins or leaves."""
+
+    def begin(self, tokens: IntArray) -> None:
+        """One token a row (B,): now the rows stand before the first step."""
+        ...
+
+    def end(self) -> FloatArray:
+        """Logits (B, V) of rows that are behind the last step; every row grows by one position."""
+        ...
+
+
+class Crossed(NamedTuple):
+    """What a step of a wave brought to light."""
+
+    draft: FloatArray | None  # (V,): of the token behind the last position, if it is known by now
+    last: FloatArray | None  # (V,): of the token behind the first position, which is done
+
+
+class Wave(Protocol):
+    """The only row of a batch, running ahead of itself.
+
+    Positions that follow each other stand at different steps. Each was begun with a token that the
+    one before it drafted by a jump. It is lost when the batch is used otherwise.
+    """
+
+    @property
+    def lead(self) -> int:
+        """Steps after which a position drafts the next token."""
+        ...
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that the positions under way were begun with, first position first."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Positions that may still be begun."""
+        ...
+
+    def begin(self, token: int) -> None:
+        """One position more, behind those that are under way."""
+        ...
+
+    def cross(self) -> Crossed:
+        """One step of every position; a first position that is done is under way no more."""
+        ...
+
+    def drop(self) -> None:
+        """Give up all that is under way."""
+        ...
+
+
+class Mix(Protocol):
+    """Takes batches of several rungs of one model a step further, in one call."""
+
+    @property
+    def most_batches(self) -> int:
+        """How many may share a call."""
+        ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether there are waves."""
+        ...
+
+    def advance(self, batches: Sequence[DecodeBatch]) -> None:
+        """One step of each, which have all begun and not come to their last step."""
+        ...
+
+    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+        """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
         ...
 
 
@@ -143,7 +252,7 @@ class Translator(Batches, Protocol):
         ...
 
 
-class Model(Protocol):
+class Model(Interruptible, Protocol):
     """A bundle opened for running. One thread at a time may use it."""
 
     @property
@@ -165,6 +274,10 @@ class Model(Protocol):
 
     def translator(self, steps: int) -> Translator:
         """The rung of that many steps; BundleError if the ladder or the task has none."""
+        ...
+
+    def mix(self) -> Mix | None:
+        """What mixes the batches of this model, which are SteppedBatch then; None: nothing does."""
         ...
 
     def warm_up(self) -> None:

@@ -78,6 +78,9 @@ class TrtModel:
             self._session(rung.encoder), self._session(rung.graph), self._bundle.manifest
         )
 
+    def mix(self) -> None:
+        return None
+
     def warm_up(self) -> None:
         manifest = self._bundle.manifest
         for steps in manifest.steps:
@@ -88,6 +91,16 @@ class TrtModel:
             else:
                 answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
+
+    @property
+    def opening(self) -> bool:
+        return False  # all are open once the model is warm
+
+    def interrupt(self) -> None:
+        """An engine that was started cannot be stopped."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
 
     def _session(self, graph: str) -> TrtSession:
         if graph not in self._sessions:

@@ -20,9 +20,9 @@ from tests.tiny_bundles import STEPS, build_classify, build_generate
 ROOT = Path(__file__).parents[2]
 
 
-def run(url: str, *options: str, duration: str = "2s") -> subprocess.CompletedProcess[str]:
+def run(url: str, *options: str, duration: str = "1s") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepdial", "loadtest", "--url", url, "--users", "3"]
-    command += ["--duration", duration, "--max-tokens", "8", "--timeout", "2", *options]
+    command += ["--duration", duration, "--max-tokens", "8", "--timeout", "1", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -51,7 +51,7 @@ def test_the_real_server_answers_every_rung_rightly(tmp_path: Path) -> None:
     build_generate(folders[0], name="writer")
     build_classify(folders[1], name="critic")
     with served(folders) as server:
-        done = run(server.url, "--out", str(tmp_path / "report"), duration="4s")
+        done = run(server.url, "--out", str(tmp_path / "report"), duration="2s")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "report" / "report.json").read_text())
     measured = {(row["model"], row["steps"]) for row in record["rows"] if row["requests"] > 0}
@@ -101,8 +101,6 @@ def test_an_interrupt_still_reports() -> None:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # Whoever runs the tests in the background may have had the signal ignored for them.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             while len(stub.bodies) < 50:

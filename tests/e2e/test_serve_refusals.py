@@ -57,21 +57,6 @@ def test_impossible_budgets(
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (CLASSIFY, TEXT | {"deadline_ms": 100}, "deadline_ms"),
-        (CLASSIFY, TEXT | {"min_steps": 1}, "min_steps"),
-        (GENERATE, PROMPT | {"max_steps": 4}, "max_steps"),
-        (GENERATE, PROMPT | {"deadline_ms": None}, "deadline_ms"),
-    ],
-)
-def test_what_comes_later_is_refused_and_never_ignored(
-    client: httpx.Client, path: str, body: dict[str, Any], param: str
-) -> None:
-    assert refused(client.post(path, json=body), 422, "not_supported")["param"] == param
-
-
-@pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
         (CLASSIFY, {}, "input", "missing"),

@@ -19,7 +19,7 @@ GENERATE = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "steps": 2}
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    with fake_server(stall_s=0.3, queue_limit=4) as running:
+    with fake_server(queue_limit=4) as running:
         yield running
 
 
@@ -77,22 +77,54 @@ def test_not_a_number_is_a_503_of_that_request(server: FakeServer) -> None:
     assert post(server, "/v1/classify", CLASSIFY).status_code == 200
 
 
-def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays(server: FakeServer) -> None:
-    server.mood.gate.clear()
-    with ThreadPoolExecutor() as pool:
+def ready(server: FakeServer) -> bool:
+    return httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
+def wait_until_ready(server: FakeServer) -> None:
+    end_s = time.monotonic() + 5
+    while not ready(server):
+        assert time.monotonic() < end_s
+
+
+def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays() -> None:
+    with (
+        fake_server(stall_s=0.3, stall_unknown_s=0.3, stall_exit_s=60) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        server.mood.gate.clear()
         stuck = pool.submit(post, server, "/v1/classify", CLASSIFY)
         server.wait_for(running=1)
-        time.sleep(0.5)
+        time.sleep(0.8)
         began_s = time.monotonic()
         response = httpx.get(f"{server.url}/health/ready")
         assert time.monotonic() - began_s < 1
-        assert "has taken" in structured(response, "not_ready")["message"]
+        assert "has taken" in structured(response, "stalled")["message"]
         assert httpx.get(f"{server.url}/health/live").status_code == 200
+        refused = post(server, "/v1/generate", GENERATE)
+        structured(refused, "stalled")
+        assert refused.headers["retry-after"] == "60"
         server.mood.gate.set()
         assert stuck.result().status_code == 200
-    end_s = time.monotonic() + 5
-    while httpx.get(f"{server.url}/health/ready").status_code != 200:
-        assert time.monotonic() < end_s
+        wait_until_ready(server)
+
+
+def test_a_model_that_throws_turns_readiness_off_until_it_works(server: FakeServer) -> None:
+    server.mood.fail = throw_on("classify")
+    structured(post(server, "/v1/classify", CLASSIFY), "model_failure")
+    refusal = structured(httpx.get(f"{server.url}/health/ready"), "not_ready")
+    assert "the last call of tiny-classify failed" in refusal["message"]
+    assert httpx.get(f"{server.url}/health/live").status_code == 200
+    assert post(server, "/v1/generate", GENERATE).status_code == 200
+    assert not ready(server), "another model works"
+    server.mood.fail = lambda kind, tokens: None
+    assert post(server, "/v1/classify", CLASSIFY).status_code == 200
+    assert ready(server)
+    server.mood.fail = throw_on("decode")
+    structured(post(server, "/v1/generate", GENERATE), "model_failure")
+    assert not ready(server)
+    server.mood.fail = lambda kind, tokens: None
+    wait_until_ready(server)
 
 
 def test_a_dead_engine_turns_everything_off(server: FakeServer) -> None:

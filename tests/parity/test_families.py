@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.cached import count_pairs, has_cached_form
+from export.cached import has_cached_form
 from export.evaluate import evaluate_bundle
 from export.frontier import describe, rung_latency_ms
 from export.pack import ExportRequest, export_model, export_run
+from export.parts import CacheShape, trace
 from export.samples import Inputs, samples_of
 from export.trial import Origin
 from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
@@ -259,12 +260,15 @@ def test_a_plain_module_is_a_velocity_that_exports(tmp_path: Path, classifies: b
     ("scheme", "calls"),
     [("residual", 2), ("rk2", 4), ("rk4", 8), ("polynet", 4), ("dlcl", 2), ("leapfrog", 2)],
 )
-def test_caches_are_counted_by_a_dry_run(tmp_path: Path, scheme: Scheme, calls: int) -> None:
+def test_every_attention_of_an_evaluation_has_caches(
+    tmp_path: Path, scheme: Scheme, calls: int
+) -> None:
     recipe = tiny_text_recipe(tmp_path, *RUNGE_KUTTA, f"model.scheme={scheme}")
     model = build_model(recipe.model, Sizes(vocabulary=30))
     assert isinstance(model, OTTransformer)
     assert has_cached_form(model.velocity) and not has_cached_form(Average(16))
-    assert count_pairs(model.velocity, torch.zeros(1, 2, 16)) == calls
+    traced = trace(model.eval(), [torch.ones(2, 3).long()], [torch.ones(3, 5).long()])
+    assert traced.caches == CacheShape(calls, 2, 8)
 
 
 @pytest.mark.parametrize("settings", [["model.heads=4"], EVOLVED], ids=["narrow", "evolved"])

@@ -34,25 +34,42 @@ def manifests(draw: st.DrawFn) -> Manifest:
     manifest=manifests(),
     steps=st.none() | st.integers(1, 64) | st.integers(),
     effort=st.none() | st.sampled_from(EFFORTS),
+    deadline_ms=st.none() | st.floats(1, 1000),
+    limits=st.tuples(*[st.none() | st.integers(1, 70)] * 2),
 )
 def test_every_ask_has_an_answer(
-    manifest: Manifest, steps: int | None, effort: Effort | None
+    manifest: Manifest,
+    steps: int | None,
+    effort: Effort | None,
+    deadline_ms: float | None,
+    limits: tuple[int | None, int | None],
 ) -> None:
     ladder = {rung.steps: rung for rung in manifest.rungs}
     efforts = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
     try:
-        decision = decide(Ask(steps, effort), manifest)
+        decision = decide(Ask(steps, effort, None, deadline_ms, *limits), manifest)
     except ImpossibleBudget as error:
-        assert error.param in ("steps", "effort")
-        both = steps is not None and effort is not None
-        assert both or (steps is not None and steps not in ladder) or effort not in efforts
+        assert error.param in ("steps", "effort", "min_steps", "max_steps")
+        if limits == (None, None):
+            both = steps is not None and effort is not None
+            assert both or (steps is not None and steps not in ladder) or effort not in efforts
         return
     assert decision.full is manifest.rungs[-1]
+    least, most = limits
+    for one in (*decision.step_choices, decision.steps):
+        assert one in ladder and (least or 0) <= one <= (most or one)
+    assert list(decision.choices) == sorted(decision.choices, key=lambda rung: rung.steps)
+    if decision.choices:
+        assert decision.choices[-1] is decision.rung
     match decision.reason:
         case "exact":
             assert decision.rung is ladder[steps or 0]
         case "effort":
             assert effort is not None and decision.rung is efforts[effort]
+        case "deadline":
+            assert steps is None and effort is None and deadline_ms is not None
+            assert decision.steps == max(one for one in ladder if one <= (most or one))
         case "default":
-            assert steps is None and effort is None
-            assert decision.steps == manifest.default_steps
+            assert steps is None and effort is None and deadline_ms is None
+            inside = (least or 0) <= manifest.default_steps <= (most or manifest.default_steps)
+            assert not inside or decision.steps == manifest.default_steps

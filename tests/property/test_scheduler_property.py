@@ -9,8 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, SearchCall, State
-from serve.scheduler import Limits, Scheduler
+from serve.job import (
+    ClassifyCall,
+    DecodeCall,
+    DecodePart,
+    Job,
+    LaneKey,
+    PrefillCall,
+    SearchCall,
+    State,
+)
+from serve.limits import Limits
+from serve.scheduler import Scheduler
 
 WINDOW = 12
 LIMITS = Limits(
@@ -22,6 +32,7 @@ LANES = [
     for kind in ("classify", "generate", "search")
     for steps in (1, 4)
 ]
+MOST_LANES = {"a": 2, "b": 1}  # that share a call
 # Turns there can be: two for each generation lane, one for each other.
 TURNS = sum(2 if lane.kind == "generate" else 1 for lane in LANES)
 
@@ -46,9 +57,13 @@ class Traffic(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler: Scheduler[Request] = Scheduler(LIMITS, cache_bytes)
+        self.scheduler: Scheduler[Request] = Scheduler(
+            LIMITS, cache_bytes, lambda lane: MOST_LANES[lane.model]
+        )
         self.jobs: list[Job[Request]] = []
         self.batches: dict[LaneKey, list[Job[Request]]] = {}
+        self.readings: dict[Job[Request], int] = {}  # pieces left
+        self.calls: dict[LaneKey, int] = {}  # that the present token has had
         self.searches: set[Job[Request]] = set()  # whose memory is held
         self.now_s = 0.0
 
@@ -91,10 +106,10 @@ class Traffic(RuleBasedStateMachine):
         if isinstance(call, SearchCall):
             self.search(call, failure)
             return
-        self.generate(call, failure)
-        rows = self.batches[call.lane]
-        held = len(rows) * max((job.work.cached for job in rows), default=0) * call.lane.steps
-        self.scheduler.hold(call.lane, held)
+        if isinstance(call, PrefillCall):
+            self.read(call, failure)
+        else:
+            self.decode(call, failure)
 
     def classify(self, call: ClassifyCall[Request], failure: str | None) -> None:
         lengths = [job.lengths[row] for job, row in call.rows]
@@ -120,38 +135,76 @@ class Traffic(RuleBasedStateMachine):
             self.take_tokens((call.job,), failure and "row")
         self.searches -= set(self.scheduler.forget(call.lane))
 
-    def generate(
-        self, call: PrefillCall[Request] | DecodeCall[Request], failure: str | None
-    ) -> None:
-        rows = self.batches.setdefault(call.lane, [])
-        self.remove(rows, call.evict)
-        if isinstance(call, PrefillCall):
-            if failure == "call":
-                self.scheduler.withdraw(call.job)
-                self.fail(call.job)
-                return
-            rows.append(call.job)
-            first = call.job.work.answered == 0
-            call.job.work.cached = call.job.lengths[0] if first else WINDOW // 2
-            stepped: tuple[Job[Request], ...] = (call.job,)
+    def read(self, call: PrefillCall[Request], failure: str | None) -> None:
+        self.forget(call.over)
+        if call.job is None:
+            return
+        job = call.job
+        assert job.lane == call.lane and job.state is State.RUNNING
+        left = self.readings[job] = self.readings.get(job, 2) - 1
+        if failure == "call":
+            self.fail(job)
+        elif left:
+            job.work.waited_calls = 0
         else:
-            assert list(call.jobs) == rows, "the scheduler and the batch disagree on the rows"
-            if failure == "call":
+            job.work.cached = job.lengths[0] if job.work.answered == 0 else WINDOW // 2
+            self.scheduler.has_read(job, full=job.work.cached == WINDOW)
+            self.take_tokens((job,), failure)
+        self.forget(self.scheduler.readings_over(call.lane))
+
+    def decode(self, call: DecodeCall[Request], failure: str | None) -> None:
+        assert len({part.lane for part in call.parts}) == len(call.parts)
+        assert len({part.lane.model for part in call.parts}) == 1
+        assert len(call.parts) <= MOST_LANES[call.parts[0].lane.model]
+        if len(call.parts) > 1:
+            assert sum(len(part.jobs) for part in call.parts) <= LIMITS.decode_rows
+        for part in call.parts:
+            rows = self.batches.setdefault(part.lane, [])
+            if part.lost:
+                rows.clear()
+                self.calls[part.lane] = 0
+            if part.evict or part.join:
+                assert part.begins, "rows moved in the middle of a token"
+            self.remove(rows, part.evict)
+            for job in part.join:
+                assert self.readings.pop(job) == 0
+                rows.append(job)
+            assert list(part.jobs) == rows, "the scheduler and the batch disagree on the rows"
+            assert len(rows) <= LIMITS.decode_rows
+            if rows and failure == "call":
                 for job in rows:
                     self.fail(job)
                 rows.clear()
-                self.scheduler.abandon(call.lane)
-                return
-            stepped = call.jobs
-            for job in stepped:
-                assert job.work.cached < WINDOW, "a full row was decoded"
-                job.work.cached += 1
-        assert len(rows) <= LIMITS.decode_rows
-        self.take_tokens(stepped, failure)
-        for job in self.scheduler.rows(call.lane):
+                self.calls[part.lane] = 0
+                self.scheduler.abandon(part.lane)
+            elif rows:
+                self.advance(part, failure)
+            longest = max((job.work.cached for job in rows), default=0)
+            self.scheduler.hold(part.lane, len(rows) * longest * part.lane.steps)
+
+    def advance(self, part: DecodePart[Request], failure: str | None) -> None:
+        calls = self.calls.get(part.lane, 0)
+        assert part.begins == (calls == 0)
+        mixes = MOST_LANES[part.lane.model] > 1
+        last = part.lane.steps if mixes and not part.whole else 1
+        assert part.ends == (calls + 1 == last)
+        self.calls[part.lane] = 0 if part.ends else calls + 1
+        for job in part.jobs:
+            job.work.waited_calls = 0
+        if not part.ends:
+            return
+        for job in part.jobs:
+            assert job.work.cached < WINDOW, "a full row was decoded"
+            job.work.cached += 1
+        self.take_tokens(part.jobs, failure)
+        for job in part.jobs:
             if job.work.cached == WINDOW and job.state is State.RUNNING:
                 self.scheduler.read_again(job)
-        self.remove(rows, self.scheduler.evict(call.lane))
+        self.remove(self.batches[part.lane], self.scheduler.evict(part.lane))
+
+    def forget(self, numbers: tuple[int, ...]) -> None:
+        for job in [job for job in self.readings if job.number in numbers]:
+            del self.readings[job]
 
     def take_tokens(self, jobs: tuple[Job[Request], ...], failure: str | None) -> None:
         for index, job in enumerate(jobs):
@@ -200,6 +253,10 @@ class Traffic(RuleBasedStateMachine):
         held = sum(
             len(rows) * max((job.work.cached for job in rows), default=0) * lane.steps
             for lane, rows in self.batches.items()
+        )
+        held += sum(
+            (job.lengths[0] if job.work.answered == 0 else WINDOW // 2) * job.lane.steps
+            for job in self.readings
         )
         held += sum(job.positions * job.lane.steps for job in self.searches)
         assert held <= LIMITS.cache_bytes

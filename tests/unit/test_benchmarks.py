@@ -1,10 +1,11 @@
-"""The benchmarks run, keep what they found, and their page is what the kept results say."""
+"""The benchmarks run, and keep what they found."""
 
 import json
 import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,7 +19,6 @@ from benchmarks import (
     overhead,
     precision,
     quality,
-    run,
     served_memory,
     soak,
     throughput,
@@ -27,7 +27,7 @@ from benchmarks.machine import Machine, command_line
 from benchmarks.one_rung import folder_bytes, one_rung
 from benchmarks.result import Result, Table, Target, format_cell
 from benchmarks.rounds import interleave, median_ratio
-from benchmarks.run import SCRIPTS, read_results, render_page
+from benchmarks.run import SCRIPTS
 from benchmarks.texts import text_of, window_of
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
 from serve.runtime import open_model
@@ -43,11 +43,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
     return [build_generate(folder / "generate"), build_classify(folder / "classify")]
 
 
-def _run(module: object, name: str, bundles: list[Bundle], folder: Path) -> Result:
+def _run(module: ModuleType, name: str, bundles: list[Bundle], folder: Path) -> Result:
     folders = [str(bundle.folder) for bundle in bundles]
     arguments = ["--quick", "--results", str(folder)]
     arguments += ["--bundles", *folders] if folders else []
-    assert module.main(arguments) == 0  # type: ignore[attr-defined]
+    assert module.main(arguments) == 0
     return Result.read(folder / f"{name}.json")
 
 
@@ -77,7 +77,7 @@ def test_speed_is_measured_in_every_way_and_answers_are_right(tmp_path: Path) ->
     decoding = _run(decode, "decode", [], tmp_path)
     assert len(decoding.tables[0].rows) == 3 * 2 + 1 + 2 * 2 + 1
     classifying = _run(classify_speed, "classify_speed", [], tmp_path)
-    assert len(classifying.tables[0].rows) == 2 + 2 * 2
+    assert len(classifying.tables[0].rows) == 2 + 2 * 2 + 1
     for result in (decoding, classifying):
         assert _met(result)["largest difference of a logit from torch"]
 
@@ -87,8 +87,8 @@ def test_an_export_is_timed_in_a_process_of_its_own(
 ) -> None:
     found = export_time._in_own_process("fp32", (1,), quick=True)
     stages_s = found["stages_s"]
-    assert set(stages_s) == {"before", "trace", "write_graphs", "verify_rung", "measure_rung"}
-    assert min(stages_s.values()) > 0 and sum(stages_s.values()) < found["wall_s"]
+    assert set(stages_s) == {"before", *export_time.STAGES} - {"compare"}
+    assert min(stages_s.values()) > 0 and sum(stages_s.values()) < found["cpu_s"]
     assert found["bytes"] > 160_000 and found["peak_bytes"] > 1e8
     monkeypatch.setattr(export_time, "_in_own_process", lambda *_: found)
     result = _run(export_time, "export_time", [], tmp_path)
@@ -119,6 +119,21 @@ def test_precision_shows_what_manifests_say(bundles: list[Bundle], tmp_path: Pat
     result = _run(precision, "precision", [*bundles, made], tmp_path)
     assert [row[-1] for row in result.tables[0].rows] == ["within", "OUTSIDE", "within"]
     assert [target.value for target in result.targets] == [0.98, 0.003]
+
+
+def test_memory_grows_by_the_states_and_is_the_same_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def here(steps: int, checkpoint: bool, quick: bool) -> int:
+        return memory.training_peak(memory.QUICK, steps, checkpoint)
+
+    alone = memory._in_own_process(memory.FEW, True, quick=True)
+    assert alone == pytest.approx(here(memory.FEW, True, quick=True), rel=0.01)
+    monkeypatch.setattr(memory, "_in_own_process", here)
+    result = _run(memory, "memory", [], tmp_path)
+    assert all(_met(result).values())
+    with_checkpoints, without = (float(row[4] or 0) for row in result.tables[0].rows)
+    assert 1 <= with_checkpoints < 1.2 and without > 10
 
 
 def test_soak_ends_without_an_error_and_with_empty_gauges(
@@ -166,11 +181,6 @@ def test_first_answer_measures_the_zoo_only(capsys: pytest.CaptureFixture[str]) 
     assert "the demo serves the zoo" in capsys.readouterr().err
 
 
-def test_a_script_without_a_bundle_says_what_to_name(bundles: list[Bundle]) -> None:
-    with pytest.raises(SystemExit, match="of another precision than fp32: make one with"):
-        precision.main(["--quick", "--bundles", str(bundles[1].folder)])
-
-
 def test_texts_have_the_wanted_number_of_tokens(bundles: list[Bundle]) -> None:
     codec, window = TextCodec(bundles[1]), window_of(bundles[1].manifest)
     assert window == 48
@@ -207,28 +217,6 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         Result.read(path)
 
 
-def test_run_runs_all_but_what_is_skipped(
-    bundles: list[Bundle], capfd: pytest.CaptureFixture[str]
-) -> None:
-    skipped = [name for name in SCRIPTS if name not in ("quality", "memory", "first_answer")]
-    folders = [str(bundle.folder) for bundle in bundles]
-    assert run.main(["--quick", "--bundles", *folders, "--skip", *skipped]) == 0
-    printed = capfd.readouterr().out
-    assert "## Memory of training" in printed and "## Quality at each rung" in printed
-    assert "left out, since it is never quick: first_answer" in printed
-
-
-def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["dail"])
-    assert "no benchmark is named dail: there are quality, precision" in capsys.readouterr().err
-
-
-def test_run_fails_when_a_script_does(bundles: list[Bundle], tmp_path: Path) -> None:
-    arguments = ["--quick", "--bundles", str(tmp_path / "missing"), "--", "quality"]
-    assert run.main(arguments) == 1
-
-
 def test_targets_that_are_missed_say_so() -> None:
     text = _result().markdown
     assert "| fast | <= 2 ms | 1.50 ms | met |" in text
@@ -254,18 +242,6 @@ def test_cells_show_the_digits_that_mean_something(
 def test_commands_name_no_folder_of_this_machine(tmp_path: Path) -> None:
     shown = command_line("benchmarks.dial", ["--bundles", str(tmp_path / "mine"), "--quick"])
     assert shown == "python -m benchmarks.dial --bundles .../mine --quick"
-
-
-def test_the_page_is_what_the_results_say() -> None:
-    """The published page; there is one as soon as there are results."""
-    root = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-    results = read_results(root / "results")
-    page = root / "RESULTS.md"
-    assert page.is_file() == bool(results)
-    if results:
-        assert page.read_text(encoding="utf-8") == render_page(results), (
-            "run benchmarks/run.py --page"
-        )
 
 
 MODULES = (

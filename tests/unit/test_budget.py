@@ -102,3 +102,61 @@ def test_disagreement_and_named_steps_are_refused(other: Ask) -> None:
 def test_steps_and_effort_together_are_refused() -> None:
     with pytest.raises(ImpossibleBudget, match="send one of them"):
         decide(Ask(steps=1, effort="low"), MANIFEST)
+
+
+def chosen(ask: Ask) -> tuple[tuple[int, ...], int, str]:
+    decision = decide(ask, replace(MANIFEST, default_steps=2))
+    return decision.step_choices, decision.steps, decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ask", "choices", "steps", "reason"),
+    [
+        (Ask(), (1, 2), 2, "default"),
+        (Ask(min_steps=2), (2,), 2, "default"),
+        (Ask(min_steps=3), (4,), 4, "default"),
+        (Ask(max_steps=1), (1,), 1, "default"),
+        (Ask(max_steps=100), (1, 2), 2, "default"),
+        (Ask(deadline_ms=50), (1, 2, 4), 4, "deadline"),
+        (Ask(deadline_ms=50, min_steps=2, max_steps=3), (2,), 2, "deadline"),
+        (Ask(deadline_ms=50, steps=2), (), 2, "exact"),
+        (Ask(deadline_ms=50, effort="max"), (), 4, "effort"),
+    ],
+)
+def test_where_the_server_chooses_it_is_told_from_what(
+    ask: Ask, choices: tuple[int, ...], steps: int, reason: str
+) -> None:
+    assert chosen(ask) == (choices, steps, reason)
+
+
+def test_a_choice_below_the_best_says_why() -> None:
+    usual = decide(Ask(), MANIFEST)
+    assert usual.served_at(4) is usual
+    assert (usual.served_at(2).steps, usual.served_at(2).reason) == (2, "load")
+    pressed = decide(Ask(deadline_ms=50), MANIFEST)
+    assert (pressed.served_at(1).steps, pressed.served_at(1).reason) == (1, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("ask", "param"),
+    [
+        (Ask(min_steps=2, max_steps=1), "min_steps"),
+        (Ask(min_steps=3, max_steps=3), "min_steps"),
+        (Ask(min_steps=5), "min_steps"),
+        (Ask(steps=1, min_steps=2), "min_steps"),
+        (Ask(steps=4, max_steps=2), "max_steps"),
+        (Ask(effort="low", min_steps=2), "min_steps"),
+        (Ask(max_disagreement=0.05, max_steps=2), "max_steps"),
+        (Ask(max_disagreement=0.05, min_steps=2), "min_steps"),
+        (Ask(max_disagreement=0.05, min_steps=9), "min_steps"),
+    ],
+)
+def test_limits_that_contradict_are_refused_by_name(ask: Ask, param: str) -> None:
+    with pytest.raises(ImpossibleBudget) as error:
+        decide(ask, CALIBRATED)
+    assert error.value.param == param
+
+
+def test_disagreement_with_all_steps_asked_for_stops_nowhere() -> None:
+    decision = decide(Ask(max_disagreement=0.05, min_steps=4, max_steps=4), CALIBRATED)
+    assert (decision.steps, decision.reason, decision.threshold) == (4, "disagreement", None)

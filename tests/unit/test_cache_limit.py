@@ -9,100 +9,44 @@ import pytest
 from serve.catalog import Catalog, Served
 from serve.engine import Engine
 from serve.events import Event, GeneratedEvent, TokenEvent
-from serve.executor import Work
+from serve.executor import Executor
 from serve.generation import Generation, Wish
-from serve.job import Job, LaneKey
+from serve.job import Call, Job, LaneKey
+from serve.limits import Limits
 from serve.metrics import Metrics
-from serve.runtime import DecodeBatch, Decoder, Model, open_model
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runner import Runner
+from serve.runtime import open_model
 from serve.sampling import Sampling
-from serve.scheduler import Limits
 from serve.text import TextCodec
+from serve.work import Deliveries, Work
 from tests.tiny_folders import generate_bundle
 
 WINDOW = generate_bundle().manifest.text_input.max_tokens
 
 
 class Ledger:
-    """The memory of every batch there is, and the most there has been."""
+    """The most memory and rows that any call has left behind."""
 
-    def __init__(self) -> None:
-        self.batches: list[DecodeBatch] = []
-        self.most_bytes = 0
-        self.most_rows = 0
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most_bytes = self.most_rows = 0
+        execute = Executor.execute
 
-    def note(self) -> None:
-        self.batches = [batch for batch in self.batches if batch.lengths]
-        self.most_bytes = max(self.most_bytes, sum(batch.nbytes for batch in self.batches))
-        self.most_rows = max(self.most_rows, sum(len(batch.lengths) for batch in self.batches))
+        def watched(executor: Executor, call: Call[Work]) -> Deliveries:
+            deliveries = execute(executor, call)
+            runner: Runner = executor._runner
+            self.most_bytes = max(self.most_bytes, runner.cache_bytes)
+            lanes = [LaneKey("tiny-generate", "generate", steps) for steps in (1, 2, 4)]
+            self.most_rows = max(self.most_rows, sum(len(runner.lengths(lane)) for lane in lanes))
+            return deliveries
 
-
-class WatchedBatch:
-    def __init__(self, batch: DecodeBatch, ledger: Ledger) -> None:
-        self._batch, self._ledger = batch, ledger
-
-    @property
-    def lengths(self) -> list[int]:
-        return self._batch.lengths
-
-    @property
-    def nbytes(self) -> int:
-        return self._batch.nbytes
-
-    def add(self, tokens: IntArray) -> FloatArray:
-        if not self._batch.lengths:
-            self._ledger.batches.append(self._batch)
-        logits = self._batch.add(tokens)
-        self._ledger.note()
-        return logits
-
-    def step(self, tokens: IntArray) -> FloatArray:
-        logits = self._batch.step(tokens)
-        self._ledger.note()
-        return logits
-
-    def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        logits = self._batch.extend(row, tokens)
-        self._ledger.note()
-        return logits
-
-    def remove(self, row: int) -> None:
-        self._batch.remove(row)
-        self._ledger.note()
-
-
-class WatchedDecoder:
-    def __init__(self, decoder: Decoder, ledger: Ledger) -> None:
-        self._decoder, self._ledger = decoder, ledger
-
-    def open_batch(self) -> WatchedBatch:
-        return WatchedBatch(self._decoder.open_batch(), self._ledger)
-
-    def bytes_for(self, positions: int, rows: int = 1) -> int:
-        return self._decoder.bytes_for(positions, rows)
-
-    def forward(self, tokens: IntArray) -> FloatArray:
-        return self._decoder.forward(tokens)
-
-
-class WatchedModel:
-    def __init__(self, model: Model, ledger: Ledger) -> None:
-        self._model, self._ledger = model, ledger
-        self.bundle = model.bundle
-        self.classifier = model.classifier
-        self.step_classifier = model.step_classifier
-        self.translator = model.translator
-        self.warm_up = model.warm_up
-
-    def decoder(self, steps: int) -> WatchedDecoder:
-        return WatchedDecoder(self._model.decoder(steps), self._ledger)
+        patch.setattr(Executor, "execute", watched)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_limit_holds_at_every_call(seed: int) -> None:
-    chance, ledger = random.Random(seed), Ledger()
+def test_the_limit_holds_at_every_call(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, ledger = random.Random(seed), Ledger(monkeypatch)
     bundle = generate_bundle()
-    model = WatchedModel(open_model(bundle, threads=1), ledger)
+    model = open_model(bundle, threads=1)
     served = Served(bundle, model, TextCodec(bundle))
     limit = 7 * model.decoder(4).bytes_for(WINDOW)
     engine = Engine(Catalog([served]), Limits(cache_bytes=limit, decode_rows=8), Metrics())

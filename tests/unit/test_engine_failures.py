@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serve.errors import Draining, NotReady
-from serve.scheduler import Limits
+from serve.limits import Limits
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import Mood
 
@@ -168,15 +168,3 @@ def test_the_death_of_the_thread_is_told_to_everybody() -> None:
 def test_before_the_start_nothing_is_taken() -> None:
     with pytest.raises(NotReady):
         Bench(Mood(), Limits()).classify(5)
-
-
-def test_a_call_that_hangs_shows_in_the_beat() -> None:
-    with running() as bench:
-        bench.mood.gate.clear()
-        caller = bench.classify(5)[1]
-        time.sleep(0.3)
-        assert bench.engine.beat_age_s > 0.2
-        bench.mood.gate.set()
-        classified(caller)
-        time.sleep(0.3)
-        assert bench.engine.beat_age_s < 0.28

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -86,8 +87,8 @@ def test_the_default_is_on_the_frontier() -> None:
 LEVELS = (Level(0.002, None, 4.0, 0.0), Level(0.01, 1.5, 1.25, 0.004))
 
 
-def changed(bundle: Bundle, **changes: object) -> Bundle:
-    manifest = dataclasses.replace(bundle.manifest, **changes)  # type: ignore[arg-type]
+def changed(bundle: Bundle, **changes: Any) -> Bundle:
+    manifest = dataclasses.replace(bundle.manifest, **changes)
     return dataclasses.replace(bundle, manifest=manifest)
 
 

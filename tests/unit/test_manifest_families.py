@@ -44,6 +44,7 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but 4 steps of euler spend 4"),
     (generate_bundle, "schema_version", 1, "is 1, but this release reads version 2"),
     (translate_bundle, "step", STEP, "step must be null for the task translate"),
+    (classify_bundle, "step.mixed", "d.onnx", "step.mixed must be null for the depth ode and"),
     (prefix_bundle, "step", STEP, "step must be null for the task generate, the depth fixed"),
     (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),
     (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 steps of euler spend 1"),

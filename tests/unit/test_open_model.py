@@ -111,7 +111,13 @@ PROMISES: dict[str, tuple[Change, str]] = {
         "head.onnx: has the output logits as tensor(float)",
     ),
     "another task": (
-        lambda m: replace(m, task="classify", cache="none", labels=("a", "b")),
+        lambda m: replace(
+            m,
+            task="classify",
+            cache="none",
+            labels=("a", "b"),
+            step=StepFiles("embed.onnx", "step.onnx", "head.onnx"),
+        ),
         "steps-1.onnx: has the unknown input keep",
     ),
     "another method": (
@@ -121,6 +127,14 @@ PROMISES: dict[str, tuple[Change, str]] = {
     "graphs swapped": (
         lambda m: replace(m, step=StepFiles("step.onnx", "embed.onnx", "head.onnx")),
         "step.onnx: has no input tokens",
+    ),
+    "no mixed step": (
+        lambda m: replace(
+            m,
+            step=StepFiles("embed.onnx", "step.onnx", "head.onnx", "steps-1.onnx"),
+            rungs=tuple(replace(r, graph="mixed.onnx") if r.steps == 1 else r for r in m.rungs),
+        ),
+        "steps-1.onnx: has no input x",
     ),
 }
 

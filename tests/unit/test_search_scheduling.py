@@ -1,12 +1,15 @@
 """The scheduler's order for beam searches: turns, memory, endings."""
 
-from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, SearchCall, State
-from serve.scheduler import Limits, Scheduler
+from typing import Any
+
+from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, SearchCall, State
+from serve.limits import Limits
+from serve.scheduler import Scheduler
 
 SEARCH = LaneKey("t", "search", 4)
 
 
-def scheduler(**limits: int) -> Scheduler[str]:
+def scheduler(**limits: Any) -> Scheduler[str]:
     return Scheduler(Limits(**limits), lambda lane, rows, positions: rows * positions * lane.steps)
 
 
@@ -24,7 +27,11 @@ def test_searches_take_turns_with_each_other_and_with_the_rest() -> None:
         Job(LaneKey("c", "classify", 2), "c", (10,) * 9),
     ):
         s.add(job, 0.0)
-    calls = [s.next(0.0) for _ in range(16)]
+    calls = []
+    for _ in range(16):
+        calls.append(call := s.next(0.0))
+        if isinstance(call, PrefillCall) and call.job is not None:
+            s.has_read(call.job, full=False)
     stepped = [call.job.work for call in calls if isinstance(call, SearchCall) and call.job]
     assert stepped[:5] == ["first", "first", "second", "first", "second"]
     assert sum(isinstance(call, DecodeCall) for call in calls) >= 3

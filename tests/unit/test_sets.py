@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from train.blocks import Norm
 from train.model import OTTransformer
 from train.patches import PatchEmbedding
 from train.sets import (
@@ -56,17 +57,17 @@ def test_norms_stand_where_they_should() -> None:
     torch.testing.assert_close(before(x), before(x * 10), atol=1e-4, rtol=1e-4)
 
 
-def model(norm: str = "none") -> OTTransformer:
+def model(norm: Norm = "none") -> OTTransformer:
     torch.manual_seed(0)
     return OTTransformer(
         PointEmbedding(3, 16),
-        SetVelocity(2, 16, 4, 5, norm, final_norm=False),  # type: ignore[arg-type]
-        PooledByAttention(16, 4, 10, norm, final_norm=False, dropout=0.5),  # type: ignore[arg-type]
+        SetVelocity(2, 16, 4, 5, norm, final_norm=False),
+        PooledByAttention(16, 4, 10, norm, final_norm=False, dropout=0.5),
     ).eval()
 
 
 @pytest.mark.parametrize("norm", ["none", "pre", "post"])
-def test_the_order_of_points_changes_nothing(norm: str) -> None:
+def test_the_order_of_points_changes_nothing(norm: Norm) -> None:
     points = torch.randn(2, 30, 3)
     shuffled = points[:, torch.randperm(30)]
     whole = model(norm)

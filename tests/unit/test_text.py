@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -108,9 +109,9 @@ def test_of_a_long_text_only_the_ends_are_encoded(
     assert encoded and sum(encoded) < 100_000
 
 
-def described(**facts: object) -> Bundle:
+def described(**facts: Any) -> Bundle:
     bundle = classify_bundle() if facts.pop("task", "") == "classify" else generate_bundle()
-    spec = replace(bundle.manifest.text_tokenizer, **facts)  # type: ignore[arg-type]
+    spec = replace(bundle.manifest.text_tokenizer, **facts)
     return replace(bundle, manifest=replace(bundle.manifest, tokenizer=spec))
 
 

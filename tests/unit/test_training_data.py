@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from train.tokens import cut, train_tokenizer
 ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
 
 
-def table(path: str, **changes: object) -> DataConfig:
-    return DataConfig(kind="table", path=path, **changes)  # type: ignore[arg-type]
+def table(path: str, **changes: Any) -> DataConfig:
+    return DataConfig(kind="table", path=path, **changes)
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.csv", "t.csv.gz"])

@@ -21,7 +21,7 @@ from serve.errors import Unprocessable
 from serve.runtime import open_model
 from serve.sampling import softmax
 from serve.text import TextCodec
-from tests.tiny_bundles import build_classify, build_generate
+from tests.tiny_bundles import TRUNCATION, build_classify, build_generate
 from tests.tiny_families import build_image, build_points
 from tests.triton_schema import parse_config
 
@@ -186,8 +186,8 @@ def ask(model: Any, *texts: str) -> Any:
 def test_the_tokenizing_model_makes_the_tokens_that_the_server_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: bool
 ) -> None:
-    cut = {} if truncated else {"truncation": None}
-    bundle = build_classify(tmp_path / "bundle", **cut)  # type: ignore[arg-type]
+    truncation = TRUNCATION if truncated else None
+    bundle = build_classify(tmp_path / "bundle", truncation=truncation)
     write(bundle, tmp_path / "repository")
     model, codec = tokenizing_model(tmp_path / "repository", monkeypatch), TextCodec(bundle)
     wanted = [codec.encode_input(text, truncate=True).tokens for text in TEXTS]

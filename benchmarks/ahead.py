@@ -1,0 +1,176 @@
+"""A row that runs ahead of itself, beside plain decoding: the same tokens, sooner or not.
+
+One client asks the engine, without HTTP, for answers at full steps. Plain decoding is the same
+engine with drafts switched off. Both answer the same prompts, in turn.
+"""
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.rounds import interleave, median, median_ratio
+from serve.bundle import Bundle
+from serve.catalog import Catalog, Served
+from serve.engine import Engine
+from serve.events import Event, GeneratedEvent, TokenEvent
+from serve.generation import Generation, Wish
+from serve.job import Job, LaneKey
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.runtime import open_model
+from serve.sampling import Sampling
+from serve.work import Work
+
+NAME = "ahead"
+TOKENS, PROMPTS, LEAST = 200, 1000, {"fp32": 1.5, "int8": 1.0}
+PROMPT_TOKENS, CHECKED_TOKENS = 24, 40
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument("--threads", type=int, default=1, help="of a call (default: 1)")
+    parsed = made.parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), parsed.threads))
+
+
+class Writer:
+    """One client of an engine of its own."""
+
+    def __init__(self, bundle: Bundle, threads: int, ahead: bool) -> None:
+        self.served = Served.open(bundle, open_model(bundle, threads=threads))
+        self.metrics = Metrics()
+        self.engine = Engine(Catalog([self.served]), Limits(run_ahead=ahead), self.metrics)
+        self.engine.start()
+
+    def write(self, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> str:
+        """The answer at full steps."""
+        over = threading.Event()
+        ends: list[Event] = []
+
+        def deliver(event: Event) -> None:
+            if not isinstance(event, TokenEvent):
+                ends.append(event)
+                over.set()
+
+        window = self.served.manifest.text_input.max_tokens
+        wish = Wish(list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed))
+        job: Job[Work] = Job(
+            LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
+            Generation(wish, self.served.codec, deliver),
+            (len(prompt),),
+            min(len(prompt) + tokens, window),
+        )
+        self.engine.submit(job)
+        over.wait()
+        (end,) = ends
+        assert isinstance(end, GeneratedEvent), end
+        return end.text
+
+    def ms_a_token(self, prompts: "Prompts", tokens: int, temperature: float) -> float:
+        begun_s = time.perf_counter()
+        self.write(prompts.next(), tokens, temperature, seed=1)
+        return (time.perf_counter() - begun_s) * 1000 / tokens
+
+    def counted(self, what: str) -> float:
+        labels = {"model": self.served.name}
+        name = f"stepdial_speculative_{what}_total"
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+class Prompts:
+    """Texts that the model itself began, so that they are like what it has seen."""
+
+    def __init__(self, writer: Writer, count: int) -> None:
+        draw = random.Random(0)
+        vocabulary = range(1, writer.served.manifest.text_tokenizer.vocab_size)
+        begun = [[draw.choice(vocabulary)] for _ in range(count)]
+        codec = writer.served.codec
+        self._all = [
+            codec.encode_prompt(writer.write(one, PROMPT_TOKENS, 1.0, seed))
+            for seed, one in enumerate(begun)
+        ]
+        self._at = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._all)
+
+    def next(self) -> list[int]:
+        self._at = (self._at + 1) % len(self._all)
+        return self._all[self._at]
+
+
+def measure(chosen: Options, threads: int, provenance: Provenance) -> Result:
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    for bundle in chosen.read("generate"):
+        if bundle.manifest.method != "euler" or bundle.manifest.cache != "kv":
+            continue
+        found = _measure(bundle, threads, chosen.quick)
+        rows += found[0]
+        targets += found[1]
+    return provenance.result(
+        NAME,
+        "A row that runs ahead of itself",
+        f"One client, {TOKENS} tokens an answer at full steps, {threads} thread(s) a call. "
+        "Medians; the ratio is the median of the ratios within each round. Accepted: drafts that "
+        "the full steps confirmed.",
+        [
+            Table(
+                "",
+                (
+                    "model",
+                    "temperature",
+                    "plain, ms",
+                    "ahead, ms",
+                    "plain / ahead",
+                    "accepted",
+                    "same answers",
+                ),
+                rows,
+            )
+        ],
+        targets,
+    )
+
+
+def _measure(
+    bundle: Bundle, threads: int, quick: bool
+) -> tuple[list[Sequence[Cell]], list[Target]]:
+    plain, ahead = Writer(bundle, threads, ahead=False), Writer(bundle, threads, ahead=True)
+    count, tokens = (5, 20) if quick else (PROMPTS, TOKENS)
+    prompts = Prompts(plain, count)
+    name, precision = bundle.manifest.name, bundle.manifest.precision
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    for temperature in (0.0, 1.0):
+        before = ahead.counted("drafted"), ahead.counted("accepted")
+        same = sum(
+            plain.write(prompt, CHECKED_TOKENS, temperature, seed)
+            == ahead.write(prompt, CHECKED_TOKENS, temperature, seed)
+            for seed, prompt in enumerate(prompts)
+        )
+        arms: dict[str, Callable[[], float]] = {
+            "plain": partial(plain.ms_a_token, prompts, tokens, temperature),
+            "ahead": partial(ahead.ms_a_token, prompts, tokens, temperature),
+        }
+        times = interleave(arms, seconds=0, least=1 if quick else 40, most=40)
+        gain = median_ratio(times["plain"], times["ahead"])
+        drafted = ahead.counted("drafted") - before[0]
+        accepted = (ahead.counted("accepted") - before[1]) / max(1.0, drafted)
+        plain_ms, ahead_ms = median(times["plain"]), median(times["ahead"])
+        rows.append([name, temperature, plain_ms, ahead_ms, gain, accepted, f"{same} of {count}"])
+        what = f"{name}, {precision}, temperature {temperature:g}"
+        targets.append(Target(f"{what}: the same answers", same, "==", count))
+        targets.append(Target(f"{what}: tokens a second", gain, ">=", LEAST[precision], "x"))
+    for writer in (plain, ahead):
+        writer.engine.stop()
+    return rows, targets
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Clients that ask an engine again as soon as they have their answer, without HTTP.
+
+Knows requests and counts of tokens; deliberately nothing of what is compared.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+from serve.catalog import Catalog, Served
+from serve.engine import Engine
+from serve.errors import Draining
+from serve.events import Event, FailedEvent, TokenEvent
+from serve.generation import Generation, Wish
+from serve.job import Job, LaneKey
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.sampling import Sampling
+from serve.work import Work
+
+CACHE_BYTES = 1 << 30  # what all rows need at their longest
+
+
+class ClosedLoop:
+    """One client for each entry of `clients`, which are step counts."""
+
+    def __init__(
+        self, served: Served, clients: Sequence[int], prompt: Sequence[int], tokens: int
+    ) -> None:
+        self._served, self._clients = served, clients
+        self._prompt, self._tokens = list(prompt), tokens
+        self._counts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def run(self, warm_s: float, seconds: float) -> dict[int, float]:
+        """Tokens a second of each step count, once all have begun."""
+        limits = Limits(cache_bytes=CACHE_BYTES, decode_rows=len(self._clients))
+        engine = Engine(Catalog([self._served]), limits, Metrics())
+        engine.start()
+        self._stopping = False
+        for steps in self._clients:
+            self._ask(engine, steps)
+        time.sleep(warm_s)
+        with self._lock:
+            self._counts.clear()
+        begun_s = time.perf_counter()
+        time.sleep(seconds)
+        with self._lock:
+            counts, spent_s = dict(self._counts), time.perf_counter() - begun_s
+        self._stopping = True
+        engine.stop()
+        return {steps: counts.get(steps, 0) / spent_s for steps in set(self._clients)}
+
+    def _ask(self, engine: Engine, steps: int) -> None:
+        window = self._served.manifest.text_input.max_tokens
+        wish = Wish(self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True)
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, TokenEvent):
+                with self._lock:
+                    self._counts[steps] += 1
+            elif not self._stopping:
+                assert not isinstance(event, FailedEvent), event
+                self._ask(engine, steps)
+
+        positions = min(len(self._prompt) + self._tokens, window)
+        job: Job[Work] = Job(
+            LaneKey(self._served.name, "generate", steps),
+            Generation(wish, self._served.codec, deliver),
+            (len(self._prompt),),
+            positions,
+        )
+        with suppress(Draining):  # the measurement is over
+            engine.submit(job)

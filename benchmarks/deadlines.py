@@ -1,0 +1,263 @@
+"""Requests with a deadline, more than the server can serve at full steps: who is answered in time.
+
+    python -m benchmarks.deadlines --data PATH
+
+Requests come by chance at 2 and 4 times the rate that the server sustains at full steps, which is
+measured first. Three servers: Stepdial, which chooses the steps; the same, told to take full steps;
+and one that takes every request in turn at full steps. Knows HTTP, not how the server decides.
+"""
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from benchmarks.labelled_texts import LabelledText, labelled_texts
+from benchmarks.open_loop import Shot, fire
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.server import Server, running_server
+from serve.bundle import Bundle
+
+NAME = "deadlines"
+PATH = "/v1/classify"
+LOADS = (2, 4)
+ATTAINED = {2: 0.95, 4: 0.90}
+NAIVE = ("--queue-limit", "1000000", "--queue-wait-s", "86400", "--no-degrade")
+_COLUMNS = (
+    *("server", "load", "requests", "in time", "refused", "admitted, in time", "p50 ms", "p99 ms"),
+    *("refusals, p99 ms", "steps", "right"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve."""
+
+    name: str
+    fields: dict[str, Any]
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one run."""
+
+    shots: list[Shot]
+    given_s: float
+    labels: dict[int, str | None] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> list[Shot]:
+        return [shot for shot in self.shots if shot.status == 200]
+
+    @property
+    def refused(self) -> list[Shot]:
+        return [shot for shot in self.shots if shot.status in (422, 429)]
+
+    @property
+    def in_time(self) -> float:
+        return sum(shot.latency_s <= self.given_s for shot in self.answered) / len(self.shots)
+
+    @property
+    def admitted_in_time(self) -> float:
+        admitted = len(self.shots) - len(self.refused)
+        return self.in_time * len(self.shots) / max(1, admitted)
+
+    @property
+    def refusal_p99_ms(self) -> float | None:
+        times = sorted(1000 * shot.latency_s for shot in self.refused)
+        return _quantile(times, 0.99) if times else None
+
+    @property
+    def steps(self) -> float | None:
+        taken = [shot.read["results"][0]["budget"]["steps"] for shot in self.answered]
+        return statistics.fmean(taken) if taken else None
+
+    @property
+    def right(self) -> float | None:
+        """The share of answers with the right label, of those in time whose label is known."""
+        found = [
+            shot.read["results"][0]["label"] == self.labels[id(shot)]
+            for shot in self.answered
+            if shot.latency_s <= self.given_s and self.labels[id(shot)] is not None
+        ]
+        return statistics.fmean(found) if found else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    read = parser(__doc__.partition("\n")[0])
+    read.add_argument("--data", metavar="FOLDER", help="test set of the bundle, for its labels")
+    read.add_argument("--deadline-ms", type=float, default=250.0)
+    read.add_argument("--seconds", type=float, default=30.0, help="of requests in each run")
+    parsed = read.parse_args(arguments)
+    if not parsed.bundles:
+        parsed.bundles = [one for one in options(parsed).bundles if one.name == "topics"]
+    return run(
+        NAME,
+        arguments,
+        parsed,
+        partial(measure, options(parsed), parsed.data, parsed.deadline_ms / 1000, parsed.seconds),
+    )
+
+
+def measure(
+    chosen: Options, data: str | None, given_s: float, seconds: float, provenance: Provenance
+) -> Result:
+    bundle = chosen.read("classify")[0]
+    texts = labelled_texts(bundle, data)
+    seconds = 2.0 if chosen.quick else seconds
+    full = {"steps": bundle.manifest.full_steps}
+    deadline = {"deadline_ms": given_s * 1000}
+    arms = (
+        Arm("Stepdial", deadline),
+        Arm("full steps, same admission", full | deadline),
+        Arm("full steps, one after another", full, NAIVE),
+    )
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    rate = 0.0
+    for arm in arms:
+        with running_server([bundle.folder], *arm.flags) as server:
+            measured = _capacity(server, bundle, texts, 1.0 if chosen.quick else 8.0)
+            rate = rate or measured  # the same for all
+            for load in LOADS:
+                outcome = _run(server, bundle, texts, arm, load * rate, seconds, given_s)
+                rows.append(_row(arm, load, outcome))
+                if arm is arms[0]:
+                    targets += _targets(load, outcome)
+    waits = _retry_after(bundle, texts, 60 if chosen.quick else 300)
+    if waits:
+        error = _quantile(sorted(abs(said / true - 1) for said, true in waits), 0.5)
+        targets.append(Target("Retry-After: median error", error, "<=", 0.25))
+    caption = (
+        f"Deadline {given_s * 1000:g} ms, counted from when a request was due; {rate:.0f} requests "
+        f"a second are what the server sustains at {bundle.manifest.full_steps} steps. `in time`: "
+        "of all requests; `steps`: the mean; `right`: of the answers in time."
+    )
+    return provenance.result(
+        NAME,
+        "Deadlines under overload",
+        f"Requests to `{bundle.manifest.name}` that come by chance, whatever became of those "
+        "before.",
+        [Table(caption, _COLUMNS, rows), _wait_table(waits)],
+        targets,
+    )
+
+
+def _run(
+    server: Server,
+    bundle: Bundle,
+    texts: Sequence[LabelledText],
+    arm: Arm,
+    rate: float,
+    seconds: float,
+    given_s: float,
+) -> Outcome:
+    chance = random.Random(7)
+    outcome, due_s = Outcome([], given_s), 0.0
+    while (due_s := due_s + chance.expovariate(rate)) < seconds:
+        one = chance.choice(texts)
+        shot = Shot(due_s, {"model": bundle.manifest.name, "input": one.text} | arm.fields)
+        outcome.shots.append(shot)
+        outcome.labels[id(shot)] = one.label
+    fire(server, PATH, outcome.shots, patience_s=4 * given_s)
+    return outcome
+
+
+def _capacity(
+    server: Server, bundle: Bundle, texts: Sequence[LabelledText], seconds: float
+) -> float:
+    """Answers a second at full steps, with always more to do."""
+    body = {"model": bundle.manifest.name, "steps": bundle.manifest.full_steps}
+    chance = random.Random(3)
+
+    def burst(count: int) -> float:
+        shots = [Shot(0.0, body | {"input": chance.choice(texts).text}) for _ in range(count)]
+        begun_s = time.perf_counter()
+        fire(server, PATH, shots, patience_s=60.0)
+        return sum(shot.status == 200 for shot in shots) / (time.perf_counter() - begun_s)
+
+    rate = burst(32)
+    return burst(min(240, max(48, round(rate * seconds))))
+
+
+def _retry_after(
+    bundle: Bundle, texts: Sequence[LabelledText], count: int
+) -> list[tuple[float, float]]:
+    """What refusals said, and how long it then took until all that was taken in had its answer."""
+    chance = random.Random(5)
+    body = {"model": bundle.manifest.name, "steps": bundle.manifest.full_steps}
+    found = []
+    with running_server([bundle.folder], "--queue-limit", str(count // 3)) as server:
+        _capacity(server, bundle, texts, 2.0)
+        shots = [
+            Shot(index * 0.002, body | {"input": chance.choice(texts).text})
+            for index in range(count)
+        ]
+        fire(server, PATH, shots, patience_s=60.0)
+    for shot in shots:
+        if shot.status == 429 and shot.ended_s is not None:
+            before = [
+                one.ended_s
+                for one in shots
+                if one.status == 200 and one.sent_s <= shot.sent_s and one.ended_s is not None
+            ]
+            said_s = json.loads(shot.answer)["error"]["retry_after_ms"] / 1000
+            found.append((said_s, max(before) - shot.ended_s))
+    return [(said, true) for said, true in found if true > 0]
+
+
+def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
+    times = sorted(1000 * shot.latency_s for shot in outcome.answered)
+    return [
+        *(arm.name, f"{load} x", len(outcome.shots), _percent(outcome.in_time)),
+        _percent(len(outcome.refused) / len(outcome.shots)),
+        _percent(outcome.admitted_in_time, 2),
+        _quantile(times, 0.5) if times else None,
+        _quantile(times, 0.99) if times else None,
+        *(outcome.refusal_p99_ms, outcome.steps),
+        None if outcome.right is None else _percent(outcome.right),
+    ]
+
+
+def _targets(load: int, outcome: Outcome) -> list[Target]:
+    wanted = ATTAINED[load]
+    made = [
+        Target(f"{load} x: in time", outcome.in_time, ">=", wanted),
+        Target(f"{load} x: admitted, in time", outcome.admitted_in_time, ">=", 0.999),
+    ]
+    if outcome.refusal_p99_ms is not None:
+        made.append(Target(f"{load} x: refusals, p99", outcome.refusal_p99_ms, "<=", 10.0, "ms"))
+    return made
+
+
+def _wait_table(waits: Sequence[tuple[float, float]]) -> Table:
+    caption = (
+        "`Retry-After` of requests that found the queue full, and the time until all that was "
+        "ahead of them had been answered."
+    )
+    errors = sorted(abs(said / true - 1) for said, true in waits)
+    row: list[Cell] = [len(waits), None, None, None, None]
+    if waits:
+        said, true = (statistics.median(times) * 1000 for times in zip(*waits, strict=True))
+        row = [len(waits), said, true, _quantile(errors, 0.5), _quantile(errors, 0.95)]
+    columns = ("refusals", "said, median ms", "true, median ms", "median error", "p95 error")
+    return Table(caption, columns, [row])
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Rungs that share calls, beside one unrolled graph and batch per step count.
+
+16 clients ask in a closed loop, 4 for each of 1, 2, 4 and 8 steps, for 200 tokens each, of the
+reference decoder with random weights. Ours is the engine, without HTTP. The other way is a bare
+loop over four sessions, each with its graph, its weights and its batch of 4, one token of each in
+turn; it has no engine, no scheduler and no sampling but the argmax. All in turn in one process.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import reference
+from benchmarks.closed_loop import ClosedLoop
+from benchmarks.options import parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.unrolled import UnrolledRows, open_unrolled
+from serve.bundle import Bundle
+from serve.catalog import Served
+from serve.runtime import open_model
+from serve.runtime.protocol import FloatArray, IntArray
+
+NAME = "mixing"
+STEPS, QUICK_STEPS = (1, 2, 4, 8), (1, 2)
+ROWS_A_RUNG, TOKENS, PROMPT_TOKENS = 4, 200, 16
+MIXED, UNROLLED, UNIFORM = "rungs mixed", "a graph and batch per rung", "16 of the same rung"
+LEAST = {"fp32": 1.5, "int8": 1.3}
+Rates = dict[int, float]  # tokens a second, by steps
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument("--threads", type=int, default=1, help="of a call (default: 1)")
+    parsed = made.parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, parsed.quick, parsed.threads))
+
+
+def measure(quick: bool, threads: int, provenance: Provenance) -> Result:
+    steps = QUICK_STEPS if quick else STEPS
+    tables: list[Table] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, bundle in reference.bundles(
+            reference.decoder(quick), Path(folder), steps
+        ).items():
+            rates, pairs = _measure(bundle, steps, Path(folder) / "unrolled", threads, quick)
+            tables += [_table(precision, rates), _pairs_table(precision, pairs)]
+            targets += _targets(precision, steps, rates, pairs)
+    return provenance.result(
+        NAME,
+        "Requests of different steps in one batch",
+        f"{ROWS_A_RUNG} clients for each step count, {TOKENS} tokens an answer, {threads} "
+        "thread(s) a call. An evaluation is one row's pass through the velocity.",
+        tables,
+        targets,
+    )
+
+
+def _measure(
+    bundle: Bundle, steps: tuple[int, ...], folder: Path, threads: int, quick: bool
+) -> tuple[dict[str, list[Rates]], dict[tuple[int, str], list[float]]]:
+    served = Served.open(bundle, open_model(bundle, threads=threads))
+    prompt = list(range(1, 1 + PROMPT_TOKENS))
+    middle = steps[len(steps) // 2]
+    clients = [each for each in steps for _ in range(ROWS_A_RUNG)]
+    tokens, seconds = (8, 0.3) if quick else (TOKENS, 6.0)
+    sessions = {each: open_unrolled(bundle, each, folder, threads) for each in steps}
+    lanes = {each: UnrolledRows(sessions[each], bundle, each, ROWS_A_RUNG) for each in steps}
+    arms: dict[str, Callable[[], Rates]] = {
+        MIXED: partial(ClosedLoop(served, clients, prompt, tokens).run, seconds / 3, seconds),
+        UNROLLED: partial(_loop, lanes, np.array(prompt), tokens, seconds),
+        UNIFORM: partial(
+            ClosedLoop(served, [middle] * len(clients), prompt, tokens).run, seconds / 3, seconds
+        ),
+    }
+    rates = interleave(arms, seconds=0, least=1 if quick else 7)
+    calls: dict[tuple[int, str], Callable[[], float]] = {}
+    for rows in (1, ROWS_A_RUNG, len(clients)):
+        ours = served.model.decoder(middle).open_batch()
+        for _ in range(rows):
+            ours.add(np.arange(1, 1 + PROMPT_TOKENS * (1 if quick else 4)))
+        other = UnrolledRows(sessions[middle], bundle, middle, rows)
+        other.read(np.arange(1, 1 + PROMPT_TOKENS * (1 if quick else 4)))
+        calls[rows, "ours"] = partial(_token_ms, ours.step, rows)
+        calls[rows, "unrolled"] = partial(_token_ms, other.step, rows)
+    pairs = interleave(calls, seconds=0, least=1 if quick else 50, most=50)
+    return rates, pairs
+
+
+def _loop(
+    lanes: Mapping[int, UnrolledRows], prompt: IntArray, tokens: int, seconds: float
+) -> Rates:
+    """One token of each batch in turn; rows that are done begin anew."""
+    left = dict.fromkeys(lanes, 0)
+    last: dict[int, IntArray] = {}
+    counts = dict.fromkeys(lanes, 0)
+    begun_s = time.perf_counter()
+    while time.perf_counter() - begun_s < seconds:
+        for steps, rows in lanes.items():
+            logits = rows.step(last[steps]) if left[steps] else rows.read(prompt)  # (B, V)
+            left[steps] = left[steps] - 1 if left[steps] else tokens - 1
+            last[steps] = logits.argmax(axis=1)
+            counts[steps] += len(logits)
+    spent_s = time.perf_counter() - begun_s
+    return {steps: count / spent_s for steps, count in counts.items()}
+
+
+def _token_ms(step: Callable[[IntArray], FloatArray], rows: int) -> float:
+    tokens = np.ones(rows, dtype=np.int64)
+    begun_s = time.perf_counter()
+    step(tokens)
+    step(tokens)
+    return (time.perf_counter() - begun_s) * 500
+
+
+def _evaluations(rates: Rates) -> float:
+    return sum(steps * rate for steps, rate in rates.items())
+
+
+def _table(precision: str, rates: Mapping[str, list[Rates]]) -> Table:
+    rows: list[Sequence[Cell]] = []
+    for way, samples in rates.items():
+        rows.append([way, "all", None, median([_evaluations(one) for one in samples])])
+        for steps in sorted(samples[0]):
+            tokens = median([one[steps] for one in samples])
+            rows.append([way, steps, tokens, tokens * steps])
+    return Table(
+        f"{precision}: medians of {len(rates[MIXED])} rounds.",
+        ("way", "steps", "tokens a second", "evaluations a second"),
+        rows,
+    )
+
+
+def _pairs_table(precision: str, pairs: Mapping[tuple[int, str], list[float]]) -> Table:
+    rows: list[Sequence[Cell]] = [
+        [count, median(times), median(pairs[count, "unrolled"]), _of_unrolled(pairs, count)]
+        for (count, way), times in pairs.items()
+        if way == "ours"
+    ]
+    return Table(
+        f"{precision}: a token of rows that all have the same budget.",
+        ("rows", "ours, ms", "unrolled, ms", "ratio"),
+        rows,
+    )
+
+
+def _of_unrolled(pairs: Mapping[tuple[int, str], list[float]], rows: int) -> float:
+    return median_ratio(pairs[rows, "ours"], pairs[rows, "unrolled"])
+
+
+def _targets(
+    precision: str,
+    steps: Sequence[int],
+    rates: Mapping[str, list[Rates]],
+    pairs: Mapping[tuple[int, str], list[float]],
+) -> list[Target]:
+    evaluations = {way: [_evaluations(one) for one in samples] for way, samples in rates.items()}
+    gain = median_ratio(evaluations[MIXED], evaluations[UNROLLED])
+    uniform = median_ratio(evaluations[MIXED], evaluations[UNIFORM])
+    slowest = min(
+        median_ratio([one[each] for one in rates[MIXED]], [one[each] for one in rates[UNROLLED]])
+        for each in steps
+    )
+    alike = max(_of_unrolled(pairs, rows) for rows, way in pairs if way == "ours")
+    return [
+        Target(f"{precision}: evaluations of a graph per rung", gain, ">=", LEAST[precision], "x"),
+        Target(f"{precision}: tokens of the slowest rung there", slowest, ">=", 1.0, "x"),
+        Target(f"{precision}: evaluations of a uniform batch", uniform, ">=", 0.9, "x"),
+        Target(f"{precision}: a uniform token, of the unrolled graph", alike, "<=", 1.05, "x"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Whether an answer depends on who shares its batch: the same requests again, in other company.
+
+Requests of every rung, greedy and sampled, with prompts of all lengths. Each is answered once
+alone. Then they are asked again and again, in random order and at random moments, some cut off by
+their clients on the way. Every token must be the same.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from serve.bundle import Bundle
+from serve.catalog import Catalog, Served
+from serve.engine import Engine
+from serve.events import Event, GeneratedEvent, TokenEvent
+from serve.generation import Generation, Wish
+from serve.job import Job, LaneKey
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.runtime import open_model
+from serve.sampling import Sampling
+from serve.work import Work
+
+NAME = "replays"
+REQUESTS, REPLAYS, AT_ONCE = 200, 10_000, 24
+LEFT_SHARE = 0.05  # of the replays whose client goes away
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed)))
+
+
+class Asker:
+    """Asks one engine, a bounded number of requests at a time."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.served = Served.open(bundle, open_model(bundle))
+        self.engine = Engine(Catalog([self.served]), Limits(), Metrics())
+        self.engine.start()
+        self.room = threading.Semaphore(AT_ONCE)
+        self._draw = random.Random(0)
+        manifest = bundle.manifest
+        vocabulary = range(1, manifest.text_tokenizer.vocab_size)
+        window = manifest.text_input.max_tokens
+        self.wishes: list[tuple[int, Wish]] = []
+        for seed in range(REQUESTS):
+            length = self._draw.randint(1, window) if seed % 4 == 0 else self._draw.randint(1, 40)
+            prompt = [self._draw.choice(vocabulary) for _ in range(length)]
+            sampling = Sampling(temperature=float(seed % 2), seed=seed)
+            wish = Wish(prompt, self._draw.randint(1, 24), window, sampling)
+            self.wishes.append((self._draw.choice(manifest.steps), wish))
+
+    def ask(self, number: int, ends: dict[int, list[str]], left: bool = False) -> None:
+        """Put the answer to request `number` into `ends`, unless the client leaves."""
+        steps, wish = self.wishes[number]
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, TokenEvent):
+                return
+            assert isinstance(event, GeneratedEvent), event
+            ends[number].append(event.text)
+            self.room.release()
+
+        window = wish.window
+        job: Job[Work] = Job(
+            LaneKey(self.served.name, "generate", steps),
+            Generation(wish, self.served.codec, deliver),
+            (len(wish.prompt),),
+            min(len(wish.prompt) + wish.max_tokens, window),
+        )
+        self.room.acquire()
+        self.engine.submit(job)
+        if left:
+            threading.Timer(self._draw.random() / 100, self._leave, (job,)).start()
+
+    def _leave(self, job: Job[Work]) -> None:
+        if self.engine.cancel(job):
+            self.room.release()
+
+    def settle(self) -> None:
+        """Wait until every request has ended."""
+        for _ in range(AT_ONCE):
+            self.room.acquire()
+        for _ in range(AT_ONCE):
+            self.room.release()
+
+
+def measure(chosen: Options, provenance: Provenance) -> Result:
+    replays = 200 if chosen.quick else REPLAYS
+    rows: list[Sequence[Cell]] = []
+    targets: list[Target] = []
+    for bundle in chosen.read("generate"):
+        asker = Asker(bundle)
+        alone: dict[int, list[str]] = {number: [] for number in range(REQUESTS)}
+        for number in alone:
+            asker.ask(number, alone)
+            asker.settle()
+        again: dict[int, list[str]] = {number: [] for number in range(REQUESTS)}
+        draw = random.Random(1)
+        for _ in range(replays):
+            asker.ask(draw.randrange(REQUESTS), again, left=draw.random() < LEFT_SHARE)
+        asker.settle()
+        asker.engine.stop()
+        answers = sum(map(len, again.values()))
+        same = sum(text == alone[number][0] for number, texts in again.items() for text in texts)
+        name, precision = bundle.manifest.name, bundle.manifest.precision
+        rows.append([name, precision, replays, answers, same])
+        targets.append(Target(f"{name}: other answers than alone", answers - same, "==", 0))
+        targets.append(Target(f"{name}: replays answered", answers, ">=", 0.9 * replays))
+    columns = ("model", "precision", "replays", "answered", "the same as alone")
+    return provenance.result(
+        NAME,
+        "Answers in other company",
+        f"{REQUESTS} requests of all rungs, greedy and sampled, asked {AT_ONCE} at a time; "
+        f"{LEFT_SHARE:.0%} of the clients leave on the way.",
+        [Table("", columns, rows)],
+        targets,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

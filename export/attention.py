@@ -1,0 +1,236 @@
+"""The forms that a marked attention takes in a graph: plain operators, fused, or with caches.
+
+Plain operators are for any runtime. Fused it is ONNX Runtime's operator that never holds the scores
+of all pairs; with caches its operator on packed queries, keys and values. Knows nodes; neither
+torch nor what else a velocity does.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from export.marked import DOMAIN, NAME
+from export.pieces import Piece
+
+CONTRIB = "com.microsoft"
+# Added to a score it leaves nothing of it and, unlike infinity, never makes a NaN.
+NEVER = -1e30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """The node of one attention."""
+
+    qkv: str  # (B, N, 3 H d)
+    mask: str  # (B, N), or "" for none
+    y: str  # (B, N, H d)
+    heads: int
+    head_width: int
+    causal: bool
+
+
+def marks(piece: Piece) -> list[Mark]:
+    """The attentions of a piece, in their order."""
+    return [_read(node) for node in piece.nodes if _is_mark(node)]
+
+
+def written_out(piece: Piece) -> Piece:
+    """The piece with its attentions in plain operators."""
+    return _written(piece, fuse=False)
+
+
+def fused(piece: Piece) -> Piece:
+    """The piece with its attentions as one operator each, but for causal ones, which are plain."""
+    return _written(piece, fuse=True)
+
+
+def _written(piece: Piece, fuse: bool) -> Piece:
+    write = _Writing()
+    for node in piece.nodes:
+        if not _is_mark(node):
+            write.nodes.append(node)
+            continue
+        mark = _read(node)
+        if fuse and not mark.causal:
+            write.fused(mark)
+        else:
+            write.plain(mark)
+    return dataclasses.replace(
+        piece, nodes=tuple(write.nodes), initializers=piece.initializers | write.constants
+    )
+
+
+def with_caches(piece: Piece) -> Piece:
+    """The piece with its attentions on caches.
+
+    x, seqlens, total, ..., then keys and values of each attention, to v and the caches extended.
+    """
+    nodes: list[onnx.NodeProto] = []
+    taken: list[str] = []
+    given: list[str] = []
+    for node in piece.nodes:
+        if not _is_mark(node):
+            nodes.append(node)
+            continue
+        mark = _read(node)
+        caches = [f"{mark.y}/{name}" for name in ("keys", "values")]
+        extended = [f"{cache}/extended" for cache in caches]
+        nodes.append(
+            helper.make_node(
+                "GroupQueryAttention",
+                [mark.qkv, "", "", *caches, "seqlens", "total"],
+                [mark.y, *extended],
+                name=mark.y,
+                domain=CONTRIB,
+                num_heads=mark.heads,
+                kv_num_heads=mark.heads,
+            )
+        )
+        taken += caches
+        given += extended
+    x, *rest = piece.inputs
+    return dataclasses.replace(
+        piece,
+        nodes=tuple(nodes),
+        inputs=(x, "seqlens", "total", *rest, *taken),
+        outputs=(*piece.outputs, *given),
+    )
+
+
+def _is_mark(node: onnx.NodeProto) -> bool:
+    return bool(node.domain == DOMAIN and node.op_type == NAME)
+
+
+def _read(node: onnx.NodeProto) -> Mark:
+    facts = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    qkv, mask = (*node.input, "")[:2]
+    heads, head_width, causal = (facts[name] for name in ("heads", "head_width", "causal"))
+    return Mark(qkv, mask, node.output[0], heads, head_width, bool(causal))
+
+
+class _Writing:
+    """The nodes so far; what several attentions add to their scores is made once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: dict[str, onnx.TensorProto] = {}
+        self._made: set[str] = set()
+
+    def plain(self, mark: Mark) -> None:
+        y, H, d = mark.y, mark.heads, mark.head_width
+        heads = self._node("Reshape", [mark.qkv, self._sizes(0, 0, 3 * H, d)], f"{y}/by_head")
+        heads = self._node("Transpose", [heads], f"{y}/heads", perm=[0, 2, 1, 3])
+        q, k, v = self._split(heads, y, axis=1)  # (B, H, N, d)
+        k = self._node("Transpose", [k], f"{k}/turned", perm=[0, 1, 3, 2])  # (B, H, d, N)
+        q = self._node("Mul", [q, self._number(d**-0.5)], f"{y}/scaled")
+        scores = self._node("MatMul", [q, k], f"{y}/scores")  # (B, H, N, N)
+        if mark.causal:
+            scores = self._node("Add", [scores, self._past_only(mark.qkv)], f"{y}/allowed")
+        elif mark.mask:
+            only = self._present_only(mark.mask, 1, 2)  # (B, 1, 1, N)
+            scores = self._node("Add", [scores, only], f"{y}/allowed")
+            # A row of padding alone then gives 0, as in torch, whatever its weights are.
+            v = self._node("Mul", [v, self._present(mark.mask, 1, 3)], f"{y}/v/present")
+        weights = self._node("Softmax", [scores], f"{y}/weights", axis=-1)
+        seen = self._node("MatMul", [weights, v], f"{y}/seen")  # (B, H, N, d)
+        seen = self._node("Transpose", [seen], f"{y}/joined", perm=[0, 2, 1, 3])
+        self._node("Reshape", [seen, self._sizes(0, 0, H * d)], y)  # (B, N, H d)
+
+    def fused(self, mark: Mark) -> None:
+        """The operator with a mask would hold all scores; so the mask is one more number a head.
+
+        A query has a 1 there and a key what its score needs added.
+        """
+        y, H, d = mark.y, mark.heads, mark.head_width
+        q, k, v = self._split(mark.qkv, y, axis=2)  # (B, N, H d)
+        if mark.mask:
+            sizes = self._one_a_head(mark.mask, H)
+            one = self._node("Expand", [self._number(1.0), sizes], f"{y}/q/one")  # (B, N, H, 1)
+            only = self._present_only(mark.mask, 2, 3)  # (B, N, 1, 1)
+            only = self._node("Expand", [only, sizes], f"{y}/k/only")  # (B, N, H, 1)
+            q, k = self._wider(q, one, H, d), self._wider(k, only, H, d)  # (B, N, H (d + 1))
+            v = self._node("Mul", [v, self._present(mark.mask, 2)], f"{y}/v/present")
+        self.nodes.append(
+            helper.make_node(
+                "MultiHeadAttention",
+                [q, k, v],
+                [y],
+                name=y,
+                domain=CONTRIB,
+                num_heads=H,
+                scale=d**-0.5,
+            )
+        )
+
+    def _split(self, qkv: str, y: str, axis: int) -> list[str]:
+        parts = [f"{y}/{part}" for part in "qkv"]
+        split = helper.make_node("Split", [qkv], parts, f"{y}/split", axis=axis, num_outputs=3)
+        self.nodes.append(split)
+        return parts
+
+    def _by_head(self, part: str, heads: int, width: int) -> str:
+        return self._node("Reshape", [part, self._sizes(0, 0, heads, width)], f"{part}/by_head")
+
+    def _wider(self, part: str, more: str, heads: int, width: int) -> str:
+        """(B, N, H d) and (B, N, H, 1) to (B, N, H (d + 1))."""
+        both = [self._by_head(part, heads, width), more]
+        wide = self._node("Concat", both, f"{part}/wide", axis=3)
+        return self._node("Reshape", [wide, self._sizes(0, 0, heads * (width + 1))], f"{part}/flat")
+
+    def _one_a_head(self, mask: str, heads: int) -> str:
+        """The sizes B, N, H, 1."""
+        name = f"{mask}/one_a_head_of_{heads}"
+        if self._is_new(name):
+            size = self._node("Shape", [mask], f"{name}/mask")
+            self._node("Concat", [size, self._sizes(heads, 1)], name, axis=0)
+        return name
+
+    def _past_only(self, qkv: str) -> str:
+        """What scores need added so that no position sees a later one: (N, N)."""
+        name = "past_only"
+        if self._is_new(name):
+            length = self._node("Shape", [qkv], f"{name}/length", start=1, end=2)
+            size = self._node("Concat", [length, length], f"{name}/size", axis=0)
+            never = numpy_helper.from_array(np.array([NEVER], dtype=np.float32))
+            full = self._node("ConstantOfShape", [size], f"{name}/full", value=never)
+            above = self._constant("above", np.array(1, dtype=np.int64))
+            self._node("Trilu", [full, above], name, upper=1)
+        return name
+
+    def _present_only(self, mask: str, *axes: int) -> str:
+        """What a score needs added if its key is padding, with dimensions of 1 at these axes."""
+        name = f"{mask}/present_only"
+        if self._is_new(name):
+            wide = self._node("Unsqueeze", [mask, self._sizes(*axes)], f"{name}/wide")
+            self._node("Where", [wide, self._number(0.0), self._number(NEVER)], name)
+        return name
+
+    def _present(self, mask: str, *axes: int) -> str:
+        """1 where there is a token and 0 where there is padding, with these dimensions of 1."""
+        name = f"{mask}/present"
+        if self._is_new(name):
+            wide = self._node("Unsqueeze", [mask, self._sizes(*axes)], f"{name}/wide")
+            self._node("Cast", [wide], name, to=onnx.TensorProto.FLOAT)
+        return name
+
+    def _is_new(self, name: str) -> bool:
+        new = name not in self._made
+        self._made.add(name)
+        return new
+
+    def _node(self, op: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [output], name=output, **attributes))
+        return output
+
+    def _sizes(self, *sizes: int) -> str:
+        return self._constant(f"sizes.{sizes}", np.array(sizes, dtype=np.int64))
+
+    def _number(self, value: float) -> str:
+        return self._constant(f"number.{value!r}", np.array(value, dtype=np.float32))
+
+    def _constant(self, name: str, array: "np.ndarray[Any, Any]") -> str:
+        self.constants[name] = numpy_helper.from_array(array, name)
+        return name

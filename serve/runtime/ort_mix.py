@@ -1,0 +1,162 @@
+"""Batches of different rungs of one decoder that share calls of the one-step graph.
+
+Their rows run together through every product, and attend batch by batch, each to its own caches.
+Knows which buffers go into which call; not which batches should go together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+import onnxruntime as ort
+
+from serve.bundle import MIXED_GROUPS, Method
+from serve.runtime.ort_batch import OrtDecodeBatch
+from serve.runtime.ort_steps import StepSessions
+from serve.runtime.ort_wave import OrtWave
+from serve.runtime.protocol import DecodeBatch, FloatArray, Wave
+
+_KEPT_CALLS = 64
+Key = tuple[tuple[int, int], ...]
+
+
+@final
+class OrtMix:
+    """Single steps of several batches; the calls that come again are bound once."""
+
+    def __init__(
+        self,
+        sessions: StepSessions,
+        names: list[str],
+        method: Method,
+        open_mixed: Callable[[], ort.InferenceSession] | None,
+    ) -> None:
+        self.most_batches = 1 if open_mixed is None else MIXED_GROUPS
+        # Only there a step goes straight along the velocity, which a jump prolongs.
+        self.runs_ahead = method == "euler"
+        self._sessions = sessions
+        self._open_mixed = open_mixed
+        self._mixed: ort.InferenceSession | None = None
+        self._names = names
+        self._calls: dict[Key, _Call] = {}
+
+    def advance(self, batches: Sequence[DecodeBatch]) -> None:
+        going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
+        assert len(going) == len(batches) <= self.most_batches, "batches that do not mix here"
+        key = tuple((one.version, _standing(one)) for one in going)
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT_CALLS:
+                self._calls.clear()
+            session = self._sessions.step if len(going) == 1 else self._mixing()
+            call = self._calls[key] = _Call(session, self._sessions, self._names, going)
+        call.run(going)
+
+    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
+        return OrtWave(batch, lead)
+
+    def _mixing(self) -> ort.InferenceSession:
+        """Opened when rungs first meet: it has a copy of the weights."""
+        if self._mixed is None:
+            assert self._open_mixed is not None
+            self._mixed = self._open_mixed()
+        return self._mixed
+
+
+@final
+class _Call:
+    """One composition of batches and steps, with its buffers; batches bring their rows along."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        sessions: StepSessions,
+        names: list[str],
+        batches: Sequence[OrtDecodeBatch],
+    ) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._history = sessions.history
+        sizes = [batch.rows for batch in batches]
+        self._ends: list[int] = np.cumsum(sizes).tolist()
+        rows = self._ends[-1]
+        stands = [batch.stand for batch in batches]
+        assert stands[0] is not None
+        shape = (rows, *stands[0].x.shape[1:])
+        told = [
+            sessions.times(_standing(batch), batch.steps, size)
+            for batch, size in zip(batches, sizes, strict=True)
+        ]
+        self._kept: list[ort.OrtValue] = []
+        self._x, self._y = self._new("x", shape), self._new("y", shape, out=True)
+        for name in told[0]:
+            self._give(name, np.concatenate([each[name] for each in told]))
+        if self._history:
+            self._previous = self._new("previous", shape)
+            self._v = self._new("v", shape, out=True)
+        self._lengths: list[tuple[np.ndarray, np.ndarray]] = []
+        mixed = len(batches) > 1
+        for group, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+            suffix = f"_{group}" if mixed else ""
+            self._attend(suffix, size, dict(zip(names, batch.slots(_standing(batch)), strict=True)))
+        if mixed:
+            idle = MIXED_GROUPS - len(batches)
+            cache = np.zeros((1, *_slot_shape(batches[0])), dtype=np.float32)
+            for group in range(len(batches), MIXED_GROUPS):
+                own = {name: ort.OrtValue.ortvalue_from_numpy(cache.copy()) for name in names}
+                self._attend(f"_{group}", 1, own)
+            self._give("order", np.array([*range(rows), *[0] * idle], dtype=np.int64))
+            self._give("sizes", np.array([*sizes, *[1] * idle], dtype=np.int64))
+
+    def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
+        begin = 0
+        for batch, end, (seqlens, total) in zip(batches, self._ends, self._lengths, strict=False):
+            stand = batch.stand
+            assert stand is not None
+            self._x[begin:end] = stand.x
+            if self._history:
+                self._previous[begin:end] = stand.v
+            seqlens[:], total[()] = stand.seqlens, stand.total
+            begin = end
+        self._session.run_with_iobinding(self._binding)
+        begin = 0
+        for batch, end in zip(batches, self._ends, strict=True):
+            assert batch.stand is not None
+            # Not copied: this call can come again only with rows that have left this place.
+            batch.stand.x = self._y[begin:end]
+            if self._history:
+                batch.stand.v = self._v[begin:end]
+            batch.stand.step += 1
+            begin = end
+
+    def _attend(self, suffix: str, rows: int, caches: Mapping[str, ort.OrtValue]) -> None:
+        seqlens, total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
+        self._give(f"seqlens{suffix}", seqlens)
+        self._give(f"total{suffix}", total)
+        self._lengths.append((seqlens, total))
+        for name, value in caches.items():
+            self._kept.append(value)
+            self._binding.bind_ortvalue_input(f"{name}{suffix}", value)
+            self._binding.bind_ortvalue_output(f"{name}_out{suffix}", value)
+
+    def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
+        array = np.empty(shape, dtype=np.float32)
+        self._give(name, array, out)
+        return array
+
+    def _give(self, name: str, array: np.ndarray, out: bool = False) -> None:
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._kept.append(value)
+        bind = self._binding.bind_ortvalue_output if out else self._binding.bind_ortvalue_input
+        bind(name, value)
+
+
+def _standing(batch: OrtDecodeBatch) -> int:
+    assert batch.stand is not None, "a batch that has not begun"
+    return batch.stand.step
+
+
+def _slot_shape(batch: OrtDecodeBatch) -> tuple[int, ...]:
+    heads, _, width = batch.slots(0)[0].shape()[1:]
+    return heads, 1, width

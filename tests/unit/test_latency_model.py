@@ -1,0 +1,138 @@
+"""Times of calls are learned, kept current, and not upset by a call that stalls."""
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from serve.bundle_latency import Latency, LatencyEntry, Machine
+from serve.latency_model import LatencyModel, Series
+
+Cost = Callable[[int, int], float]
+FULL = Series("m", "classify", 8)
+
+
+def cost(rows: int, length: int) -> float:
+    return 0.003 + 1.2e-4 * rows * length + 3e-7 * rows * length**2
+
+
+def shapes(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    chance = random.Random(seed)
+    return [(chance.choice((1, 2, 3, 5, 8, 13, 16)), chance.randint(10, 128)) for _ in range(count)]
+
+
+def p95(errors: list[float]) -> float:
+    return sorted(errors)[int(0.95 * len(errors))]
+
+
+def test_nothing_is_known_of_what_was_never_seen() -> None:
+    assert LatencyModel().call_s(FULL, 1, 10) is None
+
+
+def test_predictions_are_near_on_a_machine_that_is_a_little_noisy() -> None:
+    model, chance, errors = LatencyModel(), random.Random(1), []
+    for rows, length in shapes(1500):
+        seconds = cost(rows, length) * chance.lognormvariate(0, 0.04)
+        predicted = model.call_s(FULL, rows, length)
+        if predicted is not None:
+            errors.append(abs(seconds / predicted - 1))
+        model.observe(FULL, rows, length, seconds)
+    assert p95(errors[200:]) <= 0.15
+    assert p95(errors) <= 0.25
+
+
+def test_a_table_is_where_it_starts() -> None:
+    machine = Machine("cpu", 2, 2, "runtime")
+    points = [(1, 32), (1, 128), (8, 32), (8, 128), (32, 32), (32, 128)]
+    entries = tuple(
+        LatencyEntry(8, "classify", rows, length, 1000 * cost(rows, length), 1e6)
+        for rows, length in points
+    )
+    model = LatencyModel()
+    model.learn("m", Latency(machine, "2026-01-01T00:00:00+00:00", entries))
+    errors = [
+        abs(cost(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
+        for rows, length in shapes(200)
+    ]
+    assert p95(errors) <= 0.15
+    # Another machine, three times as slow, says so with one call.
+    model.rescale(FULL, 1, 128, 3 * cost(1, 128))
+    assert model.call_s(FULL, 8, 64) == pytest.approx(3 * cost(8, 64), rel=0.15)
+
+
+def test_a_call_that_stalls_changes_little() -> None:
+    model = LatencyModel()
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, cost(rows, length))
+    before = model.call_s(FULL, 8, 64)
+    assert before is not None
+    model.observe(FULL, 8, 64, 100 * cost(8, 64))
+    after = model.call_s(FULL, 8, 64)
+    assert after is not None and after <= 1.15 * before
+    for rows, length in shapes(20, seed=2):
+        model.observe(FULL, rows, length, cost(rows, length))
+    assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.05)
+
+
+def test_a_machine_that_slows_down_is_noticed_for_all_steps() -> None:
+    model, one = LatencyModel(), Series("m", "classify", 1)
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, cost(rows, length))
+        model.observe(one, rows, length, cost(rows, length) / 8)
+    for rows, length in shapes(40):
+        model.observe(FULL, rows, length, 2 * cost(rows, length))
+    assert model.call_s(FULL, 8, 64) == pytest.approx(2 * cost(8, 64), rel=0.15)
+    assert model.call_s(one, 8, 64) == pytest.approx(2 * cost(8, 64) / 8, rel=0.3)
+
+
+def test_one_shape_for_ever_does_not_spoil_the_others() -> None:
+    model = LatencyModel()
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, cost(rows, length))
+    chance = random.Random(4)
+    for _ in range(5000):
+        model.observe(FULL, 1, 20, cost(1, 20) * chance.lognormvariate(0, 0.05))
+    assert model.call_s(FULL, 16, 128) == pytest.approx(cost(16, 128), rel=0.3)
+    assert (model.call_s(FULL, 16, 128) or 0) > (model.call_s(FULL, 16, 64) or 0)
+
+
+def test_caution_covers_most_calls() -> None:
+    model, chance, late = LatencyModel(), random.Random(1), 0
+    for number, (rows, length) in enumerate(shapes(3000)):
+        seconds = cost(rows, length) * chance.lognormvariate(0, 0.1)
+        predicted = model.call_s(FULL, rows, length)
+        if number >= 1000 and predicted is not None:
+            late += seconds > predicted * model.caution
+        model.observe(FULL, rows, length, seconds)
+    assert late / 2000 <= 0.08
+
+
+def test_the_way_of_an_answer_is_learned() -> None:
+    model, chance = LatencyModel(), random.Random(1)
+    for _ in range(2000):
+        model.observe_answer(chance.uniform(0.001, 0.011))
+    assert 0.009 <= model.answer_s <= 0.016
+
+
+def test_a_prediction_costs_microseconds() -> None:
+    model = LatencyModel()
+    model.observe(FULL, 8, 64, 0.05)
+    begun_s = time.process_time()
+    for _ in range(2000):
+        model.call_s(FULL, 8, 64)
+    assert (time.process_time() - begun_s) / 2000 < 50e-6
+
+
+def test_what_was_slow_is_not_believed_for_ever() -> None:
+    model = LatencyModel()
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, cost(rows, length))
+    for rows, length in shapes(60):
+        model.observe(FULL, rows, length, 5 * cost(rows, length))
+        model.observe_answer(0.5)
+    slow = model.call_s(FULL, 8, 64)
+    for _ in range(60):
+        model.relent()
+    assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
+    assert model.answer_s < 0.01 and model.caution == 1.0

@@ -1,0 +1,164 @@
+"""Rows of different rungs in one call: bit for bit what each would get alone."""
+
+import numpy as np
+import pytest
+
+from serve.bundle import MIXED_GROUPS
+from serve.runtime import OpenedModel, SteppedBatch, open_model
+from serve.runtime.ort_batch import OrtDecodeBatch
+from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
+from serve.runtime.protocol import FloatArray, IntArray
+from tests.tiny_bundles import build_generate
+
+STEPS = (1, 2, 3, 4, 6, 8)
+MAX_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    folder = tmp_path_factory.mktemp("bundles") / "g"
+    return open_model(build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS), threads=1)
+
+
+def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:
+    vocab_size = model.bundle.manifest.text_tokenizer.vocab_size
+    return np.random.default_rng(seed).integers(1, vocab_size, length)
+
+
+def best(logits: list[FloatArray]) -> IntArray:
+    return np.array([row.argmax() for row in logits])
+
+
+def alone(model: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[FloatArray]:
+    """The logits of the prompt and of so many tokens behind it, greedy."""
+    batch = model.decoder(steps).open_batch()
+    found = [batch.add(tokens)]
+    for _ in range(count):
+        found.append(batch.step(best(found[-1:]))[0])
+    return found
+
+
+def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedModel) -> None:
+    mix = model.mix()
+    assert mix is not None and mix.most_batches == MIXED_GROUPS
+    batches: dict[int, SteppedBatch] = {}
+    found: dict[tuple[int, int], list[FloatArray]] = {}
+    lengths = {steps: [5 + 20 * row + 7 * steps for row in range(3)] for steps in STEPS}
+    for steps in STEPS:
+        batch = model.decoder(steps).open_batch()
+        assert isinstance(batch, OrtDecodeBatch)
+        batches[steps] = batch
+        for row, length in enumerate(lengths[steps]):
+            found[steps, row] = [batch.add(prompt(model, length, row))]
+    stands = dict.fromkeys(STEPS, 0)
+    for call in range(48):
+        going = [steps for steps in STEPS if stands[steps] or (call + steps) % 3]
+        for steps in going:
+            if stands[steps] == 0:
+                batches[steps].begin(best([found[steps, row][-1] for row in range(3)]))
+        mix.advance([batches[steps] for steps in going])
+        for steps in going:
+            stands[steps] = (stands[steps] + 1) % steps
+            if stands[steps] == 0:
+                for row, logits in enumerate(batches[steps].end()):
+                    found[steps, row].append(logits)
+    for (steps, row), mixed in found.items():
+        tokens = prompt(model, lengths[steps][row], row)
+        np.testing.assert_array_equal(mixed, alone(model, steps, tokens, len(mixed) - 1))
+    assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
+
+
+def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> None:
+    mix = model.mix()
+    assert mix is not None
+    one, four = (model.decoder(steps).open_batch() for steps in (1, 4))
+    assert isinstance(one, OrtDecodeBatch) and isinstance(four, OrtDecodeBatch)
+    last = four.add(prompt(model, 60))
+    expected = alone(model, 4, prompt(model, 60), 6)
+    for token in range(6):  # across a boundary of 64 positions
+        four.begin(best([last]))
+        for call in range(4):
+            logits = one.add(prompt(model, 10 + 40 * call, seed=token))
+            one.begin(np.full(len(one.lengths), logits.argmax()))
+            mix.advance([one, four])
+            one.end()
+            if call % 2:
+                one.remove(0)
+        (last,) = four.end()
+        np.testing.assert_array_equal(last, expected[token + 1])
+
+
+def test_a_prompt_is_read_in_pieces_of_bounded_work(model: OpenedModel) -> None:
+    for steps in STEPS:
+        for length in (1, 63, 64, 65, 130, MAX_TOKENS):
+            batch = model.decoder(steps).open_batch()
+            tokens = prompt(model, length)
+            reading, pieces = batch.read(tokens), 1
+            while (logits := reading.advance()) is None:
+                pieces += 1
+            assert reading.positions == length and not batch.lengths
+            assert pieces * PIECE_TOKENS >= length * steps
+            assert pieces <= -(-length // CHUNK_TOKENS) * steps
+            batch.join(reading)
+            assert batch.lengths == [length]
+            whole = model.decoder(steps).forward(tokens[None])[0, -1]
+            np.testing.assert_allclose(logits, whole, atol=2e-5)
+
+
+def test_a_bundle_without_the_mixed_step_takes_its_rungs_in_turn(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    bundle = build_generate(tmp_path_factory.mktemp("bundles") / "g", mixed=False)
+    mix = open_model(bundle, threads=1).mix()
+    assert mix is not None and mix.most_batches == 1
+
+
+@pytest.mark.parametrize("lead", [1, 2, 4])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
+    model: OpenedModel, lead: int, right: float
+) -> None:
+    """Whatever is drafted, wrong or right, beyond a boundary of 64 positions too."""
+    mix = model.mix()
+    assert mix is not None and mix.runs_ahead
+    chance = np.random.default_rng(lead)
+    tokens = prompt(model, 50)
+    expected = alone(model, 8, tokens, 40)
+    batch = model.decoder(8).open_batch()
+    found = [batch.add(tokens)]
+    wave, most = mix.wave(batch, lead), 0
+    while len(found) < len(expected):
+        (token,) = best(found[-1:])
+        if wave.tokens and wave.tokens[0] != token:
+            wave.drop()
+        if not wave.tokens:
+            wave.begin(int(token))
+        behind = len(found) - 1 + len(wave.tokens)  # the token that is drafted next
+        crossed = wave.cross()
+        if crossed.draft is not None and wave.room and behind < len(expected):
+            (drafted,) = best(expected[behind : behind + 1])
+            wave.begin(int(drafted) if chance.random() < right else 1)
+        most = max(most, len(wave.tokens))
+        if crossed.last is not None:
+            found.append(crossed.last)
+    np.testing.assert_array_equal(found, expected)
+    assert most == 8 // lead if right == 1.0 else most <= 8 // lead
+
+
+def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: OpenedModel) -> None:
+    """A jump prolongs the velocity: what it misses falls with the steps that it replaces."""
+    mix = model.mix()
+    assert mix is not None
+    tokens = prompt(model, 20)
+    (last,) = alone(model, 8, np.append(tokens, 3), 0)
+    missed = []
+    for lead in (1, 4, 7):
+        batch = model.decoder(8).open_batch()
+        batch.add(tokens)
+        wave = mix.wave(batch, lead)
+        wave.begin(3)
+        drafts = [wave.cross().draft for _ in range(8)]
+        (draft,) = [one for one in drafts if one is not None]
+        assert drafts[lead - 1] is draft
+        missed.append(float(np.abs(draft - last).max()))
+    assert missed[0] > missed[1] > missed[2] > 0

@@ -1,0 +1,171 @@
+"""What the scheduler does with more than it can serve, on a clock of its own; see simulated."""
+
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from serve.limits import Limits
+from tests.simulated import LADDER, Request, Simulation, capacity, poisson, usual_cost
+
+RATE = capacity(LADDER[-1])
+LIMITS = Limits(degrade_wait_s=0.5)
+
+
+def served(load: float, given_s: float | None, **fields: int) -> tuple[Simulation, list[Request]]:
+    simulation = Simulation(LIMITS)
+    requests = poisson(load * RATE, 6.0, 1, given_s, **fields)
+    simulation.run(requests)
+    assert simulation.idle
+    return simulation, requests
+
+
+def share(found: list[bool]) -> float:
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("given_s", [0.1, 0.25, 1.0])
+@pytest.mark.parametrize(("load", "wanted"), [(1, 0.99), (2, 0.95), (4, 0.90)])
+def test_with_fewer_steps_nearly_all_are_in_time(load: int, wanted: float, given_s: float) -> None:
+    _, requests = served(load, given_s)
+    assert share([request.in_time for request in requests]) >= wanted
+    admitted = [request for request in requests if request.outcome in ("done", "lapsed")]
+    assert share([request.in_time for request in admitted]) >= 0.999
+
+
+def test_with_full_steps_only_as_many_as_there_is_time_for() -> None:
+    _, requests = served(4, 0.25, steps=LADDER[-1])
+    assert 0.15 <= share([request.in_time for request in requests]) <= 0.3
+    outcomes = Counter(request.outcome for request in requests)
+    assert outcomes["too_busy"] > 20 * outcomes["lapsed"]
+
+
+def test_the_more_comes_the_fewer_steps() -> None:
+    means = []
+    for load in (0.3, 1.5, 3, 6):
+        _, requests = served(load, 0.25)
+        steps = [one for request in requests for one in request.taken]
+        means.append(sum(steps) / len(steps))
+    assert means[0] > 7.9 and means == sorted(means, reverse=True) and means[-1] < 2
+
+
+def test_who_names_nothing_gets_fewer_steps_before_anyone_is_refused() -> None:
+    _, requests = served(3, None)
+    assert {request.outcome for request in requests} == {"done"}
+    steps = [one for request in requests for one in request.taken]
+    assert sum(steps) / len(steps) < 5 and max(steps) == LADDER[-1]
+    # It comes back as the queue drains, and it does not flap.
+    after = Request(1000.0, (64,))
+    simulation = Simulation(LIMITS)
+    simulation.run([*requests_again(requests), after])
+    assert after.taken == [LADDER[-1]]
+    chosen = [call.steps for call in simulation.calls]
+    changes = sum(one != other for one, other in pairwise(chosen))
+    assert changes < len(chosen) / 4
+
+
+def requests_again(requests: list[Request]) -> list[Request]:
+    return [Request(one.at_s, one.lengths, one.given_s) for one in requests]
+
+
+def test_switched_off_nobody_gets_fewer() -> None:
+    simulation = Simulation(Limits(degrade_wait_s=None, queue_requests=10_000))
+    requests = poisson(2 * RATE, 2.0, 1, None)
+    simulation.run(requests)
+    assert {one for request in requests for one in request.taken} == {LADDER[-1]}
+
+
+def test_min_steps_hold_whatever_comes() -> None:
+    simulation = Simulation(LIMITS)
+    requests = poisson(3 * RATE, 4.0, 1, 0.25, choices=(4, 8))
+    requests += poisson(RATE, 4.0, 2, None, choices=(2, 4))
+    simulation.run(requests)
+    for request in requests:
+        assert set(request.taken) <= set(request.choices)
+
+
+def test_one_large_request_on_an_idle_server_is_not_overload() -> None:
+    simulation = Simulation(LIMITS)
+    request = Request(0.0, (100,) * 64)
+    simulation.run([request])
+    assert set(request.taken) == {LADDER[-1]}
+    assert request.ended_s > 0.5
+
+
+def test_an_idle_server_takes_the_most_steps_that_make_it() -> None:
+    for steps in LADDER:
+        # A little more than what these steps take, and less than the next ones.
+        given_s = 1.25 * usual_cost(steps, 1, 128) + 0.003
+        simulation = Simulation(LIMITS, noise=0.0)
+        request = Request(0.0, (128,), given_s)
+        simulation.run([request])
+        assert (request.outcome, request.taken) == ("done", [steps])
+
+
+def test_what_is_impossible_even_when_idle_says_so() -> None:
+    simulation = Simulation(LIMITS)
+    request = Request(0.0, (64,), 0.5 * usual_cost(8, 1, 64), steps=8)
+    simulation.run([request])
+    assert request.outcome == "impossible_deadline"
+
+
+def test_tight_deadlines_get_small_batches() -> None:
+    simulation = Simulation(LIMITS)
+    given_s = 3 * usual_cost(1, 1, 64)
+    requests = [Request(0.0, (64,), given_s) for _ in range(16)]
+    simulation.run(requests)
+    done = [request for request in requests if request.outcome == "done"]
+    assert done and all(request.in_time for request in done)
+    assert max(len(call.rows) for call in simulation.calls) < 16
+
+
+def test_rows_without_a_deadline_do_not_starve_behind_rows_that_have_one() -> None:
+    simulation = Simulation(LIMITS)
+    patient = [Request(0.5, (64,), None, choices=(1,))]
+    requests = poisson(8 * RATE, 6.0, 1, 0.25)
+    simulation.run([*requests, *patient])
+    assert patient[0].outcome == "done" and patient[0].ended_s < 3.0
+
+
+@pytest.mark.parametrize("steps", [8, None])
+def test_a_refusal_says_how_long_the_wait_is(steps: int | None) -> None:
+    simulation = Simulation(Limits(queue_requests=200, degrade_wait_s=0.5))
+    simulation.run(poisson(RATE, 3.0, 3, None, steps=steps))  # so that it knows the usual row
+    begun_s = simulation.now_s
+    burst = poisson(300, 1.2, 4, None, steps=steps)
+    for request in burst:
+        request.at_s = begun_s + 1e-4 * request.at_s
+    simulation.run(burst)
+    refused = [request for request in burst if request.outcome == "queue_full"]
+    assert len(refused) > 50
+    drained_s = max(request.ended_s for request in burst if request.outcome == "done")
+    for request in refused:
+        true_s = drained_s - request.at_s
+        assert request.retry_after_s == pytest.approx(true_s, rel=0.25)
+
+
+def test_the_queue_is_bounded_by_its_predicted_wait_too() -> None:
+    simulation = Simulation(Limits(queue_requests=100_000, queue_wait_s=4.0))
+    requests = [Request(0.0, (128,) * 64, steps=8) for _ in range(40)]
+    simulation.run(requests)
+    outcomes = Counter(request.outcome for request in requests)
+    assert outcomes["queue_full"] > 20
+    done = [request.ended_s for request in requests if request.outcome == "done"]
+    assert 2.5 < max(done) < 8.0
+
+
+def test_a_decision_is_quick() -> None:
+    simulation = Simulation(LIMITS)
+    requests = poisson(4 * RATE, 3.0, 1, 0.25)
+    seconds = []
+    check = simulation.admission.check
+
+    def timed(job: object, now_s: float) -> None:
+        begun_s = time.thread_time()
+        check(job, now_s)  # type: ignore[arg-type]
+        seconds.append(time.thread_time() - begun_s)
+
+    simulation.admission.check = timed  # type: ignore[method-assign]
+    simulation.run(requests)
+    assert sorted(seconds)[len(seconds) // 2] <= 50e-6

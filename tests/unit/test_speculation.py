@@ -1,0 +1,77 @@
+"""Running ahead: no token depends on it."""
+
+import numpy as np
+import pytest
+
+from serve.catalog import Catalog, Served
+from serve.engine import Engine
+from serve.events import GeneratedEvent
+from serve.generation import Generation, Wish
+from serve.job import Job, LaneKey
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.runtime import open_model
+from serve.runtime.protocol import MOST_AHEAD
+from serve.sampling import Sampling
+from serve.trials import Trials
+from serve.work import Work
+from serve.writing import leads_of
+from tests.engine_bench import Caller
+from tests.tiny_bundles import build_generate
+
+
+@pytest.mark.parametrize(
+    ("steps", "leads"), [(1, (0,)), (2, (0, 1)), (8, (0, 1, 2, 4)), (16, (0, 2, 4))]
+)
+def test_the_positions_of_a_lead_fit_into_a_call(steps: int, leads: tuple[int, ...]) -> None:
+    assert leads_of(steps) == leads
+    assert all(steps / lead <= MOST_AHEAD for lead in leads if lead)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_depends_on_the_lead(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+) -> None:
+    bundle = build_generate(tmp_path_factory.mktemp("bundles") / "g", steps=(1, 8))
+    served = Served.open(bundle, open_model(bundle, threads=1))
+    texts, drafted = set(), []
+    for lead in (0, 1, 2, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trials, "way", lead)
+            metrics = Metrics()
+            engine = Engine(Catalog([served]), Limits(), metrics)
+            engine.start()
+            answers = []
+            for seed in range(3):
+                answers.append(caller := Caller())
+                wish = Wish(
+                    [5, 6, 7 + seed],
+                    200,
+                    bundle.manifest.text_input.max_tokens,
+                    Sampling(temperature=temperature, seed=seed),
+                )
+                job: Job[Work] = Job(
+                    LaneKey(served.name, "generate", 8),
+                    Generation(wish, served.codec, caller.deliver),
+                    (3,),
+                    160,
+                )
+                engine.submit(job)
+                caller.last()
+            engine.stop()
+            ends = [caller.last() for caller in answers]
+            assert all(isinstance(end, GeneratedEvent) for end in ends)
+            texts.add(tuple(end.text for end in ends if isinstance(end, GeneratedEvent)))
+            sample = metrics.registry.get_sample_value
+            counted = [
+                sample(f"stepdial_speculative_{what}_total", {"model": served.name})
+                for what in ("drafted", "accepted")
+            ]
+            drafted.append(counted)
+    assert len(texts) == 1
+    assert drafted[0] == [None, None]
+    for counted in drafted[1:]:
+        assert counted[0] is not None and counted[1] is not None
+        assert 0 < counted[1] <= counted[0] and np.isfinite(counted[0])

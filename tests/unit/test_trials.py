@@ -1,0 +1,52 @@
+"""The quickest of several ways is found, used most, and left when another becomes quicker."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from serve.trials import Trials
+
+WAYS = ("a", "b", "c", "d")
+
+
+def trials() -> Trials[str]:
+    return Trials(WAYS, trial_work=30, chosen_work=500)
+
+
+def used(tried: Trials[str], seconds: Mapping[str, float], work: int) -> Counter[str]:
+    """Work done in each way, where a unit takes so many seconds."""
+    done: Counter[str] = Counter()
+    for unit in range(work):
+        way = tried.way
+        done[way] += 1
+        tried.observe(1, seconds[way] * (1 + 0.2 * (unit % 3)))
+    return done
+
+
+@pytest.mark.parametrize("quickest", WAYS)
+def test_the_quickest_way_is_found_and_used_most(quickest: str) -> None:
+    seconds = {"a": 2.0, "b": 2.1, "c": 2.2, "d": 2.3} | {quickest: 1.6}
+    done = used(trials(), seconds, 5000)
+    assert done[quickest] > 4200 and set(done) == set(WAYS)
+
+
+def test_another_way_takes_over_when_times_change() -> None:
+    tried = trials()
+    assert used(tried, {"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 2000).most_common(1)[0][0] == "a"
+    later = used(tried, {"a": 3.0, "b": 2.0, "c": 1.0, "d": 2.0}, 9000)
+    assert later.most_common(1)[0][0] == "c"
+
+
+def test_one_way_is_no_choice() -> None:
+    tried = Trials(("only",), trial_work=1, chosen_work=1)
+    for _ in range(5):
+        tried.observe(1, 1.0)
+        assert tried.way == "only"
+
+
+def test_work_counts_and_not_how_often_it_is_told() -> None:
+    tried = Trials(("many", "few"), trial_work=100, chosen_work=1000)
+    for _ in range(200):
+        tried.observe(10 if tried.way == "many" else 50, 1.0)
+    assert tried.best == "few"
