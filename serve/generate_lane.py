@@ -27,7 +27,7 @@ class GenerateLane(Generic[WorkT]):
         self.calls = 0  # that the present token has had
         self.due = 0.0  # the call in which it may take part again
         self.held_bytes = 0  # by the buffers of the batch, idle rows included
-        self._over: list[int] = []  # jobs whose reading is to be forgotten
+        self._over: list[Job[WorkT]] = []  # whose reading is to be forgotten
         self._cache_bytes = cache_bytes  # of so many rows of so many positions
         self._most_rows = 0  # since the lane was last empty
 
@@ -44,17 +44,17 @@ class GenerateLane(Generic[WorkT]):
     def occupants(self) -> list[Job[WorkT]]:
         """Whoever holds, or is promised, cache memory. A row that left and returns counts once."""
         one = [] if self.reading is None else [self.reading]
-        again = [job for job in self.returning if job not in self.rows]
-        return [*self.rows, *self.joining, *one, *again]
+        again = [job for job in self.returning if job not in (*self.rows, *self._over)]
+        return [*self.rows, *self.joining, *one, *again, *self._over]
 
     def drop(self, job: Job[WorkT]) -> None:
         """The job has ended; a row that it has goes with the next eviction."""
         if job is self.reading:
             self.reading = None
-            self._over.append(job.number)
+            self._over.append(job)
         elif job in self.joining:
             self.joining.remove(job)
-            self._over.append(job.number)
+            self._over.append(job)
         elif job in self.returning:
             self.returning.remove(job)
         elif job not in self.rows:
@@ -72,15 +72,15 @@ class GenerateLane(Generic[WorkT]):
         job, self.reading = self.reading, None
         assert job is not None
         if full:
-            self._over.append(job.number)
+            self._over.append(job)
             self.returning.append(job)
         else:
             self.joining.append(job)
 
     def forget(self) -> tuple[int, ...]:
         """The jobs whose reading is to be forgotten now."""
-        over, self._over = tuple(self._over), []
-        return over
+        over, self._over = self._over, []
+        return tuple(job.number for job in over)
 
     def charged_bytes(self, extra: Job[WorkT] | None = None) -> int:
         """The most memory this lane holds or may come to hold, with one more job or without.

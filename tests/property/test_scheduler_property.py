@@ -94,11 +94,12 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(failure=st.sampled_from([None, None, None, "row", "call"]))
     def tick(self, failure: str | None) -> None:
+        running = [job for job in self.living if job.state is State.RUNNING]
         call = self.scheduler.next(self.now_s)
         if call is None:
             assert not self.living, "work is left, and nothing of it may run"
             return
-        for job in self.living:
+        for job in running:
             job.work.waited_calls += 1
         if isinstance(call, ClassifyCall):
             self.classify(call, failure)
