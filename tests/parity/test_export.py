@@ -19,6 +19,8 @@ from export.stitch import stitch
 from export.verify import VerificationError
 from serve.bundle import Bundle, Metric, Precision, Quality, read_bundle
 from serve.runtime import open_model
+from serve.runtime.ort_classifier import OrtClassifier
+from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.checkpoint import load_run
 from train.ode import METHODS
@@ -174,6 +176,20 @@ def test_a_wrong_step_stops_the_export_too(
     monkeypatch.setattr("export.graphs.stitch_step", wrong)
     with pytest.raises(ValueError, match=r"off by .* in single steps|has no input previous"):
         export(label_run, tmp_path / "b", 2, method=method)
+    assert [p.name for p in tmp_path.iterdir()] == []
+
+
+def test_an_answer_that_depends_on_its_batch_stops_the_export(
+    label_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = OrtClassifier.run
+
+    def wrong(classifier: OrtClassifier, rows: RowArray) -> FloatArray:
+        return np.nextafter(run(classifier, rows), np.float32(len(rows)))  # one unit, no more
+
+    monkeypatch.setattr(OrtClassifier, "run", wrong)
+    with pytest.raises(VerificationError, match=r"an answer .* depends on the rest of the batch"):
+        export(label_run, tmp_path / "b", 1, 2)
     assert [p.name for p in tmp_path.iterdir()] == []
 
 
