@@ -41,7 +41,7 @@ def _integrate(
     h = parts.T / steps
     before: str | None = None
     for step in range(steps):
-        name = f"flow{index}/step{step}"
+        name = f"flow{index}/step{step}" if len(parts.velocities) > 1 else f"step{step}"
         stages: list[str] = []
         for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
             terms = [(h * a, v) for a, v in zip(row, stages, strict=True)]
@@ -49,7 +49,7 @@ def _integrate(
             if parts.timed:
                 t = parts.T * step / steps + c * h
                 inputs += [build.constant(t, parts.rank), build.constant(h, parts.rank)]
-            stages.append(_evaluate(build, parts, index, f"{name}/stage{stage}", inputs))
+            stages.append(_evaluate(build, parts, index, f"{name}/f{stage}", inputs))
         if table.history and before is not None:
             terms = [(h * (1 + table.history), stages[0]), (-h * table.history, before)]
         else:

@@ -28,6 +28,7 @@ from export.graphs import Ladder, write_graphs
 from export.parts import Traced
 from export.samples import Inputs
 from export.verify import verify_rung
+from export.verify_mix import verify_mix
 from serve.bundle import Calibration, Manifest, Rung, Verified, open_staging, seal_bundle
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.ort_session import usable_cores
@@ -102,6 +103,8 @@ class Trial:
                 found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
             finally:
                 pool.shutdown(cancel_futures=True)
+        if self.draft.task == "generate":
+            verify_mix(opened, max((edge[0] for edge in self.edges), key=len).numpy())
         measured = {rung.steps: one for rung, one in found}
         return Tried(
             named_rungs(tuple(rung for rung, _ in found), measured),

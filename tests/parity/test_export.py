@@ -12,6 +12,7 @@ import torch
 
 from export.__main__ import main
 from export.calibrate import Measured, choose_default, name_efforts
+from export.mixed import mixed_step
 from export.pack import ExportRequest, calibrate_latency, export_run
 from export.parts import Parts, StepParts
 from export.step_graphs import StepGraphs, stitch_step
@@ -179,13 +180,32 @@ def test_a_wrong_step_stops_the_export_too(
     assert [p.name for p in tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_rungs_that_disturb_each_other_stop_the_export(
+    text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    def wrong(step: onnx.ModelProto) -> onnx.ModelProto:
+        mixed = mixed_step(step)
+        for node in mixed.graph.node:
+            if node.op_type == "Concat":  # the rows of the first two groups change places
+                node.input[0], node.input[1] = node.input[1], node.input[0]
+        return mixed
+
+    monkeypatch.setattr("export.graphs.mixed_step", wrong)
+    request = ExportRequest(tmp_path / "b", (1, 2), precision=precision, samples=2)
+    with pytest.raises(VerificationError, match="steps answers otherwise when it shares calls"):
+        export_run(text_run, request, say=lambda line: None)
+    assert [p.name for p in tmp_path.iterdir()] == []
+
+
 def test_an_answer_that_depends_on_its_batch_stops_the_export(
     label_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = OrtClassifier.run
 
     def wrong(classifier: OrtClassifier, rows: RowArray) -> FloatArray:
-        return np.nextafter(run(classifier, rows), np.float32(len(rows)))  # one unit, no more
+        towards = np.float32(np.inf if len(rows) > 1 else -np.inf)
+        return np.nextafter(run(classifier, rows), towards)  # the last bit alone
 
     monkeypatch.setattr(OrtClassifier, "run", wrong)
     with pytest.raises(VerificationError, match=r"an answer .* depends on the rest of the batch"):
