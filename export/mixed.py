@@ -36,6 +36,7 @@ def mixed_step(step: onnx.ModelProto, groups: int = MIXED_GROUPS) -> onnx.ModelP
             continue
         own |= {*node.input[3:5], *node.output[1:3]}
         nodes += _by_group(node, groups)
+        graph.value_info.append(_answer(node, ports))
     for values in (graph.input, graph.output):
         shared = [value for value in values if value.name not in own]
         each = [value.name for value in values if value.name in own]
@@ -75,6 +76,16 @@ def _by_group(node: onnx.NodeProto, groups: int) -> list[onnx.NodeProto]:
     # The rows come first, those that only keep unused groups busy behind them.
     nodes.append(node_of("Slice", [f"{answer}/all", "rows.first", "rows.shape"], answer))
     return nodes
+
+
+def _answer(node: onnx.NodeProto, ports: dict[str, onnx.ValueInfoProto]) -> onnx.ValueInfoProto:
+    """Its shape, which is lost behind Slice: then the runtime would not fuse a norm with the sum
+    before it, as it does in the step of one group, and the last bits would differ."""
+    _, heads, _, width = (
+        size.dim_value for size in ports[node.input[3]].type.tensor_type.shape.dim
+    )
+    shape = ["batch", "length", heads * width]
+    return helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape)
 
 
 def _port(value: onnx.ValueInfoProto, group: int) -> onnx.ValueInfoProto:

@@ -44,9 +44,9 @@ def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Ver
         rows = expected.inputs[0].numpy()
         match manifest.task:
             case "classify":
-                _verify_classifier(check, opened.classifier(steps), rows)
+                _verify_classifier(check, opened.classifier(steps), rows, "a batch")
                 if manifest.step is not None:
-                    check.compare(opened.step_classifier(steps).run(rows), "single steps")
+                    _verify_classifier(check, opened.step_classifier(steps), rows, "single steps")
             case "generate":
                 _verify_decoder(check, opened.decoder(steps), rows)
             case "translate":
@@ -57,11 +57,11 @@ def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Ver
     return check.verdict()
 
 
-def _verify_classifier(check: "_Check", run: Classifier, rows: RowArray) -> None:
+def _verify_classifier(check: "_Check", run: Classifier, rows: RowArray, what: str) -> None:
     together = run.run(rows)
-    check.compare(together, "a batch")
+    check.compare(together, what)
     if len(rows) > 1:
-        check.same(together, [run.run(rows[i : i + 1]) for i in range(len(rows))], "an answer")
+        check.same(together, [run.run(rows[i : i + 1]) for i in range(len(rows))], what)
 
 
 def _verify_decoder(check: "_Check", run: Decoder, tokens: IntArray) -> None:
@@ -144,8 +144,8 @@ class _Check:
         if not np.array_equal(together, np.concatenate(alone)):
             difference = float(np.abs(together - np.concatenate(alone)).max())
             raise VerificationError(
-                f"{self._where}: {what} of shape {self.shape} depends on the rest of the batch, by "
-                f"{difference:.3g}. No bundle was kept."
+                f"{self._where} answers a row in {what} of shape {self.shape} otherwise than "
+                f"alone, by {difference:.3g}. No bundle was kept."
             )
 
     def verdict(self) -> Verified:

@@ -20,7 +20,7 @@ from tests.tiny_bundles import STEPS, build_classify, build_generate
 ROOT = Path(__file__).parents[2]
 
 
-def run(url: str, *options: str, duration: str = "1s") -> subprocess.CompletedProcess[str]:
+def run(url: str, *options: str, duration: str = "2s") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepdial", "loadtest", "--url", url, "--users", "3"]
     command += ["--duration", duration, "--max-tokens", "8", "--timeout", "1", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
