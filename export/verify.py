@@ -25,7 +25,7 @@ COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
 # Times torch's own float32 error, and times the largest logit: a few units in the last place.
 SLACK: dict[Precision, float] = {"fp32": 16.0, "int8": COARSER}
 FLOOR: dict[Precision, float] = {"fp32": 2e-6, "int8": 8 * 2.0**-8}
-CONTINUED_TOKENS = 12
+CONTINUED_TOKENS = 24
 EXTENDED_TOKENS = 3
 ALONE_TOKENS = 5
 
