@@ -10,6 +10,15 @@ from typing import final
 import onnxruntime as ort
 
 
+def shared_options() -> ort.RunOptions:
+    """Options for all sessions of a model, as they are while nothing is to end."""
+    options = ort.RunOptions()
+    # No graph of a GPU is captured, which is so anyway. Unsaid, every run looks for it and throws:
+    # that takes a third as long as one step of a small model.
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
+
+
 @final
 class InterruptibleSession:
     """What is used of a session; every run takes the options along."""

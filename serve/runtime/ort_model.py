@@ -8,7 +8,6 @@ Knows which rungs are open; not what is asked of them.
 from typing import TYPE_CHECKING, final
 
 import numpy as np
-import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError, Rung
 from serve.runtime.interface import (
@@ -18,7 +17,7 @@ from serve.runtime.interface import (
     graph_interface,
     mixed_interface,
 )
-from serve.runtime.interruptible import InterruptibleSession
+from serve.runtime.interruptible import InterruptibleSession, shared_options
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_mix import OrtMix
@@ -53,7 +52,7 @@ class OrtModel:
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
         self._mix: OrtMix | None = None
-        self._run_options = ort.RunOptions()
+        self._run_options = shared_options()
         self._opening = False
 
     @property

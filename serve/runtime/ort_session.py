@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from serve.bundle import Bundle, BundleError
 from serve.runtime.interface import Interface
-from serve.runtime.interruptible import InterruptibleSession
+from serve.runtime.interruptible import InterruptibleSession, shared_options
 from serve.runtime.place import Place
 from serve.runtime.providers import check_providers, providers_for
 
@@ -63,7 +63,7 @@ def open_session(
         ) from error
     check_providers(session.get_providers(), place, str(path))
     check_interface(path, interface, session)
-    return InterruptibleSession(session, run_options or ort.RunOptions())
+    return InterruptibleSession(session, run_options or shared_options())
 
 
 @cache
