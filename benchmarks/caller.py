@@ -14,7 +14,7 @@ from benchmarks.client import Client, UnexpectedAnswer
 from benchmarks.server import Server
 from benchmarks.texts import PROMPT, text_of, window_of
 from serve.bundle import Bundle, Manifest
-from serve.text import TextCodec
+from serve.inputs.text import TextCodec
 
 LEFT = "left on purpose"
 _LEAVE = 0.05

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from serve.catalog import Catalog, Served
-from serve.engine import Engine
+from serve.engine.engine import Engine
+from serve.engine.events import Event, FailedEvent, TokenEvent
+from serve.engine.generation import Generation, Wish
+from serve.engine.sampling import Sampling
+from serve.engine.work import Work
 from serve.errors import Draining
-from serve.events import Event, FailedEvent, TokenEvent
-from serve.generation import Generation, Wish
-from serve.job import Job, LaneKey
-from serve.limits import Limits
 from serve.metrics import Metrics
-from serve.sampling import Sampling
-from serve.work import Work
+from serve.scheduler.job import Job, LaneKey
+from serve.scheduler.limits import Limits
 
 CACHE_BYTES = 1 << 30  # what all rows need at their longest
 

@@ -17,7 +17,7 @@ from benchmarks.rounds import interleave, median, median_ratio
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
 from serve.bundle import Bundle
-from serve.text import TextCodec
+from serve.inputs.text import TextCodec
 
 NAME = "dial"
 TEXT_TOKENS, ANSWER_TOKENS = 100, 200

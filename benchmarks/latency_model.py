@@ -17,18 +17,18 @@ import numpy as np
 
 from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
-from serve.admission import Admission
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.classification import Classification
-from serve.events import Event
-from serve.first_calls import measure_first_calls
-from serve.job import Deadline, Job, LaneKey
-from serve.latency_model import LatencyModel, Series
-from serve.limits import Limits
+from serve.engine.admission import Admission
+from serve.engine.classification import Classification
+from serve.engine.events import Event
+from serve.engine.first_calls import measure_first_calls
+from serve.engine.work import Work
 from serve.runtime import open_model
-from serve.scheduler import Scheduler
-from serve.work import Work
+from serve.scheduler.job import Deadline, Job, LaneKey
+from serve.scheduler.latency_model import LatencyModel, Series
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 NAME = "latency_model"
 MOST_ROWS = 16

@@ -20,9 +20,9 @@ from benchmarks.rounds import interleave, median
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
 from serve.bundle import Bundle
+from serve.inputs.text import TextCodec
 from serve.runtime import Model, open_model
 from serve.runtime.protocol import IntArray
-from serve.text import TextCodec
 
 NAME = "overhead"
 TEXT_TOKENS, ANSWER_TOKENS = 100, 64

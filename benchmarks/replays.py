@@ -15,15 +15,15 @@ from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.engine import Engine
-from serve.events import Event, GeneratedEvent, TokenEvent
-from serve.generation import Generation, Wish
-from serve.job import Job, LaneKey
-from serve.limits import Limits
+from serve.engine.engine import Engine
+from serve.engine.events import Event, GeneratedEvent, TokenEvent
+from serve.engine.generation import Generation, Wish
+from serve.engine.sampling import Sampling
+from serve.engine.work import Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.sampling import Sampling
-from serve.work import Work
+from serve.scheduler.job import Job, LaneKey
+from serve.scheduler.limits import Limits
 
 NAME = "replays"
 REQUESTS, REPLAYS, AT_ONCE = 200, 10_000, 24

@@ -8,7 +8,7 @@ import itertools
 from bisect import bisect_left
 
 from serve.bundle import Bundle, Manifest
-from serve.text import TextCodec
+from serve.inputs.text import TextCodec
 
 PROMPT = "What news, my lord? "
 

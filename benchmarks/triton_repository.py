@@ -29,11 +29,11 @@ from benchmarks.result import Cell, Provenance, Table
 from export.triton import write_repository
 from export.triton_config import graph_input, rung_name, text_name
 from serve.bundle import Bundle, TextInput, read_bundle
+from serve.engine.sampling import softmax
+from serve.inputs.text import TextCodec
 from serve.runtime import open_model
 from serve.runtime.protocol import FloatArray
 from serve.runtime.warm_rows import largest_row
-from serve.sampling import softmax
-from serve.text import TextCodec
 
 ABSENT = 3
 WRONG = 1

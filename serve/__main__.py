@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from serve.app import create_app
 from serve.bundle import BundleError, ImageInput, PointsInput
 from serve.catalog import Catalog, Served, find_bundles, open_catalog
-from serve.engine import Engine
-from serve.first_calls import measure_first_calls
+from serve.engine.engine import Engine
+from serve.engine.first_calls import measure_first_calls
 from serve.flags import parse
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics

@@ -17,19 +17,20 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import DoneChunk, TokenChunk
-from serve.direct import DirectRoutes, Handle
-from serve.engine import Engine
-from serve.envelope import CLIENT_GONE, Envelope
+from serve.engine.engine import Engine
 from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, ServeError
-from serve.mailbox import ClientGone
 from serve.routes.classify import classify_routes
 from serve.routes.generate import generate_routes
 from serve.routes.health import health_routes
 from serve.routes.models import model_routes
 from serve.routes.page import add_page
-from serve.schemas import ClassifyRequest, GenerateRequest
 from serve.settings import Settings
+from serve.wire.answers import DoneChunk, TokenChunk
+from serve.wire.direct import DirectRoutes, Handle
+from serve.wire.envelope import CLIENT_GONE, Envelope
+from serve.wire.error_shapes import error_body
+from serve.wire.mailbox import ClientGone
+from serve.wire.schemas import ClassifyRequest, GenerateRequest
 
 _ABOUT = (
     "Answers of transformers whose depth is a dial: `steps` or `effort` of each request set how "
@@ -54,7 +55,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
-        docs_url=None,  # it would load scripts from another host: see serve.reference
+        docs_url=None,  # it would load scripts from another host: see serve.wire.reference
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
@@ -83,7 +84,7 @@ def _error_handler(engine: Engine) -> Handle:
         if shown.status in (429, 503):
             engine.metrics.rejected.labels(shown.code).inc()
         return Response(
-            json.dumps(shown.body()),
+            json.dumps(error_body(shown, request.url.path)),
             status_code=shown.status,
             headers=_headers(error) | shown.headers(),
             media_type="application/json",

@@ -10,8 +10,8 @@ from typing import Literal
 
 from serve.bundle import Bundle, BundleError, LatencyEntry, Manifest, Task, read_bundle
 from serve.errors import UnknownModel, WrongTask
+from serve.inputs.text import TextCodec
 from serve.runtime import Model, Place, open_model
-from serve.text import TextCodec
 
 InputKind = Literal["text", "image", "points"]
 

@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.exposition import generate_latest
 
 from serve.bundle import Manifest
-from serve.job import LaneKey
+from serve.scheduler.job import LaneKey
 
 SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from serve.engine import Engine
+from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from serve.limits import Limits
+from serve.engine.watchdog import Patience
 from serve.runtime.place import Device, Place
-from serve.watchdog import Patience
+from serve.scheduler.limits import Limits
 
 PREFIX = "STEPDIAL_"
 # Named like settings, but read by the tests: the browser that drives the page.

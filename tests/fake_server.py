@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.app import create_app
-from serve.engine import Engine
+from serve.engine.engine import Engine
 from serve.metrics import Metrics
 from serve.server import Server, bind
 from serve.settings import Settings

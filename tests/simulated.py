@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from serve.admission import Admission
+from serve.engine.admission import Admission
 from serve.errors import ServeError
-from serve.job import ClassifyCall, Deadline, Job, LaneKey, State
-from serve.latency_model import LatencyModel, Series
-from serve.limits import Limits
-from serve.scheduler import Scheduler
+from serve.scheduler.job import ClassifyCall, Deadline, Job, LaneKey, State
+from serve.scheduler.latency_model import LatencyModel, Series
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 LADDER = (1, 2, 4, 8)
 MODEL = "m"

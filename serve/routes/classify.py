@@ -7,17 +7,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import Budget, ClassifyResponse, ClassifyResult, LabelScore
-from serve.body import read_json
 from serve.budget import Decision
 from serve.catalog import Served
-from serve.classification import Classification
-from serve.engine import Engine
+from serve.engine.classification import Classification
+from serve.engine.engine import Engine
+from serve.engine.events import ClassifiedEvent, FailedEvent
+from serve.engine.work import Work
 from serve.errors import InvalidField, Unprocessable
-from serve.events import ClassifiedEvent, FailedEvent
-from serve.intake import Intake, check_kinds, read_items, row_length
-from serve.job import Job, LaneKey
-from serve.mailbox import Mailbox, submitted
+from serve.inputs.intake import Intake, check_kinds, read_items, row_length
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
@@ -29,9 +26,12 @@ from serve.routes.shared import (
     takes,
     timing,
 )
-from serve.schemas import ClassifyRequest
+from serve.scheduler.job import Job, LaneKey
 from serve.settings import Settings
-from serve.work import Work
+from serve.wire.answers import Budget, ClassifyResponse, ClassifyResult, LabelScore
+from serve.wire.body import read_json
+from serve.wire.mailbox import Mailbox, submitted
+from serve.wire.schemas import ClassifyRequest
 
 _DEFAULT_LABELS = 5
 

@@ -11,24 +11,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import (
-    Alternative,
-    Budget,
-    DoneChunk,
-    GenerateResponse,
-    TokenChunk,
-    TokenScore,
-    Usage,
-)
-from serve.body import read_json
 from serve.budget import Decision
 from serve.catalog import WRITING, Served
-from serve.engine import Engine
+from serve.engine.engine import Engine
+from serve.engine.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
+from serve.engine.generation import Generation, Wish
+from serve.engine.translation import Translation
+from serve.engine.work import Work
 from serve.errors import InvalidField
-from serve.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
-from serve.generation import Generation, Wish
-from serve.job import Deadline, Job, Kind, LaneKey
-from serve.mailbox import Mailbox, submitted
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
@@ -40,12 +30,22 @@ from serve.routes.shared import (
     takes,
     timing,
 )
-from serve.schemas import GenerateRequest
+from serve.scheduler.job import Deadline, Job, Kind, LaneKey
 from serve.settings import Settings
-from serve.stream import EventStream
-from serve.translation import Translation
-from serve.wishes import check_beams, positions_held, wish_of
-from serve.work import Work
+from serve.wire.answers import (
+    Alternative,
+    Budget,
+    DoneChunk,
+    GenerateResponse,
+    TokenChunk,
+    TokenScore,
+    Usage,
+)
+from serve.wire.body import read_json
+from serve.wire.mailbox import Mailbox, submitted
+from serve.wire.schemas import GenerateRequest
+from serve.wire.stream import EventStream
+from serve.wire.wishes import check_beams, positions_held, wish_of
 
 # A drawn seed fits a JavaScript number, so that every client can send it back as it came.
 _DRAWN_BITS = 32

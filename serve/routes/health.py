@@ -7,10 +7,10 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from serve.answers import Health
-from serve.engine import Engine
+from serve.engine.engine import Engine
 from serve.errors import NotReady
 from serve.routes.shared import answer, problems
+from serve.wire.answers import Health
 
 
 def health_routes(engine: Engine) -> APIRouter:

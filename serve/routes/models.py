@@ -9,7 +9,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
-from serve.cards import (
+from serve.catalog import Served
+from serve.engine.engine import Engine
+from serve.routes.shared import answer, problems
+from serve.scheduler.job import Kind, LaneKey
+from serve.wire.cards import (
     Interval,
     LadderResponse,
     LadderRung,
@@ -19,10 +23,6 @@ from serve.cards import (
     TakesPoints,
     TakesText,
 )
-from serve.catalog import Served
-from serve.engine import Engine
-from serve.job import Kind, LaneKey
-from serve.routes.shared import answer, problems
 
 _UNKNOWN = problems(e404="No such model is served.")
 

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from serve.errors import NotFound
-from serve.reference import STYLE_FILE, render
+from serve.wire.reference import STYLE_FILE, render
 
 _WEB = Path(__file__).resolve().parent.parent / "web"
 # Browsers ask again each time, and get 304 while nothing has changed.

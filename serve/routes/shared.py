@@ -11,15 +11,15 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import ErrorResponse, Timing
 from serve.budget import Decision, decide
 from serve.catalog import Served
-from serve.engine import Engine
-from serve.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
-from serve.events import Span
-from serve.job import Deadline
-from serve.mailbox import ClientGone
-from serve.schemas import BudgetFields
+from serve.engine.engine import Engine
+from serve.engine.events import Span
+from serve.scheduler.job import Deadline
+from serve.wire.answers import ErrorResponse, Timing
+from serve.wire.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
+from serve.wire.mailbox import ClientGone
+from serve.wire.schemas import BudgetFields
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry
-from serve.bundle_fields import (
+from serve.bundle.fields import (
     check_choice,
     check_file_name,
     check_integer,
@@ -24,7 +24,7 @@ from serve.bundle_fields import (
     plain,
     read_json,
 )
-from serve.bundle_read import check_file, file_entry
+from serve.bundle.reading import check_file, file_entry
 from serve.runtime.trt_shapes import Dims, Profile, ShapeRange
 
 ENGINES_FILE = "engines.json"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from serve import cards
+from serve.wire import cards
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle
 

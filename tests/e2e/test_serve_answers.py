@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve import answers
+from serve.wire import answers
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_folders import classify_bundle, generate_bundle

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from serve import answers, cards
+from serve.wire import answers, cards
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_folders import (

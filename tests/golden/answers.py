@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from serve.bundle import Bundle, ImageInput, PointsInput
-from serve.images import PixelCount, read_image
-from serve.points import read_points
+from serve.inputs.images import PixelCount, read_image
+from serve.inputs.points import read_points
+from serve.inputs.text import TextCodec
 from serve.runtime import OpenedModel
 from serve.runtime.protocol import FloatArray, IntArray, RowArray
-from serve.text import TextCodec
 
 
 def rows_of(bundle: Bundle, asked: Any) -> RowArray:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from serve.job import ClassifyCall, Job, State
-from serve.limits import Limits
+from serve.scheduler.job import ClassifyCall, Job, State
+from serve.scheduler.limits import Limits
 from tests.simulated import LADDER, Request, Simulation
 
 LIMITS = Limits(

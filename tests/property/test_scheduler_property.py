@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serve.job import (
+from serve.scheduler.job import (
     ClassifyCall,
     DecodeCall,
     DecodePart,
@@ -19,8 +19,8 @@ from serve.job import (
     SearchCall,
     State,
 )
-from serve.limits import Limits
-from serve.scheduler import Scheduler
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 WINDOW = 12
 LIMITS = Limits(

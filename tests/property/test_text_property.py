@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from serve.stop import StopFilter
-from serve.text import TextCodec, TextStream
-from serve.tokens import encode, encode_ends
+from serve.engine.stop import StopFilter
+from serve.inputs.text import TextCodec, TextStream
+from serve.inputs.tokens import encode, encode_ends
 from tests.tiny_bundles import bpe_tokenizer
 from tests.tiny_folders import classify_bundle
 

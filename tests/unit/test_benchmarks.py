@@ -30,8 +30,8 @@ from benchmarks.rounds import interleave, median_ratio
 from benchmarks.run import SCRIPTS
 from benchmarks.texts import text_of, window_of
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
+from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from serve.text import TextCodec
 from tests.tiny_bundles import build_classify, build_generate
 
 MACHINE = Machine("a chip", 2, 8.0, "Linux x86_64", "3.11.0", "1.31.1", 0.0)

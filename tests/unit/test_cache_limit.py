@@ -7,18 +7,18 @@ import time
 import pytest
 
 from serve.catalog import Catalog, Served
-from serve.engine import Engine
-from serve.events import Event, GeneratedEvent, TokenEvent
-from serve.executor import Executor
-from serve.generation import Generation, Wish
-from serve.job import Call, Job, LaneKey
-from serve.limits import Limits
+from serve.engine.engine import Engine
+from serve.engine.events import Event, GeneratedEvent, TokenEvent
+from serve.engine.executor import Executor
+from serve.engine.generation import Generation, Wish
+from serve.engine.runner import Runner
+from serve.engine.sampling import Sampling
+from serve.engine.work import Deliveries, Work
+from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
-from serve.runner import Runner
 from serve.runtime import open_model
-from serve.sampling import Sampling
-from serve.text import TextCodec
-from serve.work import Deliveries, Work
+from serve.scheduler.job import Call, Job, LaneKey
+from serve.scheduler.limits import Limits
 from tests.tiny_folders import generate_bundle
 
 WINDOW = generate_bundle().manifest.text_input.max_tokens

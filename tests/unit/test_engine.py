@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from serve.engine.events import TokenEvent
 from serve.errors import QueueFull, Unprocessable
-from serve.events import TokenEvent
-from serve.job import LaneKey
+from serve.scheduler.job import LaneKey
 from tests.engine_bench import WINDOW, classified, generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
 

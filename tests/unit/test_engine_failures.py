@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serve.errors import Draining, NotReady
-from serve.limits import Limits
+from serve.scheduler.limits import Limits
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import Mood
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from serve.bundle import Bundle
+from serve.engine.events import TokenEvent
+from serve.engine.runner import Runner
+from serve.engine.watchdog import Patience
 from serve.errors import Stalled
-from serve.events import TokenEvent
-from serve.job import LaneKey
-from serve.limits import Limits
-from serve.runner import Runner
 from serve.runtime import open_model
-from serve.watchdog import Patience
+from serve.scheduler.job import LaneKey
+from serve.scheduler.limits import Limits
 from tests.engine_bench import Bench, Caller, classified, generated
 from tests.fake_model import Mood
 from tests.tiny_folders import (

@@ -3,9 +3,18 @@
 from collections import Counter
 from typing import Any
 
-from serve.job import Call, ClassifyCall, DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
-from serve.limits import Limits
-from serve.scheduler import Scheduler
+from serve.scheduler.job import (
+    Call,
+    ClassifyCall,
+    DecodeCall,
+    DecodePart,
+    Job,
+    LaneKey,
+    PrefillCall,
+    State,
+)
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 ONE, TWO, FOUR, EIGHT = (LaneKey("g", "generate", steps) for steps in (1, 2, 4, 8))
 CLASSIFY = LaneKey("c", "classify", 2)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.bundle_latency import Latency, LatencyEntry, Machine
-from serve.latency_model import LatencyModel, Series
+from serve.bundle.latency import Latency, LatencyEntry, Machine
+from serve.scheduler.latency_model import LatencyModel, Series
 
 Cost = Callable[[int, int], float]
 FULL = Series("m", "classify", 8)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from serve.limits import Limits
+from serve.scheduler.limits import Limits
 from tests.simulated import LADDER, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])

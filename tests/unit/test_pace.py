@@ -2,8 +2,8 @@
 
 import pytest
 
-from serve.job import LaneKey
-from serve.pace import CallTimes
+from serve.engine.pace import CallTimes
+from serve.scheduler.job import LaneKey
 
 LANE = LaneKey("m", "classify", 1)
 OTHER = LaneKey("g", "generate", 1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serve.sampling import FloatArray, Sampler, Sampling, likelihood, softmax
+from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood, softmax
 
 
 def logits(*values: float) -> FloatArray:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from serve.job import ClassifyCall, Job, LaneKey, State
-from serve.limits import Limits
-from serve.scheduler import Scheduler
+from serve.scheduler.job import ClassifyCall, Job, LaneKey, State
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 CLASSIFY = LaneKey("c", "classify", 2)
 GENERATE = LaneKey("g", "generate", 4)

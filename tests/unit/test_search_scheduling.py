@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from serve.job import ClassifyCall, DecodeCall, Job, LaneKey, PrefillCall, SearchCall, State
-from serve.limits import Limits
-from serve.scheduler import Scheduler
+from serve.scheduler.job import (
+    ClassifyCall,
+    DecodeCall,
+    Job,
+    LaneKey,
+    PrefillCall,
+    SearchCall,
+    State,
+)
+from serve.scheduler.limits import Limits
+from serve.scheduler.scheduler import Scheduler
 
 SEARCH = LaneKey("t", "search", 4)
 

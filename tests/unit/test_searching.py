@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.beams import Beams
+from serve.engine.beams import Beams
+from serve.engine.events import TokenEvent
 from serve.errors import Unprocessable
-from serve.events import TokenEvent
 from tests.engine_bench import generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
 

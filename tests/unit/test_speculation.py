@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from serve.catalog import Catalog, Served
-from serve.engine import Engine
-from serve.events import GeneratedEvent
-from serve.generation import Generation, Wish
-from serve.job import Job, LaneKey
-from serve.limits import Limits
+from serve.engine.engine import Engine
+from serve.engine.events import GeneratedEvent
+from serve.engine.generation import Generation, Wish
+from serve.engine.sampling import Sampling
+from serve.engine.trials import Trials
+from serve.engine.work import Work
+from serve.engine.writing import leads_of
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
-from serve.sampling import Sampling
-from serve.trials import Trials
-from serve.work import Work
-from serve.writing import leads_of
+from serve.scheduler.job import Job, LaneKey
+from serve.scheduler.limits import Limits
 from tests.engine_bench import Caller
 from tests.tiny_bundles import build_generate
 

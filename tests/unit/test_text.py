@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from serve.bundle import Bundle, BundleError, TextInput
 from serve.errors import Unprocessable
-from serve.text import TextCodec, TextStream
-from serve.tokens import encode
+from serve.inputs.text import TextCodec, TextStream
+from serve.inputs.tokens import encode
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 CHARS = TextCodec(generate_bundle())
@@ -97,8 +97,8 @@ def test_of_a_long_text_only_the_ends_are_encoded(
         encoded.append(len(text))
         return encode(tokenizer, text)
 
-    monkeypatch.setattr("serve.tokens.encode", watched)
-    monkeypatch.setattr("serve.text.encode", watched)
+    monkeypatch.setattr("serve.inputs.tokens.encode", watched)
+    monkeypatch.setattr("serve.inputs.text.encode", watched)
     for text in ("a good film " * 80_000, "q" * 1_000_000, " " * 1_000_000):
         cut = text_codec.encode_input(text, truncate=True)
         assert cut.truncated

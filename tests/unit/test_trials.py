@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from serve.trials import Trials
+from serve.engine.trials import Trials
 
 WAYS = ("a", "b", "c", "d")
 

@@ -17,10 +17,10 @@ from google.protobuf import text_format
 from export.tensorrt_verify import sample_rows
 from export.triton import write_repository
 from serve.bundle import Bundle, BundleError, ImageInput, read_bundle
+from serve.engine.sampling import softmax
 from serve.errors import Unprocessable
+from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from serve.sampling import softmax
-from serve.text import TextCodec
 from tests.tiny_bundles import TRUNCATION, build_classify, build_generate
 from tests.tiny_families import build_image, build_points
 from tests.triton_schema import parse_config

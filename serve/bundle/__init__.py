@@ -1,0 +1,74 @@
+"""The bundle, the contract between export and serve: one place to import it from.
+
+Knows the folder and its JSON, as docs/bundle.md specifies them; neither graphs nor runtimes.
+"""
+
+from serve.bundle.calibration import Calibration, Level
+from serve.bundle.fields import BundleError
+from serve.bundle.inputs import ImageInput, InputSpec, PointsInput, TextInput, Truncation
+from serve.bundle.latency import Latency, LatencyEntry, Machine
+from serve.bundle.manifest import (
+    LATENCY_FILE,
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    Manifest,
+    Precision,
+)
+from serve.bundle.reading import Bundle, read_bundle
+from serve.bundle.rung import (
+    EFFORTS,
+    EVALUATIONS_PER_STEP,
+    METHODS,
+    AgainstFp32,
+    Effort,
+    Method,
+    Metric,
+    Quality,
+    Rung,
+    Verified,
+)
+from serve.bundle.seal import open_staging, seal_bundle, write_latency
+from serve.bundle.spec import MIXED_GROUPS, FileEntry, Shape, StepFiles, TokenizerSpec
+from serve.bundle.task import Cache, Depth, Task
+
+__all__ = [
+    "EFFORTS",
+    "EVALUATIONS_PER_STEP",
+    "LATENCY_FILE",
+    "MANIFEST_FILE",
+    "METHODS",
+    "MIXED_GROUPS",
+    "SCHEMA_VERSION",
+    "AgainstFp32",
+    "Bundle",
+    "BundleError",
+    "Cache",
+    "Calibration",
+    "Depth",
+    "Effort",
+    "FileEntry",
+    "ImageInput",
+    "InputSpec",
+    "Latency",
+    "LatencyEntry",
+    "Level",
+    "Machine",
+    "Manifest",
+    "Method",
+    "Metric",
+    "PointsInput",
+    "Precision",
+    "Quality",
+    "Rung",
+    "Shape",
+    "StepFiles",
+    "Task",
+    "TextInput",
+    "TokenizerSpec",
+    "Truncation",
+    "Verified",
+    "open_staging",
+    "read_bundle",
+    "seal_bundle",
+    "write_latency",
+]

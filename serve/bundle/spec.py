@@ -1,0 +1,130 @@
+"""The parts of a manifest that describe a model: tokenizer, shape, step; and a file's entry.
+
+Knows no rule that spans two parts: the manifest has those.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from serve.bundle.fields import (
+    BundleError,
+    check_choice,
+    check_file_name,
+    check_integer,
+    check_members,
+)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """Where the tokenizer is, and the facts that the graphs rely on."""
+
+    kind: Literal["chars", "bpe", "words"]
+    file: str
+    pad_id: int
+    vocab_size: int
+    bos_id: int | None = None  # begins every answer of a translator
+    eos_id: int | None = None  # ends it
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, ("chars", "bpe", "words"))
+        check_file_name("file", self.file)
+        check_integer("vocab_size", self.vocab_size, 1, 1 << 24)
+        check_integer("pad_id", self.pad_id, 0, self.vocab_size - 1)
+        taken = {self.pad_id: "pad_id"}
+        for field, token in (("bos_id", self.bos_id), ("eos_id", self.eos_id)):
+            if token is None:
+                continue
+            check_integer(field, token, 0, self.vocab_size - 1)
+            if token in taken:
+                raise BundleError(
+                    f"is {token}, like {taken[token]}; each needs a token of its own", field=field
+                )
+            taken[token] = field
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Tokens that no text turns into."""
+        ids = (self.pad_id, self.bos_id, self.eos_id)
+        return tuple(token for token in ids if token is not None)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        keys = ("kind", "file", "pad_id", "vocab_size", "bos_id", "eos_id")
+        return cls(**check_members(value, keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of one velocity; the caches of a decoder follow from it."""
+
+    layers: int
+    heads: int
+    head_width: int
+    width: int
+    parameters: int
+
+    def __post_init__(self) -> None:
+        check_integer("layers", self.layers, 1, 1024)
+        check_integer("heads", self.heads, 1, 1024)
+        check_integer("head_width", self.head_width, 1, 4096)
+        check_integer("width", self.width, 1, 1 << 16)
+        check_integer("parameters", self.parameters, 1, 10**12)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        keys = ("layers", "heads", "head_width", "width", "parameters")
+        return cls(**check_members(value, keys))
+
+
+# Groups of rows that the mixed step takes, each at a step of its own.
+MIXED_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The graphs of one step: what comes before it, the step, and what reads the answer.
+
+    With caches there may also be the step for rows at different steps of different rungs.
+    """
+
+    embed: str
+    step: str
+    head: str
+    mixed: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, file in self.graphs.items():
+            check_file_name(field, file)
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """The graphs by their field."""
+        named = {"embed": self.embed, "step": self.step, "head": self.head}
+        return named if self.mixed is None else named | {"mixed": self.mixed}
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        if isinstance(value, dict):
+            value = {"mixed": None} | value
+        return cls(**check_members(value, ("embed", "step", "head", "mixed")))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a file of the bundle must be."""
+
+    sha256: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sha256, str) or _SHA256.fullmatch(self.sha256) is None:
+            raise BundleError("must be 64 lower-case hexadecimal digits", field="sha256")
+        check_integer("bytes", self.bytes, 0, 1 << 40)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("sha256", "bytes")))

@@ -1,0 +1,98 @@
+"""Admission: whether a request may wait, and at how many steps, given all that does already.
+
+Raises what the caller is told. The engine holds its lock while this looks at the scheduler; it
+deliberately knows neither threads nor HTTP.
+"""
+
+from collections.abc import Sequence
+
+from serve.engine.work import Work
+from serve.errors import ImpossibleDeadline, QueueFull, TooBusy
+from serve.scheduler.job import Deadline, Job, LaneKey
+from serve.scheduler.latency_model import LatencyModel
+from serve.scheduler.limits import Limits
+from serve.scheduler.relief import Relief
+from serve.scheduler.scheduler import Scheduler
+
+
+class Admission:
+    """Decides for one scheduler."""
+
+    def __init__(self, scheduler: Scheduler[Work], latency: LatencyModel, limits: Limits) -> None:
+        self._scheduler = scheduler
+        self._latency = latency
+        self._limits = limits
+        self._reliefs: dict[str, Relief] = {}  # of models that write
+
+    def check(self, job: Job[Work], now_s: float) -> None:
+        """Refuse a job for which there is no place or no time."""
+        scheduler = self._scheduler
+        if scheduler.full:
+            raise QueueFull(
+                f"the queue is full ({scheduler.queued} requests): try again later",
+                retry_after_s=scheduler.prospects.wait_s(now_s),
+            )
+        if job.deadline is not None:
+            self._check_deadline(job, job.deadline, now_s)
+        wait_s = scheduler.prospects.wait_s(now_s, least=True)
+        if wait_s > self._limits.queue_wait_s:
+            raise QueueFull(
+                f"what waits will take {wait_s:.0f} s: try again later",
+                retry_after_s=scheduler.prospects.wait_s(now_s),
+            )
+
+    def steps_for(
+        self,
+        key: LaneKey,
+        choices: Sequence[int],
+        prompt: int,
+        tokens: int,
+        deadline: Deadline | None,
+        now_s: float,
+    ) -> int:
+        """Of the choices, ascending, the steps for a generation that comes now."""
+        outlook = self._scheduler.prospects.outlook(key)
+        lanes = {steps: LaneKey(key.model, key.kind, steps) for steps in choices}
+        if deadline is None:
+            relief = self._reliefs.setdefault(key.model, Relief(self._limits.degrade_wait_s))
+            share = relief.share(outlook.wait_s(lanes[choices[-1]]))
+            fitting = [steps for steps in choices if steps <= share * choices[-1]]
+            return fitting[-1] if fitting else choices[0]
+        for steps in reversed(choices):
+            if now_s + outlook.ready_s(lanes[steps], prompt, tokens) <= deadline.ends_s:
+                return steps
+        least = lanes[choices[0]]
+        self._refuse(
+            deadline,
+            choices[0],
+            outlook.alone_s(least, prompt, tokens),
+            now_s + outlook.ready_s(least, prompt, tokens) - deadline.ends_s,
+        )
+        return choices[0]
+
+    def _check_deadline(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
+        if job.lane.kind == "classify":
+            self._scheduler.open(job.lane)
+            late_s = self._scheduler.prospects.late_s(job, now_s)
+            if late_s > 0:
+                least = job.choices[0] if job.lane.late else job.lane.steps
+                self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
+            return
+        outlook = self._scheduler.prospects.outlook(job.lane)
+        prompt = job.lengths[0]
+        late_s = now_s + outlook.ready_s(job.lane, prompt, job.tokens_left) - deadline.ends_s
+        if late_s > 0:
+            alone_s = outlook.alone_s(job.lane, prompt, job.tokens_left)
+            self._refuse(deadline, job.lane.steps, alone_s, late_s)
+
+    def _refuse(self, deadline: Deadline, steps: int, alone_s: float, late_s: float) -> None:
+        if self._scheduler.queued + self._scheduler.running == 0:
+            self._latency.relent()
+            alone_s = max(alone_s, deadline.given_s + late_s)
+        if alone_s > deadline.given_s:
+            raise ImpossibleDeadline(deadline.given_s, alone_s, steps)
+        raise TooBusy(
+            f"behind what waits, the answer would come {late_s * 1000:.0f} ms after deadline_ms: "
+            "try again later, or give it more time",
+            retry_after_s=late_s,
+        )

@@ -1,0 +1,81 @@
+"""Times a few calls of each rung before the first request: how fast this machine is.
+
+What was measured elsewhere gives the shape of the times, these give their size, the same for all
+rungs of a model: one that seems slow by chance would never be chosen, and so never be corrected.
+Knows models and the latency model; nothing of requests.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+from serve.catalog import Catalog, Served
+from serve.inputs.intake import row_length
+from serve.runtime.warm_rows import largest_row, largest_tokens
+from serve.scheduler.latency_model import LatencyModel, Series
+
+_TIMES = 3
+_PROMPT_TOKENS = 16
+
+
+class Timed(NamedTuple):
+    """A call of one row."""
+
+    series: Series
+    length: int
+    seconds: float
+
+
+def measure_first_calls(catalog: Catalog, latency: LatencyModel) -> None:
+    """Every model must be warm."""
+    for served in catalog:
+        if served.bundle.latency is not None:
+            latency.learn(served.name, served.bundle.latency)
+        timed = list(_timed(served))
+        known = {one: latency.call_s(one.series, 1, one.length) for one in timed}
+        ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
+        for one, before_s in known.items():
+            seconds = before_s * median(ratios) if before_s else one.seconds
+            latency.rescale(one.series, 1, one.length, seconds)
+
+
+def _timed(served: Served) -> Iterator[Timed]:
+    for steps in served.manifest.steps:
+        if served.manifest.task == "classify":
+            yield _timed_classifier(served, steps)
+        elif served.manifest.task == "generate":
+            yield from _timed_decoder(served, steps)
+
+
+def _timed_classifier(served: Served, steps: int) -> Timed:
+    row = largest_row(served.manifest)
+    classifier = served.model.classifier(steps)
+    seconds = _least_s(lambda: classifier.run(row[None]))
+    length = row_length(row, served.manifest)
+    return Timed(Series(served.name, "classify", steps), length, seconds)
+
+
+def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
+    tokens = largest_tokens(served.manifest)[:_PROMPT_TOKENS]
+    if len(tokens) < 2:
+        return
+    decoder = served.model.decoder(steps)
+    seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
+    yield Timed(Series(served.name, "prefill", steps), len(tokens) - 1, seconds)
+    batch = decoder.open_batch()
+    batch.add(tokens[:-1])
+    begun_s = time.perf_counter()
+    batch.step(tokens[-1:])
+    seconds = time.perf_counter() - begun_s
+    yield Timed(Series(served.name, "decode", steps), len(tokens), seconds)
+
+
+def _least_s(call: Callable[[], object]) -> float:
+    """The quickest of a few: whatever disturbs a call makes it longer."""
+    times = []
+    for _ in range(_TIMES):
+        begun_s = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun_s)
+    return min(times)

@@ -1,0 +1,130 @@
+"""The work of one generate request: its tokens, its text, and when it is finished.
+
+It deliberately knows neither caches nor batches: logits come in, a token comes out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from serve.engine.events import (
+    Deliver,
+    FinishReason,
+    GeneratedEvent,
+    Span,
+    TokenEvent,
+    TokenLogprob,
+)
+from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood
+from serve.engine.stop import StopFilter
+from serve.errors import ModelFailure
+from serve.inputs.text import TextCodec, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller wants written."""
+
+    prompt: list[int]  # or the source of a translation
+    max_tokens: int
+    window: int  # positions that the model sees; of a translation, those of the answer
+    sampling: Sampling
+    stops: Sequence[str] = ()
+    logprobs: int | None = None  # how many alternatives to report with each token
+    stream: bool = False
+    num_beams: int = 1
+
+
+class Generation:
+    """An answer in the making, for one caller."""
+
+    def __init__(self, wish: Wish, codec: TextCodec, deliver: Deliver) -> None:
+        self.wish = wish
+        self.deliver = deliver
+        self.last_token_s: float | None = None  # for the metrics of the engine
+        self.finish_reason: FinishReason | None = None
+        self._codec = codec
+        self._tokens = list(wish.prompt)
+        self._sampler = Sampler(wish.sampling, codec.banned_tokens)
+        self._written = TextStream(codec)
+        self._filter = StopFilter(wish.stops)
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self._tokens) - len(self.wish.prompt)
+
+    @property
+    def text(self) -> str:
+        """What has been written so far."""
+        return "".join(self._pieces)
+
+    @property
+    def last_token(self) -> int:
+        """The token to decode next."""
+        return self._tokens[-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens to read when this enters a batch.
+
+        At first the prompt itself; after the window has filled, its last half, so that there is
+        room to go on writing.
+        """
+        if self.completion_tokens == 0:
+            return self.wish.prompt
+        return self._tokens[-max(1, self.wish.window // 2) :]
+
+    def draft(self, logits: FloatArray, ahead: int) -> int | None:
+        """The token that logits (V,) choose, so many behind the next one.
+
+        None if they choose none, or if no token would be wanted after it.
+        """
+        number = self.completion_tokens + ahead
+        if number + 1 >= self.wish.max_tokens or not np.isfinite(logits).all():
+            return None
+        return self._sampler.choose(logits, number)
+
+    def accept(self, logits: FloatArray) -> TokenEvent:
+        """Choose the next token from logits (V,); sets `finish_reason` if it is the last."""
+        if not np.isfinite(logits).all():
+            raise ModelFailure("the model's scores for the next token are not finite numbers")
+        index = self.completion_tokens
+        token = self._sampler.choose(logits, index)
+        self._tokens.append(token)
+        logprob = self._logprob(logits, token)
+        text, stopped = self._filter.push(self._written.push(token))
+        ended = token == self._codec.eos_id
+        if stopped:
+            self.finish_reason = "stop"
+        elif ended or self.completion_tokens == self.wish.max_tokens:
+            rest, stopped = self._filter.push(self._written.flush())
+            self.finish_reason = "stop" if stopped or ended else "length"
+            text += rest + self._filter.flush()
+        self._pieces.append(text)
+        return TokenEvent(index, text, logprob)
+
+    def finished(self, span: Span) -> GeneratedEvent:
+        """The whole answer."""
+        assert self.finish_reason is not None
+        return GeneratedEvent(
+            finish_reason=self.finish_reason,
+            text=self.text,
+            completion_tokens=self.completion_tokens,
+            logprobs=tuple(self._logprobs),
+            span=span,
+        )
+
+    def _logprob(self, logits: FloatArray, token: int) -> TokenLogprob | None:
+        if self.wish.logprobs is None:
+            return None
+        found = likelihood(logits, token, self.wish.logprobs)
+        logprob = TokenLogprob(
+            token=self._codec.decode([token]),
+            logprob=found.chosen,
+            top=tuple((self._codec.decode([other]), value) for other, value in found.top),
+        )
+        self._logprobs.append(logprob)
+        return logprob

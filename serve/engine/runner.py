@@ -1,0 +1,205 @@
+"""Runs calls on the models: pads rows, keeps the decode batches, and nothing more.
+
+It deliberately knows neither requests nor the order of work; the engine's thread is the only one
+that uses it, save to interrupt a call.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from serve.bundle import Manifest
+from serve.engine.classification import Row
+from serve.engine.sampling import FloatArray
+from serve.runtime import (
+    Batches,
+    DecodeBatch,
+    EarlyAnswers,
+    Model,
+    Reading,
+    SteppedBatch,
+    Translation,
+    Wave,
+)
+from serve.runtime.protocol import IntArray, RowArray
+from serve.runtime.warm_rows import largest_row, largest_tokens
+from serve.scheduler.job import LaneKey
+
+
+class Runner:
+    """The models that are served, and the rows that decode on them now."""
+
+    def __init__(self, models: Mapping[str, Model]) -> None:
+        self._models = models
+        self._batches: dict[LaneKey, DecodeBatch] = {}
+        self._readings: dict[int, Reading] = {}  # by the number of the job
+        self._searches: dict[int, Translation] = {}  # as well
+        self._waves: dict[LaneKey, Wave] = {}
+
+    @property
+    def cache_bytes(self) -> int:
+        """Cache memory that is held now."""
+        batches = sum(batch.nbytes for batch in self._batches.values())
+        readings = sum(reading.nbytes for reading in self._readings.values())
+        return batches + readings + sum(search.nbytes for search in self._searches.values())
+
+    def held_bytes(self, lane: LaneKey) -> int:
+        """Cache memory that a lane's batch holds now."""
+        return self._batches[lane].nbytes if lane in self._batches else 0
+
+    def cache_bytes_for(self, lane: LaneKey, rows: int, positions: int) -> int:
+        """The most cache memory that a batch which had so many rows may hold."""
+        return self._batches_of(lane).bytes_for(positions, rows)
+
+    def classify(self, lane: LaneKey, rows: Sequence[Row]) -> EarlyAnswers:
+        """Answers to rows: texts of any length, images, or clouds of one size."""
+        return self._answers(lane, _stacked(rows, self._models[lane.model].bundle.manifest))
+
+    def most_lanes(self, lane: LaneKey) -> int:
+        """How many rungs of the lane's model may share a call of its one-step graph."""
+        mix = self._models[lane.model].mix() if lane.kind == "generate" else None
+        return 1 if mix is None else mix.most_batches
+
+    def read(self, lane: LaneKey, number: int, tokens: list[int]) -> FloatArray | None:
+        """Read a piece of a job's prompt; after the last one, logits (V,) for the next token."""
+        if number not in self._readings:
+            self._readings[number] = self._batch(lane).read(np.array(tokens, np.int64))
+        return self._readings[number].advance()
+
+    def positions_read(self, number: int) -> int:
+        """The positions of a job whose prompt has been read."""
+        return self._readings[number].positions
+
+    def join(self, lane: LaneKey, number: int) -> None:
+        """A job whose prompt has been read becomes the last row."""
+        self._waves.pop(lane, None)
+        self._batch(lane).join(self._readings[number])
+        del self._readings[number]
+
+    def runs_ahead(self, lane: LaneKey) -> bool:
+        """Whether a row of this lane, alone, may run ahead of itself."""
+        mix = self._models[lane.model].mix()
+        return mix is not None and mix.runs_ahead
+
+    def wave(self, lane: LaneKey, lead: int) -> Wave:
+        """The lane's only row, running ahead; what is under way goes on if the lead is the same."""
+        wave = self._waves.get(lane)
+        if wave is None or wave.lead != lead:
+            mix = self._models[lane.model].mix()
+            assert mix is not None, "a lane whose rows do not run ahead"
+            wave = self._waves[lane] = mix.wave(self._batches[lane], lead)
+        return wave
+
+    def begin(self, lane: LaneKey, tokens: Sequence[int]) -> None:
+        """Give each row its token, before the first step."""
+        self._waves.pop(lane, None)
+        self._stepped(lane).begin(np.array(tokens, np.int64))
+
+    def advance(self, lanes: Sequence[LaneKey]) -> None:
+        """One step of the rows of these lanes, in one call."""
+        mix = self._models[lanes[0].model].mix()
+        assert mix is not None, "lanes that do not go step by step"
+        mix.advance([self._batches[lane] for lane in lanes])
+
+    def end(self, lane: LaneKey) -> FloatArray:
+        """Logits (B, V) of the rows, after the last step."""
+        return self._stepped(lane).end()
+
+    def decode(self, lane: LaneKey, tokens: Sequence[int]) -> FloatArray:
+        """Give each row its token; logits (B, V) for the tokens after them."""
+        self._waves.pop(lane, None)
+        return self._batches[lane].step(np.array(tokens, np.int64))
+
+    def search(
+        self, lane: LaneKey, number: int, source: list[int], prefixes: IntArray
+    ) -> FloatArray:
+        """Logits (B, V) after each prefix (B, N) of a translation; reads the source at first."""
+        if number not in self._searches:
+            translator = self._models[lane.model].translator(lane.steps)
+            self._searches[number] = translator.read(np.array(source, np.int64))
+        return self._searches[number].follow(prefixes)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Free what jobs that are over have read or searched; they may never have begun."""
+        for number in numbers:
+            self._readings.pop(number, None)
+            self._searches.pop(number, None)
+
+    def lengths(self, lane: LaneKey) -> list[int]:
+        """The cached positions of each row."""
+        return self._batches[lane].lengths if lane in self._batches else []
+
+    def remove(self, lane: LaneKey, rows: Sequence[int]) -> None:
+        """Drop rows in this order; a batch without rows gives its memory back."""
+        if lane not in self._batches:
+            return
+        if rows:
+            self._waves.pop(lane, None)
+        batch = self._batches[lane]
+        for row in rows:
+            batch.remove(row)
+        if not batch.lengths:
+            del self._batches[lane]
+
+    def abandon(self, lane: LaneKey) -> None:
+        """Drop a lane's batch, whatever state it is in."""
+        self._waves.pop(lane, None)
+        self._batches.pop(lane, None)
+
+    def check(self, lane: LaneKey) -> None:
+        """A small call of a lane, whose answer nobody reads."""
+        manifest = self._models[lane.model].bundle.manifest
+        if lane.kind == "classify":
+            self._answers(lane, largest_row(manifest)[None])
+            return
+        batch = self._batches_of(lane).open_batch()
+        batch.add(largest_tokens(manifest)[:1])
+        if manifest.text_input.max_tokens > 1:
+            batch.step(largest_tokens(manifest)[:1])
+        batch.remove(0)
+
+    def opening(self, lane: LaneKey) -> bool:
+        """Whether the call that runs opens a graph of the lane's model."""
+        return self._models[lane.model].opening
+
+    def interrupt(self, lane: LaneKey) -> None:
+        """From any thread: let calls of the lane's model throw as soon as they can."""
+        self._models[lane.model].interrupt()
+
+    def resume(self, lane: LaneKey) -> None:
+        """Let calls of the lane's model run again."""
+        self._models[lane.model].resume()
+
+    def _answers(self, lane: LaneKey, stacked: RowArray) -> EarlyAnswers:
+        model = self._models[lane.model]
+        if lane.threshold is not None:
+            return model.step_classifier(lane.steps).early(stacked, lane.threshold)
+        logits = model.classifier(lane.steps).run(stacked)  # (B, C)
+        nfe = model.bundle.manifest.rung(lane.steps).nfe
+        return EarlyAnswers(logits, np.full(len(stacked), nfe, dtype=np.int64))
+
+    def _batch(self, lane: LaneKey) -> DecodeBatch:
+        if lane not in self._batches:
+            self._batches[lane] = self._batches_of(lane).open_batch()
+        return self._batches[lane]
+
+    def _stepped(self, lane: LaneKey) -> SteppedBatch:
+        return cast(SteppedBatch, self._batches[lane])  # as every batch of a model that mixes
+
+    def _batches_of(self, lane: LaneKey) -> Batches:
+        model = self._models[lane.model]
+        if model.bundle.manifest.task == "translate":
+            return model.translator(lane.steps)
+        return model.decoder(lane.steps)
+
+
+def _stacked(rows: Sequence[Row], manifest: Manifest) -> RowArray:
+    """Rows as one array; texts are padded on their right to the longest."""
+    if manifest.tokenizer is None:
+        arrays: RowArray = np.stack(rows).astype(np.float32)
+        return arrays
+    tokens = np.full((len(rows), max(map(len, rows))), manifest.tokenizer.pad_id, np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens

@@ -1,0 +1,298 @@
+"""Carries out the calls of generations: reads prompts, takes rows from token to token.
+
+Used by the engine's thread alone, and takes the engine's lock only while it touches the scheduler.
+It deliberately knows neither when to run nor who is told: it returns the events that came of it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from serve.engine.ending import Ending, own, span
+from serve.engine.events import Event, FailedEvent
+from serve.engine.generation import Generation
+from serve.engine.pace import CallTimes
+from serve.engine.runner import Runner
+from serve.engine.sampling import FloatArray
+from serve.engine.trials import Trials
+from serve.engine.work import Deliveries, Work
+from serve.metrics import Metrics
+from serve.runtime.protocol import MOST_AHEAD
+from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
+from serve.scheduler.latency_model import LatencyModel, Series
+from serve.scheduler.scheduler import Scheduler
+
+Part = DecodePart[Work]
+
+_LEADS = (1, 2, 4)  # steps before a draft; 0 runs nothing ahead
+_TRIAL_TOKENS, _CHOSEN_TOKENS = 32, 512
+_TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
+
+
+class Writing:
+    """The part of the engine that writes texts."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Work],
+        runner: Runner,
+        lock: threading.Condition,
+        ending: Ending,
+        times: CallTimes,
+        latency: LatencyModel,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._lock = lock
+        self._ending = ending
+        self._times = times
+        self._latency = latency
+        self._metrics = metrics
+        self._clock = clock
+        self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
+        self._leads: dict[LaneKey, Trials[int]] = {}
+        self._mixing: dict[str, Trials[bool]] = {}  # by model
+
+    def prefill(self, call: PrefillCall[Work]) -> Deliveries:
+        """Read a piece of a prompt; its last piece gives the first token."""
+        self._runner.forget(call.over)
+        if call.job is None:
+            return []
+        lane, job, work = call.lane, call.job, _generation(call.job)
+        begun_s = self._clock()
+        try:
+            logits = self._runner.read(lane, job.number, work.prompt)  # (V,)
+        except Exception as error:
+            deliveries = self._ending.fail(lane, [job], error)
+            self._forget(lane)
+            return deliveries
+        now_s = self._clock()
+        self._times.observe((lane, "prefill"), now_s - begun_s)
+        self._ending.ran(lane)
+        if logits is None:
+            return []
+        positions = self._runner.positions_read(job.number)
+        self._metrics.call(lane, "prefill", 1, None)
+        deliveries = []
+        events = _accepted([job], logits[None])
+        with self._lock:
+            if job.state is not State.ENDED:
+                self._scheduler.has_read(job, full=positions >= work.wish.window)
+            self._take_in(events, now_s, deliveries)
+        self._forget(lane)
+        return deliveries
+
+    def decode(self, call: DecodeCall[Work]) -> Deliveries:
+        """One call for the rows of some lanes; those that end a token get it."""
+        begun_s = self._clock()
+        deliveries: Deliveries = []
+        parts = [part for part in call.parts if self._prepare(part, deliveries) and part.jobs]
+        if not parts:
+            return deliveries
+        single = len(parts) == 1 and parts[0].whole
+        try:
+            logits = self._run(parts, single)
+        except Exception as error:
+            for part in parts:
+                deliveries += self._lose(part.lane, error)
+            return deliveries
+        now_s = self._clock()
+        evaluations = self._count(parts, single)
+        if call.contended:
+            self._compare(call.model, evaluations, now_s - begun_s)
+        self._ending.ran(parts[0].lane)
+        if single:  # others in the call would make it seem slower than the machine is
+            self._learn(parts[0], now_s - begun_s)
+        for part in parts:
+            if part.begins:
+                self._begun_s[part.lane] = begun_s
+            if part.ends:
+                self._times.observe((part.lane, "decode"), now_s - self._begun_s[part.lane])
+                deliveries += self._end_token(part, logits[part.lane], now_s)
+        return deliveries
+
+    def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
+        """Let rows leave and join; False if the batch is lost."""
+        lane = part.lane
+        try:
+            if part.lost:
+                self._runner.abandon(lane)
+            self._runner.remove(lane, part.evict)
+            for job in part.join:
+                self._runner.join(lane, job.number)
+        except Exception as error:
+            deliveries += self._lose(lane, error)
+            self._runner.forget(job.number for job in part.join)
+            return False
+        self._hold(lane)
+        return True
+
+    def _run(self, parts: Sequence[Part], single: bool) -> dict[LaneKey, FloatArray]:
+        """Logits (B, V) of the lanes whose token ends."""
+        tokens = {
+            part.lane: [_generation(job).last_token for job in part.jobs]
+            for part in parts
+            if part.begins
+        }
+        if single:
+            lane = parts[0].lane
+            return {lane: self._token(lane, parts[0].jobs, tokens[lane])}
+        for lane, last in tokens.items():
+            self._runner.begin(lane, last)
+        self._runner.advance([part.lane for part in parts])
+        return {part.lane: self._runner.end(part.lane) for part in parts if part.ends}
+
+    def _token(self, lane: LaneKey, jobs: Sequence[Job[Work]], tokens: Sequence[int]) -> FloatArray:
+        """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
+        may = self._scheduler.limits.run_ahead and self._runner.runs_ahead(lane)
+        if len(jobs) > 1 or lane.steps == 1 or not may:
+            return self._runner.decode(lane, tokens)
+        if lane not in self._leads:
+            self._leads[lane] = Trials(leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS)
+        lead, begun_s = self._leads[lane].way, self._clock()
+        if lead:
+            logits = self._run_ahead(lane, _generation(jobs[0]), lead)
+        else:
+            logits = self._runner.decode(lane, tokens)
+        self._leads[lane].observe(1, self._clock() - begun_s)
+        return logits
+
+    def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
+        """Logits (1, V) behind the row's last token, which may be under way already."""
+        wave = self._runner.wave(lane, lead)
+        if wave.tokens:
+            drafted_right = wave.tokens[0] == work.last_token
+            self._metrics.accepted.labels(lane.model).inc(drafted_right)
+            if not drafted_right:
+                wave.drop()
+        if not wave.tokens:
+            wave.begin(work.last_token)
+        while True:
+            ahead = len(wave.tokens) - 1
+            crossed = wave.cross()
+            if crossed.draft is not None and wave.room > 0:
+                token = work.draft(crossed.draft, ahead)
+                if token is not None:
+                    wave.begin(token)
+                    self._metrics.drafted.labels(lane.model).inc()
+            if crossed.last is not None:
+                return crossed.last[None]
+
+    def _end_token(self, part: Part, logits: FloatArray, now_s: float) -> Deliveries:
+        """Turn logits (B, V) into one token for each job, and let go of those that are done."""
+        events = _accepted(part.jobs, logits)
+        cached = self._runner.lengths(part.lane)
+        deliveries: Deliveries = []
+        with self._lock:
+            self._take_in(events, now_s, deliveries)
+            for job, length in zip(part.jobs, cached, strict=True):
+                if length >= _generation(job).wish.window and job.state is not State.ENDED:
+                    self._scheduler.read_again(job)
+            evict = self._scheduler.evict(part.lane)
+        self._runner.remove(part.lane, evict)
+        self._hold(part.lane)
+        return deliveries
+
+    def _take_in(
+        self,
+        events: Sequence[tuple[Job[Work], Event]],
+        now_s: float,
+        deliveries: Deliveries,
+    ) -> None:
+        """Tell what became of jobs. The caller holds the lock."""
+        for job, event in events:
+            if job.state is State.ENDED:
+                continue  # the client left while the token was made
+            if isinstance(event, FailedEvent):
+                self._ending.end(job, event, deliveries)
+                continue
+            work = _generation(job)
+            self._observe_token(job, work, now_s)
+            if work.wish.stream:
+                deliveries.append((work.deliver, event))
+            if work.finish_reason is not None:
+                self._ending.end(job, work.finished(span(job, now_s)), deliveries)
+
+    def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
+        """A call on a whole batch threw: its caches may be in any state, so it ends here."""
+        with self._lock:
+            jobs = self._scheduler.rows(lane)
+        deliveries = self._ending.fail(lane, jobs, error)
+        with self._lock:
+            self._scheduler.abandon(lane)
+        self._runner.abandon(lane)
+        self._hold(lane)
+        return deliveries
+
+    def _forget(self, lane: LaneKey) -> None:
+        """Free what was read for jobs that have ended since."""
+        with self._lock:
+            over = self._scheduler.readings_over(lane)
+        self._runner.forget(over)
+
+    def _hold(self, lane: LaneKey) -> None:
+        with self._lock:
+            self._scheduler.hold(lane, self._runner.held_bytes(lane))
+
+    # What is measured.
+
+    def _learn(self, part: Part, seconds: float) -> None:
+        series = Series(part.lane.model, "decode", part.lane.steps)
+        longest = max(self._runner.lengths(part.lane))
+        self._latency.observe(series, len(part.jobs), longest, seconds)
+
+    def _compare(self, model: str, evaluations: int, seconds: float) -> None:
+        """Whether rungs share calls or take turns follows from which has been quicker here."""
+        if model not in self._mixing:
+            self._mixing[model] = Trials((True, False), _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
+        trials = self._mixing[model]
+        trials.observe(evaluations, seconds)
+        with self._lock:
+            self._scheduler.mix(model, trials.way)
+
+    def _count(self, parts: Sequence[Part], single: bool) -> int:
+        """Count the work in the metrics; the steps of all rows."""
+        total = 0
+        rows = sum(len(part.jobs) for part in parts)
+        self._metrics.batch_rows.labels(parts[0].lane.model, "decode").observe(rows)
+        for part in parts:
+            steps = part.lane.steps if single else 1
+            self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
+            total += len(part.jobs) * steps
+        return total
+
+    def _observe_token(self, job: Job[Work], work: Generation, now_s: float) -> None:
+        labels = job.lane.model, str(job.lane.steps)
+        self._metrics.tokens.labels(job.lane.model).inc()
+        if work.last_token_s is None:
+            assert job.started_s is not None
+            self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
+            self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
+        else:
+            self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
+        work.last_token_s = now_s
+        job.tokens_left -= 1
+
+
+def leads_of(steps: int) -> tuple[int, ...]:
+    """How far a row may run ahead: all positions under way must fit into one call."""
+    return (0, *(lead for lead in _LEADS if lead < steps <= lead * MOST_AHEAD))
+
+
+def _accepted(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[Work], Event]]:
+    """The next token of each job that still wants one, from logits (B, V)."""
+    events: list[tuple[Job[Work], Event]] = []
+    for job, row in zip(jobs, logits, strict=True):
+        if job.state is State.ENDED:
+            continue
+        try:
+            events.append((job, _generation(job).accept(row)))
+        except Exception as error:
+            events.append((job, FailedEvent(own(error))))
+    return events
+
+
+def _generation(job: Job[Work]) -> Generation:
+    assert isinstance(job.work, Generation)
+    return job.work

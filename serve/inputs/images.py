@@ -1,0 +1,203 @@
+"""Images that requests send, as the pixels that a model takes.
+
+A picture is a base64 file (PNG, JPEG, WebP, GIF or BMP) or nested lists of numbers. It is guarded
+before it is decoded: by format, and by the pixels that its header declares. Knows no model but its
+ImageInput.
+"""
+
+import base64
+import binascii
+import io
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from serve.bundle import ImageInput
+from serve.engine.sampling import FloatArray
+from serve.errors import InvalidField, Unprocessable
+from serve.inputs.arrays import check_list, number_rows
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 2**24  # of one image, before it is resized
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
+_WHITESPACE = str.maketrans("", "", " \t\r\n")
+_SEND = "send a base64 PNG, JPEG, WebP, GIF or BMP, or nested lists of numbers (height, width)"
+
+# Its own limit only warns; the one above refuses, and before anything is decoded.
+Image.MAX_IMAGE_PIXELS = None
+
+
+class PixelCount:
+    """The pixels that one request may still have decoded, so that many images cost as one."""
+
+    def __init__(self, limit: int = 2 * MAX_PIXELS) -> None:
+        self._limit = self._left = limit
+
+    def spend(self, width: int, height: int, param: str) -> None:
+        """Count an image; Unprocessable if it is too large, or the last of too many."""
+        if width * height > MAX_PIXELS:
+            raise Unprocessable(
+                f"{param} has {width} x {height} pixels, but at most {MAX_PIXELS} are decoded: "
+                "send it smaller",
+                param=param,
+                max_pixels=MAX_PIXELS,
+            )
+        self._left -= width * height
+        if self._left < 0:
+            raise Unprocessable(
+                f"the images up to {param} have more than {self._limit} pixels together: send "
+                "fewer at once, or smaller ones",
+                param=param,
+                max_pixels=self._limit,
+            )
+
+
+def read_image(value: object, spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
+    """Pixels (C, H, W) of the size, channels and normalisation that the model wants."""
+    if isinstance(value, str):
+        pixels = _of_file(value, spec, count, param)
+    elif isinstance(value, list):
+        pixels = _of_numbers(value, spec, count, param)
+    else:
+        raise InvalidField(f"{param} is no image: {_SEND}", param=param)
+    mean = np.array(spec.mean, dtype=np.float32)  # (C,)
+    std = np.array(spec.std, dtype=np.float32)
+    normal: FloatArray = np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
+    return normal  # (C, H, W)
+
+
+def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
+    try:
+        with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
+            count.spend(*image.size, param)
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            return _fitted(_eight_bits(upright), spec)
+    except UnidentifiedImageError:
+        raise Unprocessable(
+            f"{param} is no image of a format that is read here: {_SEND}", param=param
+        ) from None
+    except Unprocessable:
+        raise
+    except Exception as error:  # decoders raise whatever they like on a broken file
+        raise Unprocessable(
+            f"{param} is a broken image ({type(error).__name__}): {_SEND}", param=param
+        ) from None
+
+
+def _bytes(text: str, param: str) -> bytes:
+    found = _DATA_URL.match(text[:64])
+    if text.startswith("data:") and found is None:
+        raise Unprocessable(
+            f"{param} is a data: URL of no base64 image: send one that begins with "
+            "data:image/png;base64,",
+            param=param,
+        )
+    try:
+        # Line breaks are common in base64; anything else outside its alphabet is a mistake.
+        plain = text[found.end() if found else 0 :].translate(_WHITESPACE)
+        return base64.b64decode(plain, validate=True)
+    except (binascii.Error, ValueError):
+        raise Unprocessable(f"{param} is no base64: {_SEND}", param=param) from None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The image in one of the modes of 8 bits a channel."""
+    if image.mode.startswith(("I", "F")):  # 16 bits of grey
+        grey = np.asarray(image).astype(np.float64)
+        return Image.fromarray(np.clip(grey / 257, 0, 255).round().astype(np.uint8))
+    if image.mode == "1":
+        return image.convert("L")
+    if image.mode in ("P", "PA"):
+        clear = image.mode == "PA" or "transparency" in image.info
+        return image.convert("RGBA" if clear else "RGB")
+    return image if image.mode in MODES.values() else image.convert("RGB")
+
+
+def _of_numbers(value: list[Any], spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
+    pixels, whole = _pixels_of(value, param)  # (H, W, C)
+    height, width, channels = pixels.shape
+    count.spend(width, height, param)
+    low, high = float(pixels.min()), float(pixels.max())
+    most = 255 if whole else 1
+    if low < 0 or high > most:
+        worst = low if low < 0 else high
+        raise Unprocessable(
+            f"{param} has the value {worst:g}: send integers from 0 to 255, or numbers from 0.0 to "
+            "1.0 of which at least one has a decimal point",
+            param=param,
+        )
+    if whole:
+        plain = pixels.astype(np.uint8)
+        return _fitted(Image.fromarray(plain[:, :, 0] if channels == 1 else plain), spec)
+    return _resized(_of_channels(pixels.astype(np.float32), spec.channels), spec)
+
+
+def _pixels_of(value: list[Any], param: str) -> tuple[npt.NDArray[np.float64], bool]:
+    """Nested lists as pixels (H, W, C), and whether all were written as integers."""
+    lines = check_list(value, param)
+    deep = isinstance(lines[0], list) and bool(lines[0]) and isinstance(lines[0][0], list)
+    if not deep:
+        pixels, whole = number_rows(lines, param)
+        return pixels[:, :, None], whole
+    flat: list[Any] = []
+    for index, line in enumerate(lines):
+        row = check_list(line, f"{param}[{index}]")
+        if len(row) != len(lines[0]):
+            raise Unprocessable(
+                f"{param}[{index}] has {len(row)} pixels, but the first row has {len(lines[0])}: "
+                "make all rows equally long",
+                param=param,
+            )
+        flat += row
+    pixels, whole = number_rows(flat, param)
+    if pixels.shape[1] not in MODES:
+        raise Unprocessable(
+            f"{param} has {pixels.shape[1]} numbers a pixel: send 1 (grey), 2 (grey, alpha), 3 "
+            "(RGB) or 4 (RGB, alpha)",
+            param=param,
+        )
+    return pixels.reshape(len(lines), len(lines[0]), -1), whole
+
+
+def _fitted(image: Image.Image, spec: ImageInput) -> FloatArray:
+    """An image of 8 bits a channel as pixels (H, W, C) from 0 to 1."""
+    image = image.convert(MODES[spec.channels])
+    if image.size != (spec.width, spec.height):
+        # Bilinear in Pillow averages over all that a smaller pixel covers: it does not alias.
+        image = image.resize((spec.width, spec.height), Image.Resampling.BILINEAR)
+    pixels: FloatArray = np.asarray(image, dtype=np.float32) / np.float32(255)
+    return pixels.reshape(spec.height, spec.width, spec.channels)
+
+
+def _of_channels(pixels: FloatArray, wanted: int) -> FloatArray:
+    """Pixels (H, W, C) of another number of channels, as Pillow would convert them."""
+    channels = pixels.shape[2]
+    if channels == wanted:
+        return pixels
+    colours, alpha = (pixels, None) if channels % 2 else (pixels[:, :, :-1], pixels[:, :, -1:])
+    if wanted < 3 and colours.shape[2] == 3:
+        colours = colours @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
+    elif wanted >= 3 and colours.shape[2] == 1:
+        colours = np.repeat(colours, 3, axis=2)
+    if wanted % 2:
+        return colours
+    opaque = np.ones_like(colours[:, :, :1])
+    return np.concatenate([colours, opaque if alpha is None else alpha], axis=2)
+
+
+def _resized(pixels: FloatArray, spec: ImageInput) -> FloatArray:
+    """Pixels (H, W, C) of floats at the model's size."""
+    if pixels.shape[:2] == (spec.height, spec.width):
+        return pixels
+    size = (spec.width, spec.height)
+    channels = [
+        Image.fromarray(np.ascontiguousarray(pixels[:, :, channel]))
+        for channel in range(spec.channels)
+    ]
+    resized = [channel.resize(size, Image.Resampling.BILINEAR) for channel in channels]
+    return np.stack([np.asarray(channel, dtype=np.float32) for channel in resized], axis=2)

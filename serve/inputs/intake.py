@@ -1,0 +1,63 @@
+"""From the items of a classify request to the rows that a model takes.
+
+Knows which kind a model reads; each kind's own module knows how.
+"""
+
+from collections.abc import Sized
+from dataclasses import dataclass
+
+from serve.bundle import ImageInput, Manifest, PointsInput
+from serve.catalog import Served
+from serve.engine.classification import Row
+from serve.errors import WrongInput
+from serve.inputs.images import PixelCount, read_image
+from serve.inputs.items import Item
+from serve.inputs.points import read_points
+
+# What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
+_PIXELS_PER_TOKEN = 256
+_SHOWS = {
+    "text": "text: send a string",
+    "image": 'images: send {"image": ...}, a base64 file or nested lists of numbers',
+    "points": 'points: send {"points": [[x, ...], ...]}',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """One row, and whether some of the text was left out to make it fit."""
+
+    row: Row
+    truncated: bool = False
+
+
+def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
+    """WrongInput, naming what the model takes, unless every item is of its kind."""
+    kind = manifest.input.kind
+    for item in items:
+        if item.kind != kind:
+            raise WrongInput(
+                f"{item.param} is not what {manifest.name} takes, which is {_SHOWS[kind]}",
+                param=item.param,
+                input=kind,
+            )
+
+
+def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[Intake]:
+    """The rows of items whose kinds have been checked."""
+    spec = served.manifest.input
+    if isinstance(spec, ImageInput):
+        count = PixelCount()
+        return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
+    if isinstance(spec, PointsInput):
+        return [Intake(read_points(item.value, spec, item.param)) for item in items]
+    encoded = [served.codec.encode_input(item.value, truncate, item.param) for item in items]
+    return [Intake(one.tokens, one.truncated) for one in encoded]
+
+
+def row_length(row: Sized, manifest: Manifest) -> int:
+    """How much of a call a row fills, in tokens or points."""
+    spec = manifest.input
+    if isinstance(spec, ImageInput):
+        return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)
+    return len(row)

@@ -1,0 +1,187 @@
+"""Text and tokens: encoding what a request says, decoding an answer as it grows.
+
+Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from serve.bundle import Bundle, BundleError, Manifest
+from serve.bundle.fields import inside_file
+from serve.errors import Unprocessable
+from serve.inputs.tokens import check_tokenizer, encode, encode_ends
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one input, and whether some were left out to make it fit."""
+
+    tokens: list[int]
+    truncated: bool = False
+    counted: int | None = None  # tokens of the whole text, where they were counted
+
+
+class TextCodec:
+    """The tokenizer of a bundle, with the limits of its model."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._manifest: Manifest = bundle.manifest
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
+        except Exception as error:  # the library raises plain Exception for whatever is wrong
+            raise BundleError(
+                f"is no tokenizer that can be read ({error}); export the bundle again",
+                file=str(bundle.tokenizer_path),
+            ) from error
+        # A caller who writes "<pad>" means these five characters, not padding.
+        self._tokenizer.encode_special_tokens = True
+        with inside_file(bundle.tokenizer_path):
+            check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
+        self._spec = bundle.manifest.text_tokenizer
+        special = {self._tokenizer.id_to_token(token) for token in self._spec.special_ids}
+        self._characters = (
+            frozenset(self._tokenizer.get_vocab()) - special if self._spec.kind == "chars" else None
+        )
+
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that no answer contains: padding and the beginning stand for no text."""
+        return tuple(token for token in self._spec.special_ids if token != self._spec.eos_id)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that every answer of a translator begins with."""
+        return self._spec.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends an answer by itself, if there is one."""
+        return self._spec.eos_id
+
+    @property
+    def vocab_size(self) -> int:
+        return self._spec.vocab_size
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt, or of a source to translate; at most the window of the model."""
+        limit = self._manifest.text_input.max_tokens
+        encoded = self._encode(text, "prompt", limit, 0)
+        if encoded.truncated:
+            advice = (
+                "translate it in parts, for example by sentences"
+                if self._manifest.task == "translate"
+                else "shorten it, for example to its end"
+            )
+            raise self._too_long(encoded, "prompt", advice)
+        return encoded.tokens
+
+    def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
+        """The tokens of a text to classify, cut as in training if it is too long."""
+        spec = self._manifest.text_input
+        head, tail = spec.max_tokens, 0
+        if spec.truncation is not None:
+            head, tail = spec.truncation.head, spec.truncation.tail
+        encoded = self._encode(text, param, head, tail)
+        if encoded.truncated and not truncate:
+            raise self._too_long(
+                encoded,
+                param,
+                f"shorten it, or allow truncate to keep its first {head}"
+                + (f" and last {tail} tokens" if tail else " tokens"),
+            )
+        return encoded
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of these tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str, param: str, head: int, tail: int) -> Encoded:
+        if not text:
+            raise Unprocessable(f"{param} is empty: send some text", param=param)
+        if self._characters is not None:
+            self._check_characters(text, self._characters, param)
+            return self._encode_characters(text, head, tail)
+        ends = encode_ends(self._tokenizer, text, head, tail)
+        if ends is not None:
+            return Encoded(ends[0] + ends[1], truncated=True)
+        tokens = encode(self._tokenizer, text)
+        if not tokens:
+            raise Unprocessable(f"{param} holds no text that the model can read", param=param)
+        if len(tokens) <= head + tail:
+            return Encoded(tokens)
+        kept = tokens[:head] + tokens[len(tokens) - tail :]
+        return Encoded(kept, truncated=True, counted=len(tokens))
+
+    def _encode_characters(self, text: str, head: int, tail: int) -> Encoded:
+        """A token is a character, so a long text is cut before it is encoded."""
+        if len(text) <= head + tail:
+            return Encoded(encode(self._tokenizer, text))
+        kept = encode(self._tokenizer, text[:head] + text[len(text) - tail :])
+        return Encoded(kept, truncated=True, counted=len(text))
+
+    def _too_long(self, encoded: Encoded, param: str, advice: str) -> Unprocessable:
+        limit = len(encoded.tokens)
+        # Of a text that is far too long only the ends are encoded, so nobody has counted.
+        known = {} if encoded.counted is None else {"tokens": encoded.counted}
+        found = f"more than {limit}" if encoded.counted is None else str(encoded.counted)
+        return Unprocessable(
+            f"{param} has {found} tokens, but {self._manifest.name} reads at most {limit}: "
+            f"{advice}",
+            param=param,
+            max_tokens=limit,
+            **known,
+        )
+
+    def _check_characters(self, text: str, known: frozenset[str], param: str) -> None:
+        if known.issuperset(text):
+            return
+        index, character = next(
+            (index, character) for index, character in enumerate(text) if character not in known
+        )
+        raise Unprocessable(
+            f"{param} has the character {character!r} (U+{ord(character):04X}) at index {index}, "
+            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it",
+            param=param,
+            index=index,
+            character=character,
+        )
+
+
+class TextStream:
+    """The text of an answer while its tokens arrive.
+
+    Bytes of a character that is not complete yet are held back, so the pieces always join to the
+    text of the whole; `flush` gives what was held back, decoded as it is.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._tokens: list[int] = []
+        self._context = 0  # first token of the window that is decoded again
+        self._written = 0  # tokens whose text has been given out
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; often its own, sometimes none."""
+        self._tokens.append(token)
+        text = self._pending()
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """Whatever is left, complete or not."""
+        return self._advance(self._pending()) if self._written < len(self._tokens) else ""
+
+    def _pending(self) -> str:
+        known = self._codec.decode(self._tokens[self._context : self._written])
+        return self._codec.decode(self._tokens[self._context :])[len(known) :]
+
+    def _advance(self, text: str) -> str:
+        # The last written tokens stay as context: the text of a token can depend on the one before.
+        self._context = self._written
+        self._written = len(self._tokens)
+        return text

@@ -1,0 +1,277 @@
+"""A lane of classifications: rows that wait, the one that is due first ahead, and their steps.
+
+In a lane of exact steps every row takes those. In a late lane the rows say which steps they may
+take, and each batch gets the most with which it, and all that still waits, is predicted to be in
+time. Knows no other lane: what runs beside it is told as seconds a call.
+"""
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, NamedTuple
+
+from serve.scheduler.job import Job, LaneKey, WorkT
+from serve.scheduler.latency_model import IDLE_ANSWER_S
+from serve.scheduler.price import Prices
+from serve.scheduler.relief import Relief
+
+# A row joins a batch while the padding stays below this share of the real tokens, or below this
+# many tokens, where the cost of a call of its own would be larger than that of the padding.
+_PADDING_SHARE = 0.25
+_PADDING_TOKENS = 64
+# How far beyond a full batch to look for rows of like length.
+_WINDOW_BATCHES = 4
+# A row without a deadline is treated as due after this time, so that none starves.
+_PATIENCE_S = 1.0
+# Rows behind the next batch are to use at most this share of their time: more will come.
+_AIM = 0.6
+# A call takes at most this share of the time that requests give lately: they may come during it.
+_CALL_SHARE = 0.25
+# And at most this share of what is left to its first row, for more rows than that one.
+_COMPANY_SHARE = 0.8
+# Calls are not cut as finely as is planned: a request is let in if so much more work would fit.
+_MARGIN = 1.05
+_REMEMBERED = 64  # deadlines
+
+
+class Row(NamedTuple, Generic[WorkT]):
+    """A row that waits. The order of its fields is the order of work."""
+
+    due_s: float
+    number: int  # of the job
+    place: int  # in the job
+    job: Job[WorkT]
+    tokens: int
+    full_s: float  # its share of a call at the lane's steps
+    least_s: float  # and at the fewest steps that it may take
+
+    @property
+    def ends_s(self) -> float | None:
+        """Its deadline."""
+        return None if self.job.deadline is None else self.due_s
+
+
+class Batch(NamedTuple, Generic[WorkT]):
+    """Rows to run together, and at how many steps."""
+
+    steps: int
+    rows: tuple[tuple[Job[WorkT], int], ...]
+    seconds: float  # predicted
+
+
+class ClassifyLane(Generic[WorkT]):
+    """Rows waiting to be classified."""
+
+    def __init__(
+        self, key: LaneKey, prices: Prices, max_rows: int, max_tokens: int, relief: Relief
+    ) -> None:
+        self.waiting: list[Row[WorkT]] = []
+        self._key = key
+        self._prices = prices
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._relief = relief
+        self._full_s = self._least_s = 0.0  # of all that waits
+        self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, job: Job[WorkT]) -> None:
+        """Queue the rows of a job."""
+        self._given_s.append(math.inf if job.deadline is None else job.deadline.given_s)
+        for row in self._rows_of(job):
+            self._prices.note(row.tokens)
+            insort(self.waiting, row)
+            self._full_s += row.full_s
+            self._least_s += row.least_s
+
+    def drop(self, job: Job[WorkT]) -> None:
+        """The job is over: its rows wait no more."""
+        if job.rows_left:
+            self._keep(row for row in self.waiting if row.job is not job)
+
+    def take(self, now_s: float, beside_s: float = 0.0) -> Batch[WorkT]:
+        """The row that is due first, those that go well with it, and their steps."""
+        steps = self._steps(now_s, beside_s)
+        rows = self._batch(steps, now_s)
+        taken = {(row.number, row.place) for row in rows}
+        self._keep(row for row in self.waiting if (row.number, row.place) not in taken)
+        longest = max(row.tokens for row in rows)
+        self._prices.note_call(len(rows), len(rows) * longest / sum(row.tokens for row in rows))
+        seconds = self._prices.call_s(steps, len(rows), longest)
+        return Batch(steps, tuple((row.job, row.place) for row in rows), seconds)
+
+    def hopeless(self, now_s: float) -> list[Job[WorkT]]:
+        """Jobs next in line that cannot be in time any more, even at the fewest steps."""
+        found: list[Job[WorkT]] = []
+        for row in self.waiting:
+            if row.ends_s is None:
+                break
+            if row.job in found:
+                continue
+            call_s = self._prices.call_s(self._choices(row.job)[0], 1, row.tokens)
+            if now_s + call_s + self._prices.answer_s <= row.ends_s:
+                break
+            found.append(row.job)
+        return found
+
+    @property
+    def _least_given_s(self) -> float:
+        """The shortest time that a request gave lately."""
+        return min(self._given_s, default=math.inf)
+
+    # What is predicted.
+
+    def alone_s(self, job: Job[WorkT]) -> float:
+        """The least time of a job on an idle server, until its answer has left."""
+        return self._prices.alone_s(self._choices(job)[0], job.lengths) + IDLE_ANSWER_S
+
+    def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
+        """By how much a job with a deadline, or one that it pushes back, would be late at worst.
+
+        All at their fewest steps; work on them can go on at `start_s`. Not above 0: in time.
+        """
+        rows = self._rows_of(job)
+        due_s = rows[0].due_s
+        place = bisect_right(self.waiting, due_s, key=lambda row: row.due_s)
+        call_s = self._prices.usual_s(self._choices(job)[0])
+        each_s = beside_s / self._max_rows  # of a row, for what runs beside it
+        own_s = sum(row.least_s for row in rows)
+        done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(rows))
+        late_s = -math.inf
+        for row in reversed(self.waiting[place:]):
+            if row.job.deadline is not None:
+                row_s = (done_s + max(0.0, call_s - row.least_s)) * _MARGIN - row.due_s
+                if row_s > late_s:
+                    late_s = row_s
+            done_s -= row.least_s + each_s
+        alone_s = self._prices.alone_s(self._choices(job)[0], job.lengths)
+        done_s += max(0.0, alone_s - own_s, call_s - own_s)
+        late_s = max(late_s, done_s * _MARGIN - due_s)
+        return start_s + beside_s + late_s + self._prices.answer_s
+
+    def wait_s(self, least: bool) -> float:
+        """How long until all that waits has run, at the fewest steps or as it will be."""
+        ladder = self._choices(self.waiting[0].job)
+        if least or len(ladder) == 1:
+            return self._least_s
+        most = ladder[-1]
+        usual_s = self._full_s * self._prices.share(most, self._key.steps)
+        costs = [self._prices.share(steps, most) for steps in ladder]
+        return self._relief.drain_s(usual_s, costs)
+
+    # How a batch is made.
+
+    def _steps(self, now_s: float, beside_s: float) -> int:
+        """The most steps for the row that is due first with which all that waits is in time."""
+        head = self.waiting[0]
+        choices = self._choices(head.job)
+        if len(choices) == 1:
+            return choices[0]
+        full = self._key.steps
+        most = self._prices.share(choices[-1], full)
+        rounds_s = beside_s * -(-len(self.waiting) // self._max_rows)
+        others_s = sum(row.full_s for row in self.waiting if row.job is not head.job)
+        allowed = most * self._relief.share(others_s * most + (rounds_s if others_s else 0.0))
+        pressure = self._pressure(now_s, beside_s)
+        for steps in reversed(choices):
+            share = self._prices.share(steps, full)
+            if head.ends_s is None:
+                fits = share <= allowed
+            else:
+                call_s = self._prices.call_s(steps, 1, head.tokens)
+                fits = now_s + call_s + self._prices.answer_s <= head.ends_s
+            if fits and share * pressure <= 1:
+                return steps
+        return choices[0]
+
+    def _pressure(self, now_s: float, beside_s: float) -> float:
+        """Work at the lane's steps that is to be done in a second, for deadlines to be kept."""
+        if self._least_given_s == math.inf:
+            return 0.0
+        answer_s, each_s = self._prices.answer_s, beside_s / self._max_rows
+        done_s = pressure = 0.0
+        for position, row in enumerate(self.waiting):
+            done_s += row.full_s
+            if row.ends_s is None:
+                continue
+            left_s = row.ends_s - answer_s - now_s - position * each_s
+            if position:
+                left_s *= _AIM if position >= self._max_rows else _COMPANY_SHARE
+            if done_s > pressure * left_s:
+                pressure = done_s / max(left_s, 1e-6)
+        return pressure
+
+    def _batch(self, steps: int, now_s: float) -> list[Row[WorkT]]:
+        """The row that is due first and those of like length: none can be passed over for ever."""
+        window = [
+            row
+            for row in self.waiting[: self._max_rows * _WINDOW_BATCHES]
+            if self._choices(row.job)[0] <= steps <= self._choices(row.job)[-1]
+        ]
+        head = self.waiting[0]
+        chosen = [head]
+        real = longest = head.tokens
+        limit_s = self._call_limit_s(head, now_s)
+        others = window[1:]
+        in_order = self._spare_s(steps, now_s) < self._prices.usual_s(steps)
+        if not in_order:
+            others.sort(key=lambda row: abs(row.tokens - head.tokens))
+        for row in others:
+            if len(chosen) == self._max_rows:
+                break
+            rows, length = len(chosen) + 1, max(longest, row.tokens)
+            padding = rows * length - real - row.tokens
+            if (
+                (row.tokens != head.tokens and not row.job.may_pad)
+                or rows * length > self._max_tokens
+                or padding > max(_PADDING_TOKENS, _PADDING_SHARE * real)
+                or (limit_s is not None and self._prices.call_s(steps, rows, length) > limit_s)
+            ):
+                if in_order:
+                    break
+                continue
+            chosen.append(row)
+            real += row.tokens
+            longest = length
+        return sorted(chosen)
+
+    def _spare_s(self, steps: int, now_s: float) -> float:
+        """The time left to the row that has least, if all that waits runs in order."""
+        if self._least_given_s == math.inf:
+            return math.inf
+        share = self._prices.share(steps, self._key.steps)
+        done_s, spare_s = now_s + self._prices.answer_s, math.inf
+        for row in self.waiting:
+            done_s += share * row.full_s
+            if row.ends_s is not None:
+                spare_s = min(spare_s, row.ends_s - done_s)
+        return spare_s
+
+    def _call_limit_s(self, head: Row[WorkT], now_s: float) -> float | None:
+        """How long a call may take, for the sake of its first row and of those that may come."""
+        limit_s = _CALL_SHARE * self._least_given_s
+        if limit_s == math.inf:
+            return None
+        if head.ends_s is not None:
+            left_s = head.ends_s - self._prices.answer_s - now_s
+            limit_s = min(limit_s, _COMPANY_SHARE * left_s)
+        return limit_s
+
+    def _rows_of(self, job: Job[WorkT]) -> list[Row[WorkT]]:
+        due_s = job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
+        least, full = self._choices(job)[0], self._key.steps
+        prices: dict[int, tuple[float, float]] = {}
+        rows = []
+        for index, tokens in enumerate(job.lengths):
+            if tokens not in prices:
+                prices[tokens] = self._prices.row_s(full, tokens), self._prices.row_s(least, tokens)
+            rows.append(Row(due_s, job.number, index, job, tokens, *prices[tokens]))
+        return rows
+
+    def _choices(self, job: Job[WorkT]) -> tuple[int, ...]:
+        return job.choices if self._key.late else (self._key.steps,)
+
+    def _keep(self, rows: Iterable[Row[WorkT]]) -> None:
+        self.waiting = list(rows)
+        self._full_s = sum(row.full_s for row in self.waiting)
+        self._least_s = sum(row.least_s for row in self.waiting)

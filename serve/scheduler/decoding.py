@@ -1,0 +1,100 @@
+"""The generations of one model: whose prompt is read, and which rungs decode in the next call.
+
+Rungs of one model may share calls of its one-step graph. A row of M steps needs M calls for a
+token, so turns of equal number would make the many steps slow, and a token for every row in turn
+would make the few steps wait for the many. Between the two, a rung of M steps has a token ready
+about sqrt(L / M) times as often as the longest rung there is, of L steps. It deliberately knows
+neither memory nor other models.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic
+
+from serve.scheduler.generate_lane import GenerateLane
+from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, WorkT
+
+_ALMOST = 1e-9  # shares are fractions, which do not add up exactly
+
+
+class Decoding(Generic[WorkT]):
+    """The lanes of one model. Each is due again after as many calls as its share allows."""
+
+    def __init__(self, most_lanes: int) -> None:
+        self.most_lanes = most_lanes  # that may share a call
+        self.together = most_lanes > 1  # whether they do; otherwise they take turns
+        self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
+        self._readers: deque[GenerateLane[WorkT]] = deque()
+        self._calls = 0.0
+        self._active: set[LaneKey] = set()
+
+    def __iter__(self) -> Iterator[GenerateLane[WorkT]]:
+        return iter(self._lanes.values())
+
+    def open(self, lane: GenerateLane[WorkT]) -> None:
+        self._lanes[lane.key] = lane
+        self._readers.append(lane)
+
+    def readers(self) -> Iterator[GenerateLane[WorkT]]:
+        """The lanes in the order in which they may read; the last one asked goes to the end."""
+        for _ in range(len(self._readers)):
+            self._readers.rotate(-1)
+            yield self._readers[-1]
+
+    def decode(self, most_rows: int) -> DecodeCall[WorkT] | None:
+        """The next call for the rows there are."""
+        lanes = [lane for lane in self._lanes.values() if not lane.idle]
+        self._activate(lanes)
+        if not lanes:
+            return None
+        dead = [lane for lane in lanes if lane.dead]
+        if dead:
+            return DecodeCall(tuple(lane.lose() for lane in dead))
+        if len(lanes) == 1 and lanes[0].calls == 0:
+            return DecodeCall((lanes[0].token(),))
+        if not self.together:
+            return DecodeCall((self._turn(lanes),), len(lanes) > 1)
+        longest = max(lane.calls_a_token for lane in lanes)
+        chosen = self._due(lanes, most_rows)
+        for lane in chosen:
+            lane.due += 1 / _share(lane.calls_a_token, longest)
+        self._calls += 1
+        return DecodeCall(tuple(lane.part() for lane in chosen), len(lanes) > 1)
+
+    def _turn(self, lanes: list[GenerateLane[WorkT]]) -> DecodePart[WorkT]:
+        """A whole token of the lane that has waited longest, once none is under way any more."""
+        first = min(lanes, key=lambda lane: (lane.calls == 0, lane.due))
+        if first.calls:
+            return first.part()
+        first.due += 1
+        return first.token()
+
+    def _activate(self, lanes: list[GenerateLane[WorkT]]) -> None:
+        """Whoever has come since is due now, as much as those that are here."""
+        now = min((lane.due for lane in lanes if lane.key in self._active), default=self._calls)
+        for lane in lanes:
+            if lane.key not in self._active:
+                lane.due = min(now, self._calls)
+        self._active = {lane.key for lane in lanes}
+
+    def _due(self, lanes: list[GenerateLane[WorkT]], most_rows: int) -> list[GenerateLane[WorkT]]:
+        """Those that are due and fit into a call, longest due first; one at least."""
+        lanes.sort(key=lambda lane: lane.due)
+        self._calls = max(self._calls, lanes[0].due)
+        chosen: list[GenerateLane[WorkT]] = []
+        rows = 0
+        for lane in lanes:
+            if lane.due > self._calls + _ALMOST or len(chosen) == self.most_lanes:
+                break
+            more = len(lane.rows) + len(lane.joining)
+            if not chosen or rows + more <= most_rows:
+                chosen.append(lane)
+                rows += more
+        return chosen
+
+
+def _share(calls: int, longest: int) -> float:
+    """The share of calls that rows of so many calls a token take part in."""
+    tokens = min(math.ceil(math.sqrt(longest / calls)), longest // calls)
+    return tokens * calls / longest

@@ -1,0 +1,152 @@
+"""A generation lane: the rows of one rung of one model, from their prompts to their last tokens.
+
+Rows join and leave between two tokens only. It deliberately knows neither other lanes nor time, nor
+whether there is memory for one more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic
+
+from serve.scheduler.job import DecodePart, Job, LaneKey, State, WorkT
+
+
+class GenerateLane(Generic[WorkT]):
+    """Generations that wait, whose prompts are read, and that decode together."""
+
+    def __init__(
+        self, key: LaneKey, calls_a_token: int, cache_bytes: Callable[[int, int], int]
+    ) -> None:
+        self.key = key
+        self.calls_a_token = calls_a_token
+        self.waiting: deque[Job[WorkT]] = deque()
+        self.returning: deque[Job[WorkT]] = deque()  # to be read in again
+        self.reading: Job[WorkT] | None = None
+        self.joining: list[Job[WorkT]] = []  # read, and not yet a row
+        self.rows: list[Job[WorkT]] = []  # as they lie in the batch
+        self.calls = 0  # that the present token has had
+        self.due = 0.0  # the call in which it may take part again
+        self.held_bytes = 0  # by the buffers of the batch, idle rows included
+        self._over: list[Job[WorkT]] = []  # whose reading is to be forgotten
+        self._cache_bytes = cache_bytes  # of so many rows of so many positions
+        self._most_rows = 0  # since the lane was last empty
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no row to decode, now or after the next call."""
+        return not self.rows and not self.joining
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the next prompt may be begun: one at a time, so that memory is for one."""
+        return self.reading is None and not self.joining
+
+    def occupants(self) -> list[Job[WorkT]]:
+        """Whoever holds, or is promised, cache memory. A row that left and returns counts once."""
+        one = [] if self.reading is None else [self.reading]
+        again = [job for job in self.returning if job not in (*self.rows, *self._over)]
+        return [*self.rows, *self.joining, *one, *again, *self._over]
+
+    def drop(self, job: Job[WorkT]) -> None:
+        """The job has ended; a row that it has goes with the next eviction."""
+        if job is self.reading:
+            self.reading = None
+            self._over.append(job)
+        elif job in self.joining:
+            self.joining.remove(job)
+            self._over.append(job)
+        elif job in self.returning:
+            self.returning.remove(job)
+        elif job not in self.rows:
+            self.waiting.remove(job)
+
+    def read(self, job: Job[WorkT]) -> None:
+        """Begin to read the job's prompt."""
+        assert self.may_read
+        most = self._most_rows if self.occupants() else 0
+        self.reading = job
+        self._most_rows = max(most, len(self.occupants()))
+
+    def has_read(self, full: bool) -> None:
+        """The prompt has been read: it becomes a row before the next token, unless it is full."""
+        job, self.reading = self.reading, None
+        assert job is not None
+        if full:
+            self._over.append(job)
+            self.returning.append(job)
+        else:
+            self.joining.append(job)
+
+    def forget(self) -> tuple[int, ...]:
+        """The jobs whose reading is to be forgotten now."""
+        over, self._over = self._over, []
+        return tuple(job.number for job in over)
+
+    def charged_bytes(self, extra: Job[WorkT] | None = None) -> int:
+        """The most memory this lane holds or may come to hold, with one more job or without.
+
+        All rows are as long as the longest, and buffers may keep the rows that they once had. A
+        prompt is read beside the rows, and only then copied to them.
+        """
+        inside = self.occupants()
+        jobs = inside if extra is None else [*inside, extra]
+        if not jobs:
+            return self.held_bytes
+        rows = max(self._most_rows if inside else 0, len(jobs))
+        positions = max(job.positions for job in jobs)
+        beside = self._cache_bytes(1, positions) if rows > 1 else 0
+        return max(self.held_bytes, self._cache_bytes(rows, positions)) + beside
+
+    @property
+    def dead(self) -> bool:
+        """Whether nobody waits any more for a token that is under way."""
+        return self.calls > 0 and all(job.state is State.ENDED for job in self.rows)
+
+    def token(self) -> DecodePart[WorkT]:
+        """A whole token for every row."""
+        evict, join = self._change()
+        return DecodePart(self.key, evict, join, tuple(self.rows))
+
+    def part(self) -> DecodePart[WorkT]:
+        """The next call of the token that is under way, or the first of the next one."""
+        evict, join = self._change() if self.calls == 0 else ((), ())
+        begins = self.calls == 0
+        if self.rows:
+            self.calls = (self.calls + 1) % self.calls_a_token
+        return DecodePart(self.key, evict, join, tuple(self.rows), begins, self.calls == 0)
+
+    def lose(self) -> DecodePart[WorkT]:
+        """Drop the batch, in which nobody waits for anything."""
+        self.abandon()
+        return DecodePart(self.key, (), (), (), lost=True)
+
+    def _change(self) -> tuple[tuple[int, ...], tuple[Job[WorkT], ...]]:
+        """Who leaves and who joins before the next token."""
+        evict, join = self.evict(), tuple(self.joining)
+        self.rows += self.joining
+        self.joining = []
+        return evict, join
+
+    def evict(self) -> tuple[int, ...]:
+        """Drop rows that ended or wait to return, the last row taking the place of each.
+
+        The indices are to be applied in order to the batch that these rows mirror.
+        """
+        assert self.calls == 0, "a row leaves between two tokens"
+        evicted = []
+        row = 0
+        while row < len(self.rows):
+            job = self.rows[row]
+            if job.state is State.ENDED or job in self.returning:
+                self.rows[row] = self.rows[-1]
+                self.rows.pop()
+                evicted.append(row)
+            else:
+                row += 1
+        return tuple(evicted)
+
+    def abandon(self) -> None:
+        """The batch is lost, with all its rows. Their jobs must have ended."""
+        assert all(job.state is State.ENDED for job in self.rows)
+        self.rows.clear()
+        self.calls = self.held_bytes = 0

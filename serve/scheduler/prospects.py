@@ -1,0 +1,81 @@
+"""Prospects: what is predicted of a request, given all that waits and runs now.
+
+Reads the lanes and changes none. It deliberately knows neither what is done about it nor HTTP.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Generic
+
+from serve.scheduler.classifying import Classifying
+from serve.scheduler.generate_lane import GenerateLane
+from serve.scheduler.job import Job, LaneKey, Turn, WorkT
+from serve.scheduler.latency_model import LatencyModel
+from serve.scheduler.limits import Limits
+from serve.scheduler.outlook import Outlook
+
+# The usual time of a call, if one has run.
+CallSeconds = Callable[[Turn], float | None]
+
+
+class Prospects(Generic[WorkT]):
+    """Predicts for one scheduler."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        latency: LatencyModel,
+        usual_s: CallSeconds,
+        classifying: Classifying[WorkT],
+        generate: Mapping[LaneKey, GenerateLane[WorkT]],
+        busy_turns: Callable[[], list[Turn]],
+    ) -> None:
+        self._limits = limits
+        self._latency = latency
+        self._usual_s = usual_s
+        self._classifying = classifying
+        self._generate = generate
+        self._busy_turns = busy_turns
+        self._busy_until_s = 0.0
+
+    def begin(self, turn: Turn, now_s: float, seconds: float | None) -> None:
+        """A call begins, which is predicted to take so long if anything is."""
+        self._busy_until_s = now_s + (seconds or self._usual_s(turn) or 0.0)
+
+    def rest(self) -> None:
+        """Nothing runs."""
+        self._busy_until_s = 0.0
+
+    def beside_s(self, key: LaneKey) -> float:
+        """What all other turns take between two calls of a lane of classifications."""
+        others = (turn for turn in self._busy_turns() if turn != (key, "classify"))
+        return sum(self._usual_s(turn) or 0.0 for turn in others)
+
+    def alone_s(self, job: Job[WorkT]) -> float:
+        """The least time of a classification on an idle server, until its answer has left."""
+        return self._classifying.alone_s(job)
+
+    def late_s(self, job: Job[WorkT], now_s: float) -> float:
+        """By how much a classification, or one that it pushes back, would be late at worst."""
+        start_s = max(now_s, self._busy_until_s)
+        return self._classifying.late_s(job, start_s, self.beside_s(job.lane))
+
+    def calls_ahead(self, key: LaneKey) -> int:
+        """How many calls a new row of a lane of classifications would wait for, in its lane."""
+        return self._classifying.calls_ahead(key)
+
+    def wait_s(self, now_s: float, least: bool = False) -> float:
+        """How long until all that waits now has run, at the fewest steps or as it will be."""
+        waiting = [key for key, lane in self._generate.items() if lane.waiting]
+        writing_s = max((self.outlook(key).wait_s(key) for key in waiting), default=0.0)
+        return max(0.0, self._busy_until_s - now_s) + self._classifying.wait_s(least) + writing_s
+
+    def outlook(self, key: LaneKey) -> Outlook[WorkT]:
+        """What is predicted of generations of this lane's model."""
+        others = (turn for turn in self._busy_turns() if turn[0].model != key.model)
+        return Outlook(
+            [lane for one, lane in self._generate.items() if one.model == key.model],
+            self._latency,
+            self._limits.decode_rows,
+            lambda lane: self._usual_s((lane, "decode" if lane.kind == "generate" else "search")),
+            sum(self._usual_s(turn) or 0.0 for turn in others),
+        )

@@ -1,0 +1,274 @@
+"""What runs next: classifications, prompts to read, tokens to decode, steps of searches, in turn.
+
+Plain Python that is told the time and asked for the next call; it deliberately knows no threads,
+clocks, tensors or HTTP, and nothing of what a call computes. Every lane has a turn for each kind
+of call, and turns go round: reading prompts never starves decoding, nor one model another.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Generic
+
+from serve.scheduler.cache_memory import CacheMemory
+from serve.scheduler.classifying import Classifying
+from serve.scheduler.deadlines import Deadlines
+from serve.scheduler.decoding import Decoding
+from serve.scheduler.generate_lane import GenerateLane
+from serve.scheduler.job import (
+    Call,
+    ClassifyCall,
+    Job,
+    LaneKey,
+    PrefillCall,
+    SearchCall,
+    State,
+    Turn,
+    WorkT,
+)
+from serve.scheduler.latency_model import LatencyModel
+from serve.scheduler.limits import Limits
+from serve.scheduler.prospects import CallSeconds, Prospects
+from serve.scheduler.search_lane import SearchLane
+
+# The memory that a lane's batch may hold for so many rows of so many positions.
+CacheBytes = Callable[[LaneKey, int, int], int]
+# How many lanes of this one's model may share a call of the graph of one step.
+MostLanes = Callable[[LaneKey], int]
+
+
+class Scheduler(Generic[WorkT]):
+    """Jobs go in with `add`, calls come out of `next`, and every job leaves through `end`."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        cache_bytes: CacheBytes,
+        most_lanes: MostLanes = lambda key: 1,
+        latency: LatencyModel | None = None,
+        usual_s: CallSeconds = lambda turn: None,
+    ) -> None:
+        self.limits = limits
+        self.queued = 0
+        self._cache_bytes = cache_bytes
+        self._most_lanes = most_lanes
+        self._live: dict[int, Job[WorkT]] = {}  # by number, so oldest first
+        latency = latency or LatencyModel()
+        self._classifying: Classifying[WorkT] = Classifying(limits, latency)
+        self._deadlines: Deadlines[WorkT] = Deadlines()
+        self._generate: dict[LaneKey, GenerateLane[WorkT]] = {}
+        self._decodings: dict[str, Decoding[WorkT]] = {}  # by model
+        self._search: dict[LaneKey, SearchLane[WorkT]] = {}
+        self._memory = CacheMemory(limits, self._generate, self._search)
+        self._turns: deque[Turn] = deque()
+        self._arrivals = 0
+        self.prospects: Prospects[WorkT] = Prospects(
+            limits, latency, usual_s, self._classifying, self._generate, self.busy_turns
+        )
+
+    @property
+    def running(self) -> int:
+        """Jobs of which some part has run."""
+        return len(self._live) - self.queued
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue has no place for one more request."""
+        return self.queued >= self.limits.queue_requests
+
+    @property
+    def charged_bytes(self) -> int:
+        """Cache memory held by, or promised to, generations and searches that run."""
+        return self._memory.charged_bytes
+
+    def fits(self, lane: LaneKey, positions: int) -> bool:
+        """Whether a generation of so many positions could run on an idle server."""
+        return self._cache_bytes(lane, 1, positions) <= self.limits.cache_bytes
+
+    def add(self, job: Job[WorkT], now_s: float) -> None:
+        """Queue a job. The caller has checked `full`, and `fits` for a generation."""
+        assert not self.full, "the queue is full"
+        assert job.state is State.QUEUED and job.lengths
+        job.number = self._arrivals
+        job.queued_s = now_s
+        self._arrivals += 1
+        self._live[job.number] = job
+        self._deadlines.add(job)
+        self.queued += 1
+        if job.lane.kind == "classify":
+            self.open(job.lane)
+            self._classifying.add(job)
+            return
+        assert self.fits(job.lane, job.positions), "a generation that can never run"
+        writes = job.lane.kind == "generate"
+        lane = self._generate_lane(job.lane) if writes else self._search_lane(job.lane)
+        lane.waiting.append(job)
+
+    def end(self, job: Job[WorkT]) -> bool:
+        """The job is over, whatever the reason; False if it already was."""
+        if job.state is State.ENDED:
+            return False
+        del self._live[job.number]
+        if job.state is State.QUEUED:
+            self.queued -= 1
+        if job.lane.kind == "classify":
+            self._classifying.drop(job)
+        elif job.lane.kind == "generate":
+            self._generate[job.lane].drop(job)
+        else:
+            self._search[job.lane].drop(job)
+        job.state = State.ENDED
+        return True
+
+    def row_done(self, job: Job[WorkT]) -> bool:
+        """One row of a classification has its answer; True if that ended the job."""
+        if job.state is State.ENDED:
+            return False
+        job.rows_left -= 1
+        return job.rows_left == 0 and self.end(job)
+
+    def read_again(self, job: Job[WorkT]) -> None:
+        """The row's cache is full: it leaves the batch and comes back as a prompt, ahead of new."""
+        self._generate[job.lane].returning.append(job)
+
+    def evict(self, key: LaneKey) -> tuple[int, ...]:
+        """Rows to remove now from the lane's batch, in order; frees their memory at once."""
+        return self._generate[key].evict()
+
+    def forget(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
+        """Searches of the lane that are over, whose memory is to be freed now."""
+        return self._search[key].forget()
+
+    def has_read(self, job: Job[WorkT], full: bool) -> None:
+        """The job's prompt has been read; if it is full, it must be read again, shorter."""
+        self._generate[job.lane].has_read(full)
+
+    def mix(self, model: str, together: bool) -> None:
+        """Whether the rungs of a model share calls from now on, or take turns."""
+        decoding = self._decodings[model]
+        decoding.together = together and decoding.most_lanes > 1
+
+    def readings_over(self, key: LaneKey) -> tuple[int, ...]:
+        """Numbers of the jobs of a lane whose reading is to be forgotten now."""
+        return self._generate[key].forget()
+
+    def abandon(self, key: LaneKey) -> None:
+        """The lane's batch is lost: none of its rows exists any more. Its jobs must have ended."""
+        self._generate[key].abandon()
+
+    def hold(self, key: LaneKey, held_bytes: int) -> None:
+        """How much cache memory the lane's batch holds now: buffers outlive the rows in them."""
+        self._generate[key].held_bytes = held_bytes
+
+    def busy_turns(self) -> list[Turn]:
+        """The turns that have something to do, or will once there is room."""
+        busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
+        for key, lane in self._generate.items():
+            if lane.rows:
+                busy.append((key, "decode"))
+            if lane.reading or lane.returning or lane.waiting:
+                busy.append((key, "prefill"))
+        busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
+        return busy
+
+    def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
+        """The jobs in the lane's decode batch, in the order of its rows."""
+        return tuple(self._generate[key].rows)
+
+    def jobs(self) -> list[Job[WorkT]]:
+        """Every job that has not ended, oldest first."""
+        return list(self._live.values())
+
+    def lapsed(self, now_s: float) -> list[Job[WorkT]]:
+        """Jobs that are too late, or will be whatever is done; the caller ends them."""
+        late = self._deadlines.passed(now_s)
+        return late + [job for job in self._classifying.hopeless(now_s) if job not in late]
+
+    def next(self, now_s: float) -> Call[WorkT] | None:
+        """The next call, or None if nothing can run now."""
+        for _ in range(len(self._turns)):
+            turn = self._turns[0]
+            self._turns.rotate(-1)
+            call = self._take(turn, now_s)
+            if call is not None:
+                seconds = call.seconds if isinstance(call, ClassifyCall) else None
+                self.prospects.begin(turn, now_s, seconds)
+                return call
+        self.prospects.rest()
+        return None
+
+    def wake_s(self) -> float | None:
+        """When to ask again though nothing happens: a batch will have waited long enough."""
+        times = self._deadlines.next_s, self._classifying.wake_s()
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def _take(self, turn: Turn, now_s: float) -> Call[WorkT] | None:
+        key, kind = turn
+        if kind == "classify":
+            return self._take_classify(key, now_s)
+        if kind == "search":
+            return self._take_search(key, now_s)
+        decoding = self._decodings[key.model]
+        if kind == "prefill":
+            return self._take_prefill(decoding, now_s)
+        return decoding.decode(self.limits.decode_rows)
+
+    def _take_classify(self, key: LaneKey, now_s: float) -> Call[WorkT] | None:
+        call = self._classifying.take(key, now_s, self.prospects.beside_s(key))
+        for job, _ in call.rows if call else ():
+            self._start(job, now_s)
+        return call
+
+    def _take_prefill(self, decoding: Decoding[WorkT], now_s: float) -> Call[WorkT] | None:
+        for lane in decoding.readers():
+            over = lane.forget()
+            if lane.may_read and lane.returning:
+                lane.read(lane.returning.popleft())
+            elif lane.may_read and lane.waiting and self._memory.may_enter(lane):
+                job = lane.waiting.popleft()
+                self._start(job, now_s)
+                lane.read(job)
+            if over or lane.reading is not None:
+                return PrefillCall(lane.key, over, lane.reading)
+        return None
+
+    def _take_search(self, key: LaneKey, now_s: float) -> SearchCall[WorkT] | None:
+        lane = self._search[key]
+        over = lane.forget()
+        if lane.waiting and self._memory.may_enter(lane):
+            job = lane.waiting.popleft()
+            self._start(job, now_s)
+            lane.enter(job)
+        next_job = lane.turn()
+        return SearchCall(key, over, next_job) if over or next_job is not None else None
+
+    def _start(self, job: Job[WorkT], now_s: float) -> None:
+        if job.state is State.QUEUED:
+            job.state = State.RUNNING
+            job.started_s = now_s
+            self.queued -= 1
+
+    def open(self, key: LaneKey) -> None:
+        """Have this lane of classifications."""
+        if self._classifying.open(key):
+            self._turns.append((key, "classify"))
+
+    def _generate_lane(self, key: LaneKey) -> GenerateLane[WorkT]:
+        if key not in self._generate:
+            most_lanes = self._most_lanes(key)
+            calls_a_token = key.steps if most_lanes > 1 else 1
+            lane: GenerateLane[WorkT] = GenerateLane(
+                key, calls_a_token, partial(self._cache_bytes, key)
+            )
+            if key.model not in self._decodings:
+                self._decodings[key.model] = Decoding(most_lanes)
+                self._turns.extend([(key, "prefill"), (key, "decode")])
+            self._decodings[key.model].open(lane)
+            self._generate[key] = lane
+        return self._generate[key]
+
+    def _search_lane(self, key: LaneKey) -> SearchLane[WorkT]:
+        if key not in self._search:
+            self._search[key] = SearchLane(partial(self._cache_bytes, key))
+            self._turns.append((key, "search"))
+        return self._search[key]
