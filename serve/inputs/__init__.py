@@ -1,0 +1,1 @@
+"""Requests' inputs, read and checked into what a model takes: texts, pictures, points."""
