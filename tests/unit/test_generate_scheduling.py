@@ -1,10 +1,8 @@
-"""The scheduler's order of generations: reading, mixing, memory, endings."""
+"""The scheduler's order of generations: reading, mixing, endings."""
 
 from collections import Counter
-from typing import Any
 
 from serve.scheduler.job import (
-    Call,
     ClassifyCall,
     DecodeCall,
     DecodePart,
@@ -13,55 +11,19 @@ from serve.scheduler.job import (
     PrefillCall,
     State,
 )
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
-
-ONE, TWO, FOUR, EIGHT = (LaneKey("g", "generate", steps) for steps in (1, 2, 4, 8))
-CLASSIFY = LaneKey("c", "classify", 2)
-
-
-def scheduler(most_lanes: int = 1, **limits: Any) -> Scheduler[str]:
-    return Scheduler(
-        Limits(**limits),
-        lambda lane, rows, positions: rows * positions * lane.steps,
-        lambda key: most_lanes,
-    )
-
-
-def generate(name: str, positions: int = 10, lane: LaneKey = FOUR) -> Job[str]:
-    return Job(lane, name, (5,), positions)
-
-
-def run(s: Scheduler[str], pieces: int = 1) -> Call[str] | None:
-    """The next call, and what becomes of it where all goes well."""
-    call = s.next(0.0)
-    if isinstance(call, PrefillCall) and call.job is not None and pieces == 1:
-        s.has_read(call.job, full=False)
-    return call
-
-
-def started(s: Scheduler[str], *jobs: Job[str]) -> None:
-    """All have been read, and have joined."""
-    for job in jobs:
-        s.add(job, 0.0)
-    for _ in range(50):
-        run(s)
-        if all(job in s.rows(job.lane) for job in jobs):
-            return
-    raise AssertionError("not all of them became rows")
-
-
-def parts(call: object) -> tuple[DecodePart[str], ...]:
-    assert isinstance(call, DecodeCall)
-    return call.parts
-
-
-def decoded(s: Scheduler[str]) -> DecodeCall[str]:
-    for _ in range(5):
-        call = run(s)
-        if isinstance(call, DecodeCall):
-            return call
-    raise AssertionError("nothing decodes")
+from tests.generation_jobs import (
+    CLASSIFY,
+    EIGHT,
+    FOUR,
+    ONE,
+    TWO,
+    decoded,
+    generate,
+    parts,
+    run,
+    scheduler,
+    started,
+)
 
 
 def test_a_generation_is_read_in_pieces_and_then_decoded() -> None:
@@ -286,59 +248,3 @@ def test_a_prompt_that_fills_the_window_is_read_again_at_once() -> None:
     s.has_read(a, full=True)
     assert s.readings_over(FOUR) == (a.number,)
     assert s.next(0.0) == PrefillCall(FOUR, (), a)
-
-
-def test_memory_admits_what_fits_and_counts_the_longest_row() -> None:
-    # 4 steps a position: 10 positions take 40, and 20 make every row of the lane take 80, and one
-    # more, which is read beside them.
-    s = scheduler(cache_bytes=250)
-    a, b, c = generate("a", 10), generate("b", 20), generate("c", 10)
-    for job in (a, b, c):
-        s.add(job, 0.0)
-    for _ in range(9):
-        run(s)
-    assert s.rows(FOUR) == (a, b) and c.state is State.QUEUED
-    assert s.charged_bytes == 240
-    s.end(b)
-    s.evict(FOUR)
-    for _ in range(4):
-        run(s)
-    assert s.rows(FOUR) == (a, c)
-
-
-def test_the_oldest_that_waits_for_memory_is_not_overtaken() -> None:
-    s = scheduler(cache_bytes=100)
-    running, big, small = generate("r", 10), generate("b", 25), generate("s", 10, ONE)
-    for job in (running, big, small):
-        s.add(job, 0.0)
-    assert [run(s) for _ in range(8)].count(None) == 0
-    states = running.state, big.state, small.state
-    assert states == (State.RUNNING, State.QUEUED, State.QUEUED)
-    s.end(running)
-    for _ in range(6):
-        run(s)
-    assert big.state is State.RUNNING and small.state is State.QUEUED
-
-
-def test_memory_that_the_buffers_still_hold_is_not_given_away() -> None:
-    s = scheduler(cache_bytes=100)
-    started(s, generate("a", 10))
-    s.hold(FOUR, 95)
-    s.add(generate("b", 10, ONE), 0.0)
-    assert not any(isinstance(run(s), PrefillCall) for _ in range(4))
-    s.hold(FOUR, 40)
-    assert any(isinstance(run(s), PrefillCall) for _ in range(4))
-
-
-def test_what_can_never_fit_is_known_beforehand() -> None:
-    s = scheduler(cache_bytes=100)
-    assert s.fits(FOUR, 25) and not s.fits(FOUR, 26)
-
-
-def test_a_lost_batch_leaves_nothing() -> None:
-    s = scheduler()
-    job = generate("a")
-    started(s, job)
-    s.end(job)
-    s.abandon(FOUR)
-    assert s.next(0.0) is None and s.charged_bytes == 0
