@@ -48,7 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings, catalog: Catalog, listener: socket.socket) -> None:
     _set_up(settings)
-    engine = Engine(catalog, settings.limits, Metrics(), patience=settings.patience, leave=leave)
+    engine = Engine(
+        catalog,
+        settings.limits,
+        Metrics(),
+        patience=settings.patience,
+        leave=leave,
+        recheck_share=settings.recheck_share,
+    )
     measure_first_calls(catalog, engine.latency)
     app = create_app(settings, engine)
 

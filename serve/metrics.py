@@ -104,6 +104,14 @@ class Metrics:
         self.accepted = self._counter(
             "speculative_accepted", "Drafts that the full steps confirmed.", "model"
         )
+        self.rechecked = self._counter(
+            "rechecked",
+            "Answers under max_disagreement that were compared with those of all steps.",
+            "model max_disagreement",
+        )
+        self.disagreed = self._counter(
+            "disagreed", "Of those, the ones that differed.", "model max_disagreement"
+        )
         self._model_info = Gauge(
             "stepdial_model_info",
             "The models that are served; always 1.",

@@ -66,6 +66,15 @@ class Settings(BaseSettings):
     degrade_wait_ms: Annotated[
         float, Field(gt=0, le=86_400_000, description="predicted wait at which steps fall")
     ] = 500.0
+    recheck_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="share of the answers under max_disagreement that are compared with those "
+            "of all steps, in idle time",
+        ),
+    ] = 0.02
     batch_rows: Annotated[
         int, Field(ge=1, le=4096, description="rows in one classification call")
     ] = 16

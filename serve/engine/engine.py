@@ -15,6 +15,7 @@ from serve.engine.admission import Admission
 from serve.engine.executor import Executor
 from serve.engine.failing import Failing
 from serve.engine.pace import CallTimes
+from serve.engine.rechecks import Rechecks
 from serve.engine.rescue import AnyCall, Rescue
 from serve.engine.runner import Runner
 from serve.engine.watchdog import Patience, Watchdog
@@ -29,6 +30,7 @@ from serve.scheduler.scheduler import Scheduler
 Post = Callable[..., Any]
 
 _IDLE_BEAT_S = 0.25
+_REST_S = 0.02  # after the last call, before there is time to spare
 _PATIENCE = Patience()
 _log = logging.getLogger("stepdial")
 
@@ -44,8 +46,12 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         patience: Patience = _PATIENCE,
         leave: Callable[[], None] = lambda: None,
+        recheck_share: float = 0.0,
     ) -> None:
-        """`leave` is to end the process soon: a call hangs that cannot be ended."""
+        """`leave` is to end the process soon: a call hangs that cannot be ended.
+
+        `recheck_share` is how many early answers are compared with those of all steps.
+        """
         self.catalog = catalog
         self.metrics = metrics
         self.clock = clock
@@ -62,6 +68,7 @@ class Engine:
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()
         self._failing = Failing(clock)
+        self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
         self._executor = Executor(
             self._scheduler,
             self._runner,
@@ -69,6 +76,7 @@ class Engine:
             self._times,
             self.latency,
             self._failing,
+            self._rechecks,
             metrics,
             clock,
         )
@@ -243,6 +251,7 @@ class Engine:
     def _next_call(self) -> tuple[AnyCall | None, Deliveries]:
         """What to run, and what to tell those whose deadline cannot be met."""
         with self._wake:
+            rested_s = self.clock() + _REST_S
             while not self._stopping:
                 now_s = self.clock()
                 lapsed = self._executor.lapse(self._scheduler.lapsed(now_s))
@@ -253,6 +262,10 @@ class Engine:
                 if check is not None:
                     return check, []
                 wake_s = self._scheduler.wake_s()
+                if wake_s is None and self._rechecks.waiting:
+                    if now_s >= rested_s:
+                        return self._rechecks.take(), []
+                    wake_s = rested_s
                 wait_s = _IDLE_BEAT_S if wake_s is None else max(0.0, wake_s - now_s)
                 self._wake.wait(min(wait_s, _IDLE_BEAT_S))
             return None, []

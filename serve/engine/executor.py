@@ -5,15 +5,17 @@ It deliberately knows neither when to run nor who is told: it returns the events
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
-from serve.engine.classification import Classification
+from serve.engine.classification import Classification, Row
 from serve.engine.ending import Ending, own, span
 from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.engine.failing import CheckCall, Failing
 from serve.engine.pace import CallTimes
+from serve.engine.rechecks import RecheckCall, Rechecks
 from serve.engine.runner import Runner
+from serve.engine.sampling import FloatArray
 from serve.engine.translation import Translation
 from serve.engine.work import Deliveries, Work
 from serve.engine.writing import Writing
@@ -45,6 +47,7 @@ class Executor:
         times: CallTimes,
         latency: LatencyModel,
         failing: Failing,
+        rechecks: Rechecks,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -53,6 +56,7 @@ class Executor:
         self._lock = lock
         self._times = times
         self._latency = latency
+        self._rechecks = rechecks
         self._metrics = metrics
         self._clock = clock
         self._ending = Ending(scheduler, lock, failing, metrics)
@@ -60,7 +64,7 @@ class Executor:
             scheduler, runner, lock, self._ending, times, latency, metrics, clock
         )
 
-    def execute(self, call: Call[Work] | CheckCall) -> Deliveries:
+    def execute(self, call: Call[Work] | CheckCall | RecheckCall) -> Deliveries:
         """Run one call to its end; whatever the runtime throws ends the requests in it only."""
         match call:
             case ClassifyCall():
@@ -73,6 +77,8 @@ class Executor:
                 return self._writing.decode(call)
             case CheckCall():
                 return self._check(call.lane)
+            case RecheckCall():
+                return self._recheck(call)
 
     def end_all(self, error: ServeError) -> Deliveries:
         """End every job there is. The caller holds the lock."""
@@ -100,6 +106,8 @@ class Executor:
                 work.accept(row, logits, call.steps, count)
             except Exception as error:
                 failures[job] = own(error)
+        if rung.threshold is not None:
+            self._offer(rung, [work.rows[row] for _, work, row in rows], found.logits, spent)
         deliveries: Deliveries = []
         with self._lock:
             for job, failure in failures.items():
@@ -161,6 +169,24 @@ class Executor:
         except Exception as error:
             return self._ending.fail(lane, [], error)
         self._ending.ran(lane)
+        return []
+
+    def _offer(
+        self, rung: LaneKey, rows: Sequence[Row], logits: FloatArray, spent: Sequence[int]
+    ) -> None:
+        """Answers that may be compared with those of all steps."""
+        full = self._runner.full_evaluations(rung)
+        for row, row_logits, count in zip(rows, logits, spent, strict=True):
+            self._rechecks.offer(rung, row, row_logits, early=count < full)
+
+    def _recheck(self, call: RecheckCall) -> Deliveries:
+        try:
+            found = self._runner.classify(call.lane, [call.row])
+        except Exception as error:
+            return self._ending.fail(call.lane, [], error)
+        self._ending.ran(call.lane)
+        self._metrics.call(call.lane, "recheck", 1, None)
+        self._rechecks.found(call, found.logits[0])
         return []
 
     # What is measured.

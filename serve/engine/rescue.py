@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from serve.engine.failing import CheckCall, Failing
 from serve.engine.pace import CallTimes
+from serve.engine.rechecks import RecheckCall
 from serve.engine.runner import Runner
 from serve.engine.work import Work
 from serve.errors import ModelFailure, ServeError
@@ -24,7 +25,7 @@ from serve.scheduler.job import (
 )
 from serve.scheduler.latency_model import LatencyModel, Series
 
-AnyCall = Call[Work] | CheckCall
+AnyCall = Call[Work] | CheckCall | RecheckCall
 
 _log = logging.getLogger("stepdial")
 
@@ -102,7 +103,7 @@ class Rescue:
                         max((job.positions for job in part.jobs), default=1),
                     )
                 ]
-            case CheckCall():
+            case CheckCall() | RecheckCall():
                 return []
             case SearchCall():
                 return [self._times.seconds((call.lane, "search"))]

@@ -56,6 +56,20 @@ class Runner:
         """Answers to rows: texts of any length, images, or clouds of one size."""
         return self._answers(lane, _stacked(rows, self._models[lane.model].bundle.manifest))
 
+    def promise(self, lane: LaneKey) -> float:
+        """The share of answers that may differ, where they stop early in this lane."""
+        calibration = self._models[lane.model].bundle.manifest.calibration
+        assert calibration is not None
+        return min(
+            level.max_disagreement
+            for level in calibration.levels
+            if level.threshold == lane.threshold
+        )
+
+    def full_evaluations(self, lane: LaneKey) -> int:
+        """What a row costs that takes all steps of the lane."""
+        return self._models[lane.model].bundle.manifest.rung(lane.steps).nfe
+
     def most_lanes(self, lane: LaneKey) -> int:
         """How many rungs of the lane's model may share a call of its one-step graph."""
         mix = self._models[lane.model].mix() if lane.kind == "generate" else None

@@ -1,0 +1,74 @@
+"""A few early answers are run again at full steps, so that the promise kept can be watched.
+
+The promise of `max_disagreement` is about data like the calibration rows; this counts how often it
+held for the rows that really came. Knows what was answered; when there is time to spare is for the
+engine to say.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from serve.engine.classification import Row
+from serve.engine.sampling import FloatArray
+from serve.metrics import Metrics
+from serve.scheduler.job import LaneKey
+
+_MOST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecheckCall:
+    """Run a row that was answered early, at all steps."""
+
+    promised: LaneKey
+    row: Row
+    label: int  # the answer that was given
+
+    @property
+    def lane(self) -> LaneKey:
+        return replace(self.promised, threshold=None)
+
+
+class Rechecks:
+    """Rows to run again, chosen at random. Used by the engine's thread alone."""
+
+    def __init__(self, share: float, promise: Callable[[LaneKey], float], metrics: Metrics) -> None:
+        """`promise` is the disagreement that a lane allows."""
+        self._share = share
+        self._promise = promise
+        self._metrics = metrics
+        self._random = random.Random()
+        self._waiting: deque[RecheckCall] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def offer(self, promised: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
+        """A row of a lane with a threshold was answered with logits (C,), after all steps or not.
+
+        While many wait none is taken: which rows those are has nothing to do with what is in them.
+        """
+        if len(self._waiting) == _MOST_ROWS or self._random.random() >= self._share:
+            return
+        if early:
+            self._waiting.append(RecheckCall(promised, row, int(np.argmax(logits))))
+        else:
+            self._count(promised, agrees=True)
+
+    def take(self) -> RecheckCall:
+        """The one that has waited longest."""
+        return self._waiting.popleft()
+
+    def found(self, call: RecheckCall, logits: FloatArray) -> None:
+        """What all steps answer: logits (C,)."""
+        self._count(call.promised, agrees=int(np.argmax(logits)) == call.label)
+
+    def _count(self, promised: LaneKey, agrees: bool) -> None:
+        labels = promised.model, str(self._promise(promised))
+        self._metrics.rechecked.labels(*labels).inc()
+        self._metrics.disagreed.labels(*labels).inc(0 if agrees else 1)

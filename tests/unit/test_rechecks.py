@@ -1,0 +1,81 @@
+"""Early answers are run again at all steps when there is time, and what differs is counted."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from serve.bundle import Calibration, Level
+from serve.catalog import Catalog, Served
+from serve.engine.classification import Classification
+from serve.engine.engine import Engine
+from serve.engine.events import ClassifiedEvent
+from serve.metrics import Metrics
+from serve.runtime import open_model
+from serve.scheduler.job import Job, LaneKey
+from serve.scheduler.limits import Limits
+from tests.engine_bench import Caller
+from tests.tiny_bundles import build_classify
+
+ROWS = 60  # of two tokens; some are answered differently after one step
+# The two levels ask for the same certainty: what holds is the stricter promise.
+LEVELS = (Level(0.01, 0.0, 1.0, 0.01), Level(0.05, 0.0, 1.0, 0.01))
+
+
+def count(registry: CollectorRegistry, name: str) -> float:
+    labels = {"model": "sure", "max_disagreement": "0.01"}
+    return registry.get_sample_value(f"stepdial_{name}_total", labels) or 0.0
+
+
+def test_answers_that_differ_from_those_of_all_steps_are_counted(tmp_path: Path) -> None:
+    bundle = build_classify(
+        tmp_path / "b", name="sure", calibration=Calibration(3000, 0.95, "made up", LEVELS)
+    )
+    served = Served.open(bundle, open_model(bundle, 1))
+    draw = np.random.default_rng(0)
+    high = bundle.manifest.text_tokenizer.vocab_size
+    tokens = draw.integers(1, high, (ROWS, 2))
+    jumps = served.model.step_classifier(4).jumps(tokens)  # (4, ROWS, C)
+    differing = int((jumps[0].argmax(-1) != jumps[-1].argmax(-1)).sum())
+    assert 0 < differing < ROWS
+    metrics = Metrics()
+    engine = Engine(Catalog([served]), Limits(), metrics, recheck_share=1.0)
+    engine.start()
+    try:
+        caller = Caller()
+        work = Classification(tokens.tolist(), caller.deliver)
+        lane = LaneKey("sure", "classify", 4, threshold=0.0)
+        engine.submit(Job(lane, work, (2,) * ROWS))
+        answer = caller.last()
+        assert isinstance(answer, ClassifiedEvent) and answer.evaluations == (1,) * ROWS
+        until_s = time.monotonic() + 30
+        while count(metrics.registry, "rechecked") < ROWS and time.monotonic() < until_s:
+            time.sleep(0.01)
+    finally:
+        engine.stop()
+    assert count(metrics.registry, "rechecked") == ROWS
+    assert count(metrics.registry, "disagreed") == differing
+
+
+def test_a_busy_engine_checks_nothing_and_holds_few_rows(tmp_path: Path) -> None:
+    bundle = build_classify(
+        tmp_path / "b", name="sure", calibration=Calibration(3000, 0.95, "made up", LEVELS)
+    )
+    served = Served.open(bundle, open_model(bundle, 1))
+    metrics = Metrics()
+    engine = Engine(Catalog([served]), Limits(), metrics, recheck_share=1.0)
+    callers = []
+    for _ in range(10):  # before the start, so that all of it waits
+        caller = Caller()
+        callers.append(caller)
+        lane = LaneKey("sure", "classify", 4, threshold=0.0)
+        engine._scheduler.add(Job(lane, Classification([[1] * 4] * 8, caller.deliver), (4,) * 8), 0)
+    engine.start()
+    try:
+        for caller in callers:
+            caller.last()
+        assert count(metrics.registry, "rechecked") == 0
+        assert len(engine._rechecks._waiting) == 64
+    finally:
+        engine.stop()
