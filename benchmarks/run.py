@@ -18,7 +18,16 @@ from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
     *("quality", "precision", "export_time", "served_memory", "dial", "overhead"),
-    *("decode", "classify_speed", "latency_model", "deadlines", "throughput", "memory", "soak"),
+    *(
+        "decode",
+        "classify_speed",
+        "latency_model",
+        "deadlines",
+        "batching",
+        "throughput",
+        "memory",
+        "soak",
+    ),
     "first_answer",
 )
 # What installs packages takes minutes however quick the rest is.

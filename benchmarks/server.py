@@ -60,10 +60,17 @@ def running_server(bundles: Sequence[Path], *flags: str) -> Iterator[Server]:
     own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
     folders = [str(folder.resolve()) for folder in bundles]
     command = [sys.executable, "-m", "serve", *folders, "--port", "0", *flags]
+    with started(command, own) as server:
+        yield server
+
+
+@contextmanager
+def started(command: list[str], environment: dict[str, str]) -> Iterator[Server]:
+    """What this command serves, once it says where; ended afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with log.open("w", encoding="utf-8") as output:
-            process = _start(command, own, output)
+            process = _start(command, environment, output)
         try:
             host, port = _address(process, log)
             yield Server(process.pid, host, port, log)
