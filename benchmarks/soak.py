@@ -52,13 +52,13 @@ def measure(chosen: Options, clients: int, seconds: float, provenance: Provenanc
         # What a first load leaves behind is kept for the next one; only what a second one adds
         # to it would grow for ever.
         warming, _ = _load(server, callees, clients, seconds / 2)
-        warming_gauges = _settled_gauges(server)
+        warming_gauges = settled_gauges(server)
         time.sleep(settle_s)
         between = server.memory()
         begun_s = time.perf_counter()
         outcomes, samples = _load(server, callees, clients, seconds)
         elapsed_s = time.perf_counter() - begun_s
-        gauges = _settled_gauges(server)
+        gauges = settled_gauges(server)
         time.sleep(settle_s)
         after = server.memory()
         logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
@@ -159,7 +159,7 @@ def _slope_mb_per_s(samples: Sequence[Sample]) -> float:
     return slope
 
 
-def _settled_gauges(server: Server) -> dict[str, float]:
+def settled_gauges(server: Server) -> dict[str, float]:
     """The gauges once they are zero, or as they are when they take too long for that."""
     end_s = time.perf_counter() + GAUGES_S
     with Client.of(server) as client:

@@ -75,6 +75,9 @@ class StubModel:
     def mix(self) -> Mix | None:
         return None
 
+    def close(self) -> None:
+        pass
+
     def warm_up(self) -> None:
         pass
 
