@@ -138,12 +138,13 @@ class ClassifyLane(Generic[WorkT]):
         own_s = sum(row.least_s for row in rows)
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(rows))
         late_s = -math.inf
-        for row in reversed(self.waiting[place:]):
-            if row.job.deadline is not None:
-                row_s = (done_s + max(0.0, call_s - row.least_s)) * _MARGIN - row.due_s
-                if row_s > late_s:
-                    late_s = row_s
-            done_s -= row.least_s + each_s
+        # Looked at for every request that comes, behind hundreds: hence no attributes.
+        for row_due_s, _, _, other, _, _, least_s in reversed(self.waiting[place:]):
+            if other.deadline is not None:
+                row_done_s = done_s + call_s - least_s if call_s > least_s else done_s
+                if row_done_s * _MARGIN - row_due_s > late_s:
+                    late_s = row_done_s * _MARGIN - row_due_s
+            done_s -= least_s + each_s
         alone_s = self._prices.alone_s(self._choices(job)[0], job.lengths)
         done_s += max(0.0, alone_s - own_s, call_s - own_s)
         late_s = max(late_s, done_s * _MARGIN - due_s)
