@@ -27,6 +27,7 @@ class Shot:
     sent_s: float = 0.0
     ended_s: float | None = None  # None: nothing came
     status: int = 0
+    head: bytes = b""  # of the answer
     answer: bytes = b""
 
     @property
@@ -72,7 +73,7 @@ class _Connection(asyncio.Protocol):
             return
         shot, self._shot = self._shot, None
         shot.ended_s = self._volley.now_s
-        shot.status = int(head[9:12])
+        shot.status, shot.head = int(head[9:12]), head
         shot.answer = self._received[end + len(_HEAD) :]
         self._volley.over(self)
 

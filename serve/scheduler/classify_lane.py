@@ -151,12 +151,15 @@ class ClassifyLane(Generic[WorkT]):
         return start_s + beside_s + late_s + self._prices.answer_s
 
     def wait_s(self, least: bool) -> float:
-        """How long until all that waits has run, at the fewest steps or as it will be."""
+        """How long until all that waits has run, at the fewest steps or as it will be.
+
+        As it is likely, not with the caution of what is promised.
+        """
         ladder = self._choices(self.waiting[0].job)
         if least or len(ladder) == 1:
-            return self._least_s
+            return self._least_s / self._prices.caution
         most = ladder[-1]
-        usual_s = self._full_s * self._prices.share(most, self._key.steps)
+        usual_s = self._full_s * self._prices.share(most, self._key.steps) / self._prices.caution
         costs = [self._prices.share(steps, most) for steps in ladder]
         return self._relief.drain_s(usual_s, costs)
 

@@ -28,6 +28,11 @@ class Prices:
         """From the end of a call until the answer has left."""
         return self._latency.answer_s
 
+    @property
+    def caution(self) -> float:
+        """What all prices here are multiplied with."""
+        return self._latency.caution
+
     def note_call(self, rows: int, padding: float) -> None:
         """So many rows run together, with so many tokens for each real one."""
         self._usual_rows += _NEWEST_CALL * (rows - self._usual_rows)
