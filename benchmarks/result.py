@@ -100,9 +100,9 @@ class Result:
     def text(self) -> str:
         """The same for a terminal."""
         parts = [self.title, self.about]
-        parts += [f"{table.caption}\n{_text_table(table)}" for table in self.tables]
+        parts += [f"{table.caption}\n{text_table(table)}" for table in self.tables]
         if self.targets:
-            parts.append(_text_table(_target_table(self.targets)))
+            parts.append(text_table(_target_table(self.targets)))
         parts.append(f"{self.command}\nat {self.commit}, {self.date}\n{self.machine.sentence}")
         return "\n\n".join(parts)
 
@@ -179,7 +179,7 @@ def _markdown_table(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _text_table(table: Table) -> str:
+def text_table(table: Table) -> str:
     cells = [list(table.columns), *(list(map(format_cell, row)) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

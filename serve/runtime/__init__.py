@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from serve.runtime.place import Place
@@ -25,6 +26,10 @@ from serve.runtime.protocol import (
 
 if TYPE_CHECKING:
     from serve.bundle import Bundle
+
+# Since 1.29 onnxruntime reports the models that it opens to its makers, unless this is set before
+# it is loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = [
     "Batches",
