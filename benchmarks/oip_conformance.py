@@ -27,7 +27,7 @@ from serve.bundle import Manifest
 
 NAME = "oip_conformance"
 VARIABLE = "STEPDIAL_OIP_DESCRIPTION"
-EXAMPLES, QUICK_EXAMPLES = 200, 20
+EXAMPLES, QUICK_EXAMPLES = 100, 20
 # Of the description as published: names that begin with "$", which no model has, are documented
 # to be answered with 200 (and 400, of an inference) only.
 UNAVOIDABLE = 3

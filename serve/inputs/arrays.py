@@ -11,7 +11,7 @@ import numpy.typing as npt
 from serve.errors import InvalidField
 
 _NUMBERS = {int, float}
-_LARGEST = 1e30
+LARGEST = 1e30
 
 
 def check_list(value: object, param: str) -> list[Any]:
@@ -40,13 +40,18 @@ def number_rows(rows: list[Any], param: str) -> tuple[npt.NDArray[np.float64], b
         array = np.array(rows, dtype=np.float64)
     except OverflowError:
         array = np.array([[np.inf]])
-    if not (np.abs(array) <= _LARGEST).all():  # also false for NaN
+    check_finite(array, param)
+    return array, float not in kinds
+
+
+def check_finite(array: npt.NDArray[np.float64], param: str) -> None:
+    """InvalidField where a number is not finite, or too large to be meant."""
+    if not (np.abs(array) <= LARGEST).all():  # also false for NaN
         raise InvalidField(
-            f"{param} holds a number that is not finite, or beyond {_LARGEST:g}: send finite "
+            f"{param} holds a number that is not finite, or beyond {LARGEST:g}: send finite "
             "numbers",
             param=param,
         )
-    return array, float not in kinds
 
 
 def _word(kinds: set[type]) -> str:

@@ -64,6 +64,11 @@ def read_image(value: object, spec: ImageInput, count: PixelCount, param: str) -
         pixels = _of_numbers(value, spec, count, param)
     else:
         raise InvalidField(f"{param} is no image: {_SEND}", param=param)
+    return normalised(pixels, spec)
+
+
+def normalised(pixels: FloatArray, spec: ImageInput) -> FloatArray:
+    """Pixels (H, W, C) from 0 to 1 as the graph takes them, (C, H, W)."""
     mean = np.array(spec.mean, dtype=np.float32)  # (C,)
     std = np.array(spec.std, dtype=np.float32)
     normal: FloatArray = np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))

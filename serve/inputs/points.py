@@ -4,6 +4,7 @@ Knows no model but its PointsInput.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from serve.bundle import PointsInput
 from serve.engine.sampling import FloatArray
@@ -28,6 +29,11 @@ def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
             f"{spec.dimensions}: send [[x, ...], ...] with {spec.dimensions} numbers a point",
             param=param,
         )
+    return unit_cloud(points)
+
+
+def unit_cloud(points: npt.NDArray[np.float64]) -> FloatArray:
+    """The same points (N, dimensions) around their mean, the farthest at distance 1."""
     if (points == points[0]).all():  # the mean of equal numbers may differ from them
         return np.zeros(points.shape, dtype=np.float32)
     points = points - points.mean(axis=0)

@@ -9,28 +9,23 @@ from starlette.responses import Response
 
 from serve.budget import Decision
 from serve.catalog import Served
-from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, FailedEvent
-from serve.engine.work import Work
+from serve.engine.events import ClassifiedEvent
 from serve.errors import InvalidField, Unprocessable
-from serve.inputs.intake import Intake, check_kinds, read_items, row_length
+from serve.inputs.intake import Intake, check_kinds, read_items
+from serve.routes.labelling import labelled, ranked
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
     answer,
-    deadline_of,
     decide_budget,
-    note_decision,
     request_id,
     takes,
     timing,
 )
-from serve.scheduler.job import Job, LaneKey
 from serve.settings import Settings
 from serve.wire.answers import Budget, ClassifyResponse, ClassifyResult, LabelScore
 from serve.wire.body import read_json
-from serve.wire.mailbox import Mailbox, submitted
 from serve.wire.schemas import ClassifyRequest
 
 _DEFAULT_LABELS = 5
@@ -65,23 +60,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
             _characters(asked),
             lambda: read_items(asked.input, served, asked.truncate),
         )
-        mailbox = Mailbox()
-        rows = [one.row for one in taken]
-        job: Job[Work] = Job(
-            lane=_lane(served, decision),
-            work=Classification(rows, mailbox.deliver),
-            lengths=tuple(row_length(row, manifest) for row in rows),
-            may_pad=manifest.input.kind == "text",
-            deadline=deadline_of(request, asked),
-            choices=decision.step_choices,
-        )
-        async with submitted(engine, job, mailbox, request):
-            event = (await mailbox.take())[0]
-        if isinstance(event, FailedEvent):
-            raise event.error
-        assert isinstance(event, ClassifiedEvent)
-        worst = decision.served_at(min(event.steps))
-        note_decision(request, engine, served, worst)
+        event = await labelled(request, engine, served, asked, decision, taken)
         spent = timing(request, engine, event.span)
         response = ClassifyResponse(
             id=request_id(request),
@@ -94,13 +73,6 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         return answered
 
     return router
-
-
-def _lane(served: Served, decision: Decision) -> LaneKey:
-    """Rows of exact steps have a lane of their own; others share one, whatever they get."""
-    if decision.choices:
-        return LaneKey(served.name, "classify", served.manifest.full_steps, late=True)
-    return LaneKey(served.name, "classify", decision.steps, decision.threshold)
 
 
 def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
@@ -144,8 +116,9 @@ def _results(
     for scores, steps, evaluations, one in zip(
         event.scores, event.steps, event.evaluations, taken, strict=True
     ):
-        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        best = [LabelScore(label=labels[index], score=scores[index]) for index in ranked[:top]]
+        best = [
+            LabelScore(label=labels[index], score=scores[index]) for index in ranked(scores)[:top]
+        ]
         results.append(
             ClassifyResult(
                 label=best[0].label,

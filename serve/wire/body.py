@@ -32,16 +32,17 @@ async def read_json(
     request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float
 ) -> BodyT:
     """The body as the schema has it, whatever content type the client claims."""
-    body = await _read(request, max_bytes, timeout_s)
+    body = await read_body(request, max_bytes, timeout_s)
     if not body.strip():
         raise BadRequest("the body is empty: send a JSON object")
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise _explain(error, schema) from None
+        raise explain(error, schema) from None
 
 
-async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -76,7 +77,8 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     )
 
 
-def _explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
+def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
+    """What is wrong with the first field that is, in words."""
     problems = error.errors(include_url=False)
     first = problems[0]
     if first["type"] == "json_invalid":

@@ -1,22 +1,36 @@
-"""The body of an error, in the shape of the protocol that the request spoke.
+"""An error in the shape of the protocol that the request spoke: its status and its body.
 
-Knows paths and errors; deliberately not how a body is sent.
+Knows paths and errors; deliberately not how they are sent.
 """
 
 from typing import Any
 
-from serve.errors import ServeError
+from serve.errors import ServeError, Unprocessable
+
+
+def error_status(error: ServeError, path: str) -> int:
+    """The status for a client that sent its request to this path.
+
+    The Open Inference Protocol has 400 for whatever is wrong with a request.
+    """
+    if _speaks_oip(path) and isinstance(error, Unprocessable):
+        return 400
+    return error.status
 
 
 def error_body(error: ServeError, path: str) -> dict[str, Any]:
     """What a client that sent its request to this path can read."""
-    if path == "/v2" or path.startswith("/v2/"):
+    if _speaks_oip(path):
         return {"error": error.message}
     if path.startswith(("/v1/completions", "/v1/chat/")):
         body = error.body()
         body["error"]["type"] = _openai_type(error.status)
         return body
     return error.body()
+
+
+def _speaks_oip(path: str) -> bool:
+    return path == "/v2" or path.startswith("/v2/")
 
 
 def _openai_type(status: int) -> str:

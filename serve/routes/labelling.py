@@ -1,0 +1,61 @@
+"""From inputs that were read to the scores of their labels, whatever protocol sent them.
+
+Knows how rows run; deliberately neither how requests ask nor how answers look.
+"""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from serve.budget import Decision
+from serve.catalog import Served
+from serve.engine.classification import Classification
+from serve.engine.engine import Engine
+from serve.engine.events import ClassifiedEvent, Event, FailedEvent
+from serve.engine.work import Work
+from serve.inputs.intake import Intake, row_length
+from serve.routes.shared import deadline_of, note_decision
+from serve.scheduler.job import Job, LaneKey
+from serve.wire.mailbox import Mailbox, submitted
+from serve.wire.schemas import BudgetFields
+
+
+async def labelled(
+    request: Request,
+    engine: Engine,
+    served: Served,
+    asked: BudgetFields,
+    decision: Decision,
+    taken: Sequence[Intake],
+) -> ClassifiedEvent:
+    """The scores of these rows; raises what kept them from being answered."""
+    manifest = served.manifest
+    mailbox: Mailbox[Event] = Mailbox()
+    rows = [one.row for one in taken]
+    job: Job[Work] = Job(
+        lane=_lane(served, decision),
+        work=Classification(rows, mailbox.deliver),
+        lengths=tuple(row_length(row, manifest) for row in rows),
+        may_pad=manifest.input.kind == "text",
+        deadline=deadline_of(request, asked),
+        choices=decision.step_choices,
+    )
+    async with submitted(engine, job, mailbox, request):
+        event = (await mailbox.take())[0]
+    if isinstance(event, FailedEvent):
+        raise event.error
+    assert isinstance(event, ClassifiedEvent)
+    note_decision(request, engine, served, decision.served_at(min(event.steps)))
+    return event
+
+
+def ranked(scores: Sequence[float]) -> list[int]:
+    """The numbers of the labels, likeliest first."""
+    return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+
+
+def _lane(served: Served, decision: Decision) -> LaneKey:
+    """Rows of exact steps have a lane of their own; others share one, whatever they get."""
+    if decision.choices:
+        return LaneKey(served.key, "classify", served.manifest.full_steps, late=True)
+    return LaneKey(served.key, "classify", decision.steps, decision.threshold)

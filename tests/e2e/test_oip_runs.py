@@ -1,0 +1,53 @@
+"""Open Inference Protocol: models that fail, clients that leave, and a queue that is full."""
+
+import httpx
+import pytest
+from tritonclient.http import InferenceServerClient
+
+from tests.fake_server import fake_server
+from tests.oip_client import refusal, texts_in
+
+
+def test_a_model_that_fails_is_not_ready_and_the_others_are() -> None:
+    def fail(kind: str, tokens: object) -> None:
+        if kind == "classify":
+            raise RuntimeError("broken")
+
+    with fake_server() as fake, InferenceServerClient(f"127.0.0.1:{fake.port}") as client:
+        fake.mood.fail = fail
+        status, message = refusal(lambda: client.infer("tiny-classify", [texts_in(["x"])]))
+        assert status == "503" and message
+        assert not client.is_model_ready("tiny-classify") and not client.is_server_ready()
+        assert client.is_model_ready("tiny-generate") and client.is_server_live()
+        states = {one["name"]: one["state"] for one in client.get_model_repository_index()}
+        assert states == {"tiny-classify": "UNAVAILABLE", "tiny-generate": "READY"}
+        ready = httpx.post(f"{fake.url}/v2/repository/index", json={"ready": True}).json()
+        assert [one["name"] for one in ready] == ["tiny-generate"]
+        fake.engine.drain()
+        assert not client.is_model_ready("tiny-generate") and client.is_server_live()
+
+
+def test_leaving_takes_every_row_out_of_the_engine() -> None:
+    with fake_server() as fake:
+        fake.mood.gate.clear()
+        body = {
+            "inputs": [{"name": "text", "datatype": "BYTES", "shape": [3], "data": ["a"] * 3}],
+            "parameters": {"max_tokens": 4000, "steps": 2},
+        }
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{fake.url}/v2/models/tiny-generate/infer", json=body, timeout=0.5)
+        fake.wait_for(running=0, queued=0)
+        fake.mood.gate.set()
+        assert fake.metric("stepdial_cancelled_total") == 3
+
+
+def test_an_overloaded_server_says_when_to_come_back() -> None:
+    with fake_server(queue_limit=2) as fake:
+        fake.mood.gate.clear()
+        body = {
+            "inputs": [{"name": "text", "datatype": "BYTES", "shape": [4], "data": ["a"] * 4}],
+        }
+        response = httpx.post(f"{fake.url}/v2/models/tiny-generate/infer", json=body)
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert list(response.json()) == ["error"]
+        fake.wait_for(running=0, queued=0)
