@@ -54,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         help="measure quality on one batch only, no latency, and no thresholds",
     )
     export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
+    export.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="of a generator: the Jinja template that makes a prompt of the messages of a chat",
+    )
     inspect = commands.add_parser(
         "inspect",
         help="print a bundle's ladder, or compare two bundles",
@@ -120,6 +126,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         samples=1 if arguments.no_calibrate else arguments.samples,
         latency=not arguments.no_calibrate,
         card=card,
+        chat_template=arguments.chat_template,
     )
     bundle = export_run(arguments.run, request, arguments.data)
     print(describe(bundle))

@@ -4,6 +4,7 @@ Puts the other modules in order; how each does its part is theirs.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from export.latency import measure_latency
 from export.parts import trace
 from export.samples import samples_of
 from export.trial import Origin, Trial
-from serve.bundle import Bundle, Precision, open_staging, read_bundle, seal_bundle, write_latency
+from serve.bundle import (
+    Bundle,
+    Manifest,
+    Precision,
+    open_staging,
+    read_bundle,
+    seal_bundle,
+    write_latency,
+)
 from serve.runtime import open_model
 from serve.runtime.ort_session import usable_cores
 from train.checkpoint import load_run
@@ -26,6 +35,7 @@ from train.ode import method_named
 from train.schedule import ladder_of
 
 CARD = "README.md"
+CHAT_TEMPLATE = "chat_template.jinja"
 Say = Callable[[str], None]
 
 
@@ -41,6 +51,7 @@ class ExportRequest:
     samples: int | None = None  # held-out rows to measure quality on; None: all of them
     latency: bool = True  # measure it here, when the bundle is sealed
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
+    chat_template: Path | None = None  # of a generator: how messages become a prompt
 
 
 def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
@@ -82,6 +93,8 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             {"title": recipe.title, **recipe.card, **request.card},
             origin.iteration,
         )
+        if request.chat_template is not None:
+            draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
         write_graphs(staging, traced, ladder, request.precision)
@@ -105,6 +118,16 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     say(f"measuring latency on this machine ({usable_cores()} cores)")
     calibrate_latency(bundle.folder)
     return read_bundle(bundle.folder)
+
+
+def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manifest:
+    """The manifest with this file, which lies in the staging folder then."""
+    if draft.tokenizer is None:
+        raise ValueError(f"{draft.name} reads no text, so it takes no chat template: leave it out")
+    tokenizer = dataclasses.replace(draft.tokenizer, chat_template=CHAT_TEMPLATE)
+    manifest = dataclasses.replace(draft, tokenizer=tokenizer)
+    shutil.copyfile(template, staging / CHAT_TEMPLATE)
+    return manifest
 
 
 def calibrate_latency(folder: Path, threads: int | None = None) -> None:

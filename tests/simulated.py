@@ -84,7 +84,7 @@ class Simulation:
         choices = request.choices if request.steps is None else ()
         job = Job(lane, request, request.lengths, deadline=deadline, choices=choices)
         try:
-            self.admission.check(cast(Any, job), max(self.now_s, request.at_s))
+            self.admission.check((cast(Any, job),), max(self.now_s, request.at_s))
         except ServeError as error:
             self.end(request, error.code, request.at_s)
             request.retry_after_s = getattr(error, "retry_after_s", 0.0)

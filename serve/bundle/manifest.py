@@ -194,6 +194,8 @@ class Manifest:
         uses = {"weights": self.weights}
         if self.tokenizer is not None:
             uses["tokenizer.file"] = self.tokenizer.file
+            if self.tokenizer.chat_template is not None:
+                uses["tokenizer.chat_template"] = self.tokenizer.chat_template
         if self.step is not None:
             uses |= {f"step.{field}": graph for field, graph in self.step.graphs.items()}
         for index, rung in enumerate(self.rungs):

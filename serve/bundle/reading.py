@@ -56,6 +56,11 @@ class Bundle:
         return self.folder / self.manifest.text_tokenizer.file
 
     @property
+    def chat_template_path(self) -> Path | None:
+        file = self.manifest.text_tokenizer.chat_template
+        return None if file is None else self.folder / file
+
+    @property
     def weights_path(self) -> Path:
         return self.folder / self.manifest.weights
 

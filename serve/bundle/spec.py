@@ -28,10 +28,13 @@ class TokenizerSpec:
     vocab_size: int
     bos_id: int | None = None  # begins every answer of a translator
     eos_id: int | None = None  # ends it
+    chat_template: str | None = None  # the file that says how messages become a prompt
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("chars", "bpe", "words"))
         check_file_name("file", self.file)
+        if self.chat_template is not None:
+            check_file_name("chat_template", self.chat_template)
         check_integer("vocab_size", self.vocab_size, 1, 1 << 24)
         check_integer("pad_id", self.pad_id, 0, self.vocab_size - 1)
         taken = {self.pad_id: "pad_id"}
@@ -53,7 +56,9 @@ class TokenizerSpec:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        keys = ("kind", "file", "pad_id", "vocab_size", "bos_id", "eos_id")
+        if isinstance(value, dict):
+            value = {"chat_template": None} | value
+        keys = ("kind", "file", "pad_id", "vocab_size", "bos_id", "eos_id", "chat_template")
         return cls(**check_members(value, keys))
 
 

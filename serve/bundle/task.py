@@ -128,6 +128,10 @@ def _check_tokenizer(manifest: "Manifest") -> None:
         return
     if tokenizer is None:
         raise BundleError("must be an object for the input text, not null", field="tokenizer")
+    if tokenizer.chat_template is not None and manifest.task != "generate":
+        raise BundleError(
+            f"must be null for the task {manifest.task}", field="tokenizer.chat_template"
+        )
     for field, token in (("bos_id", tokenizer.bos_id), ("eos_id", tokenizer.eos_id)):
         if manifest.task == "translate" and token is None:
             raise BundleError(

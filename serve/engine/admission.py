@@ -7,7 +7,7 @@ deliberately knows neither threads nor HTTP.
 from collections.abc import Sequence
 
 from serve.engine.work import Work
-from serve.errors import ImpossibleDeadline, QueueFull, TooBusy
+from serve.errors import ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
@@ -24,16 +24,17 @@ class Admission:
         self._limits = limits
         self._reliefs: dict[str, Relief] = {}  # of models that write
 
-    def check(self, job: Job[Work], now_s: float) -> None:
-        """Refuse a job for which there is no place or no time."""
+    def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
+        """Refuse the jobs of a request for which there is no place or no time."""
         scheduler = self._scheduler
-        if scheduler.full:
+        if scheduler.queued + len(jobs) > self._limits.queue_requests:
             raise QueueFull(
                 f"the queue is full ({scheduler.queued} requests): try again later",
                 retry_after_s=scheduler.prospects.wait_s(now_s),
             )
-        if job.deadline is not None:
-            self._check_deadline(job, job.deadline, now_s)
+        for job in jobs:
+            if job.deadline is not None:
+                self._check_deadline(job, job.deadline, now_s, len(jobs))
         wait_s = scheduler.prospects.wait_s(now_s, least=True)
         if wait_s > self._limits.queue_wait_s:
             raise QueueFull(
@@ -49,8 +50,9 @@ class Admission:
         tokens: int,
         deadline: Deadline | None,
         now_s: float,
+        jobs: int = 1,
     ) -> int:
-        """Of the choices, ascending, the steps for a generation that comes now."""
+        """Of the choices, ascending, the steps for so many generations that come now."""
         outlook = self._scheduler.prospects.outlook(key)
         lanes = {steps: LaneKey(key.model, key.kind, steps) for steps in choices}
         if deadline is None:
@@ -59,18 +61,22 @@ class Admission:
             fitting = [steps for steps in choices if steps <= share * choices[-1]]
             return fitting[-1] if fitting else choices[0]
         for steps in reversed(choices):
-            if now_s + outlook.ready_s(lanes[steps], prompt, tokens) <= deadline.ends_s:
+            if now_s + outlook.ready_s(lanes[steps], prompt, tokens, jobs) <= deadline.ends_s:
                 return steps
         least = lanes[choices[0]]
         self._refuse(
             deadline,
             choices[0],
-            outlook.alone_s(least, prompt, tokens),
-            now_s + outlook.ready_s(least, prompt, tokens) - deadline.ends_s,
+            outlook.alone_s(least, prompt, tokens, jobs),
+            now_s + outlook.ready_s(least, prompt, tokens, jobs) - deadline.ends_s,
         )
         return choices[0]
 
-    def _check_deadline(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._reliefs.pop(model, None)
+
+    def _check_deadline(self, job: Job[Work], deadline: Deadline, now_s: float, jobs: int) -> None:
         if job.lane.kind == "classify":
             self._scheduler.open(job.lane)
             late_s = self._scheduler.prospects.late_s(job, now_s)
@@ -79,10 +85,10 @@ class Admission:
                 self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
             return
         outlook = self._scheduler.prospects.outlook(job.lane)
-        prompt = job.lengths[0]
-        late_s = now_s + outlook.ready_s(job.lane, prompt, job.tokens_left) - deadline.ends_s
+        size = job.lengths[0], job.tokens_left, jobs
+        late_s = now_s + outlook.ready_s(job.lane, *size) - deadline.ends_s
         if late_s > 0:
-            alone_s = outlook.alone_s(job.lane, prompt, job.tokens_left)
+            alone_s = outlook.alone_s(job.lane, *size)
             self._refuse(deadline, job.lane.steps, alone_s, late_s)
 
     def _refuse(self, deadline: Deadline, steps: int, alone_s: float, late_s: float) -> None:
@@ -96,3 +102,12 @@ class Admission:
             "try again later, or give it more time",
             retry_after_s=late_s,
         )
+
+
+def too_large(job: Job[Work], needed_bytes: int) -> Unprocessable:
+    """What is said of a generation that needs more cache memory than there is."""
+    return Unprocessable(
+        f"the prompt and max_tokens need {needed_bytes / 2**20:.1f} MiB of cache at "
+        f"{job.lane.steps} steps, more than this server has: lower max_tokens or steps",
+        param="max_tokens",
+    )

@@ -36,6 +36,7 @@ class TokenLogprob:
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...]
+    offset: int  # where its text begins in the answer, in characters
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Generation:
         self._written = TextStream(codec)
         self._filter = StopFilter(wish.stops)
         self._pieces: list[str] = []
+        self._characters = 0  # that are complete, those that the filter holds back included
         self._logprobs: list[TokenLogprob] = []
 
     @property
@@ -95,7 +96,9 @@ class Generation:
         token = self._sampler.choose(logits, index)
         self._tokens.append(token)
         logprob = self._logprob(logits, token)
-        text, stopped = self._filter.push(self._written.push(token))
+        completed = self._written.push(token)
+        self._characters += len(completed)
+        text, stopped = self._filter.push(completed)
         ended = token == self._codec.eos_id
         if stopped:
             self.finish_reason = "stop"
@@ -125,6 +128,7 @@ class Generation:
             token=self._codec.decode([token]),
             logprob=found.chosen,
             top=tuple((self._codec.decode([other]), value) for other, value in found.top),
+            offset=self._characters,
         )
         self._logprobs.append(logprob)
         return logprob

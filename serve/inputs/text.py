@@ -3,6 +3,7 @@
 Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -65,18 +66,28 @@ class TextCodec:
     def vocab_size(self) -> int:
         return self._spec.vocab_size
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, param: str = "prompt") -> list[int]:
         """The tokens of a prompt, or of a source to translate; at most the window of the model."""
         limit = self._manifest.text_input.max_tokens
-        encoded = self._encode(text, "prompt", limit, 0)
+        encoded = self._encode(text, param, limit, 0)
         if encoded.truncated:
-            advice = (
-                "translate it in parts, for example by sentences"
-                if self._manifest.task == "translate"
-                else "shorten it, for example to its end"
-            )
-            raise self._too_long(encoded, "prompt", advice)
+            raise self._too_long(encoded, param, self._shorter)
         return encoded.tokens
+
+    def check_prompt(self, tokens: Sequence[int], param: str) -> list[int]:
+        """The tokens of a prompt that came as tokens, if the model can read them."""
+        limit = self._manifest.text_input.max_tokens
+        if len(tokens) > limit:
+            encoded = Encoded(list(tokens[:limit]), truncated=True, counted=len(tokens))
+            raise self._too_long(encoded, param, self._shorter)
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.vocab_size or token == self._spec.pad_id:
+                raise Unprocessable(
+                    f"{param}[{index}] is no token of {self._manifest.name}: send ids from 0 to "
+                    f"{self.vocab_size - 1}, without {self._spec.pad_id}, which is padding",
+                    param=f"{param}[{index}]",
+                )
+        return list(tokens)
 
     def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
         """The tokens of a text to classify, cut as in training if it is too long."""
@@ -122,6 +133,12 @@ class TextCodec:
             return Encoded(encode(self._tokenizer, text))
         kept = encode(self._tokenizer, text[:head] + text[len(text) - tail :])
         return Encoded(kept, truncated=True, counted=len(text))
+
+    @property
+    def _shorter(self) -> str:
+        if self._manifest.task == "translate":
+            return "translate it in parts, for example by sentences"
+        return "shorten it, for example to its end"
 
     def _too_long(self, encoded: Encoded, param: str, advice: str) -> Unprocessable:
         limit = len(encoded.tokens)

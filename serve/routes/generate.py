@@ -3,7 +3,7 @@
 Knows the shape of requests and answers; the engine knows how they are run.
 """
 
-import secrets
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -11,26 +11,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.budget import Decision
-from serve.catalog import WRITING, Served
+from serve.catalog import WRITING
 from serve.engine.engine import Engine
-from serve.engine.events import FailedEvent, GeneratedEvent, TokenEvent, TokenLogprob
-from serve.engine.generation import Generation, Wish
-from serve.engine.translation import Translation
-from serve.engine.work import Work
-from serve.errors import InvalidField
+from serve.engine.events import GeneratedEvent, TokenEvent, TokenLogprob
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
     answer,
-    deadline_of,
     decide_budget,
-    note_decision,
     request_id,
     takes,
     timing,
 )
-from serve.scheduler.job import Deadline, Job, Kind, LaneKey
+from serve.routes.writing import Order, TextEvent, check_max_tokens
 from serve.settings import Settings
 from serve.wire.answers import (
     Alternative,
@@ -42,13 +35,9 @@ from serve.wire.answers import (
     Usage,
 )
 from serve.wire.body import read_json
-from serve.wire.mailbox import Mailbox, submitted
 from serve.wire.schemas import GenerateRequest
-from serve.wire.stream import EventStream
-from serve.wire.wishes import check_beams, positions_held, wish_of
-
-# A drawn seed fits a JavaScript number, so that every client can send it back as it came.
-_DRAWN_BITS = 32
+from serve.wire.stream import EventStream, NamedEvents, Written
+from serve.wire.wishes import check_beams, drawn_seed, wish_of
 
 _STREAM_ABOUT = (
     "The answer; with `stream`, server-sent events: one without a name for each token "
@@ -61,48 +50,47 @@ _STREAM_ABOUT = (
 class Exchange:
     """One request, decided and ready to run; writes the parts of its answer."""
 
-    request: Request
-    engine: Engine
-    served: Served
-    decision: Decision
-    wish: Wish
-    deadline: Deadline | None
+    order: Order
 
     def chunk(self, event: TokenEvent) -> TokenChunk:
         return TokenChunk(
             index=event.index,
             text=event.text,
-            steps=self.decision.steps,
+            steps=self.order.decision.steps,
             logprob=None if event.logprob is None else _token_score(event.logprob),
         )
 
     def done(self, event: GeneratedEvent) -> DoneChunk:
         return DoneChunk(
-            id=request_id(self.request),
-            model=self.served.name,
+            id=request_id(self.order.request),
+            model=self.order.served.name,
             finish_reason=event.finish_reason,
-            seed=self.wish.sampling.seed,
+            seed=self.order.wishes[0].sampling.seed,
             usage=self._usage(event),
-            budget=Budget.of(self.decision),
-            timing=timing(self.request, self.engine, event.span),
+            budget=Budget.of(self.order.decision),
+            timing=timing(self.order.request, self.order.engine, event.span),
         )
 
     def whole(self, event: GeneratedEvent) -> GenerateResponse:
         scores = [_token_score(logprob) for logprob in event.logprobs]
+        wish = self.order.wishes[0]
         return GenerateResponse(
-            id=request_id(self.request),
-            model=self.served.name,
+            id=request_id(self.order.request),
+            model=self.order.served.name,
             text=event.text,
             finish_reason=event.finish_reason,
-            seed=self.wish.sampling.seed,
-            logprobs=None if self.wish.logprobs is None else scores,
+            seed=wish.sampling.seed,
+            logprobs=None if wish.logprobs is None else scores,
             usage=self._usage(event),
-            budget=Budget.of(self.decision),
-            timing=timing(self.request, self.engine, event.span),
+            budget=Budget.of(self.order.decision),
+            timing=timing(self.order.request, self.order.engine, event.span),
         )
 
+    def written(self, events: Sequence[TextEvent]) -> Written:
+        return NamedEvents(self.chunk, self.done).write([event for _, event in events])
+
     def _usage(self, event: GeneratedEvent) -> Usage:
-        prompt, completion = len(self.wish.prompt), event.completion_tokens
+        prompt, completion = len(self.order.wishes[0].prompt), event.completion_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -132,64 +120,34 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
         decision = decide_budget(request, served, asked)
-        if asked.max_tokens > settings.max_tokens:
-            raise InvalidField(
-                f"max_tokens is {asked.max_tokens}, but this server writes at most "
-                f"{settings.max_tokens}: send less",
-                param="max_tokens",
-            )
+        max_tokens = asked.limit(settings.max_tokens)
+        check_max_tokens(max_tokens, settings)
         check_beams(asked, served)
         prompt = await encoding.run(
             request, len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt)
         )
-        wish = wish_of(asked, served, prompt, secrets.randbits(_DRAWN_BITS))
-        kind: Kind = "search" if wish.num_beams > 1 else "generate"
-        deadline = deadline_of(request, asked)
-        if len(decision.choices) > 1:
-            lane = LaneKey(served.name, kind, decision.steps)
-            steps = engine.steps_for(
-                lane, decision.step_choices, len(prompt), wish.max_tokens, deadline
-            )
-            decision = decision.served_at(steps)
-        return await _run(Exchange(request, engine, served, decision, wish, deadline))
+        wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
+        order = Order.of(request, engine, served, asked, decision, (wish,))
+        return await _run(Exchange(order))
 
     return router
 
 
 async def _run(exchange: Exchange) -> Response:
-    mailbox, wish = Mailbox(), exchange.wish
-    served, steps = exchange.served, exchange.decision.steps
-    searches = wish.num_beams > 1
-    kind: Kind = "search" if searches else "generate"
-    job: Job[Work] = Job(
-        lane=LaneKey(served.name, kind, steps),
-        work=(Translation if searches else Generation)(wish, served.codec, mailbox.deliver),
-        lengths=(len(wish.prompt),),
-        positions=positions_held(wish, served),
-        deadline=exchange.deadline,
-        tokens_left=wish.max_tokens,
-    )
     async with AsyncExitStack() as work:
-        await work.enter_async_context(submitted(exchange.engine, job, mailbox, exchange.request))
-        note_decision(exchange.request, exchange.engine, served, exchange.decision)
-        # A stream waits for its first event too: what fails at once gets a status of its own.
-        events = await mailbox.take()
-        first = events[0]
-        if isinstance(first, FailedEvent):
-            raise first.error
-        if wish.stream:
-            assert job.started_s is not None
-            queue_ms = round((job.started_s - job.queued_s) * 1000, 3)
+        running = await work.enter_async_context(exchange.order.running())
+        events = await running.first()
+        if exchange.order.wishes[0].stream:
             return EventStream(
                 events,
-                mailbox,
+                running.mailbox,
                 work.pop_all(),
-                exchange.chunk,
-                exchange.done,
-                {"server-timing": f"queue;dur={queue_ms}"},
+                exchange.written,
+                running.stream_headers,
             )
-    assert isinstance(first, GeneratedEvent)
-    response = exchange.whole(first)
+    _, event = events[0]
+    assert isinstance(event, GeneratedEvent)
+    response = exchange.whole(event)
     return answer(response, {"server-timing": response.timing.header})
 
 

@@ -37,18 +37,16 @@ class Outlook(Generic[WorkT]):
             seconds = self._usual_s(key)
         return 0.0 if seconds is None else seconds
 
-    def alone_s(self, key: LaneKey, prompt: int, tokens: int) -> float:
-        """The time of a whole answer on an idle server."""
-        read_s = self._latency.call_s(Series(key.model, "prefill", key.steps), 1, prompt) or 0.0
-        each_s = self.token_s(key, 1, prompt + tokens // 2)
-        return read_s + (tokens - 1) * each_s + IDLE_ANSWER_S
+    def alone_s(self, key: LaneKey, prompt: int, tokens: int, jobs: int = 1) -> float:
+        """The time of a whole answer on an idle server; of so many that are asked for at once."""
+        each_s = self.token_s(key, min(self._max_rows, jobs), prompt + tokens // 2)
+        return self._work_s(key, prompt, tokens, jobs, each_s) + IDLE_ANSWER_S
 
-    def ready_s(self, key: LaneKey, prompt: int, tokens: int) -> float:
-        """The time until its last token, asked for now."""
-        rows = min(self._max_rows, 1 + sum(len(lane.occupants()) for lane in self._lanes))
-        read_s = self._latency.call_s(Series(key.model, "prefill", key.steps), 1, prompt) or 0.0
+    def ready_s(self, key: LaneKey, prompt: int, tokens: int, jobs: int = 1) -> float:
+        """The time until the last token of all, asked for now."""
+        rows = min(self._max_rows, jobs + sum(len(lane.occupants()) for lane in self._lanes))
         each_s = self.token_s(key, rows, prompt + tokens // 2) + self._beside_s
-        work_s = read_s + (tokens - 1) * each_s
+        work_s = self._work_s(key, prompt, tokens, jobs, each_s)
         return self.wait_s(key) + work_s * self._latency.caution + self._latency.answer_s
 
     def wait_s(self, key: LaneKey) -> float:
@@ -56,14 +54,27 @@ class Outlook(Generic[WorkT]):
         lane = next((one for one in self._lanes if one.key == key), None)
         if lane is None:
             return 0.0
-        running = sorted(job.tokens_left for job in lane.occupants())
-        free = self._max_rows - len(running)
-        ahead = len(lane.waiting)
-        if not running or ahead < free:
+        occupants, ahead = lane.occupants(), len(lane.waiting)
+        free = self._max_rows - len(occupants)
+        read_s = self._read_s(key, sum(job.lengths[0] for job in lane.waiting), ahead)
+        if ahead < free:
+            return read_s
+        positions = (occupants or list(lane.waiting))[0].positions
+        each_s = self.token_s(key, self._max_rows, 1 + positions // 2) + self._beside_s
+        left = sorted(job.tokens_left for job in occupants)
+        if ahead - free < len(left):
+            return read_s + left[ahead - free] * each_s
+        total = sum(left) + sum(job.tokens_left for job in lane.waiting)
+        return read_s + total / self._max_rows * each_s
+
+    def _work_s(self, key: LaneKey, prompt: int, tokens: int, jobs: int, each_s: float) -> float:
+        """Prompts are read one after the other; tokens come for all rows that there may be."""
+        read_s = self._read_s(key, jobs * prompt, jobs)
+        return read_s + -(-jobs // self._max_rows) * (tokens - 1) * each_s
+
+    def _read_s(self, key: LaneKey, tokens: int, prompts: int) -> float:
+        """The time to read so many prompts of so many tokens in all."""
+        if not prompts:
             return 0.0
-        each_s = self.token_s(key, len(running), 1 + lane.occupants()[0].positions // 2)
-        each_s += self._beside_s
-        if ahead - free < len(running):
-            return running[ahead - free] * each_s
-        total = sum(running) + sum(job.tokens_left for job in lane.waiting)
-        return total / self._max_rows * each_s
+        series = Series(key.model, "prefill", key.steps)
+        return prompts * (self._latency.call_s(series, 1, round(tokens / prompts)) or 0.0)

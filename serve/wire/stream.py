@@ -1,11 +1,13 @@
-"""Server-sent events: an answer token by token, and exactly one terminal event.
+"""Server-sent events: an answer in pieces, and exactly one terminal event.
 
 Knows how events are written and sent; deliberately not how they come to be.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Generic
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,32 +15,39 @@ from starlette.types import Receive, Scope, Send
 from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.errors import InternalError
 from serve.wire.answers import Answer
-from serve.wire.mailbox import ClientGone, Mailbox
+from serve.wire.mailbox import ClientGone, EventT, Mailbox
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-class EventStream(Response):
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What events become on the wire, and whether the last of them ends the stream."""
+
+    body: bytes
+    over: bool
+
+
+class EventStream(Response, Generic[EventT]):
     """Sends what comes into a mailbox, until the terminal event or until the client leaves."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: list[Event],
-        mailbox: Mailbox,
+        first: Sequence[EventT],
+        mailbox: Mailbox[EventT],
         work: AsyncExitStack,
-        chunk: Callable[[TokenEvent], Answer],
-        done: Callable[[GeneratedEvent], Answer],
+        write: Callable[[Sequence[EventT]], Written],
         headers: dict[str, str],
     ) -> None:
+        """`work` ends with the stream; `first` has come already."""
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self._first = first
         self._mailbox = mailbox
         self._work = work
-        self._chunk = chunk
-        self._done = done
+        self._write_events = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._work:
@@ -53,28 +62,46 @@ class EventStream(Response):
             try:
                 while True:
                     # Tokens that came together go out together.
-                    body = b"".join(map(self._write, events))
-                    over = not isinstance(events[-1], TokenEvent)
-                    await send({"type": "http.response.body", "body": body, "more_body": not over})
-                    if over:
+                    written = self._write_events(events)
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": written.body,
+                            "more_body": not written.over,
+                        }
+                    )
+                    if written.over:
                         return
                     events = await self._mailbox.take()
             except ClientGone:
                 return
 
-    def _write(self, event: Event) -> bytes:
+
+@dataclass(frozen=True, slots=True)
+class NamedEvents:
+    """Writes tokens as events without a name, and the end as `done` or `error`."""
+
+    chunk: Callable[[TokenEvent], Answer]
+    done: Callable[[GeneratedEvent], Answer]
+
+    def write(self, events: Sequence[Event]) -> Written:
+        over = not isinstance(events[-1], TokenEvent)
+        return Written(b"".join(map(self._one, events)), over)
+
+    def _one(self, event: Event) -> bytes:
         match event:
             case TokenEvent():
-                return b"data: " + _json(self._chunk(event)) + b"\n\n"
+                return event_of(self.chunk(event).model_dump_json(exclude_none=True))
             case GeneratedEvent():
-                return b"event: done\ndata: " + _json(self._done(event)) + b"\n\n"
+                done = self.done(event).model_dump_json(exclude_none=True)
+                return b"event: done\n" + event_of(done)
             case FailedEvent():
                 body = event.error.body()
             case _:
                 body = InternalError("an event that no generation has").body()
-        return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
+        return b"event: error\n" + event_of(json.dumps(body))
 
 
-def _json(answer: Answer) -> bytes:
-    # Escaped like the rest of JSON, a text can hold no line break that would end the event.
-    return answer.model_dump_json(exclude_none=True).encode()
+def event_of(data: str) -> bytes:
+    """An event with this JSON: in it, a text can hold no line break that would end the event."""
+    return b"data: " + data.encode() + b"\n\n"

@@ -3,11 +3,23 @@
 Knows requests and manifests; deliberately neither the engine nor how tokens are chosen.
 """
 
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from serve.catalog import Served
 from serve.engine.generation import Wish
 from serve.engine.sampling import Sampling
 from serve.errors import InvalidField
 from serve.wire.schemas import GenerateRequest
+
+# A drawn seed fits a JavaScript number, so that every client can send it back as it came.
+_DRAWN_BITS = 32
+
+
+def drawn_seed() -> int:
+    """A seed for a request that has none."""
+    return secrets.randbits(_DRAWN_BITS)
 
 
 def check_beams(asked: GenerateRequest, served: Served) -> None:
@@ -32,27 +44,57 @@ def check_beams(asked: GenerateRequest, served: Served) -> None:
         )
 
 
-def wish_of(asked: GenerateRequest, served: Served, prompt: list[int], seed: int) -> Wish:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How to write, whatever protocol asked."""
+
+    max_tokens: int
+    temperature: float | None = None  # None: 1 to continue a prompt, 0 to translate
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    stream: bool = False
+    num_beams: int = 1
+
+
+def wish_of(
+    asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
+) -> Wish:
     """What to write; the drawn seed stands in for a missing one."""
-    manifest = served.manifest
-    limit = manifest.target_max_tokens
-    temperature = asked.temperature
-    if temperature is None:
-        temperature = 0.0 if manifest.task == "translate" else 1.0
-    return Wish(
-        prompt=prompt,
-        max_tokens=asked.max_tokens if limit is None else min(asked.max_tokens, limit),
-        window=manifest.text_input.max_tokens if limit is None else limit,
-        sampling=Sampling(
-            temperature=temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            seed=seed if asked.seed is None else asked.seed,
-        ),
+    manner = Manner(
+        max_tokens=max_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=seed if asked.seed is None else asked.seed,
         stops=asked.stops,
         logprobs=asked.logprobs,
         stream=asked.stream,
         num_beams=asked.num_beams or 1,
+    )
+    return wish_in(manner, served, prompt)
+
+
+def wish_in(manner: Manner, served: Served, prompt: list[int]) -> Wish:
+    """What to write in this manner, for the task of the model."""
+    manifest = served.manifest
+    limit = manifest.target_max_tokens
+    temperature = manner.temperature
+    if temperature is None:
+        temperature = 0.0 if manifest.task == "translate" else 1.0
+    return Wish(
+        prompt=prompt,
+        max_tokens=manner.max_tokens if limit is None else min(manner.max_tokens, limit),
+        window=manifest.text_input.max_tokens if limit is None else limit,
+        sampling=Sampling(
+            temperature=temperature, top_k=manner.top_k, top_p=manner.top_p, seed=manner.seed
+        ),
+        stops=manner.stops,
+        logprobs=manner.logprobs,
+        stream=manner.stream,
+        num_beams=manner.num_beams,
     )
 
 

@@ -97,7 +97,8 @@ def tokenizers(draw: st.DrawFn, task: Task) -> TokenizerSpec:
     kind: Any = draw(st.sampled_from(["chars", "bpe"]))
     if task == "translate":
         return TokenizerSpec(kind, "t.json", pad, vocab_size, bos, eos)
-    return TokenizerSpec(kind, "t.json", pad, vocab_size)
+    chat = "chat_template.jinja" if task == "generate" and draw(st.booleans()) else None
+    return TokenizerSpec(kind, "t.json", pad, vocab_size, chat_template=chat)
 
 
 @st.composite
@@ -188,7 +189,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         calibration=draw(calibrations()) if calibrated else None,
         card=draw(facts),
         provenance=draw(facts),
-        files={name: draw(entries) for name in [*names, "t.json"]},
+        files={name: draw(entries) for name in [*names, "t.json", "chat_template.jinja"]},
     )
 
 

@@ -98,10 +98,12 @@ READER_ONLY_OF_FAMILIES = (
     "repeats encoder-1.onnx",
     "is weights already",
     "files does not list",
+    "is tokenizer.file already",
 )
 
 
-OPTIONAL = {"step": {"mixed"}}  # bundles of earlier releases have none
+# Bundles of earlier releases have none.
+OPTIONAL = {"step": {"mixed"}, "tokenizer": {"chat_template"}}
 
 
 def validator(part: str) -> Draft202012Validator:

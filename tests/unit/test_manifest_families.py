@@ -59,6 +59,12 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (translate_bundle, "rungs.1.encoder", "weights.bin", "which is weights already"),
     (translate_bundle, "rungs.1.encoder", "absent.onnx", "files does not list absent.onnx"),
     (translate_bundle, "rungs.1.nfe", 2, "rungs[1].nfe is 2, but 2 steps of euler spend 4"),
+    (classify_bundle, "tokenizer.chat_template", "c.jinja", "chat_template must be null for the"),
+    (translate_bundle, "tokenizer.chat_template", "c.jinja", "chat_template must be null for the"),
+    (generate_bundle, "tokenizer.chat_template", 3, "tokenizer.chat_template must be a string"),
+    (generate_bundle, "tokenizer.chat_template", "../c", "which is no plain file name"),
+    (generate_bundle, "tokenizer.chat_template", "c.jinja", "files does not list c.jinja"),
+    (generate_bundle, "tokenizer.chat_template", "tokenizer.json", "is tokenizer.file already"),
     (translate_bundle, "cache", "kv", "cache must be none for the task translate"),
 ]
 

@@ -1,0 +1,158 @@
+"""Streams in OpenAI's shape that fail or come late: an error is their one terminal event."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from serve.engine.events import (
+    ClassifiedEvent,
+    FailedEvent,
+    GeneratedEvent,
+    Span,
+    TokenEvent,
+    TokenLogprob,
+)
+from serve.errors import InternalError
+from serve.wire.answers import Budget, Expected, Timing, Usage
+from serve.wire.openai_answers import DialReport
+from serve.wire.openai_shapes import CompletionShape, Head, Tail
+from serve.wire.openai_stream import ChunkWriter
+from tests.fake_server import FakeServer, fake_server
+from tests.openai_clients import parse_chunks
+
+ABC: dict[str, Any] = {"model": "tiny-generate", "prompt": "abc", "max_tokens": 9, "stream": True}
+SPAN = Span(1.0, 2.0, 3.0)
+BUDGET = Budget(
+    steps=1,
+    method="euler",
+    nfe=1,
+    reason="exact",
+    full_steps=1,
+    expected=Expected(metric="loss", value=1.0, full_value=1.0),
+    max_disagreement=None,
+)
+TAIL = Tail(
+    Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
+    DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+def writer(answers: int, counts: bool = False) -> ChunkWriter:
+    shape = CompletionShape([""] * answers, logprobs=False)
+    head = Head("cmpl-1", 1, "m")
+    return ChunkWriter(shape, head, answers, lambda events: TAIL, "/v1/completions", counts)
+
+
+def end(text: str) -> GeneratedEvent:
+    return GeneratedEvent("stop", text, 1, (), SPAN)
+
+
+def test_a_call_that_throws_ends_the_stream_of_all_answers(server: FakeServer) -> None:
+    decoded = 0
+
+    def fail(kind: str, _: object) -> None:
+        nonlocal decoded
+        decoded += kind == "decode"
+        if decoded > 3:
+            raise RuntimeError("out of memory")
+
+    server.mood.fail = fail
+    response = httpx.post(f"{server.url}/v1/completions", json=ABC | {"n": 3, "temperature": 0})
+    chunks, ended = parse_chunks(response.text)
+    assert ended == "error"
+    error = chunks[-1]["error"]
+    assert (error["code"], error["type"]) == ("model_failure", "server_error")
+    server.wait_for(running=0)
+
+
+def test_a_deadline_that_lapses_in_a_stream_raises_in_the_client(server: FakeServer) -> None:
+    def hold(kind: str, _: object) -> None:
+        if kind == "decode":
+            server.mood.gate.clear()
+
+    server.mood.fail = hold
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        stream = client.completions.create(**ABC, n=2, extra_body={"deadline_ms": 300})
+        assert next(stream).choices[0].text == "d"
+        with pytest.raises(openai.APIError, match="within 300 ms") as caught:
+            for _ in stream:
+                pass
+    assert caught.value.code == "deadline_lapsed" and caught.value.param == "deadline_ms"
+    server.mood.fail = lambda kind, tokens: None
+    server.mood.gate.set()
+    server.wait_for(running=0)
+
+
+def test_a_deadline_that_lapses_is_a_504(server: FakeServer) -> None:
+    server.mood.gate.clear()
+    with (
+        OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+        pytest.raises(openai.InternalServerError) as caught,
+    ):
+        client.completions.create(
+            model="tiny-generate", prompt="abc", n=2, extra_body={"deadline_ms": 200}
+        )
+    assert caught.value.status_code == 504 and caught.value.code == "deadline_lapsed"
+    server.mood.gate.set()
+    server.wait_for(running=0)
+
+
+def test_all_answers_get_a_place_in_the_queue_or_none() -> None:
+    with fake_server(queue_limit=3) as server, ThreadPoolExecutor(3) as pool:
+
+        def ask(answers: int) -> httpx.Response:
+            body = ABC | {"n": answers, "stream": False}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+
+        server.mood.gate.clear()
+        asked = [pool.submit(ask, 1)]
+        server.wait_for(running=1)
+        asked.append(pool.submit(ask, 2))
+        server.wait_for(running=1, queued=2)
+        refused = ask(2)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        server.wait_for(running=1, queued=2)
+        asked.append(pool.submit(ask, 1))
+        server.wait_for(running=1, queued=3)
+        server.mood.gate.set()
+        assert [len(one.result().json()["choices"]) for one in asked] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_last_of_several_answers_ends_the_stream(counts: bool) -> None:
+    written = writer(2, counts)
+    first = written.write([(1, TokenEvent(0, "b")), (1, end("b"))])
+    assert not first.over and b"stepdial" not in first.body and b"[DONE]" not in first.body
+    last = written.write([(0, TokenEvent(0, "a")), (0, end("a"))])
+    assert last.over and last.body.endswith(b"\n\ndata: [DONE]\n\n")
+    chunks, _ = parse_chunks((first.body + last.body).decode())
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * 4 + [0] * counts
+
+
+@pytest.mark.parametrize(
+    "event", [FailedEvent(InternalError("a bug")), ClassifiedEvent((), (), (), SPAN)]
+)
+def test_nothing_comes_behind_an_error(event: FailedEvent | ClassifiedEvent) -> None:
+    written = writer(2).write([(0, TokenEvent(0, "a")), (0, event), (1, TokenEvent(0, "b"))])
+    chunks, ended = parse_chunks(written.body.decode())
+    assert written.over and ended == "error" and len(chunks) == 2
+
+
+def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
+    half = TokenLogprob("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
+    shape = CompletionShape([""], logprobs=True)
+    event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
+    (choice,) = shape.whole(Head("cmpl-1", 1, "m"), [event], TAIL).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0}]
