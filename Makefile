@@ -24,12 +24,13 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check e2e bench load image clean
+.PHONY: help setup demo test check audit e2e bench load image clean
 
 help:
 	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
 	@echo 'make test    run every test (installs the development extras first)'
 	@echo 'make check   ruff, mypy --strict and the import rules'
+	@echo 'make audit   look up known vulnerabilities of what is installed (needs a network)'
 	@echo 'make e2e     only the tests that start the real server'
 	@echo 'make load    30 seconds of mixed load against http://$(HOST):$(PORT)'
 	@echo 'make bench   measure what the README states'
@@ -84,6 +85,9 @@ check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict --num-workers 2 $(SOURCES)
 	$(VENV)/bin/lint-imports
+
+audit: $(VENV)/.installed-dev
+	@PYTHON=$(PY) .ci/audit $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(PY) -m pytest $(PARALLEL) $(ARGS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from serve.bundle import Effort, Level, Manifest, Rung
-from serve.errors import ImpossibleBudget, NotCalibrated
+from serve.errors import ImpossibleBudget, NotCalibrated, StepsForbidden
 
 Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default"]
 
@@ -76,6 +76,37 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
         return Decision(allowed[-1], full, "deadline", choices=allowed)
     usual = [rung for rung in allowed if rung.steps <= manifest.default_steps] or allowed[:1]
     return Decision(usual[-1], full, "default", choices=tuple(usual))
+
+
+def decide_within(ask: Ask, manifest: Manifest, most: int | None) -> Decision:
+    """The same for a caller who may have so many steps at most; StepsForbidden beyond them.
+
+    Where the server chooses, it chooses among those.
+    """
+    if most is None:
+        return decide(ask, manifest)
+    capped = ask
+    if ask.steps is None and ask.effort is None and ask.max_disagreement is None:
+        limit = most if ask.max_steps is None else min(most, ask.max_steps)
+        if any((ask.min_steps or 1) <= rung.steps <= limit for rung in manifest.rungs):
+            capped = replace(ask, max_steps=limit)
+    decision = decide(capped, manifest)
+    if decision.steps > most:
+        named = next(
+            (
+                field
+                for field in ("steps", "effort", "max_disagreement", "min_steps")
+                if getattr(ask, field) is not None
+            ),
+            "steps",
+        )
+        raise StepsForbidden(
+            f"this asks for {decision.steps} steps, and the API key may have {most} at most: "
+            "ask for fewer",
+            param=named,
+            max_steps=most,
+        )
+    return decision
 
 
 def _rung_of(steps: int, manifest: Manifest) -> Rung:

@@ -2,27 +2,39 @@
 
     ServeError
     ├── BadRequest            400  the body is not JSON
+    ├── BadHttp               400  the bytes are not a request of HTTP/1.1
+    ├── Unauthorized          401  no API key, or one that is not known
     ├── CrossOrigin           403  a page of another address sent the request
+    ├── AdminOff              403  nobody may change what is served
+    ├── FolderForbidden       403  a folder that models may not be loaded from
+    ├── StepsForbidden        403  more steps than the API key may have
     ├── NotFound              404  no such path
     │   └── UnknownModel      404  no model of that name is served
     ├── MethodNotAllowed      405  the path exists, the method does not
     ├── RequestTimeout        408  the body did not arrive in time
     ├── PayloadTooLarge       413  the body is larger than the limit
+    ├── UrlTooLong            414  the address is longer than the limit
     ├── Unprocessable         422  the request can never be answered as it stands
     │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
     │   ├── ImpossibleBudget  422  the ladder has no such rung
     │   │   └── ImpossibleDeadline  422  an idle server would take longer, `least_ms`
     │   ├── NotCalibrated     422  the model cannot promise how often early answers differ
+    │   ├── BrokenBundle      422  a bundle that cannot be served
     │   ├── WrongInput        422  the model takes another kind of input
     │   └── WrongTask         422  the model serves the other endpoint
     ├── QueueFull             429  try again after `retry_after_s`
-    │   └── TooBusy           429  the deadline cannot be met behind what waits
+    │   ├── TooBusy           429  the deadline cannot be met behind what waits
+    │   ├── RateLimited       429  the API key has sent too many requests of late
+    │   └── ConcurrencyLimited 429  too many requests of the API key run
+    ├── HeadersTooLarge       431  too many headers, or too many bytes of them
     ├── InternalError         500  our own bug; never caused by input that a client may send
     ├── DeadlineLapsed        504  the request was taken in, and its deadline passed
     └── Unavailable           503  nothing is wrong with the request
         ├── NotReady          503  the engine is starting or has stopped, or a model fails
         │   └── Stalled       503  a call of a model hangs; try again after `retry_after_s`
+        ├── ModelGone         503  the model was replaced between two steps of the request
         ├── Draining          503  the server is shutting down
+        ├── Crowded           503  too many connections are open
         └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
 
 It deliberately knows neither HTTP frameworks nor the engine: an error is data that a route writes
@@ -60,9 +72,38 @@ class BadRequest(ServeError):
     code = "invalid_json"
 
 
+class BadHttp(ServeError):
+    status = 400
+    code = "bad_http"
+
+
+class Unauthorized(ServeError):
+    status = 401
+    code = "unauthorized"
+
+    def headers(self) -> dict[str, str]:
+        # What makes a browser ask; programs send a bearer token without being told.
+        return {"www-authenticate": 'Basic realm="Stepdial", charset="UTF-8"'}
+
+
 class CrossOrigin(ServeError):
     status = 403
     code = "cross_origin"
+
+
+class AdminOff(ServeError):
+    status = 403
+    code = "admin_off"
+
+
+class FolderForbidden(ServeError):
+    status = 403
+    code = "folder_forbidden"
+
+
+class StepsForbidden(ServeError):
+    status = 403
+    code = "steps_forbidden"
 
 
 class NotFound(ServeError):
@@ -96,6 +137,16 @@ class PayloadTooLarge(ServeError):
         return {"connection": "close"}
 
 
+class UrlTooLong(ServeError):
+    status = 414
+    code = "url_too_long"
+
+
+class HeadersTooLarge(ServeError):
+    status = 431
+    code = "headers_too_large"
+
+
 class Unprocessable(ServeError):
     status = 422
     code = "unprocessable"
@@ -126,6 +177,10 @@ class NotCalibrated(Unprocessable):
     code = "not_calibrated"
 
 
+class BrokenBundle(Unprocessable):
+    code = "broken_bundle"
+
+
 class WrongInput(Unprocessable):
     code = "wrong_input"
 
@@ -153,6 +208,14 @@ class QueueFull(ServeError):
 
 class TooBusy(QueueFull):
     code = "too_busy"
+
+
+class RateLimited(QueueFull):
+    code = "rate_limited"
+
+
+class ConcurrencyLimited(QueueFull):
+    code = "concurrency_limited"
 
 
 class DeadlineLapsed(ServeError):
@@ -203,6 +266,20 @@ class Draining(Unavailable):
 
     def headers(self) -> dict[str, str]:
         return {"retry-after": "1", "connection": "close"}
+
+
+class Crowded(Unavailable):
+    code = "too_many_connections"
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "1", "connection": "close"}
+
+
+class ModelGone(Unavailable):
+    code = "model_gone"
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "1"}
 
 
 class ModelFailure(Unavailable):

@@ -4,12 +4,14 @@ Knows argparse; deliberately no setting by its name.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.settings import Settings, flag, variable
+from serve.setting_names import CONFIG_VARIABLE, OTHER_VARIABLES, flag, variable
+from serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +20,21 @@ class CommandLine:
 
     bundles: tuple[Path, ...]
     flags: dict[str, Any]
+    config: Path | None = None  # the file of settings
+    new_key: str | None = None  # the name of a key to make instead of serving
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Read the command line; unknown flags end the process with status 2, as usual."""
     options = vars(_parser().parse_args(list(argv)))
-    bundles = tuple(options.pop("bundles"))
-    return CommandLine(bundles, {name: text for name, text in options.items() if text is not None})
+    bundles, new_key = tuple(options.pop("bundles")), options.pop("make_key")
+    config = options.pop("config") or os.environ.get(CONFIG_VARIABLE)
+    return CommandLine(
+        bundles,
+        {name: text for name, text in options.items() if text is not None},
+        None if config is None else Path(config),
+        new_key,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,15 +42,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="stepdial serve",
         description="Answer HTTP requests with the models of these bundles; without one, with "
         "every bundle of the zoo.",
-        epilog="Every flag has an environment variable, named in brackets; a flag comes first.",
+        epilog="Every setting has an environment variable, named in brackets, and may stand in "
+        "the file that --config names, without dashes. Flags come before the environment, that "
+        "before the file. Other variables: "
+        + "; ".join(f"{name}: {about}" for name, about in OTHER_VARIABLES.items())
+        + ".",
         allow_abbrev=False,
     )
     parser.add_argument(
         "bundles", nargs="*", type=Path, metavar="BUNDLE", help="folder of a bundle to serve"
     )
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"read settings from this TOML file [{CONFIG_VARIABLE}]"
+    )
+    parser.add_argument(
+        "--make-key",
+        metavar="NAME",
+        help="show a new API key of this name, write what --api-keys-file needs to know of it to "
+        "standard output, and end",
+    )
     for name, field in Settings.model_fields.items():
         about = f"{field.description} [{variable(name)}]"
-        if field.default is not None and name != "zoo":
+        if field.default not in (None, ()) and name != "zoo":
             about += f" (default: {field.default})"
         about = about.replace("%", "%%")
         if field.annotation is bool:

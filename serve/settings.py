@@ -1,30 +1,35 @@
-"""Settings of the server: every one has a flag, an environment variable, a default and a limit.
+"""Settings of the server: every one has a flag, an environment variable, a key of the settings
+file, a default and a limit.
 
 The flags of `stepdial serve` are made from this class, and misspelt names fail at start. It
 deliberately knows nothing of what uses a setting.
 """
 
-import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.watchdog import Patience
+from serve.logs import LogFormat
 from serve.runtime.place import Device, Place
 from serve.scheduler.limits import Limits
+from serve.setting_names import (
+    ADMIN_KEY_VARIABLE,
+    KEYS_VARIABLE,
+    PREFIX,
+    SettingsError,
+    check_names,
+    flag,
+    variable,
+)
 
-PREFIX = "STEPDIAL_"
-# Named like settings, but read by the tests: the browser that drives the page.
-_NOT_SETTINGS = frozenset({"STEPDIAL_CHROMIUM"})
 _PROJECT = Path(__file__).resolve().parent.parent
-
-
-class SettingsError(ValueError):
-    """A setting that cannot be used; the message says which, and what it may be."""
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class Settings(BaseSettings):
@@ -95,6 +100,58 @@ class Settings(BaseSettings):
     cache_mb: Annotated[
         int, Field(ge=1, le=1_000_000, description="MiB of memory for the caches of generations")
     ] = 128
+    api_keys_file: Annotated[
+        Path | None,
+        Field(
+            description="TOML file of API keys, made with --make-key; with it, or with "
+            f"{KEYS_VARIABLE}, every route but the probes needs a key"
+        ),
+    ] = None
+    admin_keys_file: Annotated[
+        Path | None,
+        Field(
+            description="TOML file of keys, made with --make-key, for those who may load and "
+            f"unload models; without it and {ADMIN_KEY_VARIABLE} nobody may"
+        ),
+    ] = None
+    admin_folders: Annotated[
+        tuple[Path, ...],
+        NoDecode,
+        Field(
+            description="folders that models may be loaded from while the server runs, separated "
+            "by commas (default: those served at the start, and the zoo)"
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Field(
+            description="web pages of other addresses that may call, such as "
+            "https://app.example.org; several are separated by commas"
+        ),
+    ] = ()
+    max_connections: Annotated[
+        int, Field(ge=1, le=100_000, description="connections that may be open before 503")
+    ] = 1000
+    max_headers: Annotated[
+        int, Field(ge=8, le=10_000, description="headers that a request may have before 431")
+    ] = 100
+    max_header_bytes: Annotated[
+        int,
+        Field(ge=1024, le=2**24, description="size of all headers before 431, of a URL before 414"),
+    ] = 2**15
+    header_timeout_s: Annotated[
+        float, Field(gt=0, le=3600, description="time for the headers to arrive before 408")
+    ] = 10.0
+    send_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="time that a client may leave what was sent unread before the connection "
+            "is cut",
+        ),
+    ] = 60.0
     max_body_bytes: Annotated[
         int, Field(ge=1024, le=2**30, description="size of a request body before 413")
     ] = 2**20
@@ -128,6 +185,9 @@ class Settings(BaseSettings):
         Field(gt=0, le=3600, description="time for such a call to end before the process does"),
     ] = 5.0
     access_log: Annotated[bool, Field(description="log every request")] = False
+    log_format: Annotated[
+        LogFormat, Field(description="lines of text, or one JSON object a line")
+    ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="what to log")
     ] = "warning"
@@ -138,6 +198,24 @@ class Settings(BaseSettings):
         if not host.strip():
             raise ValueError("name an address, such as 127.0.0.1 or 0.0.0.0")
         return host
+
+    @field_validator("cors_origins", "admin_folders", mode="before")
+    @classmethod
+    def _separated(cls, several: object) -> object:
+        if isinstance(several, str):
+            return tuple(word.strip() for word in several.split(",") if word.strip())
+        return several
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _exact_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: send scheme://host or scheme://host:port in lower "
+                    "case, without a path; * is not taken, since it would let every page in"
+                )
+        return origins
 
     @property
     def place(self) -> Place:
@@ -165,48 +243,35 @@ class Settings(BaseSettings):
 
     @classmethod
     def read(
-        cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Settings from flags, then the environment, then defaults; SettingsError if unusable."""
-        check_names(os.environ if environ is None else environ)
+        """Settings from flags, then the environment, then a file, then defaults.
+
+        SettingsError where one of them is unusable.
+        """
+        environ, flags = os.environ if environ is None else environ, flags or {}
+        check_names(environ, cls.model_fields)
+        upper = {name.upper() for name in environ}
+        filed = {
+            field: value
+            for field, value in (config or {}).items()
+            if field not in flags and variable(field) not in upper
+        }
         try:
-            return cls(**(flags or {}))
+            return cls(**filed, **flags)
         except ValidationError as error:
-            raise SettingsError(_explain(error, flags or {})) from None
+            raise SettingsError(_explain(error, flags, filed)) from None
 
 
-def variable(field: str) -> str:
-    """The environment variable of a setting."""
-    return PREFIX + field.upper()
-
-
-def flag(field: str) -> str:
-    """The command-line flag of a setting."""
-    return "--" + field.replace("_", "-")
-
-
-def check_names(environ: Mapping[str, str]) -> None:
-    """Refuse STEPDIAL_ variables that are no setting: a misspelt one would do nothing, silently."""
-    known = {variable(field) for field in Settings.model_fields}
-    for name in environ:
-        if not name.upper().startswith(PREFIX) or name.upper() in known | _NOT_SETTINGS:
-            continue
-        # Without the prefix, which would make any two names alike.
-        rest = name.upper().removeprefix(PREFIX)
-        fields = [field.upper() for field in Settings.model_fields]
-        close = difflib.get_close_matches(rest, fields, n=1)
-        hint = (
-            f"did you mean {PREFIX}{close[0]}?"
-            if close
-            else f"after {PREFIX} comes one of {', '.join(fields)}"
-        )
-        raise SettingsError(f"the environment variable {name} is no setting: {hint}")
-
-
-def _explain(error: ValidationError, flags: Mapping[str, Any]) -> str:
+def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[str, Any]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         field = str(problem["loc"][0])
         name = flag(field) if field in flags else variable(field)
+        if field in filed:
+            name = f"{field} of the settings file"
         lines.append(f"{name} is {problem['input']!r}: {problem['msg']}")
     return "; ".join(lines)

@@ -11,13 +11,15 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.budget import Decision, decide
+from serve.budget import Decision, decide_within
 from serve.catalog import Served
 from serve.engine.engine import Engine
 from serve.engine.events import Span
 from serve.scheduler.job import Deadline
+from serve.wire.access import COMPUTED_KEY, ID_KEY, REASON_KEY, SERVED_KEY
 from serve.wire.answers import ErrorResponse, Timing
-from serve.wire.envelope import ARRIVED_KEY, ID_KEY, SERVED_KEY
+from serve.wire.envelope import ARRIVED_KEY, stay
+from serve.wire.gate import steps_allowed
 from serve.wire.mailbox import ClientGone
 from serve.wire.schemas import BudgetFields
 
@@ -34,7 +36,8 @@ def request_id(request: Request) -> str:
 
 def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
     """The rung for a request, or those that may serve it."""
-    decision = decide(asked.ask, served.manifest)
+    stay(request.scope, served.guests)
+    decision = decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
     request.scope[SERVED_KEY] = (served.name, decision.steps)
     return decision
 
@@ -49,6 +52,7 @@ def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
 def note_decision(request: Request, engine: Engine, served: Served, decision: Decision) -> None:
     """Count what became of a budget."""
     request.scope[SERVED_KEY] = (served.name, decision.steps)
+    request.scope[REASON_KEY] = decision.reason
     engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
     if decision.reason == "load":
         engine.metrics.degraded.labels(served.name).inc()
@@ -56,6 +60,7 @@ def note_decision(request: Request, engine: Engine, served: Served, decision: De
 
 def timing(request: Request, engine: Engine, span: Span) -> Timing:
     """Where the time of this request went."""
+    request.scope[COMPUTED_KEY] = span.ended_s
     return Timing(
         queue_ms=round(span.queue_ms, 3),
         compute_ms=round(span.compute_ms, 3),

@@ -1,4 +1,5 @@
-"""The outermost layer of every request: its id, its headers, its place in the metrics.
+"""The outermost layer of every request: who is let in, its id, its headers, its place in the
+metrics.
 
 Plain ASGI, so that it costs little; it deliberately knows nothing of what the routes do. They
 leave in the scope which model and steps served the request.
@@ -9,44 +10,62 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
-from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import InternalError, ServeError
+from serve.catalog import Guests
+from serve.errors import Crowded, InternalError, ServeError
+from serve.keys import Holder, Keys
 from serve.metrics import Metrics
+from serve.wire.access import ID_KEY, SERVED_KEY, Access
 from serve.wire.error_shapes import error_body
-from serve.wire.origin import cross_origin
+from serve.wire.gate import PROBES, enter
+from serve.wire.origin import HeaderList, cross_origin, cross_origin_headers, preflight_headers
 
-ID_KEY = "stepdial.id"
 ARRIVED_KEY = "stepdial.arrived_s"
-SERVED_KEY = "stepdial.served"  # (model, steps)
+GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
+CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
 CLIENT_GONE = 499  # nobody reads this status; it is only counted
 
-_PRINTABLE = "/%:@!$&'()*+,;=-._~"
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-_SECURITY: tuple[tuple[bytes, bytes], ...] = (
+SECURITY_HEADERS: HeaderList = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (
+        b"permissions-policy",
+        b"camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), usb=()",
+    ),
     (
         b"content-security-policy",
-        b"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-        b"form-action 'self'; frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+        b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     ),
 )
+_UNWRITTEN = Access(log=False, traces=None)
 _log = logging.getLogger("stepdial")
-_access = logging.getLogger("stepdial.access")
 
 
 class Envelope:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        keys: Keys,
+        origins: Collection[str] = (),
+        access: Access = _UNWRITTEN,
+    ) -> None:
         self._app = app
         self._metrics = metrics
-        self._access_log = access_log
+        self._keys = keys
+        self._origins = frozenset(origins)
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,6 +73,11 @@ class Envelope:
             return
         arrived_s = scope[ARRIVED_KEY] = time.perf_counter()
         request_id = scope[ID_KEY] = _request_id(scope)
+        extra: HeaderList = ((b"x-request-id", request_id.encode()), *SECURITY_HEADERS)
+        if self._origins:
+            extra += cross_origin_headers(scope, self._origins)
+        staying: list[Guests] = []
+        scope[GUESTS_KEY] = staying
         method, status = scope["method"], 0
         if method == "HEAD":  # the same answer as to GET, without its body
             scope = {**scope, "method": "GET"}
@@ -62,15 +86,21 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = ((b"x-request-id", request_id.encode()), *_SECURITY)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
 
+        holder: Holder | None = None
         try:
-            refusal = cross_origin(scope)
-            if refusal is not None:
+            preflight = preflight_headers(scope, self._origins)
+            if preflight is not None:  # before any key: browsers send none with it
+                await _send_empty(send_with_headers, preflight)
+                return
+            try:
+                holder = self._let_in(scope)
+            except ServeError as refusal:
+                self._metrics.rejected.labels(refusal.code).inc()
                 await _send_error(send_with_headers, refusal, scope["path"])
                 return
             await self._app(scope, receive, send_with_headers)
@@ -81,23 +111,34 @@ class Envelope:
             bug = InternalError(f"this is our bug; please report it with the id {request_id}")
             await _send_error(send_with_headers, bug, scope["path"])
         finally:
+            if holder is not None:
+                holder.leave()
+            for guests in staying:
+                guests.count -= 1
             self._count(scope, method, status or CLIENT_GONE, arrived_s)
 
+    def _let_in(self, scope: Scope) -> Holder | None:
+        """Whoever holds the key of this request, if keys are needed; a ServeError refuses it."""
+        if CROWDED_KEY in scope and scope["path"] not in PROBES:
+            raise Crowded("too many connections are open to this server: try again in a moment")
+        refusal = cross_origin(scope, self._origins)
+        if refusal is not None:
+            raise refusal
+        return enter(scope, self._keys) if self._keys else None
+
     def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
-        seconds = time.perf_counter() - arrived_s
+        ended_s = time.perf_counter()
         route = getattr(scope.get("route"), "path", "none")
         model, steps = scope.get(SERVED_KEY, ("", ""))
         self._metrics.requests.labels(route, model, str(status)).inc()
-        self._metrics.request_seconds.labels(route, model, str(steps)).observe(seconds)
-        if self._access_log:
-            _access.info(
-                "%s %s %d %.1f ms %s",
-                method,
-                _path_as_sent(scope),
-                status,
-                seconds * 1000,
-                scope[ID_KEY],
-            )
+        self._metrics.request_seconds.labels(route, model, str(steps)).observe(ended_s - arrived_s)
+        self._access.write(scope, method, status, arrived_s, ended_s)
+
+
+def stay(scope: Scope, guests: Guests) -> None:
+    """The request is with this model until it ends, though another may replace it meanwhile."""
+    guests.count += 1
+    scope[GUESTS_KEY].append(guests)
 
 
 def _request_id(scope: Scope) -> str:
@@ -108,16 +149,17 @@ def _request_id(scope: Scope) -> str:
     return secrets.token_hex(8)
 
 
-def _path_as_sent(scope: Scope) -> str:
-    """The path in printable characters only: a decoded one could forge lines of the log."""
-    return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
-
-
 async def _send_error(send: Any, error: ServeError, path: str) -> None:
     body = json.dumps(error_body(error, path)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
+        *((name.encode(), value.encode()) for name, value in error.headers().items()),
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _send_empty(send: Any, headers: HeaderList) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": b""})

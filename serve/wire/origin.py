@@ -1,9 +1,10 @@
 """Whether a page of another address sends a request: any page that a browser shows could.
 
-Knows the headers that browsers set and pages cannot; deliberately no route. Programs send no
-Origin, so this never concerns them.
+Those of the settings may (CORS), others are refused. Knows the headers that browsers set and pages
+cannot; deliberately no route. Programs send no Origin, so this never concerns them.
 """
 
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -14,13 +15,48 @@ from serve.errors import CrossOrigin
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_SHOWN = 100
 
+HeaderList = tuple[tuple[bytes, bytes], ...]
+# Without credentials: a key is a header that the page itself sets, never one that a browser adds.
+_PREFLIGHT: HeaderList = (
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"authorization, *"),  # the star leaves that one out
+    (b"access-control-max-age", b"7200"),
+)
+_READABLE: HeaderList = (
+    (
+        b"access-control-expose-headers",
+        b"retry-after, retry-after-ms, server-timing, x-request-id",
+    ),
+)
+_VARY = (b"vary", b"origin")
 
-def cross_origin(scope: Scope) -> CrossOrigin | None:
-    """The refusal of a request whose Origin is not the host that it came to."""
+
+def cross_origin_headers(scope: Scope, allowed: Collection[str]) -> HeaderList:
+    """What lets a page of an allowed origin read the answer."""
+    if not allowed:
+        return ()
+    origin = Headers(scope=scope).get("origin")
+    if origin is None or origin not in allowed:
+        return (_VARY,)
+    return ((b"access-control-allow-origin", origin.encode()), _VARY, *_READABLE)
+
+
+def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | None:
+    """The answer to a browser that asks whether a page may send a request; None if none asks."""
+    if scope["method"] != "OPTIONS" or not allowed:
+        return None
+    headers = Headers(scope=scope)
+    if headers.get("origin") not in allowed or "access-control-request-method" not in headers:
+        return None
+    return _PREFLIGHT
+
+
+def cross_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
+    """The refusal of a request whose Origin is neither the host that it came to nor allowed."""
     headers = Headers(scope=scope)
     origin = headers.get("origin")
     # Behind a proxy the host may have changed on the way; a page can set neither of these.
-    if origin is None or headers.get("sec-fetch-site") == "same-origin":
+    if origin is None or origin in allowed or headers.get("sec-fetch-site") == "same-origin":
         return None
     hosts = [headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")]
     scheme, own = _place(origin)

@@ -1,6 +1,5 @@
 """Bytes that no client library would send: never a 5xx, and the server goes on."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -8,10 +7,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.faults.raw_http import GOOD, error_code, exchange, head, status
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle
-
-GOOD = b'{"input": "x"}'
 
 
 @pytest.fixture(scope="module")
@@ -29,52 +27,6 @@ def survives(server: ServerProcess) -> Iterator[None]:
     yield
     answer = httpx.post(f"{server.url}/v1/classify", json={"input": "still here"}, timeout=10)
     assert answer.status_code == 200
-
-
-def head(length: int | str | None, *headers: str, path: str = "/v1/classify") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: test", *headers]
-    if length is not None:
-        lines.append(f"content-length: {length}")
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-def exchange(
-    server: ServerProcess, *pieces: bytes, pause_s: float = 0.0, wait_s: float = 5
-) -> bytes:
-    """Send these pieces and read until the server closes or nothing more comes."""
-    received = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=wait_s) as connection:
-        try:
-            for piece in pieces:
-                connection.sendall(piece)
-                time.sleep(pause_s)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        try:
-            while chunk := connection.recv(65536):
-                received += chunk
-                if _complete(received):
-                    break
-        except (TimeoutError, ConnectionResetError):
-            pass
-    return received
-
-
-def _complete(received: bytes) -> bool:
-    start, separator, body = received.partition(b"\r\n\r\n")
-    for line in start.lower().split(b"\r\n"):
-        if separator and line.startswith(b"content-length:"):
-            return len(body) >= int(line.partition(b":")[2])
-    return False
-
-
-def status(received: bytes) -> int:
-    assert received.startswith(b"HTTP/1.1 "), received[:100]
-    return int(received.split(b" ", 2)[1])
-
-
-def error_code(received: bytes) -> str:
-    return str(json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"])
 
 
 def test_a_body_byte_by_byte(server: ServerProcess) -> None:

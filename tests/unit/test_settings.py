@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from serve import settings_page
+from serve.config_file import read_config
 from serve.flags import parse
 from serve.runtime import Place
-from serve.settings import Settings, SettingsError, check_names, flag, variable
+from serve.setting_names import OTHER_VARIABLES, SettingsError, check_names, flag, variable
+from serve.settings import Settings
+
+PROJECT = Path(__file__).parents[2]
 
 
 def test_defaults_are_those_of_the_documents() -> None:
@@ -35,16 +40,18 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_misspelt_variable_fails_and_names_the_right_one(name: str) -> None:
     with pytest.raises(SettingsError, match="did you mean STEPDIAL_QUEUE_LIMIT"):
-        check_names({name: "1"})
+        check_names({name: "1"}, Settings.model_fields)
 
 
 def test_an_unknown_variable_lists_those_there_are() -> None:
     with pytest.raises(SettingsError, match="after STEPDIAL_ comes one of HOST, PORT"):
-        check_names({"STEPDIAL_XYZZY": "1"})
+        check_names({"STEPDIAL_XYZZY": "1"}, Settings.model_fields)
 
 
 def test_other_variables_are_nobodys_business() -> None:
-    check_names({"PATH": "/bin", "MYSTEPDIAL_X": "1", "STEPDIAL_PORT": "1"})
+    known = {name: "1" for name in OTHER_VARIABLES}
+    others = {"PATH": "/bin", "MYSTEPDIAL_X": "1", "STEPDIAL_PORT": "1", "stepdial_host": "x"}
+    check_names(known | others, Settings.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +71,12 @@ def test_other_variables_are_nobodys_business() -> None:
         ("device", "gpu"),
         ("max_inputs", "65"),
         ("host", " "),
+        ("cors_origins", "*"),
+        ("cors_origins", "https://app.example.org/"),
+        ("cors_origins", "app.example.org"),
+        ("cors_origins", "null"),
+        ("max_connections", "0"),
+        ("header_timeout_s", "0"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(
@@ -76,6 +89,76 @@ def test_values_that_cannot_be_are_refused_by_name(
     with pytest.raises(SettingsError) as refused:
         Settings.read()
     assert str(refused.value).startswith(f"{variable(name)} is {value!r}: ")
+
+
+def config(folder: Path, text: str) -> Path:
+    path = folder / "stepdial.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_comes_after_flags_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'port = 1\nqueue_limit = 2\ncache_mb = 3\nzoo = "models"\ncors_origins = ["http://a"]'
+    given = read_config(config(tmp_path, text))
+    monkeypatch.setenv("STEPDIAL_PORT", "10")
+    monkeypatch.setenv("stepdial_queue_limit", "20")
+    settings = Settings.read({"port": "100"}, config=given)
+    assert (settings.port, settings.queue_limit, settings.cache_mb) == (100, 20, 3)
+    assert (settings.zoo, settings.cors_origins) == (Path("models"), ("http://a",))
+    assert settings.drain_s == 30
+
+
+def test_several_origins_are_separated_by_commas() -> None:
+    origins = "https://app.example.org, http://localhost:3000,http://[::1]:80"
+    assert Settings.read({"cors_origins": origins}).cors_origins == (
+        "https://app.example.org",
+        "http://localhost:3000",
+        "http://[::1]:80",
+    )
+    assert Settings.read({"cors_origins": ""}).cors_origins == ()
+
+
+def test_the_file_is_named_by_a_flag_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse([]).config is None
+    monkeypatch.setenv("STEPDIAL_CONFIG", "a.toml")
+    assert parse([]).config == Path("a.toml")
+    assert parse(["--config", "b.toml"]).config == Path("b.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot = 1", "'prot' in .* is no setting: did you mean port"),
+        ("cors_origin = []", "did you mean cors_origins"),
+        ("[server]\nport = 1", "'server' in .* is no setting: see docs/settings.md"),
+        ('api_keys = "sd-a-secret"', "'api_keys' in .* is no setting: did you mean api_keys_file"),
+        ("port =", "not TOML"),
+        ("port = 1\nport = 2", "not TOML"),
+    ],
+)
+def test_a_file_with_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        read_config(config(tmp_path, text))
+
+
+def test_values_of_a_file_are_refused_by_name(tmp_path: Path) -> None:
+    given = read_config(config(tmp_path, 'port = "eighty"'))
+    with pytest.raises(SettingsError, match=r"^port of the settings file is 'eighty': "):
+        Settings.read(config=given)
+    assert Settings.read({"port": "80"}, config=given).port == 80
+    with pytest.raises(SettingsError, match=r"cannot read the settings in .*nowhere"):
+        read_config(tmp_path / "nowhere.toml")
+
+
+def test_the_page_of_settings_is_current() -> None:
+    written = (PROJECT / "docs/settings.md").read_text(encoding="utf-8")
+    assert written == settings_page.render(), (
+        "write it again: python -m serve.settings_page > docs/settings.md"
+    )
+    for name in Settings.model_fields:
+        assert f"`{flag(name)}`" in written and f"`{variable(name)}`" in written
 
 
 def test_every_setting_has_a_flag_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

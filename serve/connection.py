@@ -1,0 +1,299 @@
+"""One connection of a client: what it may send, and how long it may take.
+
+uvicorn reads the protocol; this adds the limits that it has none of, so that no client can hold
+memory or a connection without end. Knows bytes and time; deliberately neither routes nor models.
+"""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from serve.errors import BadHttp, Crowded, HeadersTooLarge, RequestTimeout, ServeError, UrlTooLong
+from serve.wire.envelope import CROWDED_KEY, SECURITY_HEADERS
+from serve.wire.error_shapes import error_body
+
+# Connections beyond the limit on which probes are answered all the same.
+_FOR_PROBES = 64
+# Requests that may wait behind another on one connection; no client that is known sends so many.
+_MAX_PIPELINED = 64
+# When the server ends, for what was answered to reach clients; less than uvicorn waits.
+_LAST_READ_S = 1.5
+# On, for no time: closing drops what was not sent.
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a client may send and how long it may take."""
+
+    connections: int
+    headers: int
+    header_bytes: int
+    header_timeout_s: float
+    body_bytes: int
+    body_timeout_s: float
+    send_timeout_s: float
+    count_refusal: Callable[[str], None]  # told the code of the error
+
+
+class _Reading(Enum):
+    """What comes next from the client."""
+
+    NOTHING = auto()  # no request has begun
+    HEAD = auto()
+    BODY = auto()
+
+
+# Looked up several times a request, which an enumeration is slow at.
+_NOTHING, _HEAD, _BODY = _Reading
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection within limits; a subclass made by `limited` sets them."""
+
+    limits: ClassVar[ConnectionLimits]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reading = _NOTHING
+        self._chunk_bytes = 0  # that came last
+        self._head_bytes = 0  # that came since the head began, without the chunk it began in
+        self._ignored_bytes = 0
+        self._crowded = False
+        self._deaf = False  # nothing that still comes is read
+        self._problem: ServeError | None = None  # what a callback of the parser found
+        self._answering: RequestResponseCycle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        over = len(self.connections) - self.limits.connections
+        self._crowded = over > 0
+        if over > _FOR_PROBES:
+            self._refuse(Crowded("too many connections are open: try again in a moment"))
+        else:
+            self._await_bytes(self.limits.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading_timer()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+        super().connection_lost(exc)
+        # uvicorn tells only the last request of a pipeline that its client has gone.
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._chunk_bytes = len(data)
+        if self._reading is _HEAD:
+            self._head_bytes += self._chunk_bytes
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._end_after_answer()  # the request is answered as if it had not asked for that
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
+            return
+        if self._reading is _HEAD:
+            problem = self._problem_of_head(self._head_bytes)
+            if problem is not None:
+                self._refuse(problem)
+            elif self._read_timer is None:
+                self._await_bytes(self.limits.header_timeout_s)
+        elif self._reading is _NOTHING and self._idle:
+            self._await_next_request()
+
+    # Parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reading = _HEAD
+        self._head_bytes = 0
+        if self._crowded:
+            cast(dict[str, object], self.scope)[CROWDED_KEY] = True
+
+    def on_headers_complete(self) -> None:
+        size = self._head_bytes + self._chunk_bytes
+        if size > self.limits.header_bytes:  # perhaps, since a chunk may hold other things too
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        self._problem = self._problem_of_head(size)
+        if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
+            self._problem = BadHttp("too many requests were sent ahead: wait for answers")
+        if self._problem is not None:
+            raise self._problem
+        self._stop_reading_timer()
+        waits = not self._idle
+        super().on_headers_complete()
+        self._reading = _BODY
+        if not waits:
+            self._answering = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._ignored_bytes += len(body)
+            if self._ignored_bytes > self.limits.body_bytes:
+                self._close()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reading = _NOTHING
+        self._ignored_bytes = 0
+        self._stop_reading_timer()
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+        elif following is not None:
+            self._answering = following
+        elif self._reading is _BODY:
+            # Answered before its body had come, which nobody reads any more.
+            self._await_bytes(self.limits.body_timeout_s)
+
+    # Writing
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader(always=True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.loop.call_later(_LAST_READ_S, self._cut)
+
+    # Ends
+
+    @property
+    def _idle(self) -> bool:
+        """Whether every request that came is answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _problem_of_head(self, size: int) -> ServeError | None:
+        if len(self.headers) > self.limits.headers:
+            return HeadersTooLarge(f"a request may have {self.limits.headers} headers: send fewer")
+        if size <= self.limits.header_bytes:
+            return None
+        if len(self.url) > self.limits.header_bytes // 2:
+            return UrlTooLong("the URL is too long: send what it holds in the body")
+        return HeadersTooLarge(
+            f"the headers are larger than {self.limits.header_bytes} bytes: send less"
+        )
+
+    def _refuse(self, problem: ServeError) -> None:
+        """Say what is wrong with what came, after the answers to what came before, and close."""
+        self.limits.count_refusal(problem.code)
+        answered_first = not self._idle and self._reading is not _BODY
+        if answered_first:
+            self._end_after_answer()
+            return
+        # What is wrong is in a body: nothing may be written into another answer that has begun.
+        begun = self._answering is not None and self._answering.response_started
+        if self._idle or (self._answering is self.cycle and not begun):
+            path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
+            self.transport.write(_written(problem, path))
+        self._close()
+
+    def _end_after_answer(self) -> None:
+        self._deaf = True
+        if self._idle:
+            self._close()
+        else:
+            self.cycle.keep_alive = False
+
+    def _close(self) -> None:
+        self._deaf = True
+        self._stop_reading_timer()
+        self.transport.close()
+        self._await_reader()
+
+    # Timers
+
+    def _await_bytes(self, timeout_s: float) -> None:
+        self._stop_reading_timer()
+        self._read_timer = self.loop.call_later(timeout_s, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._read_timer = None
+        if self.transport.is_closing():
+            return
+        if self._reading is _HEAD:
+            limit_s = self.limits.header_timeout_s
+            self._refuse(RequestTimeout(f"the headers did not arrive within {limit_s:g} s"))
+        else:
+            self._close()
+
+    def _await_next_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _await_reader(self, always: bool = False) -> None:
+        """Cut the connection if the client does not read what is still to be sent."""
+        if self._send_timer is None and (always or self.transport.get_write_buffer_size()):
+            self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self._cut)
+
+    def _cut(self) -> None:
+        if self not in self.connections:  # it is gone
+            return
+        # Otherwise the system would go on holding what it has taken for this client.
+        own: socket.socket = self.transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
+
+    def _stop_reading_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+
+def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
+    """The kind of connection that uvicorn makes for each client."""
+    return type("Connection", (LimitedProtocol,), {"limits": limits})
+
+
+def _written(problem: ServeError, path: str) -> bytes:
+    """A whole answer, for clients that no application ever hears of."""
+    body = json.dumps(error_body(problem, path)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *SECURITY_HEADERS,
+    ]
+    headers += [
+        (name.encode(), value.encode())
+        for name, value in problem.headers().items()
+        if name != "connection"
+    ]
+    status = HTTPStatus(problem.status)
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"", body])

@@ -1,0 +1,220 @@
+"""API keys: who may send requests, and how much each of them may ask for.
+
+Knows digests, limits and the file that holds them; deliberately not how a request carries a key.
+A key itself is never kept: only its SHA-256, which is enough for keys that are drawn at random.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from serve.errors import ConcurrencyLimited, RateLimited
+from serve.setting_names import KEYS_VARIABLE, SettingsError
+
+# What is written in front of a key, so that people and scanners of source code know one.
+_PREFIX = "sd-"
+_SECRET_BYTES = 32
+# Shorter ones could be guessed from their digest.
+_MIN_CHARACTERS = 20
+_MAX_CHARACTERS = 256
+_VISIBLE = re.compile(r"[!-~]+")
+# A client whose requests all run cannot know when one will end.
+_TRY_AGAIN_S = 1.0
+
+
+class KeysError(SettingsError):
+    """Keys that cannot be used; the message says where and why, and never shows one."""
+
+
+class Key(BaseModel):
+    """What is kept of a key, and what its holder may do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._@ -]+$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    requests_per_s: Annotated[float, Field(gt=0)] | None = None
+    # Requests that may come at once after a pause.
+    burst: Annotated[int, Field(ge=1)] = 10
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+
+
+class Holder:
+    """Who has a key: what runs for them, and how many requests they may send at once now."""
+
+    def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self._clock = clock
+        self._running = 0
+        self._left = float(key.burst)
+        self._counted_s = clock()
+
+    def enter(self) -> None:
+        """Take a request in; RateLimited or ConcurrencyLimited where it is one too many."""
+        most = self.key.max_concurrent
+        if most is not None and self._running >= most:
+            raise ConcurrencyLimited(
+                f"{most} requests with this API key run, which is the most it may: wait for one",
+                retry_after_s=_TRY_AGAIN_S,
+            )
+        if self.key.requests_per_s is not None:
+            self._spend(self.key.requests_per_s)
+        self._running += 1
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self._running -= 1
+
+    def _spend(self, requests_per_s: float) -> None:
+        now_s = self._clock()
+        earned = (now_s - self._counted_s) * requests_per_s
+        self._left = min(float(self.key.burst), self._left + earned)
+        self._counted_s = now_s
+        if self._left < 1:
+            raise RateLimited(
+                f"this API key may send {requests_per_s:g} requests a second: wait as long as "
+                "Retry-After says",
+                retry_after_s=(1 - self._left) / requests_per_s,
+            )
+        self._left -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    digest: bytes
+    holder: Holder
+
+
+class Keys:
+    """Those who may use the server; where there are none, everybody may."""
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        variable: str = KEYS_VARIABLE,
+    ) -> None:
+        self._path = path
+        self._fixed = _from_environment(os.environ if environ is None else environ, variable)
+        self._entries: tuple[_Entry, ...] = ()
+        self.read_again()
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def read_again(self) -> None:
+        """Read the file once more; KeysError, and the keys that were, if it cannot be used."""
+        listed = [*self._fixed, *(_from_file(self._path) if self._path is not None else ())]
+        _check_alike(listed)
+        known = {entry.holder.key.sha256: entry.holder for entry in self._entries}
+        entries = []
+        for key in listed:
+            # Whoever stays keeps count of what runs for them.
+            holder = known.get(key.sha256) or Holder(key)
+            holder.key = key
+            entries.append(_Entry(bytes.fromhex(key.sha256), holder))
+        self._entries = tuple(entries)
+
+    def holder_of(self, secret: bytes) -> Holder | None:
+        """Who holds this key; compared with all, so that the time says nothing of any."""
+        if len(secret) > _MAX_CHARACTERS:
+            return None
+        digest = hashlib.sha256(secret).digest()
+        found = None
+        for entry in self._entries:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry.holder
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A key that was just drawn, and what the file of keys has to say of it."""
+
+    secret: str
+    block: str
+
+    @classmethod
+    def draw(cls, name: str) -> Self:
+        """A new key; KeysError where the name is none."""
+        secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+        key = _checked({"name": name, "sha256": _digest(secret)}, "the new key")
+        return cls(secret, f'[[key]]\nname = "{key.name}"\nsha256 = "{key.sha256}"\n')
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _from_environment(environ: Mapping[str, str], variable: str) -> list[Key]:
+    text = environ.get(variable)
+    if text is None:
+        return []
+    keys = []
+    for number, word in enumerate(text.split(","), 1):
+        secret = word.strip()
+        if not _MIN_CHARACTERS <= len(secret) <= _MAX_CHARACTERS or not _VISIBLE.fullmatch(secret):
+            raise KeysError(
+                f"key {number} of {variable} is not {_MIN_CHARACTERS} to {_MAX_CHARACTERS} "
+                "visible ASCII characters: make one with `stepdial serve --make-key NAME`, or "
+                "unset the variable"
+            )
+        keys.append(Key(name=f"environment-{number}", sha256=_digest(secret)))
+    return keys
+
+
+def _from_file(path: Path) -> list[Key]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KeysError(f"cannot read the API keys in {path}: {error.strerror}") from None
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise KeysError(f"the API keys in {path} are not TOML: {_first_line(error)}") from None
+    listed = document.pop("key", None)
+    if document or not isinstance(listed, list) or not listed:
+        raise KeysError(
+            f"{path} must hold tables [[key]], at least one, and nothing else: make one with "
+            "`stepdial serve --make-key NAME`"
+        )
+    return [_checked(given, f"key {number} of {path}") for number, given in enumerate(listed, 1)]
+
+
+def _checked(given: Any, where: str) -> Key:
+    try:
+        return Key.model_validate(given)
+    except ValidationError as error:
+        # Without the input: someone may have put a key where its digest belongs.
+        problem = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, problem["loc"])) or "it"
+        raise KeysError(
+            f"{where}: {field}: {problem['msg']}; it has {', '.join(Key.model_fields)}"
+        ) from None
+
+
+def _check_alike(keys: list[Key]) -> None:
+    for field in ("name", "sha256"):
+        seen: dict[str, str] = {}
+        for key in keys:
+            value = getattr(key, field)
+            if value in seen:
+                raise KeysError(
+                    f"the API keys {seen[value]!r} and {key.name!r} have the same {field}: "
+                    "each needs its own"
+                )
+            seen[value] = key.name
+
+
+def _first_line(error: ValueError) -> str:
+    # Of TOML only where it goes wrong: the line itself may hold a key.
+    return str(error).splitlines()[0]
