@@ -71,6 +71,17 @@ class Client:
             raise UnexpectedAnswer(f"{response.status} from {path}: {text[:300]}")
         return text
 
+    def status(self, path: str) -> int:
+        """The status at a path, whatever it is."""
+        try:
+            self._connection.request("GET", path)
+            response = self._connection.getresponse()
+            response.read()
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            raise ConnectionError(f"{path}: {error}") from error
+        return response.status
+
     def post(self, path: str, body: dict[str, Any]) -> Reply:
         """The answer to a JSON body; UnexpectedAnswer unless it is a 200."""
         payload = json.dumps(body).encode()

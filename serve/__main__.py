@@ -4,49 +4,62 @@ Knows how the parts are put together; what they do is theirs.
 """
 
 import gc
-import json
 import logging
-import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from serve import logs
 from serve.app import create_app
-from serve.bundle import BundleError, ImageInput, PointsInput
-from serve.catalog import Catalog, Served, find_bundles, open_catalog
+from serve.banner import serving
+from serve.bundle import BundleError
+from serve.catalog import Catalog, find_bundles, open_catalog
+from serve.config_file import read_config
 from serve.engine.engine import Engine
 from serve.engine.first_calls import measure_first_calls
 from serve.flags import parse
+from serve.keys import NewKey
+from serve.loading import Loading
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
-from serve.server import AddressError, Server, bind, leave, listen
-from serve.settings import Settings, SettingsError
+from serve.server import AddressError, Server, bind, leave, listen, url_of
+from serve.setting_names import SettingsError
+from serve.settings import Settings
 
 _UNUSABLE = 2
 _INTERRUPTED = 130
 _SWITCH_S = 0.0005
+_log = logging.getLogger("stepdial")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status of the process."""
     line = parse(sys.argv[1:] if argv is None else argv)
     keep_memory_low()
+    log_format: logs.LogFormat = "text"
     try:
-        settings = Settings.read(line.flags)
+        if line.new_key is not None:
+            _show_new_key(line.new_key)
+            return 0
+        config = read_config(line.config) if line.config else None
+        settings = Settings.read(line.flags, config=config)
+        log_format = settings.log_format
         # First, so that a port in use is known before anything is loaded.
         with bind(settings.host, settings.port) as listener:
             folders = line.bundles or find_bundles(settings.zoo)
             catalog = open_catalog(folders, settings.threads, settings.place)
-            _serve(settings, catalog, listener)
+            _serve(settings, catalog, listener, None if line.bundles else settings.zoo)
     except (SettingsError, BundleError, AddressError) as error:
-        print(f"stepdial serve: {error}", file=sys.stderr)
+        print(logs.line(log_format, f"stepdial serve: {error}", "CRITICAL"), file=sys.stderr)
         return _UNUSABLE
     except KeyboardInterrupt:  # while the bundles were loading; later a signal drains
         return _INTERRUPTED
     return 0
 
 
-def _serve(settings: Settings, catalog: Catalog, listener: socket.socket) -> None:
+def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: Path | None) -> None:
+    """`zoo` is looked through again on SIGHUP."""
     _set_up(settings)
     engine = Engine(
         catalog,
@@ -57,68 +70,47 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket) -> Non
         recheck_share=settings.recheck_share,
     )
     measure_first_calls(catalog, engine.latency)
-    app = create_app(settings, engine)
+    url = url_of(listener)
 
-    def listening(url: str) -> None:
-        print(_banner(catalog, url), flush=True)
+    def show() -> None:
+        models = [served.name for served in catalog]
+        banner = serving(catalog, url)
+        print(logs.line(settings.log_format, banner, url=url, models=models), flush=True)
+
+    loading = Loading(engine, settings, zoo, changed=show)
+    app = create_app(settings, engine, loading)
+
+    async def reload() -> None:
+        for keys in (app.state.keys, app.state.admin_keys):
+            try:
+                keys.read_again()
+            except SettingsError as error:
+                _log.error("the keys stay as they were: %s", error)
+        await loading.reload()
 
     listen(listener)
-    Server(settings, app, engine, listening).run([listener])
+    Server(settings, app, engine, lambda url: show(), reload).run([listener])
+
+
+def _show_new_key(name: str) -> None:
+    """The key to the terminal, what is kept of it to wherever standard output leads."""
+    key = NewKey.draw(name)
+    print(
+        f"The key of {name}, shown this once: {key.secret}\n"
+        "What follows belongs into the file that --api-keys-file names:",
+        file=sys.stderr,
+    )
+    print(key.block)
 
 
 def _set_up(settings: Settings) -> None:
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    if settings.access_log:
-        logging.getLogger("stepdial.access").setLevel(logging.INFO)
+    logs.set_up(settings.log_format, settings.log_level, settings.access_log)
     # The engine's thread and the event loop take turns at the interpreter: short turns keep
     # either from waiting 5 ms, the default, for the other.
     sys.setswitchinterval(_SWITCH_S)
     # What is loaded now stays; looking through it again and again would only cause pauses.
     gc.collect()
     gc.freeze()
-
-
-def _banner(catalog: Catalog, url: str) -> str:
-    lines = ["", "Stepdial serves"]
-    width = max(len(served.name) for served in catalog)
-    for served in catalog:
-        steps = ", ".join(map(str, served.manifest.steps))
-        lines.append(f"  {served.name:<{width}}  {served.manifest.task:<8}  steps {steps}")
-    shown = min(catalog, key=lambda served: served.manifest.input.kind != "text")
-    path, example = _example(shown)
-    lines += [
-        f"on {url} (API: {url}/docs)",
-        "",
-        "Try:",
-        f"  curl {url}{path} -d {shlex.quote(json.dumps(example))}",
-        "",
-        "Ctrl-C ends it.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _example(served: Served) -> tuple[str, dict[str, object]]:
-    """A request that this model answers."""
-    given = served.manifest.card.get("examples")
-    text = given[0] if isinstance(given, list) and given else "Hello"
-    steps = served.manifest.steps[0]
-    if served.manifest.task == "classify":
-        taken: object = text
-        match served.manifest.input:
-            case ImageInput():
-                taken = {"image": [[0, 255], [255, 0]]}
-            case PointsInput(dimensions=dimensions):
-                taken = {"points": [[0.0] * dimensions, [1.0] * dimensions]}
-        return "/v1/classify", {"model": served.name, "input": taken, "steps": steps}
-    return "/v1/generate", {
-        "model": served.name,
-        "prompt": text,
-        "max_tokens": 64,
-        "steps": steps,
-    }
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ There is none at module level: whoever needs one calls `create_app`.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,24 +13,41 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from serve.engine.engine import Engine
 from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, ServeError
+from serve.keys import Keys
+from serve.loading import Loading
+from serve.routes.admin import admin_routes
+from serve.routes.chat import chat_routes
 from serve.routes.classify import classify_routes
+from serve.routes.completions import completion_routes
 from serve.routes.generate import generate_routes
 from serve.routes.health import health_routes
+from serve.routes.inference import inference_routes
 from serve.routes.models import model_routes
+from serve.routes.oip_models import oip_model_routes
 from serve.routes.page import add_page
+from serve.setting_names import ADMIN_KEY_VARIABLE
 from serve.settings import Settings
+from serve.traces import open_traces
+from serve.wire.access import Access
 from serve.wire.answers import DoneChunk, TokenChunk
 from serve.wire.direct import DirectRoutes, Handle
 from serve.wire.envelope import CLIENT_GONE, Envelope
-from serve.wire.error_shapes import error_body
+from serve.wire.error_shapes import error_body, error_status
+from serve.wire.loaded import LoadRequest
 from serve.wire.mailbox import ClientGone
+from serve.wire.oip_schemas import IndexRequest, InferRequest
+from serve.wire.openai_answers import ChatChunk, CompletionChunk
+from serve.wire.openai_requests import ChatRequest, CompletionRequest
+from serve.wire.refusals import document_refusals
 from serve.wire.schemas import ClassifyRequest, GenerateRequest
 
 _ABOUT = (
@@ -37,19 +55,39 @@ _ABOUT = (
     "much work it gets, and every answer says what it got."
 )
 # Shapes that routes read or stream themselves, so that the framework does not find them.
-_OWN_SHAPES = (ClassifyRequest, GenerateRequest, TokenChunk, DoneChunk)
+_OWN_SHAPES = (
+    ClassifyRequest,
+    GenerateRequest,
+    CompletionRequest,
+    ChatRequest,
+    InferRequest,
+    IndexRequest,
+    LoadRequest,
+    TokenChunk,
+    DoneChunk,
+    CompletionChunk,
+    ChatChunk,
+)
 
 
-def create_app(settings: Settings, engine: Engine) -> FastAPI:
+def create_app(settings: Settings, engine: Engine, loading: Loading | None = None) -> FastAPI:
     """An application that serves this engine, and starts and stops it."""
+    keys = Keys(settings.api_keys_file)
+    admin_keys = Keys(settings.admin_keys_file, variable=ADMIN_KEY_VARIABLE)
+    traces = open_traces(os.environ)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start(asyncio.get_running_loop().call_soon_threadsafe)
         yield
         await asyncio.to_thread(engine.stop)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
-    classify, generate = classify_routes(settings, engine), generate_routes(settings, engine)
+    posts = [
+        make(settings, engine)
+        for make in (classify_routes, generate_routes, completion_routes, chat_routes)
+    ]
     handle = _error_handler(engine)
     app = FastAPI(
         title="Stepdial",
@@ -58,19 +96,35 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         docs_url=None,  # it would load scripts from another host: see serve.wire.reference
         redoc_url=None,
         redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.traces has its own
         middleware=[
-            Middleware(Envelope, metrics=engine.metrics, access_log=settings.access_log),
-            Middleware(DirectRoutes, routes=[*classify.routes, *generate.routes], handle=handle),
+            Middleware(
+                Envelope,
+                metrics=engine.metrics,
+                keys=keys,
+                origins=settings.cors_origins,
+                access=Access(settings.access_log, traces),
+            ),
+            Middleware(
+                DirectRoutes,
+                routes=[route for router in posts for route in router.routes],
+                handle=handle,
+            ),
         ],
     )
-    app.include_router(classify)
-    app.include_router(generate)
+    app.state.keys, app.state.admin_keys = keys, admin_keys
+    for router in posts:
+        app.include_router(router)
     app.include_router(model_routes(engine))
     app.include_router(health_routes(engine))
+    loading = loading or Loading(engine, settings)
+    app.include_router(admin_routes(settings, engine, loading, admin_keys))
+    app.include_router(oip_model_routes(settings, engine))
+    app.include_router(inference_routes(settings, engine))
     add_page(app)
     for kind in (ServeError, HTTPException, RequestValidationError, ClientGone):
         app.add_exception_handler(kind, handle)
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]  # the documented way
+    app.openapi = lambda: _document(app, bool(keys))  # type: ignore[method-assign]  # the documented way
     return app
 
 
@@ -85,8 +139,8 @@ def _error_handler(engine: Engine) -> Handle:
             engine.metrics.rejected.labels(shown.code).inc()
         return Response(
             json.dumps(error_body(shown, request.url.path)),
-            status_code=shown.status,
-            headers=_headers(error) | shown.headers(),
+            status_code=error_status(shown, request.url.path),
+            headers=_headers(error, request) | shown.headers(),
             media_type="application/json",
         )
 
@@ -101,17 +155,27 @@ def _own(error: Exception, request: Request) -> ServeError:
         if error.status_code == 404:
             return NotFound(f"there is nothing at {path}: see /docs")
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
-            return MethodNotAllowed(f"{path} does not take {method}: send {allowed}")
+            return MethodNotAllowed(f"{path} does not take {method}: send {_allowed(request)}")
         return BadRequest(str(error.detail))
     return InvalidField("the request does not have the shape that /docs describes")
 
 
-def _headers(error: Exception) -> dict[str, str]:
-    return dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+def _headers(error: Exception, request: Request) -> dict[str, str]:
+    if not isinstance(error, HTTPException):
+        return {}
+    return {"allow": _allowed(request)} if error.status_code == 405 else dict(error.headers or {})
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
+def _allowed(request: Request) -> str:
+    """The methods that a path takes; the framework tells only those of the first route."""
+    methods: set[str] = set()
+    for context in iter_route_contexts(request.app.routes):
+        if context.original_route.matches(request.scope)[0] is Match.PARTIAL:
+            methods |= set(context.methods or ())
+    return ", ".join(sorted(methods))
+
+
+def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
     """The OpenAPI document, with the shapes that routes handle themselves."""
     if app.openapi_schema is None:
         document = get_openapi(
@@ -123,6 +187,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
             schemas |= schema.pop("$defs", {})
             schemas[shape.__name__] = schema
         _drop_foreign_errors(document)
+        document_refusals(document, needs_key)
         app.openapi_schema = document
     return app.openapi_schema
 

@@ -3,15 +3,18 @@
 Knows bundles and how to open them; deliberately neither requests nor the engine.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from serve.bundle import Bundle, BundleError, LatencyEntry, Manifest, Task, read_bundle
 from serve.errors import UnknownModel, WrongTask
+from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
 from serve.runtime import Model, Place, open_model
+from serve.scheduler.job import model_key
 
 InputKind = Literal["text", "image", "points"]
 
@@ -24,19 +27,36 @@ WRITING: tuple[Task, ...] = ("generate", "translate")
 _CPU = Place()
 
 
+@dataclass(slots=True)
+class Guests:
+    """How many requests are with a model. Counted on the event loop alone, read from anywhere."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One model, ready to answer."""
+    """One model, ready to answer. Whoever has asked one stays with it when another replaces it."""
 
     bundle: Bundle
     model: Model
     text: TextCodec | None  # None where the model reads no text
+    edition: int = 0  # no two models of one name have the same
+    loaded_at_s: float = field(default_factory=time.time)
+    guests: Guests = field(default_factory=Guests, compare=False)
+    chat: ChatTemplate | None = None  # of a generator
 
     @classmethod
-    def open(cls, bundle: Bundle, model: Model) -> "Served":
+    def open(cls, bundle: Bundle, model: Model, edition: int = 0) -> "Served":
         """A model with the tokenizer of its bundle, if it has one."""
         text = None if bundle.manifest.tokenizer is None else TextCodec(bundle)
-        return cls(bundle, model, text)
+        chat = ChatTemplate.of(bundle) if bundle.manifest.task == "generate" else None
+        return cls(bundle, model, text, edition, chat=chat)
+
+    @property
+    def key(self) -> str:
+        """What the engine calls it."""
+        return model_key(self.name, self.edition)
 
     @property
     def codec(self) -> TextCodec:
@@ -68,22 +88,34 @@ class Served:
 
 
 class Catalog:
-    """All models that are served, in the order in which they were named."""
+    """All models that are served, in the order in which they were named.
+
+    A change replaces the whole mapping: whoever reads sees all of it or nothing.
+    """
 
     def __init__(self, served: Iterable[Served]) -> None:
-        self._served = {one.name: one for one in served}
+        self._served: Mapping[str, Served] = {one.name: one for one in served}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
 
-    @property
-    def models(self) -> dict[str, Model]:
-        return {name: one.model for name, one in self._served.items()}
+    def get(self, name: str) -> Served | None:
+        """The model of that name, if there is one."""
+        return self._served.get(name)
+
+    def put(self, served: Served) -> None:
+        """Serve this model, in the place of another of its name if there is one."""
+        self._served = {**self._served, served.name: served}
+
+    def remove(self, name: str) -> None:
+        """Serve no model of that name any more."""
+        self._served = {key: one for key, one in self._served.items() if key != name}
 
     def find(self, name: str) -> Served:
         """The model of that name."""
-        if name in self._served:
-            return self._served[name]
+        found = self.get(name)
+        if found is not None:
+            return found
         names = list(self._served)
         raise UnknownModel(
             f"no model named {name!r} is served; there are: {', '.join(names)}",
@@ -138,7 +170,7 @@ def find_bundles(zoo: Path) -> list[Path]:
 
 def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _CPU) -> Catalog:
     """Read, open and warm up these bundles; BundleError naming the file that is wrong."""
-    bundles = [read_bundle(folder) for folder in folders]
+    bundles = [read_servable(folder, place) for folder in folders]
     seen: dict[str, Bundle] = {}
     for bundle in bundles:
         name = bundle.manifest.name
@@ -148,17 +180,27 @@ def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _C
                 file=str(bundle.folder),
             )
         seen[name] = bundle
-    if not place.runs_single_steps:
-        bundles = [_without_early_answers(bundle) for bundle in bundles]
-    catalog = Catalog(Served.open(bundle, open_model(bundle, threads, place)) for bundle in bundles)
-    for served in catalog:
-        served.model.warm_up()
-    return catalog
+    return Catalog([open_served(bundle, threads, place) for bundle in bundles])
 
 
-def _without_early_answers(bundle: Bundle) -> Bundle:
-    """As it is served where single steps do not run: no row can stop between them."""
+def read_servable(folder: Path, place: Place, verify: bool = True) -> Bundle:
+    """The bundle as it is served there; without `verify` nothing but its sizes is checked."""
+    bundle = read_bundle(folder, verify)
+    if place.runs_single_steps:
+        return bundle
+    # No row can stop between steps that do not run one by one.
     return replace(bundle, manifest=replace(bundle.manifest, calibration=None))
+
+
+def open_served(bundle: Bundle, threads: int | None, place: Place, edition: int = 0) -> Served:
+    """Open a bundle, and run each rung once."""
+    served = Served.open(bundle, open_model(bundle, threads, place), edition)
+    try:
+        served.model.warm_up()
+    except BaseException:
+        served.model.close()
+        raise
+    return served
 
 
 def _size(entry: LatencyEntry) -> tuple[int, int]:

@@ -4,7 +4,6 @@ Knows names, units and labels; deliberately not when things happen: whoever know
 Labels take few values: models, rungs, routes and codes, never anything that a client can invent.
 """
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from prometheus_client import (
@@ -12,6 +11,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
 )
 from prometheus_client.exposition import generate_latest
@@ -44,7 +44,10 @@ class Metrics:
         # A gauge beside every counter, which nobody reads.
         disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=True)
-        self._nfe: dict[tuple[str, int], int] = {}
+        # Memory, processor time and open files of this process.
+        ProcessCollector(namespace="stepdial", registry=self.registry)
+        self._nfe: dict[tuple[str, int], int] = {}  # by key of the model and steps
+        self._served: dict[str, tuple[str, ...]] = {}  # labels of what is served, by name
         self.requests = self._counter(
             "requests", "Requests answered, by route, model and status code.", "route model code"
         )
@@ -81,6 +84,9 @@ class Metrics:
             "degraded", "Requests served with fewer steps because of load.", "model"
         )
         self.rejected = self._counter("rejected", "Requests refused, by error code.", "reason")
+        self.deadlines = self._counter(
+            "deadlines", "Requests taken in that came with a deadline.", "model"
+        )
         self.lapsed = self._counter(
             "lapsed", "Requests taken in whose deadline passed before the answer.", "model"
         )
@@ -112,6 +118,12 @@ class Metrics:
         self.disagreed = self._counter(
             "disagreed", "Of those, the ones that differed.", "model max_disagreement"
         )
+        self._promised = Gauge(
+            "stepdial_promised_disagreement",
+            "The share of answers that may differ under max_disagreement.",
+            ("model", "max_disagreement"),
+            registry=self.registry,
+        )
         self._model_info = Gauge(
             "stepdial_model_info",
             "The models that are served; always 1.",
@@ -119,20 +131,35 @@ class Metrics:
             registry=self.registry,
         )
 
-    def serve(self, manifests: Iterable[Manifest]) -> None:
-        """Show which models there are, and every decision they can make, before the first one."""
-        for manifest in manifests:
-            self._model_info.labels(
-                manifest.name,
-                manifest.task,
-                manifest.method,
-                manifest.precision,
-                str(manifest.full_steps),
-            ).set(1)
-            self.degraded.labels(manifest.name)
-            self.lapsed.labels(manifest.name)
-            for rung in manifest.rungs:
-                self._nfe[manifest.name, rung.steps] = rung.nfe
+    def serve(self, model: str, manifest: Manifest) -> None:
+        """Show a model, and every decision it can make, before the first one."""
+        labels = (
+            manifest.name,
+            manifest.task,
+            manifest.method,
+            manifest.precision,
+            str(manifest.full_steps),
+        )
+        if manifest.name in self._served:
+            self.hide(manifest.name)
+        self._served[manifest.name] = labels
+        self._model_info.labels(*labels).set(1)
+        self.degraded.labels(manifest.name)
+        self.deadlines.labels(manifest.name)
+        self.lapsed.labels(manifest.name)
+        for rung in manifest.rungs:
+            self._nfe[model, rung.steps] = rung.nfe
+        for level in manifest.calibration.levels if manifest.calibration else ():
+            promise = level.max_disagreement
+            self._promised.labels(manifest.name, str(promise)).set(promise)
+
+    def hide(self, name: str) -> None:
+        """No model of this name is served any more. What was counted of it stays."""
+        self._model_info.remove(*self._served.pop(name))
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._nfe = {key: nfe for key, nfe in self._nfe.items() if key[0] != model}
 
     def watch(self, engine: Watched, cache_limit_bytes: int) -> None:
         """Read the gauges off an engine whenever they are asked for."""
@@ -147,17 +174,17 @@ class Metrics:
 
     def call(self, lane: LaneKey, kind: str, rows: int, evaluations: int | None) -> None:
         """Count a call of the runtime, and the evaluations of its rows where they may be fewer."""
-        self.batch_rows.labels(lane.model, kind).observe(rows)
+        self.batch_rows.labels(lane.name, kind).observe(rows)
         nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
         spent = rows * nfe if evaluations is None else evaluations
-        self.steps.labels(lane.model, kind).inc(spent * lane.steps / nfe)
-        self.evaluations.labels(lane.model, kind).inc(spent)
+        self.steps.labels(lane.name, kind).inc(spent * lane.steps / nfe)
+        self.evaluations.labels(lane.name, kind).inc(spent)
 
     def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int) -> None:
         """Count steps that rows of a lane took in a call."""
         nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
-        self.steps.labels(lane.model, kind).inc(rows * steps)
-        self.evaluations.labels(lane.model, kind).inc(rows * steps * nfe / lane.steps)
+        self.steps.labels(lane.name, kind).inc(rows * steps)
+        self.evaluations.labels(lane.name, kind).inc(rows * steps * nfe / lane.steps)
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads."""

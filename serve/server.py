@@ -4,16 +4,19 @@ Knows uvicorn and signals; deliberately neither routes nor models.
 """
 
 import asyncio
+import logging
 import os
+import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from serve.connection import ConnectionLimits, limited
 from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
@@ -22,10 +25,14 @@ from serve.settings import Settings
 HUNG = 70
 
 _BACKLOG = 2048
+_SEND_BUFFER_BYTES = 128 * 2**10
+# Models, logs and connections that are let in for probes.
+_OTHER_FILES = 256
 _POLL_S = 0.02
 # For what has been answered to reach clients that read slowly.
 _FLUSH_S = 2
 _LAST_ANSWERS_S = 1.0
+_log = logging.getLogger("stepdial")
 
 
 class Server(uvicorn.Server):
@@ -40,10 +47,13 @@ class Server(uvicorn.Server):
         app: FastAPI,
         engine: Engine,
         listening: Callable[[str], None],
+        reload: Callable[[], Coroutine[None, None, None]] | None = None,
     ) -> None:
+        """`listening` is told the address; `reload` is run on SIGHUP."""
         super().__init__(
             uvicorn.Config(
                 app,
+                http=limited(_limits(settings, engine)),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -53,16 +63,21 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=_FLUSH_S,
             )
         )
+        allow_files(settings.max_connections)
         self._engine = engine
         self._listening = listening
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._reload = reload
+        self._reloads: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets
         self._loop = asyncio.get_running_loop()
+        if self._reload is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._begin_reload)
         self._listening(url_of(sockets[0]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -77,6 +92,12 @@ class Server(uvicorn.Server):
     def _begin_drain(self) -> None:
         self._drain = asyncio.get_running_loop().create_task(self._drained())
 
+    def _begin_reload(self) -> None:
+        assert self._reload is not None
+        task = asyncio.get_running_loop().create_task(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
     async def _drained(self) -> None:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._drain_s
@@ -86,6 +107,36 @@ class Server(uvicorn.Server):
             Draining("the server has shut down before the answer was complete: send it again")
         )
         self.should_exit = True
+
+
+def _limits(settings: Settings, engine: Engine) -> ConnectionLimits:
+    """The part of the settings that concerns connections."""
+    return ConnectionLimits(
+        connections=settings.max_connections,
+        headers=settings.max_headers,
+        header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+        count_refusal=lambda code: engine.metrics.rejected.labels(code).inc(),
+    )
+
+
+def allow_files(connections: int) -> None:
+    """Let this process open a file for each connection, where the system lets it."""
+    wanted = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < wanted:
+            _log.warning(
+                "this process may open %d files, too few for %d connections: raise `ulimit -n` or "
+                "lower --max-connections",
+                most,
+                connections,
+            )
 
 
 def leave() -> None:
@@ -106,6 +157,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # For every connection; unset, the system holds megabytes for a client that never reads.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listener.bind(address)
         except BaseException:
             listener.close()

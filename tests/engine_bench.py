@@ -71,7 +71,7 @@ class Bench:
     def classify(self, *lengths: int, steps: int = 2) -> tuple[Job[Work], Caller]:
         caller = Caller()
         rows = [[1] * length for length in lengths]
-        lane = LaneKey("tiny-classify", "classify", steps)
+        lane = LaneKey(self.catalog.find("tiny-classify").key, "classify", steps)
         job: Job[Work] = Job(lane, Classification(rows, caller.deliver), lengths)
         self.engine.submit(job)
         return job, caller
@@ -80,11 +80,12 @@ class Bench:
         self, prompt: str = "abc", max_tokens: int = 4, steps: int = 2, **wish: Any
     ) -> tuple[Job[Work], Caller]:
         caller = Caller()
-        codec = self.catalog.find("tiny-generate").codec
+        served = self.catalog.find("tiny-generate")
+        codec = served.codec
         tokens = codec.encode_prompt(prompt)
         what = Wish(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
         job: Job[Work] = Job(
-            LaneKey("tiny-generate", "generate", steps),
+            LaneKey(served.key, "generate", steps),
             Generation(what, codec, caller.deliver),
             (len(tokens),),
             min(len(tokens) + max_tokens, WINDOW),
@@ -96,11 +97,12 @@ class Bench:
         self, prompt: str = "abc", max_tokens: int = 4, num_beams: int = 3, **wish: Any
     ) -> tuple[Job[Work], Caller]:
         caller = Caller()
-        codec = self.catalog.find("tiny-translate").codec
+        served = self.catalog.find("tiny-translate")
+        codec = served.codec
         tokens = codec.encode_prompt(prompt)
         what = Wish(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
         job: Job[Work] = Job(
-            LaneKey("tiny-translate", "search", 2),
+            LaneKey(served.key, "search", 2),
             Translation(what, codec, caller.deliver),
             (len(tokens),),
             len(tokens),

@@ -228,6 +228,7 @@ class FakeModel:
     def __init__(self, bundle: Bundle, mood: Mood) -> None:
         self._bundle = bundle
         self.mood = mood
+        self.closed = False
 
     @property
     def bundle(self) -> Bundle:
@@ -250,6 +251,9 @@ class FakeModel:
 
     def warm_up(self) -> None:
         pass
+
+    def close(self) -> None:
+        self.closed = True
 
     @property
     def opening(self) -> bool:

@@ -53,7 +53,7 @@ class Ending:
             assert job.deadline is not None
             text = job.work.text if isinstance(job.work, Generation) else None
             if self._scheduler.end(job):
-                self._metrics.lapsed.labels(job.lane.model).inc()
+                self._metrics.lapsed.labels(job.lane.name).inc()
                 error = DeadlineLapsed(job.deadline.given_s, text)
                 deliveries.append((job.work.deliver, FailedEvent(error)))
         return deliveries
@@ -64,11 +64,18 @@ class Ending:
 
     def fail(self, lane: LaneKey, jobs: Iterable[Job[Work]], error: Exception) -> Deliveries:
         """A call of the runtime threw: the jobs in it end."""
-        _log.error("%s failed at %d steps: %s", lane.model, lane.steps, error, exc_info=error)
-        self._metrics.runtime_failures.labels(lane.model).inc()
+        jobs = list(jobs)
+        ids = request_ids(jobs)
+        _log.error(
+            "%s failed at %d steps%s: %s",
+            *(lane.name, lane.steps, in_requests(ids), error),
+            exc_info=error,
+            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
+        )
+        self._metrics.runtime_failures.labels(lane.name).inc()
         self._failing.threw(lane)
         failure = ModelFailure(
-            f"{lane.model} failed at {lane.steps} steps: try again, or with other steps"
+            f"{lane.name} failed at {lane.steps} steps: try again, or with other steps"
         )
         deliveries: Deliveries = []
         with self._lock:
@@ -77,12 +84,28 @@ class Ending:
         return deliveries
 
 
-def own(error: Exception) -> ServeError:
+def own(error: Exception, job: Job[Work]) -> ServeError:
     """What a client is told when its own row could not be taken in."""
     if isinstance(error, ServeError):
         return error
-    _log.error("a bug of ours: %s", error, exc_info=error)
+    ids = request_ids([job])
+    _log.error(
+        "a bug of ours%s: %s",
+        *(in_requests(ids), error),
+        exc_info=error,
+        extra={"fields": {"requests": ids}},
+    )
     return InternalError("the answer could not be put together: this is our bug, please report it")
+
+
+def request_ids(jobs: Iterable[Job[Work]]) -> list[str]:
+    """The ids of the requests that these jobs are of, each once."""
+    return list(dict.fromkeys(job.request_id for job in jobs if job.request_id))
+
+
+def in_requests(ids: list[str]) -> str:
+    """The part of a sentence that names them."""
+    return f" in request {', '.join(ids)}" if ids else ""
 
 
 def span(job: Job[Work], now_s: float) -> Span:

@@ -8,26 +8,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from serve.catalog import Catalog
-from serve.engine.admission import Admission
+from serve.catalog import Catalog, Served
+from serve.engine.admission import Admission, too_large
 from serve.engine.executor import Executor
 from serve.engine.failing import Failing
 from serve.engine.pace import CallTimes
+from serve.engine.posting import Post, Posting
 from serve.engine.rechecks import Rechecks
 from serve.engine.rescue import AnyCall, Rescue
+from serve.engine.residents import Residents
 from serve.engine.runner import Runner
 from serve.engine.watchdog import Patience, Watchdog
 from serve.engine.work import Deliveries, Work
-from serve.errors import Draining, NotReady, ServeError, Stalled, Unprocessable
+from serve.errors import Draining, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
 from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
 from serve.scheduler.scheduler import Scheduler
-
-Post = Callable[..., Any]
 
 _IDLE_BEAT_S = 0.25
 _REST_S = 0.02  # after the last call, before there is time to spare
@@ -55,7 +54,7 @@ class Engine:
         self.catalog = catalog
         self.metrics = metrics
         self.clock = clock
-        self._runner = Runner(catalog.models)
+        self._runner = Runner({served.key: served.model for served in catalog})
         self.latency = LatencyModel()
         self._times = CallTimes()
         self._scheduler: Scheduler[Work] = Scheduler(
@@ -82,22 +81,20 @@ class Engine:
         )
         self._patience = patience
         rescue = Rescue(
-            self._runner,
-            self._times,
-            self.latency,
-            self._failing,
-            metrics,
-            self.abort,
-            leave,
+            self._runner, self._times, self.latency, self._failing, metrics, self.abort, leave
         )
         self._watchdog: Watchdog[AnyCall] = Watchdog(rescue, patience, clock)
         self._thread: threading.Thread | None = None
-        self._post: Post = _deliver_here
+        self._posting = Posting()
         self._draining = False
         self._stopping = False
         self._dead = False
         self.cache_bytes = 0
-        metrics.serve(served.manifest for served in catalog)
+        others = (
+            *(self.latency, self._times, self._failing),
+            *(self._admission, self._executor, self._rechecks),
+        )
+        self._residents = Residents(catalog, self._runner, self._scheduler, metrics, others)
         metrics.watch(self, limits.cache_bytes)
 
     # What others see, from any thread.
@@ -126,8 +123,14 @@ class Engine:
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """The models whose last call threw."""
-        return self._failing.models
+        """The models whose last call threw; those that leave concern nobody any more."""
+        failing = self._failing.models
+        return tuple(served.name for served in self.catalog if served.key in failing)
+
+    @property
+    def leaving(self) -> tuple[Served, ...]:
+        """Models that are served no more, but still have requests."""
+        return self._residents.leaving
 
     def check_open(self) -> None:
         """Raises unless requests are taken."""
@@ -155,20 +158,27 @@ class Engine:
     def start(self, post: Post | None = None) -> None:
         """Start the thread; `post(function, *arguments)` carries events to where they are read."""
         assert self._thread is None, "an engine starts once"
-        self._post = post or _deliver_here
+        if post is not None:
+            self._posting.through(post)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._watchdog.start()
 
-    def submit(self, job: Job[Work]) -> None:
-        """Queue a job; raises if there is no place for it, now or ever."""
+    def submit(self, *jobs: Job[Work]) -> None:
+        """Queue the jobs of a request: all, or none and it raises."""
         with self._wake:
             self.check_open()
-            if job.lane.kind != "classify" and not self._scheduler.fits(job.lane, job.positions):
-                raise self._too_large(job)
+            self._residents.check(jobs)
+            for job in jobs:
+                writes = job.lane.kind != "classify"
+                if writes and not self._scheduler.fits(job.lane, job.positions):
+                    raise too_large(job, self._runner.cache_bytes_for(job.lane, 1, job.positions))
             now_s = self.clock()
-            self._admission.check(job, now_s)
-            self._scheduler.add(job, now_s)
+            self._admission.check(jobs, now_s)
+            for job in jobs:
+                self._scheduler.add(job, now_s)
+                if job.deadline is not None:
+                    self.metrics.deadlines.labels(job.lane.name).inc()
             self._wake.notify()
 
     def steps_for(
@@ -178,17 +188,20 @@ class Engine:
         prompt: int,
         tokens: int,
         deadline: Deadline | None,
+        jobs: int = 1,
     ) -> int:
-        """Of the choices, the steps for a generation that comes now; raises if none is in time."""
+        """Of the choices, the steps for generations that come now; raises if none is in time."""
         with self._wake:
-            return self._admission.steps_for(key, choices, prompt, tokens, deadline, self.clock())
+            return self._admission.steps_for(
+                key, choices, prompt, tokens, deadline, self.clock(), jobs
+            )
 
-    def lapse(self, job: Job[Work]) -> None:
-        """The deadline of a job has passed: end it now, or at its next token."""
+    def lapse(self, *jobs: Job[Work]) -> None:
+        """The deadline of these jobs has passed: end them now, or at their next token."""
         with self._wake:
-            deliveries = self._executor.lapse([job])
+            deliveries = self._executor.lapse(jobs)
             self._wake.notify()
-        self._send(deliveries)
+        self._posting.send(deliveries)
 
     def cancel(self, job: Job[Work]) -> bool:
         """Whoever asked has gone: drop the job now, or at its next token. Nobody is told.
@@ -202,6 +215,18 @@ class Engine:
                 self._wake.notify()
         return ends
 
+    def serve(self, served: Served) -> None:
+        """A warm model takes requests, in the place of another of its name if there is one."""
+        with self._wake:
+            self._residents.enter(served)
+            self._wake.notify()
+
+    def dismiss(self, served: Served) -> None:
+        """A model takes no more requests; those that it has go on."""
+        with self._wake:
+            self._residents.dismiss(served)
+            self._wake.notify()
+
     def drain(self) -> None:
         """Take no more requests; those that are here go on."""
         self._draining = True  # without the lock: a signal handler may call this
@@ -211,7 +236,7 @@ class Engine:
         with self._wake:
             deliveries = self._executor.end_all(error)
             self._wake.notify()
-        self._send(deliveries)
+        self._posting.send(deliveries)
 
     def stop(self) -> None:
         """End the thread after the call that is running. Requests that are left get an error."""
@@ -229,13 +254,14 @@ class Engine:
         try:
             while True:
                 call, lapsed = self._next_call()
-                self._send(lapsed)
+                self._posting.send(lapsed)
+                self._residents.close_gone()
                 if call is not None:
                     self._watchdog.begin(call)
                     deliveries = self._executor.execute(call)
                     self._watchdog.end()
                     self.cache_bytes = self._runner.cache_bytes
-                    self._send(deliveries)
+                    self._posting.send(deliveries)
                 elif self._stopping:
                     return
         except BaseException:
@@ -246,13 +272,15 @@ class Engine:
                 deliveries = self._executor.end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
-            self._send(deliveries)
+            self._posting.send(deliveries)
 
     def _next_call(self) -> tuple[AnyCall | None, Deliveries]:
         """What to run, and what to tell those whose deadline cannot be met."""
         with self._wake:
             rested_s = self.clock() + _REST_S
             while not self._stopping:
+                if self._residents.release():
+                    return None, []
                 now_s = self.clock()
                 lapsed = self._executor.lapse(self._scheduler.lapsed(now_s))
                 call = self._scheduler.next(now_s)
@@ -269,29 +297,3 @@ class Engine:
                 wait_s = _IDLE_BEAT_S if wake_s is None else max(0.0, wake_s - now_s)
                 self._wake.wait(min(wait_s, _IDLE_BEAT_S))
             return None, []
-
-    def _too_large(self, job: Job[Work]) -> Unprocessable:
-        needed = self._runner.cache_bytes_for(job.lane, 1, job.positions)
-        return Unprocessable(
-            f"the prompt and max_tokens need {needed / 2**20:.1f} MiB of cache at "
-            f"{job.lane.steps} steps, more than this server has: lower max_tokens or steps",
-            param="max_tokens",
-        )
-
-    def _send(self, deliveries: Deliveries) -> None:
-        if not deliveries:
-            return
-        try:
-            self._post(_deliver_all, deliveries)
-        except RuntimeError:
-            # The event loop has closed: whoever was waiting has gone with it.
-            _log.warning("%d events came after the server had closed", len(deliveries))
-
-
-def _deliver_all(deliveries: Deliveries) -> None:
-    for deliver, event in deliveries:
-        deliver(event)
-
-
-def _deliver_here(function: Callable[..., None], *arguments: Any) -> None:
-    function(*arguments)

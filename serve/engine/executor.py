@@ -64,6 +64,10 @@ class Executor:
             scheduler, runner, lock, self._ending, times, latency, metrics, clock
         )
 
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._writing.drop_model(model)
+
     def execute(self, call: Call[Work] | CheckCall | RecheckCall) -> Deliveries:
         """Run one call to its end; whatever the runtime throws ends the requests in it only."""
         match call:
@@ -105,7 +109,7 @@ class Executor:
             try:
                 work.accept(row, logits, call.steps, count)
             except Exception as error:
-                failures[job] = own(error)
+                failures[job] = own(error, job)
         if rung.threshold is not None:
             self._offer(rung, [work.rows[row] for _, work, row in rows], found.logits, spent)
         deliveries: Deliveries = []
@@ -125,7 +129,7 @@ class Executor:
 
     def _classified(self, job: Job[Work], work: Classification, now_s: float) -> Event:
         if job.deadline is not None and now_s > job.deadline.ends_s:
-            self._metrics.lapsed.labels(job.lane.model).inc()
+            self._metrics.lapsed.labels(job.lane.name).inc()
             return FailedEvent(DeadlineLapsed(job.deadline.given_s))
         return work.finished(span(job, now_s))
 
@@ -152,7 +156,7 @@ class Executor:
             work.accept(logits)
             events: tuple[Event, ...] = work.finished(span(job, now_s)) if work.over else ()
         except Exception as error:
-            events = (FailedEvent(own(error)),)
+            events = (FailedEvent(own(error, job)),)
         with self._lock:
             if events and self._scheduler.end(job):
                 self._observe_translation(job, events[-1], now_s)
@@ -207,14 +211,14 @@ class Executor:
 
     def _observe_queue(self, job: Job[Work]) -> None:
         assert job.started_s is not None
-        labels = job.lane.model, str(job.lane.steps)
+        labels = job.lane.name, str(job.lane.steps)
         self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
 
     def _observe_translation(self, job: Job[Work], event: Event, now_s: float) -> None:
         self._observe_queue(job)
         if isinstance(event, GeneratedEvent):
-            labels = job.lane.model, str(job.lane.steps)
-            self._metrics.tokens.labels(job.lane.model).inc(event.completion_tokens)
+            labels = job.lane.name, str(job.lane.steps)
+            self._metrics.tokens.labels(job.lane.name).inc(event.completion_tokens)
             self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
 
 

@@ -29,8 +29,12 @@ class Failing:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that fail."""
+        """The keys of the models that fail."""
         return tuple(self._lanes)
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._lanes.pop(model, None)
 
     def threw(self, lane: LaneKey) -> None:
         """A call of this lane threw."""

@@ -6,11 +6,11 @@ Knows models and the latency model; nothing of requests.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-from serve.catalog import Catalog, Served
+from serve.catalog import Served
 from serve.inputs.intake import row_length
 from serve.runtime.warm_rows import largest_row, largest_tokens
 from serve.scheduler.latency_model import LatencyModel, Series
@@ -27,11 +27,11 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def measure_first_calls(catalog: Catalog, latency: LatencyModel) -> None:
+def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None:
     """Every model must be warm."""
-    for served in catalog:
+    for served in models:
         if served.bundle.latency is not None:
-            latency.learn(served.name, served.bundle.latency)
+            latency.learn(served.key, served.bundle.latency)
         timed = list(_timed(served))
         known = {one: latency.call_s(one.series, 1, one.length) for one in timed}
         ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
@@ -53,7 +53,7 @@ def _timed_classifier(served: Served, steps: int) -> Timed:
     classifier = served.model.classifier(steps)
     seconds = _least_s(lambda: classifier.run(row[None]))
     length = row_length(row, served.manifest)
-    return Timed(Series(served.name, "classify", steps), length, seconds)
+    return Timed(Series(served.key, "classify", steps), length, seconds)
 
 
 def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
@@ -62,13 +62,13 @@ def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
         return
     decoder = served.model.decoder(steps)
     seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
-    yield Timed(Series(served.name, "prefill", steps), len(tokens) - 1, seconds)
+    yield Timed(Series(served.key, "prefill", steps), len(tokens) - 1, seconds)
     batch = decoder.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield Timed(Series(served.name, "decode", steps), len(tokens), seconds)
+    yield Timed(Series(served.key, "decode", steps), len(tokens), seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:

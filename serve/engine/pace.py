@@ -18,6 +18,10 @@ class CallTimes:
         known = self._seconds.get(turn)
         self._seconds[turn] = seconds if known is None else known + _WEIGHT * (seconds - known)
 
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._seconds = {turn: one for turn, one in self._seconds.items() if turn[0].model != model}
+
     def seconds(self, turn: Turn) -> float | None:
         """The average, or None if no such call has run yet."""
         return self._seconds.get(turn)

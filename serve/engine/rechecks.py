@@ -60,6 +60,10 @@ class Rechecks:
         else:
             self._count(promised, agrees=True)
 
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._waiting = deque(one for one in self._waiting if one.promised.model != model)
+
     def take(self) -> RecheckCall:
         """The one that has waited longest."""
         return self._waiting.popleft()
@@ -69,6 +73,6 @@ class Rechecks:
         self._count(call.promised, agrees=int(np.argmax(logits)) == call.label)
 
     def _count(self, promised: LaneKey, agrees: bool) -> None:
-        labels = promised.model, str(self._promise(promised))
+        labels = promised.name, str(self._promise(promised))
         self._metrics.rechecked.labels(*labels).inc()
         self._metrics.disagreed.labels(*labels).inc(0 if agrees else 1)

@@ -7,6 +7,7 @@ watchdog to say, and how the process ends for whoever gave us `leave`.
 import logging
 from collections.abc import Callable
 
+from serve.engine.ending import in_requests, request_ids
 from serve.engine.failing import CheckCall, Failing
 from serve.engine.pace import CallTimes
 from serve.engine.rechecks import RecheckCall
@@ -19,6 +20,7 @@ from serve.scheduler.job import (
     CallKind,
     ClassifyCall,
     DecodeCall,
+    Job,
     LaneKey,
     PrefillCall,
     SearchCall,
@@ -59,29 +61,33 @@ class Rescue:
 
     def interrupt(self, call: AnyCall, seconds: float) -> None:
         lane = call.lane
+        ids = request_ids(jobs_of(call))
         _log.error(
-            "a call of %s at %d steps has taken %.1f s: it is asked to end, and no request is "
+            "a call of %s at %d steps%s has taken %.1f s: it is asked to end, and no request is "
             "taken until it has",
-            *(lane.model, lane.steps, seconds),
+            *(lane.name, lane.steps, in_requests(ids), seconds),
+            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
-        self._metrics.late_calls.labels(lane.model).inc()
+        self._metrics.late_calls.labels(lane.name).inc()
         self._runner.interrupt(lane)
 
     def ended(self, call: AnyCall) -> None:
         self._runner.resume(call.lane)
         if call.lane.model in self._failing.models:  # else it came to its own end
-            self._metrics.terminated_calls.labels(call.lane.model).inc()
+            self._metrics.terminated_calls.labels(call.lane.name).inc()
 
     def give_up(self, call: AnyCall, seconds: float) -> None:
         lane = call.lane
+        ids = request_ids(jobs_of(call))
         _log.critical(
-            "a call of %s at %d steps has taken %.1f s and does not end: the process does, to be "
+            "a call of %s at %d steps%s has taken %.1f s and does not end: the process does, to be "
             "started again",
-            *(lane.model, lane.steps, seconds),
+            *(lane.name, lane.steps, in_requests(ids), seconds),
+            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
         self._leave()
         self._abort(
-            ModelFailure(f"{lane.model} does not answer and is started again: send it again later")
+            ModelFailure(f"{lane.name} does not answer and is started again: send it again later")
         )
 
     def _known_s(self, call: AnyCall) -> list[float | None]:
@@ -113,3 +119,16 @@ class Rescue:
     ) -> list[float | None]:
         series = Series(lane.model, kind, lane.steps)
         return [self._times.seconds((lane, kind)), self._latency.call_s(series, rows, length)]
+
+
+def jobs_of(call: AnyCall) -> list[Job[Work]]:
+    """Those that wait for this call."""
+    match call:
+        case ClassifyCall():
+            return [job for job, _ in call.rows]
+        case DecodeCall():
+            return [job for part in call.parts for job in part.jobs]
+        case PrefillCall() | SearchCall():
+            return [] if call.job is None else [call.job]
+        case CheckCall() | RecheckCall():
+            return []

@@ -31,11 +31,22 @@ class Runner:
     """The models that are served, and the rows that decode on them now."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
-        self._models = models
+        self._models = dict(models)  # by key
         self._batches: dict[LaneKey, DecodeBatch] = {}
         self._readings: dict[int, Reading] = {}  # by the number of the job
         self._searches: dict[int, Translation] = {}  # as well
         self._waves: dict[LaneKey, Wave] = {}
+
+    def add_model(self, key: str, model: Model) -> None:
+        """Calls on this model may follow."""
+        self._models[key] = model
+
+    def has_model(self, key: str) -> bool:
+        return key in self._models
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone: none of its rows is left."""
+        del self._models[model]
 
     @property
     def cache_bytes(self) -> int:
@@ -174,12 +185,15 @@ class Runner:
         batch.remove(0)
 
     def opening(self, lane: LaneKey) -> bool:
-        """Whether the call that runs opens a graph of the lane's model."""
-        return self._models[lane.model].opening
+        """From any thread: whether the call that runs opens a graph of the lane's model."""
+        model = self._models.get(lane.model)  # which may have gone right after the call
+        return model is not None and model.opening
 
     def interrupt(self, lane: LaneKey) -> None:
         """From any thread: let calls of the lane's model throw as soon as they can."""
-        self._models[lane.model].interrupt()
+        model = self._models.get(lane.model)
+        if model is not None:
+            model.interrupt()
 
     def resume(self, lane: LaneKey) -> None:
         """Let calls of the lane's model run again."""

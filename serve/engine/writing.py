@@ -13,19 +13,14 @@ from serve.engine.generation import Generation
 from serve.engine.pace import CallTimes
 from serve.engine.runner import Runner
 from serve.engine.sampling import FloatArray
-from serve.engine.trials import Trials
+from serve.engine.ways import Ways
 from serve.engine.work import Deliveries, Work
 from serve.metrics import Metrics
-from serve.runtime.protocol import MOST_AHEAD
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.scheduler import Scheduler
 
 Part = DecodePart[Work]
-
-_LEADS = (1, 2, 4)  # steps before a draft; 0 runs nothing ahead
-_TRIAL_TOKENS, _CHOSEN_TOKENS = 32, 512
-_TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
 
 
 class Writing:
@@ -51,8 +46,12 @@ class Writing:
         self._metrics = metrics
         self._clock = clock
         self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
-        self._leads: dict[LaneKey, Trials[int]] = {}
-        self._mixing: dict[str, Trials[bool]] = {}  # by model
+        self._ways = Ways()
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._begun_s = {key: one for key, one in self._begun_s.items() if key.model != model}
+        self._ways.drop_model(model)
 
     def prefill(self, call: PrefillCall[Work]) -> Deliveries:
         """Read a piece of a prompt; its last piece gives the first token."""
@@ -148,14 +147,13 @@ class Writing:
         may = self._scheduler.limits.run_ahead and self._runner.runs_ahead(lane)
         if len(jobs) > 1 or lane.steps == 1 or not may:
             return self._runner.decode(lane, tokens)
-        if lane not in self._leads:
-            self._leads[lane] = Trials(leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS)
-        lead, begun_s = self._leads[lane].way, self._clock()
+        leads = self._ways.leads(lane)
+        lead, begun_s = leads.way, self._clock()
         if lead:
             logits = self._run_ahead(lane, _generation(jobs[0]), lead)
         else:
             logits = self._runner.decode(lane, tokens)
-        self._leads[lane].observe(1, self._clock() - begun_s)
+        leads.observe(1, self._clock() - begun_s)
         return logits
 
     def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
@@ -163,7 +161,7 @@ class Writing:
         wave = self._runner.wave(lane, lead)
         if wave.tokens:
             drafted_right = wave.tokens[0] == work.last_token
-            self._metrics.accepted.labels(lane.model).inc(drafted_right)
+            self._metrics.accepted.labels(lane.name).inc(drafted_right)
             if not drafted_right:
                 wave.drop()
         if not wave.tokens:
@@ -175,7 +173,7 @@ class Writing:
                 token = work.draft(crossed.draft, ahead)
                 if token is not None:
                     wave.begin(token)
-                    self._metrics.drafted.labels(lane.model).inc()
+                    self._metrics.drafted.labels(lane.name).inc()
             if crossed.last is not None:
                 return crossed.last[None]
 
@@ -244,9 +242,7 @@ class Writing:
 
     def _compare(self, model: str, evaluations: int, seconds: float) -> None:
         """Whether rungs share calls or take turns follows from which has been quicker here."""
-        if model not in self._mixing:
-            self._mixing[model] = Trials((True, False), _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
-        trials = self._mixing[model]
+        trials = self._ways.mixing(model)
         trials.observe(evaluations, seconds)
         with self._lock:
             self._scheduler.mix(model, trials.way)
@@ -255,7 +251,7 @@ class Writing:
         """Count the work in the metrics; the steps of all rows."""
         total = 0
         rows = sum(len(part.jobs) for part in parts)
-        self._metrics.batch_rows.labels(parts[0].lane.model, "decode").observe(rows)
+        self._metrics.batch_rows.labels(parts[0].lane.name, "decode").observe(rows)
         for part in parts:
             steps = part.lane.steps if single else 1
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
@@ -263,21 +259,17 @@ class Writing:
         return total
 
     def _observe_token(self, job: Job[Work], work: Generation, now_s: float) -> None:
-        labels = job.lane.model, str(job.lane.steps)
-        self._metrics.tokens.labels(job.lane.model).inc()
+        labels = job.lane.name, str(job.lane.steps)
+        self._metrics.tokens.labels(job.lane.name).inc()
         if work.last_token_s is None:
             assert job.started_s is not None
+            job.first_token_s = now_s
             self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
             self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
         else:
             self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
         work.last_token_s = now_s
         job.tokens_left -= 1
-
-
-def leads_of(steps: int) -> tuple[int, ...]:
-    """How far a row may run ahead: all positions under way must fit into one call."""
-    return (0, *(lead for lead in _LEADS if lead < steps <= lead * MOST_AHEAD))
 
 
 def _accepted(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[Work], Event]]:
@@ -289,7 +281,7 @@ def _accepted(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[W
         try:
             events.append((job, _generation(job).accept(row)))
         except Exception as error:
-            events.append((job, FailedEvent(own(error))))
+            events.append((job, FailedEvent(own(error, job))))
     return events
 
 

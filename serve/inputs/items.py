@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints
 
 from serve.errors import InvalidField
+from serve.inputs.arrays import LARGEST
 
 MAX_INPUTS = 64
 
@@ -17,12 +18,18 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 _SAYS = 'a string, {"image": ...} or {"points": ...}'
 
 
+_Row = Annotated[list[Annotated[float, Field(ge=0, le=255)]], Field(min_length=1)]
+_Pixels = Annotated[list[_Row], Field(min_length=1)]
+_Coordinate = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+_Point = Annotated[list[_Coordinate], Field(min_length=1)]
+
+
 class ImageItem(BaseModel):
     """A picture, for a model whose input is `image`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    image: str | list[list[float]] | list[list[list[float]]] = Field(
+    image: Text | _Pixels | Annotated[list[_Pixels], Field(min_length=1)] = Field(
         description="A PNG, JPEG, WebP, GIF or BMP file in base64, also behind `data:image/png;"
         "base64,`; or nested lists (height, width) or (height, width, channels) of integers from "
         "0 to 255, or of numbers from 0.0 to 1.0, of which at least one has a decimal point. It "
@@ -35,7 +42,7 @@ class PointsItem(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    points: list[list[float]] = Field(
+    points: Annotated[list[_Point], Field(min_length=1)] = Field(
         description="One list of coordinates a point, in any order. The cloud is centred on its "
         "mean and scaled so that its farthest point is at distance 1."
     )

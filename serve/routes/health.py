@@ -37,10 +37,7 @@ def health_routes(engine: Engine) -> APIRouter:
         responses=problems(e503="Starting, shutting down, or a model hangs or fails."),
     )
     async def ready() -> Response:
-        engine.check_open()
-        if engine.failing:
-            names = ", ".join(engine.failing)
-            raise NotReady(f"the last call of {names} failed: it is tried again every second")
+        check_ready(engine)
         return answer(Health(status="ready"))
 
     @router.get(
@@ -53,3 +50,13 @@ def health_routes(engine: Engine) -> APIRouter:
         return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+def check_ready(engine: Engine) -> None:
+    """Raises unless every model that is served answers."""
+    engine.check_open()
+    if engine.failing:
+        names = ", ".join(engine.failing)
+        raise NotReady(f"the last call of {names} failed: it is tried again every second")
+    if not list(engine.catalog):
+        raise NotReady("no model is served: load one with POST /admin/models")

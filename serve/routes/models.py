@@ -3,8 +3,6 @@
 Knows manifests and predictions; deliberately not how either is made.
 """
 
-import time
-
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -30,7 +28,6 @@ _UNKNOWN = problems(e404="No such model is served.")
 def model_routes(engine: Engine) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["models"])
-    loaded_at_s = int(time.time())
 
     @router.get(
         "/v1/models",
@@ -39,7 +36,7 @@ def model_routes(engine: Engine) -> APIRouter:
         response_description="Every model, in the order in which they were loaded.",
     )
     async def models() -> Response:
-        return answer(ModelList(data=[_card(served, loaded_at_s) for served in engine.catalog]))
+        return answer(ModelList(data=[_card(served) for served in engine.catalog]))
 
     @router.get(
         "/v1/models/{name}",
@@ -49,7 +46,7 @@ def model_routes(engine: Engine) -> APIRouter:
         responses=_UNKNOWN,
     )
     async def model(name: str) -> Response:
-        return answer(_card(engine.catalog.find(name), loaded_at_s))
+        return answer(_card(engine.catalog.find(name)))
 
     @router.get(
         "/v1/models/{name}/ladder",
@@ -77,11 +74,11 @@ def model_routes(engine: Engine) -> APIRouter:
     return router
 
 
-def _card(served: Served, loaded_at_s: int) -> ModelCard:
+def _card(served: Served) -> ModelCard:
     manifest = served.manifest
     return ModelCard(
         id=manifest.name,
-        created=loaded_at_s,
+        created=int(served.loaded_at_s),
         task=manifest.task,
         depth=manifest.depth,
         input=_takes(manifest),
@@ -122,7 +119,7 @@ def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
 def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
     measured_ms = served.measured_ms(rung.steps)
     predicted_s = engine.predict_s(
-        LaneKey(served.name, _kind(served), rung.steps),
+        LaneKey(served.key, _kind(served), rung.steps),
         None if measured_ms is None else measured_ms / 1000,
     )
     quality = rung.quality

@@ -144,6 +144,13 @@ class OrtModel:
         if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
             self._open_mixed()  # only to see that it is what it must be: rungs may never meet
 
+    def close(self) -> None:
+        # One by one: each holds the interpreter for milliseconds, and others wait for it.
+        for rungs in (self._classifiers, self._decoders, self._translators):
+            while rungs:
+                rungs.popitem()
+        self._steps = self._mix = None
+
     @property
     def opening(self) -> bool:
         return self._opening

@@ -284,6 +284,10 @@ class Model(Interruptible, Protocol):
         """Open every rung and run it once, so that no request pays for that."""
         ...
 
+    def close(self) -> None:
+        """Give the memory back at once. No call may follow."""
+        ...
+
 
 class OpenedModel(Model, Protocol):
     """All graphs of an opened bundle, each to be run on its own."""

@@ -92,6 +92,9 @@ class TrtModel:
                 answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
 
+    def close(self) -> None:
+        self._sessions.clear()
+
     @property
     def opening(self) -> bool:
         return False  # all are open once the model is warm

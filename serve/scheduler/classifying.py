@@ -32,6 +32,10 @@ class Classifying(Generic[WorkT]):
         )
         return True
 
+    def close(self, model: str) -> None:
+        """Have no lanes of this model any more. None of its rows waits."""
+        self._lanes = {key: lane for key, lane in self._lanes.items() if key.model != model}
+
     def add(self, job: Job[WorkT]) -> None:
         self._lanes[job.lane].add(job)
 

@@ -13,16 +13,28 @@ WorkT = TypeVar("WorkT")
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
 
+_EDITION = "@"  # which is in no name of a model
+
+
+def model_key(name: str, edition: int) -> str:
+    """What a loaded model is called inside: one that takes its place has another key."""
+    return f"{name}{_EDITION}{edition}" if edition else name
+
 
 @dataclass(frozen=True, slots=True)
 class LaneKey:
     """Work that may share a batch: one rung of one model, or rows whose steps are chosen late."""
 
-    model: str
+    model: str  # its key
     kind: Kind
     steps: int
     threshold: float | None = None  # of a classification: how sure an early answer must be
     late: bool = False  # of a classification: steps are the most; a batch may get fewer
+
+    @property
+    def name(self) -> str:
+        """The model's name: what people and metrics call it."""
+        return self.model.partition(_EDITION)[0]
 
 
 Turn = tuple[LaneKey, CallKind]
@@ -61,9 +73,11 @@ class Job(Generic[WorkT]):
     choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending
     tokens_left: int = 0  # that a generation may still write
     state: State = State.QUEUED
+    request_id: str = ""  # for logs
     number: int = -1  # order of arrival, given by the scheduler
     queued_s: float = 0.0
     started_s: float | None = None
+    first_token_s: float | None = None
     rows_left: int = field(init=False)
 
     def __post_init__(self) -> None:

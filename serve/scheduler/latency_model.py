@@ -91,6 +91,12 @@ class LatencyModel:
         """Believe one careful measurement of this machine as to how fast it is."""
         self._shape(series, rows, length, seconds).rescale(rows, length, seconds)
 
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        for series in list(self._shapes):
+            if series.model == model:
+                del self._shapes[series]
+
     def observe(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:

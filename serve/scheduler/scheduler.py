@@ -175,6 +175,25 @@ class Scheduler(Generic[WorkT]):
         """The jobs in the lane's decode batch, in the order of its rows."""
         return tuple(self._generate[key].rows)
 
+    def close(self, model: str) -> bool:
+        """Have no lanes of this model any more; False while there is something left in them."""
+        generate = [key for key in self._generate if key.model == model]
+        search = [key for key in self._search if key.model == model]
+        if (
+            any(job.lane.model == model for job in self._live.values())
+            or any(self._generate[key].occupants() for key in generate)
+            or any(self._search[key].occupants() for key in search)
+        ):
+            return False
+        for key in generate:
+            del self._generate[key]
+        for key in search:
+            del self._search[key]
+        self._decodings.pop(model, None)
+        self._classifying.close(model)
+        self._turns = deque(turn for turn in self._turns if turn[0].model != model)
+        return True
+
     def jobs(self) -> list[Job[WorkT]]:
         """Every job that has not ended, oldest first."""
         return list(self._live.values())

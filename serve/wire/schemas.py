@@ -3,9 +3,9 @@
 Knows shapes only; deliberately not which models there are, nor what they can do.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from pydantic.config import JsonDict
 
 from serve.budget import Ask
@@ -29,6 +29,11 @@ _EXAMPLES_GENERATE: list[JsonDict] = [
     {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
     {"prompt": "Ein Hund läuft über den Strand.", "num_beams": 4},
 ]
+
+
+def whole(value: Any) -> Any:
+    """JSON knows numbers only: 4.0 is the integer 4, and some languages write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class BudgetFields(BaseModel):
@@ -75,6 +80,11 @@ class BudgetFields(BaseModel):
         "together with steps or effort.",
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return whole(value)
+
     @property
     def ask(self) -> Ask:
         return Ask(
@@ -120,11 +130,12 @@ class GenerateRequest(BudgetFields):
         "and a text to translate is never cut. When prompt and answer outgrow the window, a "
         "generator goes on from its last half."
     )
-    max_tokens: int = Field(
-        DEFAULT_MAX_TOKENS,
+    max_tokens: int | None = Field(
+        None,
         ge=1,
-        description="How many tokens to write at most; a setting of the server limits it. A "
-        "translation also ends at the model's own limit, `target_max_tokens`.",
+        description=f"How many tokens to write at most, by default {DEFAULT_MAX_TOKENS}; a "
+        "setting of the server limits it. A translation also ends at the model's own limit, "
+        "`target_max_tokens`.",
     )
     num_beams: int | None = Field(
         None,
@@ -173,6 +184,10 @@ class GenerateRequest(BudgetFields):
         description="Report the log-probability of each token, and this many of the likeliest, "
         "under the model itself: without temperature and filters.",
     )
+
+    def limit(self, most: int) -> int:
+        """How many tokens to write at most; by default no more than a server does."""
+        return min(DEFAULT_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
     @property
     def stops(self) -> list[str]:

@@ -1,0 +1,277 @@
+"""A model is swapped again and again while clients stream from it: who is failed, cut off or wrong.
+
+Two versions of one model take turns; what each answers was asked of it alone before. It
+deliberately measures no throughput: loading takes what the answers leave.
+"""
+
+import random
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.options import Options, options, parser, run
+from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.server import Server, running_server
+from benchmarks.texts import PROMPT
+from benchmarks.versions import write_version
+from serve.bundle import Bundle, Manifest
+from serve.keys import NewKey
+
+NAME = "swaps"
+SWAPS, CLIENTS, TOKENS, GAP_S = 100, 8, 64, 0.2
+PROMPTS = (PROMPT, PROMPT * 2, PROMPT * 3)
+WANTED_GROWTH_MB = 10
+_SETTLED = 10  # swaps until what loading leaves behind has come to rest
+_COMPLAINT = re.compile(r"WARNING|ERROR|CRITICAL|Traceback")
+
+Asked = tuple[str, int]  # prompt and steps
+
+
+@dataclass(slots=True)
+class Progress:
+    """How many swaps were asked for and are done: an even number done means the first version."""
+
+    begun: int = 0
+    done: int = 0
+
+    @property
+    def resting(self) -> bool:
+        return self.begun == self.done
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the clients saw."""
+
+    answers: list[int] = field(default_factory=lambda: [0, 0])  # of each version
+    errors: list[str] = field(default_factory=list)
+    wrong: int = 0  # the answer of neither version, or of one that was not served then
+    gaps_ms: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+
+class Reader(threading.Thread):
+    """Streams one answer after the other, and holds each against those of the versions."""
+
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        answers: Sequence[dict[Asked, str]],
+        progress: Progress,
+        seed: int,
+        over: threading.Event,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.seen = Seen()
+        self._client = Client.of(server)
+        self._model, self._answers, self._progress = model, answers, progress
+        self._random, self._over = random.Random(seed), over
+
+    def run(self) -> None:
+        asked = list(self._answers[0])
+        while not self._over.is_set():
+            try:
+                self._ask(self._random.choice(asked))
+            except Exception as error:
+                self.seen.errors.append(f"{type(error).__name__}: {error}")
+                self._client.close()
+        self._client.close()
+
+    def _ask(self, asked: Asked) -> None:
+        before = Progress(self._progress.begun, self._progress.done)
+        text, last_ms, after, done = "", None, before, False
+        for event in self._client.stream("/v1/generate", _body(self._model, asked)):
+            if event.name:
+                if event.name != "done" or done:
+                    raise UnexpectedAnswer(f"the event {event.name}: {event.data}")
+                done = True
+                continue
+            if last_ms is None:
+                after = Progress(self._progress.begun, self._progress.done)
+            else:
+                self.seen.gaps_ms[self._progress.resting].append(event.at_ms - last_ms)
+            text, last_ms = text + event.data["text"], event.at_ms
+        if not done:
+            raise UnexpectedAnswer("the stream ended without its last event")
+        self._judge(asked, text, before, after)
+
+    def _judge(self, asked: Asked, text: str, before: Progress, after: Progress) -> None:
+        versions = [number for number, known in enumerate(self._answers) if known[asked] == text]
+        if before.resting and after.begun == before.begun:
+            versions = [number for number in versions if number == before.done % 2]
+        if not versions:
+            self.seen.wrong += 1
+            return
+        self.seen.answers[versions[0]] += 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument("--swaps", type=int, default=None, help=f"(default: {SWAPS})")
+    parsed = made.parse_args(arguments)
+    swaps = parsed.swaps or (6 if parsed.quick else SWAPS)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), swaps))
+
+
+def measure(chosen: Options, swaps: int, provenance: Provenance) -> Result:
+    bundle = chosen.read("generate")[0]
+    clients = 3 if chosen.quick else CLIENTS
+    key = NewKey.draw("benchmark")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "keys.toml").write_text(key.block, encoding="utf-8")
+        versions = (bundle, write_version(bundle, folder / "other", seed=1))
+        allowed = ",".join(str(one.folder.resolve()) for one in versions)
+        flags = ("--admin-keys-file", str(folder / "keys.toml"), "--admin-folders", allowed)
+        with running_server([bundle.folder], *flags) as server:
+            admin = httpx.Client(
+                base_url=f"http://{server.host}:{server.port}",
+                headers={"authorization": f"Bearer {key.secret}"},
+                timeout=120,
+            )
+            with admin:
+                return _measured(server, admin, versions, swaps, clients, provenance)
+
+
+def _measured(
+    server: Server,
+    admin: httpx.Client,
+    versions: Sequence[Bundle],
+    swaps: int,
+    clients: int,
+    provenance: Provenance,
+) -> Result:
+    manifest = versions[0].manifest
+    answers: list[dict[Asked, str]] = []
+    for version in (1, 0):
+        _swap(admin, versions[version])
+        answers.insert(0, _alone(server, manifest))
+    progress, over = Progress(), threading.Event()
+    readers = [
+        Reader(server, manifest.name, answers, progress, seed, over) for seed in range(clients)
+    ]
+    for reader in readers:
+        reader.start()
+    failed, times_s, rss = 0, [], []
+    for number in range(swaps):
+        time.sleep(GAP_S)
+        progress.begun += 1
+        try:
+            times_s.append(_swap(admin, versions[(number + 1) % 2]))
+            progress.done += 1
+        except httpx.HTTPError as error:  # what was served goes on
+            failed += 1
+            progress.begun -= 1
+            print(f"swap {number} failed: {error}", file=sys.stderr)
+        rss.append(server.memory().rss / 1e6)
+    time.sleep(GAP_S)
+    over.set()
+    for reader in readers:
+        reader.join()
+    left = _settled(admin)
+    wrong = sum(reader.seen.wrong for reader in readers)
+    seen = [reader.seen for reader in readers]
+    errors = [error for one in seen for error in one.errors]
+    for problem in errors[:5]:
+        print(problem, file=sys.stderr)
+    settled = rss[min(_SETTLED, len(rss) // 2) :]
+    half = len(settled) // 2
+    growth_mb = statistics.median(settled[half:]) - statistics.median(settled[: half or 1])
+    logged = [line for line in server.logged().splitlines() if _COMPLAINT.search(line)]
+    return provenance.result(
+        NAME,
+        "A model is swapped under streaming load",
+        f"{clients} clients stream {TOKENS} tokens of {manifest.name}, greedily, at every rung, "
+        f"one answer after the other; two versions of it are swapped {swaps} times, each read, "
+        "hashed, opened, warmed up and measured anew. An answer is right if it is, letter for "
+        "letter, what the version that was served then gives when it is alone.",
+        [
+            _table(swaps, times_s, seen, settled),
+            _gap_table(seen),
+        ],
+        [
+            Target("swaps that failed", failed, "==", 0),
+            Target("requests that failed or were cut off", len(errors), "==", 0),
+            Target("answers of a wrong version, or of none", wrong, "==", 0),
+            Target("models left in the server", left, "==", 1),
+            Target("RSS growth, second half over first", growth_mb, "<=", WANTED_GROWTH_MB, "MB"),
+            Target("complaints in the server's log", len(logged), "==", 0),
+        ],
+    )
+
+
+def _table(
+    swaps: int, times_s: Sequence[float], seen: Sequence[Seen], rss_mb: Sequence[float]
+) -> Table:
+    rows: list[list[Cell]] = [
+        ["swaps", swaps],
+        ["seconds of a swap, median", statistics.median(times_s)],
+        ["seconds of a swap, longest", max(times_s)],
+        ["answers of the first version", sum(one.answers[0] for one in seen)],
+        ["answers of the second version", sum(one.answers[1] for one in seen)],
+        ["RSS MB, least", min(rss_mb)],
+        ["RSS MB, most", max(rss_mb)],
+    ]
+    return Table("What happened.", ("what", "measured"), rows)
+
+
+def _gap_table(seen: Sequence[Seen]) -> Table:
+    rows: list[list[Cell]] = []
+    for resting, when in ((True, "while nothing is loaded"), (False, "while a model is loaded")):
+        gaps = sorted(gap for one in seen for gap in one.gaps_ms[resting])
+        shares = [gaps[int(share * (len(gaps) - 1))] if gaps else None for share in (0.5, 0.99, 1)]
+        rows.append([when, len(gaps), *shares])
+    columns = ("when", "tokens", "median ms", "p99 ms", "longest ms")
+    return Table("From one token of an answer to the next, as clients see it.", columns, rows)
+
+
+def _alone(server: Server, manifest: Manifest) -> dict[Asked, str]:
+    """What the version that is served answers to everything that will be asked."""
+    with Client.of(server) as client:
+        return {
+            (prompt, steps): "".join(
+                event.data["text"]
+                for event in client.stream("/v1/generate", _body(manifest.name, (prompt, steps)))
+                if not event.name
+            )
+            for prompt in PROMPTS
+            for steps in manifest.steps
+        }
+
+
+def _body(model: str, asked: Asked) -> dict[str, str | int | bool]:
+    prompt, steps = asked
+    body: dict[str, str | int | bool] = {"model": model, "prompt": prompt, "steps": steps}
+    return body | {"max_tokens": TOKENS, "temperature": 0, "stream": True}
+
+
+def _swap(admin: httpx.Client, bundle: Bundle) -> float:
+    """The seconds until the bundle was served."""
+    begun_s = time.perf_counter()
+    asked = {"bundle": str(bundle.folder.resolve())}
+    admin.post("/admin/models", json=asked).raise_for_status()
+    return time.perf_counter() - begun_s
+
+
+def _settled(admin: httpx.Client) -> int:
+    """How many models are in the server once those that leave have had time to."""
+    end_s = time.perf_counter() + 10
+    while True:
+        found = len(admin.get("/admin/models").raise_for_status().json()["models"])
+        if found == 1 or time.perf_counter() > end_s:
+            return found
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

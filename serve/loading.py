@@ -1,0 +1,175 @@
+"""Loads, swaps and unloads models while others answer.
+
+Reading, hashing, opening and warming up happen on a thread of their own. Only what puts a model in
+its place happens on the event loop, between two requests; a bundle that cannot be served changes
+nothing. Knows folders and which of them may be read; deliberately neither HTTP nor signals.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from serve.bundle import Bundle, BundleError, Manifest
+from serve.catalog import Served, find_bundles, open_served, read_servable
+from serve.engine.engine import Engine
+from serve.engine.first_calls import measure_first_calls
+from serve.errors import BrokenBundle, Draining, FolderForbidden, InvalidField
+from serve.settings import Settings
+
+_log = logging.getLogger("stepdial")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A model that was loaded, and the one whose place it took."""
+
+    loaded: Served
+    replaced: Served | None
+    seconds: float
+
+
+class Loading:
+    """Changes what an engine serves, one change at a time. Used on the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        zoo: Path | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`zoo` is where new bundles are looked for; `changed` is told after each change."""
+        self._engine = engine
+        self._threads = settings.threads
+        self._place = settings.place
+        self._zoo = zoo
+        self._changed = changed
+        self._editions = count(1)
+        self._turn = asyncio.Lock()
+        # What was last read in each folder that is looked at again.
+        self._given: dict[Path, Manifest] = {
+            served.bundle.folder.resolve(): served.manifest for served in engine.catalog
+        }
+        self._allowed = tuple(
+            folder.resolve() for folder in settings.admin_folders or (*self._given, settings.zoo)
+        )
+
+    def allowed(self, folder: str) -> Path:
+        """The folder of that name; FolderForbidden unless it is one of those that may be read."""
+        try:
+            path = Path(folder).resolve()
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or no path at all
+            raise InvalidField("bundle must be the path of a folder", param="bundle") from None
+        if not any(path.is_relative_to(one) for one in self._allowed):
+            listed = ", ".join(map(str, self._allowed))
+            raise FolderForbidden(
+                f"bundle must lie in one of {listed}: put it there, or start the server with other "
+                "--admin-folders",
+                param="bundle",
+            )
+        return path
+
+    async def load(self, folder: Path) -> Change:
+        """Serve the bundle in this folder, in the place of another of its name if there is one.
+
+        BrokenBundle if it cannot be served; what was served then goes on.
+        """
+        async with self._turn:
+            try:
+                return await self._load(folder)
+            except BundleError as error:
+                _log.error("not loaded, and nothing was changed: %s", error)
+                raise BrokenBundle(f"{error}; nothing was changed", param="bundle") from None
+
+    async def unload(self, name: str) -> Served:
+        """Serve no model of that name any more; UnknownModel if there is none."""
+        async with self._turn:
+            served = self._engine.catalog.find(name)
+            self._engine.dismiss(served)
+            self._changed()
+            return served
+
+    async def reload(self) -> None:
+        """Load what has changed in the folders that were given, and what is new in the zoo."""
+        async with self._turn:
+            for folder in await asyncio.to_thread(self._folders):
+                try:
+                    await self._renew(folder)
+                except (BundleError, Draining) as error:
+                    _log.error("not loaded, and what was served before goes on: %s", error)
+
+    def _folders(self) -> list[Path]:
+        folders = list(self._given)
+        if self._zoo is not None:
+            try:
+                found = [folder.resolve() for folder in find_bundles(self._zoo)]
+            except BundleError as error:
+                _log.warning("%s", error)
+                found = []
+            folders += [folder for folder in found if folder not in self._given]
+        return folders
+
+    async def _renew(self, folder: Path) -> None:
+        if not folder.is_dir():
+            _log.warning("%s has vanished; what was loaded from it goes on", folder)
+            return
+        bundle = await asyncio.to_thread(read_servable, folder, self._place, verify=False)
+        if bundle.manifest == self._given.get(folder):
+            return
+        if folder not in self._given:
+            self._check_new(bundle)
+        self._given[folder] = (await self._load(folder)).loaded.manifest
+
+    def _check_new(self, bundle: Bundle) -> None:
+        """A folder that appears beside another takes no place that nobody meant it to."""
+        served = self._engine.catalog.get(bundle.manifest.name)
+        if served is not None and served.bundle.folder.is_dir():
+            raise BundleError(
+                f"is named {served.name}, like {served.bundle.folder}: remove one of them",
+                file=str(bundle.folder),
+            )
+
+    async def _load(self, folder: Path) -> Change:
+        begun_s = time.perf_counter()
+        served = await asyncio.to_thread(self._open, folder, next(self._editions))
+        replaced = self._engine.catalog.get(served.name)
+        self._engine.serve(served)
+        if folder in self._given:
+            self._given[folder] = served.manifest
+        seconds = time.perf_counter() - begun_s
+        _log.info("%s was loaded from %s in %.2f s", served.name, folder, seconds)
+        self._changed()
+        return Change(served, replaced, seconds)
+
+    def _open(self, folder: Path, edition: int) -> Served:
+        """A model that is warm, and of which the first calls were measured."""
+        self._check_open()
+        bundle = read_servable(folder, self._place)
+        self._check_open()
+        try:
+            served = open_served(bundle, self._threads, self._place, edition)
+            self._measure(served)
+        except (BundleError, Draining):
+            raise
+        except Exception as error:  # onnxruntime has no base class of its own
+            _log.error("%s cannot be run", folder, exc_info=error)
+            raise BundleError(f"cannot be run ({error})", file=str(folder)) from error
+        return served
+
+    def _measure(self, served: Served) -> None:
+        latency = self._engine.latency
+        try:
+            self._check_open()
+            measure_first_calls([served], latency)
+        except BaseException:
+            latency.drop_model(served.key)
+            served.model.close()
+            raise
+
+    def _check_open(self) -> None:
+        if self._engine.draining:
+            raise Draining("the server is shutting down: nothing is loaded any more")

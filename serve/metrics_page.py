@@ -1,0 +1,279 @@
+"""The page of the documentation that lists every metric: `python -m serve.metrics_page`.
+
+Knows the instruments, and what an operator asks of each; deliberately not when they change.
+"""
+
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from serve.metrics import ROWS, SECONDS, Metrics
+
+_HEAD = f"""# Metrics
+
+<!-- Written by `python -m serve.metrics_page > docs/metrics.md` from serve/metrics.py. -->
+
+`GET /metrics` answers in the format of Prometheus. Every name begins with `stepdial_`; times are in
+seconds, memory is in bytes. With API keys it needs a key as well ([security.md](security.md)). One
+process serves, so one scrape of each replica is the whole truth. Alert rules and a Grafana board
+are in [deploy/](../deploy), and [deploying.md](deploying.md) says how to start them.
+
+Histograms of seconds have buckets from {SECONDS[0] * 1000:g} ms to {SECONDS[-1]:g} s, so that a
+quantile is as good as the bucket it falls in; histograms of rows from {ROWS[0]} to {ROWS[-1]}.
+
+## Labels
+
+Labels take few values: what is served, never what a client sends.
+
+| label | values |
+|---|---|
+"""
+_LABELS = {
+    "`model`": "a served model; empty where a request ended before one was found",
+    "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` where "
+    "there is no such path",
+    "`code`": "the HTTP status; 499 where the client had gone before its answer began",
+    "`steps`": "a rung of the model; empty where a request ended before its steps were chosen",
+    "`kind`": "the work of a call: `classify`, `prefill` (reads a prompt), `decode` (writes a "
+    "token), `search` (beams of a translation), `recheck`",
+    "`reason`": "of a decision, `budget.reason` in [budgets.md](budgets.md#what-the-answer-says); "
+    "of a refusal, the error code in [errors.md](errors.md)",
+    "`max_disagreement`": "a calibrated level, as `stepdial inspect` lists them",
+    "`task`, `method`, `precision`, `full_steps`": "facts of a bundle ([bundle.md](bundle.md))",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What an operator asks of a metric, and how: `query` is PromQL."""
+
+    unit: str
+    question: str
+    query: str
+
+
+_REQUESTS = {
+    "stepdial_requests_total": Use(
+        "requests",
+        "the share of answers that are errors of the server",
+        'sum(rate(stepdial_requests_total{code=~"5.."}[5m])) / '
+        "sum(rate(stepdial_requests_total[5m]))",
+    ),
+    "stepdial_request_seconds": Use(
+        "seconds",
+        "the time within which 99 % of the requests at each step count are answered",
+        "histogram_quantile(0.99, sum by (le, model, steps) "
+        "(rate(stepdial_request_seconds_bucket[5m])))",
+    ),
+    "stepdial_queue_seconds": Use(
+        "seconds",
+        "the mean wait for a place",
+        "sum(rate(stepdial_queue_seconds_sum[5m])) / sum(rate(stepdial_queue_seconds_count[5m]))",
+    ),
+    "stepdial_queue_depth": Use(
+        "requests", "how full the queue was, at most", "max_over_time(stepdial_queue_depth[5m])"
+    ),
+    "stepdial_in_flight": Use(
+        "requests", "replicas that do nothing", "count(stepdial_in_flight == 0)"
+    ),
+    "stepdial_cancelled_total": Use(
+        "requests",
+        "clients that leave, a second",
+        "rate(stepdial_cancelled_total[5m])",
+    ),
+    "stepdial_rejected_total": Use(
+        "requests",
+        "refusals a second by error code",
+        "sum by (reason) (rate(stepdial_rejected_total[5m]))",
+    ),
+}
+_BUDGETS = {
+    "stepdial_budget_decisions_total": Use(
+        "requests",
+        "what decides the steps of each model",
+        "sum by (model, reason) (rate(stepdial_budget_decisions_total[5m]))",
+    ),
+    "stepdial_degraded_total": Use(
+        "requests",
+        "the share that got fewer steps because of load: add a replica if it stays up",
+        "sum(rate(stepdial_degraded_total[5m])) / sum(rate(stepdial_budget_decisions_total[5m]))",
+    ),
+    "stepdial_deadlines_total": Use(
+        "requests",
+        "requests with a deadline that were taken in, a second",
+        "sum by (model) (rate(stepdial_deadlines_total[5m]))",
+    ),
+    "stepdial_lapsed_total": Use(
+        "requests",
+        "the share of deadlines that were missed after all",
+        "sum(rate(stepdial_lapsed_total[5m])) / sum(rate(stepdial_deadlines_total[5m]))",
+    ),
+    "stepdial_rechecked_total": Use(
+        "answers",
+        "how many answers the next line rests on",
+        "increase(stepdial_rechecked_total[1d])",
+    ),
+    "stepdial_disagreed_total": Use(
+        "answers",
+        "the share of early answers that all steps would have answered otherwise",
+        "sum by (model, max_disagreement) (increase(stepdial_disagreed_total[1d])) / "
+        "sum by (model, max_disagreement) (increase(stepdial_rechecked_total[1d]))",
+    ),
+    "stepdial_promised_disagreement": Use(
+        "share",
+        "promises that are not kept",
+        "sum by (model, max_disagreement) (increase(stepdial_disagreed_total[1d])) / "
+        "sum by (model, max_disagreement) (increase(stepdial_rechecked_total[1d])) > "
+        "max by (model, max_disagreement) (stepdial_promised_disagreement)",
+    ),
+}
+_WORK = {
+    "stepdial_time_to_first_token_seconds": Use(
+        "seconds",
+        "the time within which 95 % of the answers begin",
+        "histogram_quantile(0.95, sum by (le, model) "
+        "(rate(stepdial_time_to_first_token_seconds_bucket[5m])))",
+    ),
+    "stepdial_inter_token_seconds": Use(
+        "seconds",
+        "the median time between two tokens at each step count",
+        "histogram_quantile(0.5, sum by (le, model, steps) "
+        "(rate(stepdial_inter_token_seconds_bucket[5m])))",
+    ),
+    "stepdial_tokens_total": Use(
+        "tokens", "tokens a second", "sum by (model) (rate(stepdial_tokens_total[5m]))"
+    ),
+    "stepdial_batch_rows": Use(
+        "rows",
+        "the mean number of rows that share a call",
+        "sum by (model, kind) (rate(stepdial_batch_rows_sum[5m])) / "
+        "sum by (model, kind) (rate(stepdial_batch_rows_count[5m]))",
+    ),
+    "stepdial_steps_total": Use(
+        "steps", "steps a second", "sum by (model, kind) (rate(stepdial_steps_total[5m]))"
+    ),
+    "stepdial_velocity_evaluations_total": Use(
+        "evaluations",
+        "what the models cost: evaluations of each a second",
+        "sum by (model) (rate(stepdial_velocity_evaluations_total[5m]))",
+    ),
+    "stepdial_speculative_drafted_total": Use(
+        "tokens",
+        "drafts a second of rows that run ahead",
+        "sum by (model) (rate(stepdial_speculative_drafted_total[5m]))",
+    ),
+    "stepdial_speculative_accepted_total": Use(
+        "tokens",
+        "the share of drafts that were right",
+        "sum by (model) (rate(stepdial_speculative_accepted_total[5m])) / "
+        "sum by (model) (rate(stepdial_speculative_drafted_total[5m]))",
+    ),
+    "stepdial_cache_bytes": Use(
+        "bytes",
+        "how full the memory of generations is",
+        "stepdial_cache_bytes / stepdial_cache_limit_bytes",
+    ),
+    "stepdial_cache_limit_bytes": Use(
+        "bytes",
+        "memory that generations still may take",
+        "stepdial_cache_limit_bytes - stepdial_cache_bytes",
+    ),
+}
+_FAILURES = {
+    "stepdial_runtime_failures_total": Use(
+        "calls",
+        "a model fails",
+        "sum by (model) (increase(stepdial_runtime_failures_total[5m])) > 0",
+    ),
+    "stepdial_late_calls_total": Use(
+        "calls",
+        "a model hangs",
+        "sum by (model) (increase(stepdial_late_calls_total[5m])) > 0",
+    ),
+    "stepdial_terminated_calls_total": Use(
+        "calls",
+        "late calls that did not end when asked",
+        "increase(stepdial_late_calls_total[1h]) - increase(stepdial_terminated_calls_total[1h])",
+    ),
+}
+_PROCESS = {
+    "stepdial_model_info": Use(
+        "always 1",
+        "replicas that serve each model",
+        "sum by (model, precision) (stepdial_model_info)",
+    ),
+    "stepdial_process_virtual_memory_bytes": Use(
+        "bytes", "address space taken", "stepdial_process_virtual_memory_bytes"
+    ),
+    "stepdial_process_resident_memory_bytes": Use(
+        "bytes",
+        "memory that grows, in bytes a second over a day",
+        "deriv(stepdial_process_resident_memory_bytes[1d])",
+    ),
+    "stepdial_process_start_time_seconds": Use(
+        "seconds since 1970",
+        "how long the process has run",
+        "time() - stepdial_process_start_time_seconds",
+    ),
+    "stepdial_process_cpu_seconds_total": Use(
+        "seconds", "cores in use", "rate(stepdial_process_cpu_seconds_total[5m])"
+    ),
+    "stepdial_process_open_fds": Use(
+        "files",
+        "connections and files, of those allowed",
+        "stepdial_process_open_fds / stepdial_process_max_fds",
+    ),
+    "stepdial_process_max_fds": Use("files", "the limit", "stepdial_process_max_fds"),
+}
+SECTIONS = {
+    "Requests": _REQUESTS,
+    "Budgets and promises": _BUDGETS,
+    "Work": _WORK,
+    "Failures": _FAILURES,
+    "The process and its models": _PROCESS,
+}
+
+
+class _Idle:
+    """An engine whose gauges are shown."""
+
+    queued = running = cache_bytes = 0
+
+
+def instruments() -> dict[str, tuple[Metric, tuple[str, ...]]]:
+    """Every metric by the name that Prometheus stores, with its labels."""
+    metrics = Metrics()
+    metrics.watch(_Idle(), 0)
+    labels = {}
+    # The library keeps the labels of an instrument to itself until there is a sample.
+    for collector, names in metrics.registry._collector_to_names.items():
+        labels.update(dict.fromkeys(names, getattr(collector, "_labelnames", ())))
+    return {_stored(family): (family, labels[family.name]) for family in metrics.registry.collect()}
+
+
+def _stored(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def render() -> str:
+    """The page as Markdown; a KeyError names a metric that no section has."""
+    known = instruments()
+    labels = [f"| {name} | {values} |" for name, values in _LABELS.items()]
+    parts = [_HEAD + "\n".join(labels)]
+    for title, uses in SECTIONS.items():
+        rows = [_row(name, use, *known.pop(name)) for name, use in uses.items()]
+        asked = [f"* {use.question}: `{use.query}`" for use in uses.values()]
+        head = ["| metric | type | unit | labels | what it counts |", "|---|---|---|---|---|"]
+        parts.append("\n".join([f"## {title}", "", *head, *rows, "", "To know", "", *asked]))
+    if known:
+        raise KeyError(f"no section of {__name__} has {', '.join(known)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(name: str, use: Use, family: Metric, labels: tuple[str, ...]) -> str:
+    listed = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{name}` | {family.type} | {use.unit} | {listed} | {family.documentation} |"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,123 @@
+"""SIGTERM under streaming load: who is told what, and when."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from benchmarks import drains
+from benchmarks.result import Result
+from tests.server_process import ServerProcess, server_process
+from tests.sse import parse_events
+from tests.tiny_folders import classify_bundle, generate_bundle
+
+FOLDERS = [classify_bundle().folder, generate_bundle().folder]
+STREAMS = 6
+READY_S = 0.1
+
+
+class Streams:
+    """Clients that read one stream each, on threads."""
+
+    def __init__(self, server: ServerProcess, max_tokens: int) -> None:
+        self._url = f"{server.url}/v1/generate"
+        self._max_tokens = max_tokens
+        self._pool = ThreadPoolExecutor(STREAMS)
+        self.begun = 0
+        self.ends: list[Future[tuple[int, str]]] = [
+            self._pool.submit(self._read, number) for number in range(STREAMS)
+        ]
+
+    def wait(self, begun: int) -> None:
+        end_s = time.monotonic() + 20
+        while self.begun < begun:
+            assert time.monotonic() < end_s, "the streams did not begin"
+            time.sleep(0.01)
+
+    def _read(self, number: int) -> tuple[int, str]:
+        body = {"prompt": "To be", "stream": True, "steps": 2, "seed": number}
+        asked = body | {"max_tokens": self._max_tokens}
+        text = ""
+        with httpx.stream("POST", self._url, json=asked, timeout=60) as response:
+            for piece in response.iter_text():
+                self.begun += not text and response.status_code == 200
+                text += piece
+        return response.status_code, text
+
+
+def watch_probes(server: ServerProcess, sent_s: float) -> float:
+    """Ask until the server has gone; when readiness was asked last and still good."""
+    last_good_s = 0.0
+    with httpx.Client(base_url=server.url, timeout=5) as client:
+        while True:
+            asked_s = time.monotonic()
+            try:
+                ready = client.get("/health/ready").status_code
+                live = client.get("/health/live").status_code
+            except httpx.TransportError:
+                return last_good_s
+            assert ready in (200, 503) and live == 200
+            if ready == 200:
+                last_good_s = asked_s - sent_s
+            time.sleep(0.002)
+
+
+def test_streams_finish_while_readiness_is_off_and_liveness_on() -> None:
+    with server_process(FOLDERS) as server:
+        streams = Streams(server, 900)
+        streams.wait(STREAMS)
+        server.terminate()
+        assert watch_probes(server, time.monotonic()) < READY_S
+        for end in streams.ends:
+            status, text = end.result()
+            *tokens, (last, done) = parse_events(text)
+            assert (status, last, len(tokens)) == (200, "done", 900)
+            assert done["usage"]["completion_tokens"] == 900
+            assert {name for name, _ in tokens} == {"message"}
+        assert server.wait() == 0
+
+
+def test_after_the_grace_limit_each_stream_ends_with_one_error() -> None:
+    flags = ["--drain-s", "0.5", "--max-tokens", "1000000"]
+    flags += ["--decode-rows", "4", "--queue-wait-s", "86400"]
+    with server_process(FOLDERS, *flags) as server:
+        streams = Streams(server, 1_000_000)
+        streams.wait(4)  # the others wait for a place
+        server.terminate()
+        sent_s = time.monotonic()
+        assert watch_probes(server, sent_s) < READY_S
+        assert time.monotonic() - sent_s > 0.5
+        ends = [end.result() for end in streams.ends]
+        assert server.wait() == 0
+    assert sorted(status for status, _ in ends) == [200, 200, 200, 200, 503, 503]
+    for status, text in ends:
+        if status == 503:
+            assert '"code": "draining"' in text
+            continue
+        *tokens, (last, error) = parse_events(text)
+        assert (last, error["error"]["code"]) == ("error", "draining") and tokens
+        assert {name for name, _ in tokens} == {"message"}
+
+
+def test_nothing_is_loaded_any_more() -> None:
+    key = "an-admin-key-of-some-length"
+    flags = ("--max-tokens", "1000000", "--drain-s", "1")
+    with server_process(FOLDERS, *flags, environment={"STEPDIAL_ADMIN_KEY": key}) as server:
+        streams = Streams(server, 1_000_000)
+        streams.wait(1)
+        server.terminate()
+        refused = httpx.post(
+            f"{server.url}/admin/models",
+            json={"bundle": str(Path(FOLDERS[0]))},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert server.wait() == 0
+
+
+def test_signals_under_load_drop_nothing(tmp_path: Path) -> None:
+    kept = ["--quick", "--results", str(tmp_path)]
+    assert drains.main([*kept, "--bundles", str(FOLDERS[1])]) == 0
+    result = Result.read(tmp_path / "drains.json")
+    assert [target.what for target in result.targets if not target.met] == [], result.text

@@ -1,0 +1,62 @@
+"""How lines of the log look, and which requests the engine's own are about."""
+
+import json
+import logging
+import sys
+
+import numpy as np
+import pytest
+
+from serve.logs import JsonLines, line
+from tests.engine_bench import running
+
+
+def record(message: str, *arguments: object, **extra: object) -> logging.LogRecord:
+    return logging.getLogger("stepdial").makeRecord(
+        "stepdial", logging.WARNING, __file__, 1, message, arguments, None, extra=extra
+    )
+
+
+def test_a_record_is_one_object_on_one_line() -> None:
+    written = JsonLines().format(record("two\nlines of %s", "text", fields={"steps": 4}))
+    assert "\n" not in written
+    entry = json.loads(written)
+    assert entry.pop("time").endswith("Z")
+    assert entry == {
+        "level": "warning",
+        "logger": "stepdial",
+        "message": "two\nlines of text",
+        "steps": 4,
+    }
+
+
+def test_an_exception_and_values_that_json_has_not_stay_on_the_line() -> None:
+    try:
+        raise ValueError("out of luck")
+    except ValueError:
+        made = record("it failed", fields={"path": np.float32(1), "error": ValueError("x")})
+        made.exc_info = sys.exc_info()
+    entry = json.loads(JsonLines().format(made))
+    assert "ValueError: out of luck" in entry["exception"] and entry["error"] == "x"
+
+
+def test_what_is_said_has_the_form_of_the_log() -> None:
+    assert line("text", "\nhello\n", url="x") == "\nhello\n"
+    entry = json.loads(line("json", "\nhello\n", url="x"))
+    assert (entry["message"], entry["url"]) == ("hello", "x")
+
+
+def test_a_call_that_throws_names_the_requests_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(kind: str, tokens: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with running() as bench:
+        bench.mood.gate.clear()
+        first, caller = bench.classify(5)
+        first.request_id = "first"
+        bench.mood.fail = fail
+        bench.mood.gate.set()
+        assert caller.error().code == "model_failure"
+    (logged,) = (one for one in caplog.records if "failed" in one.getMessage())
+    assert logged.getMessage() == ("tiny-classify failed at 2 steps in request first: out of luck")
+    assert json.loads(JsonLines().format(logged))["requests"] == ["first"]

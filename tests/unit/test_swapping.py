@@ -1,0 +1,157 @@
+"""Models that take each other's place in an engine: who answers, and what is left behind."""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from serve.bundle import Bundle
+from serve.catalog import Served
+from serve.engine.classification import Classification
+from serve.engine.engine import Engine
+from serve.engine.first_calls import measure_first_calls
+from serve.engine.watchdog import Watchdog
+from serve.engine.work import Work
+from serve.errors import ModelGone, UnknownModel
+from serve.scheduler.job import Job, LaneKey
+from tests.engine_bench import Bench, Caller, classified, generated, running
+from tests.fake_model import FakeModel, Mood
+from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
+
+BUNDLES = (classify_bundle, generate_bundle, translate_bundle)
+
+
+def another(bundle: Bundle, edition: int, **mood: Any) -> tuple[Served, FakeModel]:
+    model = FakeModel(bundle, Mood(**mood))
+    return Served.open(bundle, model, edition), model
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.002)
+
+
+def test_those_that_run_finish_where_they_began_and_new_ones_go_to_the_new_model() -> None:
+    with running() as bench:
+        old = bench.catalog.find("tiny-generate").model
+        assert isinstance(old, FakeModel)
+        bench.mood.gate.clear()
+        before = [bench.generate("abc", 30, steps=steps)[1] for steps in (2, 4)]
+        wait_for(lambda: bench.engine.running > 0)
+        served, model = another(generate_bundle(), 1)
+        bench.engine.serve(served)
+        after = bench.generate("xyz", 3)[1]
+        bench.mood.gate.set()
+        assert generated(after).completion_tokens == 3
+        assert [generated(caller).completion_tokens for caller in before] == [30, 30]
+        assert {kind for kind, _, _ in model.mood.calls} == {"prefill", "decode"}
+        assert len(model.mood.calls) == 3  # of the one that came later, and of no other
+        wait_for(lambda: old.closed)
+        assert not model.closed and bench.engine.leaving == ()
+        assert bench.idle()
+
+
+def test_a_model_stays_while_a_request_is_with_it_that_has_not_asked_yet() -> None:
+    with running() as bench:
+        old = bench.catalog.find("tiny-classify")
+        old.guests.count += 1
+        bench.engine.serve(another(classify_bundle(), 1)[0])
+        time.sleep(0.3)
+        assert bench.engine.leaving == (old,)
+        caller = Caller()
+        bench.engine.submit(_job(old, caller))
+        classified(caller)
+        old.guests.count -= 1
+        wait_for(lambda: not bench.engine.leaving)
+        with pytest.raises(ModelGone, match="tiny-classify was replaced meanwhile"):
+            bench.engine.submit(_job(old, Caller()))
+
+
+def test_a_model_that_is_taken_away_answers_what_it_has_and_then_nothing() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        caller = bench.generate("abc", 5)[1]
+        bench.engine.dismiss(bench.catalog.find("tiny-generate"))
+        with pytest.raises(UnknownModel, match="tiny-classify, tiny-translate"):
+            bench.catalog.find("tiny-generate")
+        labels = {"model": "tiny-generate", "task": "generate", "method": "euler"}
+        labels |= {"precision": "fp32", "full_steps": "4"}
+        info = bench.metrics.registry.get_sample_value("stepdial_model_info", labels)
+        assert info is None
+        bench.mood.gate.set()
+        assert generated(caller).text == "defgh"
+        wait_for(lambda: not bench.engine.leaving)
+
+
+def test_one_that_fails_is_no_reason_to_send_no_requests_once_it_is_replaced() -> None:
+    with running() as bench:
+
+        def fail(kind: str, tokens: Any) -> None:
+            raise RuntimeError("out of luck")
+
+        bench.mood.fail = fail
+        assert bench.classify(5)[1].error().code == "model_failure"
+        assert list(bench.engine.failing) == ["tiny-classify"]
+        bench.engine.serve(another(classify_bundle(), 1)[0])
+        assert list(bench.engine.failing) == []
+        classified(bench.classify(5)[1])
+
+
+def test_fifty_swaps_leave_nothing_behind() -> None:
+    with running() as bench:
+        editions = count(1)
+        closed: list[FakeModel] = []
+        for _ in range(3):
+            closed += _swap_and_use(bench, next(editions))
+        before = held(bench.engine)
+        for _ in range(50):
+            closed += _swap_and_use(bench, next(editions))
+        assert held(bench.engine) == before
+        assert len(closed) == 159 and all(model.closed for model in closed)
+
+
+def _job(served: Served, caller: Caller) -> Job[Work]:
+    return Job(LaneKey(served.key, "classify", 2), Classification([[1] * 5], caller.deliver), (5,))
+
+
+def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
+    """Every model is replaced while it is used; returns those that went."""
+    before = [bench.catalog.find(bundle().manifest.name).model for bundle in BUNDLES]
+    work = [bench.classify(5, 7), bench.generate("abc", 3, steps=2), bench.search("abc", 3)]
+    for bundle in BUNDLES:
+        served, _ = another(bundle(), edition, most_batches=4)
+        measure_first_calls([served], bench.engine.latency)
+        bench.engine.serve(served)
+        bench.engine.steps_for(LaneKey(served.key, "generate", 4), (1, 2, 4), 3, 3, None)
+    work += [bench.generate("abc", 20, steps=steps) for steps in (1, 2, 4)]
+    work += [bench.classify(5), bench.search("abc", 3)]
+    work.append(bench.generate("abc", 300, steps=4))
+    bench.engine.cancel(work[-1][0])
+    for _, caller in work[:-1]:
+        caller.last()
+    assert bench.idle()
+    wait_for(lambda: not bench.engine.leaving)
+    wait_for(lambda: all(model.closed for model in before if isinstance(model, FakeModel)))
+    return [model for model in before if isinstance(model, FakeModel)]
+
+
+def held(engine: Engine) -> int:
+    """How many objects of ours, and containers, can be reached from an engine."""
+    seen: dict[int, object] = {}
+    waiting: list[object] = [engine]
+    while waiting:
+        one = waiting.pop()
+        ours = type(one).__module__.partition(".")[0] in ("serve", "prometheus_client")
+        # The watchdog remembers the call that it saw last, whichever that was.
+        if id(one) in seen or isinstance(one, (type, Watchdog)):
+            continue
+        if ours or isinstance(one, (dict, list, tuple, set, deque)):
+            seen[id(one)] = one
+            waiting += gc.get_referents(one)
+    return len(seen)
