@@ -1,154 +1,132 @@
-"""`stepdial loadtest`: checks the server and the mix, then runs Locust in a process of its own.
+"""`stepdial loadtest`: checks the server and what is asked for, then runs Locust.
 
-A process of its own, because Locust patches sockets and threads of whatever imports it.
+It deliberately knows nothing of how requests are sent and measured.
 """
 
 import argparse
 import importlib.util
-import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.mix import SYNTAX, MixError, resolve_mix
-from loadtest.plan import DEFAULT_MAX_TOKENS, DEFAULT_TIMEOUT_S, DEFAULT_URL
-from loadtest.target import TargetError, read_offers
+from loadtest.launch import locust_command, run
+from loadtest.options import above_0, add_shared, complaint, positive, shape_of, terms_of
+from loadtest.plan import REFUSALS, Plan
+from loadtest.target import read_offers
+from loadtest.terms import DEFAULT_URL
 
-_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-_MOST_AT_ONCE = 100  # a second: Locust warns that it cannot start more in time
-_DURATION = re.compile(r"([0-9]+h)?([0-9]+m)?([0-9]+s)?")
+_ABOUT = (
+    "Send a mix of step counts to a running server and report per step count. "
+    "`stepdial loadtest compare A B` sets two reports side by side."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a load test; 0 when every answer was right, 1 when one was not, 2 when it cannot run."""
-    options = _parser().parse_args(argv)
-    if importlib.util.find_spec("locust") is None:
-        print("stepdial loadtest needs Locust: pip install -e '.[loadtest]'", file=sys.stderr)
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    missing = [name for name in ("locust", "matplotlib") if not importlib.util.find_spec(name)]
+    if missing:
+        needs = " and ".join(missing)
+        print(f"stepdial loadtest needs {needs}: pip install -e '.[loadtest]'", file=sys.stderr)
         return 1
+    if arguments[:1] == ["compare"]:
+        # Draws pictures, which takes a second to load: only those who compare wait for it.
+        from loadtest.comparison import main as compare
+
+        return compare(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.find_capacity and not options.shape and not options.trace:
+        options.shape = "poisson"
+    options.rate = options.rate or ("10" if options.find_capacity else "")
+    if wrong := _complaint(options):
+        parser.error(wrong)
     try:
-        weights = resolve_mix(options.mix or None, read_offers(options.url))
-    except (TargetError, MixError) as error:
+        plan = Plan(terms_of(options, options.url), read_offers(options.url))
+    except REFUSALS as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options.url}: users {options.users}, duration {options.duration}")
-    print("Sending: " + ", ".join(map(str, weights)), flush=True)
-    return _run(_locust_command(options))
+    if options.find_capacity:
+        return _find_capacity(options)
+    _announce(options, plan)
+    return run(locust_command(options, options.url))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="stepdial loadtest",
-        description="Send a mix of step counts to a running server and report per step count.",
-        allow_abbrev=False,
+        prog="stepdial loadtest", description=_ABOUT, allow_abbrev=False
     )
     add = parser.add_argument
     add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
-    add(
-        "--users",
-        type=_positive,
-        default=8,
-        metavar="N",
-        help="callers at the same time (%(default)s)",
-    )
-    add("--spawn-rate", type=_rate, metavar="N", help="callers started a second (all at once)")
-    add("--duration", type=_duration, default="30s", help="such as 30s, 2m, 1h30m (%(default)s)")
-    add("--mix", default="", help=f"{SYNTAX}; * for every rung (every rung of every model equally)")
-    add(
-        "--max-tokens",
-        type=_positive,
-        metavar="N",
-        default=DEFAULT_MAX_TOKENS,
-        help="length of a generated text (%(default)s)",
-    )
-    add(
-        "--timeout",
-        type=_rate,
-        metavar="SECONDS",
-        default=DEFAULT_TIMEOUT_S,
-        help="seconds of silence before a request counts as failed (%(default)s)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for report.json, report.md and report.html",
-    )
-    add("--web", action="store_true", help="steer the test from a page instead; report at /steps")
-    add(
-        "--web-port",
-        type=_positive,
-        default=8089,
-        metavar="PORT",
-        help="port of that page (%(default)s)",
-    )
+    about = "callers of a closed loop (%(default)s)"
+    add("--users", type=positive, default=8, metavar="N", help=about)
+    about = "callers started a second (all at once)"
+    add("--spawn-rate", type=above_0, metavar="N", help=about)
+    add_shared(parser, "--timeout")
+    about = "send from N processes of this machine (one)"
+    add("--workers", type=positive, metavar="N", help=about)
+    about = "find the highest rate that keeps --objective, beginning at --rate (10)"
+    add("--find-capacity", action="store_true", help=about)
+    about = "how far apart, as a share, the rates may be that meet and miss (%(default)s)"
+    add("--precision", type=above_0, default=0.05, metavar="SHARE", help=about)
+    about = "tests of --find-capacity, at most (%(default)s)"
+    add("--most-points", type=positive, default=16, metavar="N", help=about)
+    about = "steer the test from a page instead; report at /steps"
+    add("--web", action="store_true", help=about)
+    about = "port of that page (%(default)s)"
+    add("--web-port", type=positive, default=8089, metavar="PORT", help=about)
     return parser
 
 
-def _locust_command(options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE)]
-    values = {
-        "--host": options.url,
-        "--users": options.users,
-        "--spawn-rate": options.spawn_rate or min(options.users, _MOST_AT_ONCE),
-        "--run-time": options.duration,
-        "--mix": options.mix,
-        "--max-tokens": options.max_tokens,
-        "--answer-timeout": options.timeout,
-        # Longer than a silent answer is waited for, so that silence is reported as such.
-        "--stop-timeout": math.ceil(options.timeout) + 1,
-        "--out": options.out or "",
-    }
-    for flag, value in values.items():
-        command.append(f"{flag}={value}")
-    if options.web:
-        return [*command, "--web-host=127.0.0.1", f"--web-port={options.web_port}"]
-    # Naming a file for Locust's own statistics also keeps it from printing them.
-    quiet = ["--only-summary", "--loglevel=WARNING", f"--json-file={os.devnull}"]
-    return [*command, "--headless", *quiet]
+def _complaint(options: argparse.Namespace) -> str | None:
+    if wrong := complaint(options):
+        return wrong
+    if options.find_capacity:
+        if not options.objective:
+            return "--find-capacity needs --objective, such as latency_p99_ms<200"
+        if options.web or options.apart or shape_of(options) == "closed":
+            return "--find-capacity goes with open shapes, without --web and --apart"
+    return None
 
 
-def _run(command: list[str]) -> int:
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                # The terminal has interrupted Locust as well, which is finishing its report.
-                continue
+def _announce(options: argparse.Namespace, plan: Plan) -> None:
+    schedule = plan.schedule
+    if schedule is None:
+        print(f"{options.url}: users {options.users}, duration {options.duration}")
+    else:
+        shots = len(schedule.shots)
+        print(f"{options.url}: {shots} requests in {schedule.length_s:.0f} s")
+        print(plan.terms.arrivals)
+    print("Sending: " + ", ".join(map(str, plan.weights)), flush=True)
+
+
+def _find_capacity(options: argparse.Namespace) -> int:
+    # Draws pictures, which takes a second to load: only those who look for a rate wait for it.
+    from loadtest.capacity import (
+        CapacityError,
+        find_capacity,
+        render_capacity,
+        start_of,
+        write_capacity,
+    )
+
+    try:
+        capacity = find_capacity(options, start_of(options))
+    except CapacityError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n" + render_capacity(capacity))
+    if options.out:
+        write_capacity(capacity, options.objective, Path(options.out))
+        print(f"Capacity written to {options.out}.")
+    return 0 if capacity.met_per_s is not None else 1
 
 
 def _url(text: str) -> str:
     if not re.match(r"https?://[^/]", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://host:port")
     return text.rstrip("/")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
-
-
-def _duration(text: str) -> str:
-    text = f"{text}s" if text.isdecimal() else text
-    if _DURATION.fullmatch(text) is None or not re.search("[1-9]", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 30s, 2m or 1h30m")
-    return text
 
 
 if __name__ == "__main__":

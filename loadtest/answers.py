@@ -1,105 +1,98 @@
-"""What a right answer looks like: the checks that each response must pass.
+"""What a right answer looks like: the checks that each response must pass, and what it tells.
 
-A stream is read line by line, with the moment each line arrived, so that tokens are timed here.
-It deliberately knows nothing of sockets; moments are seconds of any monotonic clock.
+It deliberately knows nothing of sockets and of streams, which loadtest/stream.py reads.
 """
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
+
+from loadtest.ask import Ask
 
 
 class AnswerError(Exception):
     """The server answered, and the answer is wrong."""
 
 
-def check_classification(body: bytes, steps: int) -> None:
-    """One input was sent: expect one result, made with the steps that were asked for."""
-    answer = _parse(body)
+@dataclass(slots=True)
+class Facts:
+    """What one answer told; None and empty where it did not. Moments are of a monotonic clock."""
+
+    steps: float | None = None
+    reason: str | None = None
+    expected: float | None = None  # the quality of such answers, as the server states it
+    metric: str | None = None  # what that is measured in
+    label: str | None = None
+    prompt_tokens: int | None = None
+    token_moments_s: list[float] = field(default_factory=list)  # of a stream
+    tokens: int = 0
+
+
+def read_classification(body: bytes, ask: Ask, facts: Facts) -> None:
+    """One input was sent: expect one result, made within the budget that was asked for."""
+    answer = parse(body)
     results = answer.get("results")
     if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], dict):
         raise AnswerError("the answer does not hold exactly one result")
     if not results[0].get("label"):
         raise AnswerError("the result has no label")
-    _check_steps(results[0].get("budget") or answer.get("budget"), steps)
+    facts.label = str(results[0]["label"])
+    read_budget(results[0].get("budget") or answer.get("budget"), ask, facts)
+
+
+def read_generation(body: bytes, ask: Ask, facts: Facts) -> None:
+    """A text in one piece, by our own route."""
+    answer = parse(body)
+    if not isinstance(answer.get("text"), str):
+        raise AnswerError("the answer has no text")
+    read_usage(answer, facts)
+    read_budget(answer.get("budget"), ask, facts)
+
+
+def read_completion(body: bytes, ask: Ask, facts: Facts) -> None:
+    """A text in one piece, in the shape of OpenAI."""
+    answer = parse(body)
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or "text" not in choices[0]:
+        raise AnswerError("the answer does not hold exactly one choice with a text")
+    read_usage(answer, facts)
+    read_budget(openai_budget(answer), ask, facts)
+
+
+def openai_budget(answer: dict[str, Any]) -> Any:
+    """The work that was done, which answers in the shape of OpenAI keep apart; None if missing."""
+    own = answer.get("stepdial")
+    return own.get("budget") if isinstance(own, dict) else None
+
+
+def read_usage(answer: dict[str, Any], facts: Facts) -> None:
+    """Tokens read and written, where the answer says them."""
+    usage = answer.get("usage") or {}
+    facts.prompt_tokens = usage.get("prompt_tokens", facts.prompt_tokens)
+    facts.tokens = usage.get("completion_tokens", facts.tokens)
+
+
+def read_budget(budget: Any, ask: Ask, facts: Facts) -> None:
+    """The work that was done, which must be within what was asked for."""
+    said = budget if isinstance(budget, dict) else {}
+    if objection := ask.objection(said.get("steps")):
+        raise AnswerError(objection)
+    facts.steps, facts.reason = said["steps"], said.get("reason")
+    expected = said.get("expected") or {}
+    facts.expected, facts.metric = expected.get("value"), expected.get("metric")
 
 
 def describe_refusal(status: int, body: bytes) -> str:
     """The server's own code and message, from its structured error where there is one."""
     try:
-        error = _parse(body)["error"]
+        error = parse(body)["error"]
         return f"HTTP {status} {error['code']}: {error['message']}"
     except (AnswerError, KeyError, TypeError):
         return f"HTTP {status}"
 
 
-class TokenStream:
-    """Server-sent events of one generated text: tokens, then exactly one terminal event."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._event = "message"
-        self._data: list[str] = []
-        self._ended = False
-        self.tokens = 0
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-
-    def feed(self, line: bytes, at_s: float) -> None:
-        """Take one line of the stream, with or without its line end."""
-        text = line.decode("utf-8", "replace").rstrip("\r\n")
-        if not text:
-            self._dispatch(at_s)
-            return
-        field, _, value = text.partition(":")
-        value = value.removeprefix(" ")
-        if field == "event":
-            self._event = value
-        elif field == "data":
-            self._data.append(value)
-
-    def finish(self) -> None:
-        """The connection has ended: it must have said so first."""
-        if not self._ended:
-            raise AnswerError(f"the stream broke off after {self.tokens} tokens")
-
-    def _dispatch(self, at_s: float) -> None:
-        event, data = self._event, "\n".join(self._data)
-        self._event, self._data = "message", []
-        if not data:  # a comment or a keep-alive
-            return
-        if self._ended:
-            raise AnswerError("the stream went on after its terminal event")
-        payload = _parse(data)
-        if event == "message":
-            self._take_token(payload, at_s)
-        elif event == "done":
-            self._ended = True
-            _check_steps(payload.get("budget"), self._steps)
-        elif event == "error":
-            self._ended = True
-            error = payload.get("error", payload)
-            raise AnswerError(f"the stream ended with an error: {json.dumps(error)}")
-        else:
-            raise AnswerError(f"the stream holds an unknown event {event!r}")
-
-    def _take_token(self, payload: dict[str, Any], at_s: float) -> None:
-        if payload.get("index") != self.tokens:
-            raise AnswerError(f"token {self.tokens} arrived as number {payload.get('index')}")
-        if payload.get("steps") != self._steps:
-            raise AnswerError(f"asked for {self._steps} steps, a token had {payload.get('steps')}")
-        if self.first_token_s is None:
-            self.first_token_s = at_s
-        self.last_token_s = at_s
-        self.tokens += 1
-
-
-def _check_steps(budget: Any, steps: int) -> None:
-    said = budget.get("steps") if isinstance(budget, dict) else None
-    if said != steps:
-        raise AnswerError(f"asked for {steps} steps, the answer says {said}")
-
-
-def _parse(body: bytes | str) -> dict[str, Any]:
+def parse(body: bytes | str) -> dict[str, Any]:
+    """A JSON object."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -1,129 +1,99 @@
 """The simulated callers. Works by itself: `locust -f loadtest/locustfile.py --host URL`.
 
-Each caller sends one request after another, as the plan deals them out, and checks every answer.
+In a closed loop each user sends one request after another, as the plan deals them out; in an open
+loop there is one user in each process, which sends its share of the schedule.
 Only the process that Locust starts imports this file: it patches sockets and threads.
 It deliberately knows nothing of what is asked and of how a report looks.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import gevent
-from geventhttpclient import HTTPClient
-from geventhttpclient.response import HTTPSocketPoolResponse
+from gevent.hub import get_hub
 from locust import User, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
-from locust.exception import StopTest
+from locust.exception import StopTest, StopUser
+from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.answers import AnswerError, TokenStream, check_classification, describe_refusal
-from loadtest.mix import SYNTAX, MixError, Operation
-from loadtest.outcomes import Outcome
-from loadtest.plan import DEFAULT_MAX_TOKENS, DEFAULT_TIMEOUT_S, DEFAULT_URL, Plan, Terms
-from loadtest.report import Report, render_html, render_text, write_report
-from loadtest.target import ENDPOINTS, TargetError, read_offers
+from loadtest.answers import AnswerError
+from loadtest.exchange import Line
+from loadtest.generator import Gauge, Generator
+from loadtest.open_loop import OpenLoop, Share
+from loadtest.options import add_shared, complaint, terms_of
+from loadtest.outcomes import Outcome, write_requests
+from loadtest.plan import REFUSALS, Plan
+from loadtest.report import Report, render_json
+from loadtest.tables import render_text
+from loadtest.target import read_offers
+
+_SHARE, _SENT = "stepdial_share", "stepdial_sent"  # messages between master and workers
+_LEAD_S = 2.0  # in which workers lay out their schedule, before the first request is due
+_OVER = ("stopping", "stopped", "cleanup")
 
 _plans: dict[Environment, Plan] = {}
+_gauges: dict[Environment, Gauge] = {}
+_shares: dict[Environment, Share] = {}
 
 
 class Caller(User):
-    """One client with one kept-alive connection, waiting for each answer before it asks again."""
+    """One client with kept-alive connections."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self._plan = _plans[environment]
-        terms = self._plan.terms
-        self._prefix = urlsplit(terms.url).path.rstrip("/")
-        self._client = HTTPClient.from_url(
-            terms.url, connection_timeout=terms.timeout_s, network_timeout=terms.timeout_s
-        )
+        self._line = Line(self._plan, connections=1)
 
     @task
     def ask(self) -> None:
-        """Send the next request of the plan and keep what came of it."""
-        operation, body = self._plan.next_request()
-        stream = TokenStream(operation.steps) if operation.endpoint == "generate" else None
-        error: str | None = None
-        started_s, begin_s = time.time(), time.perf_counter()
-        try:
-            self._exchange(operation, body, stream)
-        except AnswerError as wrong:
-            error = str(wrong)
-        except gevent.GreenletExit:
-            error = "no answer before the end of the test"
-            raise
-        except Exception as broken:  # whatever a connection can do is one failed request
-            error = f"{type(broken).__name__}: {broken}"
-        finally:
-            total_ms = (time.perf_counter() - begin_s) * 1e3
-            timing = _timing(stream, begin_s)
-            self._plan.outcomes.append(Outcome(operation, started_s, total_ms, error, **timing))
-            self.environment.events.request.fire(
-                request_type="POST",
-                name=str(operation),
-                response_time=total_ms,
-                response_length=0,
-                exception=AnswerError(error) if error else None,
-                context={},
-            )
+        """Send the next request and wait for its answer, or send the whole of a schedule."""
+        if self._plan.terms.open:
+            self._send_share()
+            raise StopUser
+        shot, body = self._plan.next_request()
+        self._take(self._line.send(shot, body, time.monotonic(), time.time()))
 
     def on_stop(self) -> None:
         """Leave no connection behind."""
-        self._client.close()
+        self._line.close()
 
-    def _exchange(
-        self, operation: Operation, body: dict[str, Any], stream: TokenStream | None
-    ) -> None:
-        response = self._client.post(
-            self._prefix + ENDPOINTS[operation.endpoint],
-            body=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+    def _send_share(self) -> None:
+        environment, runner = self.environment, self.environment.runner
+        assert runner is not None, "users are run by a runner"
+        loop = OpenLoop(self._plan, _shares[environment], self._take)
+        self._plan.due = loop.run(lambda: runner.state in _OVER)
+        data: dict[str, Any] = {"due": self._plan.due}
+        if isinstance(runner, WorkerRunner):
+            _hand_over(data)
+        runner.send_message(_SENT, data)
+
+    def _take(self, outcome: Outcome) -> None:
+        self._plan.outcomes.append(outcome)
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=str(outcome.operation),
+            response_time=outcome.total_ms,
+            response_length=0,
+            exception=AnswerError(outcome.error) if outcome.error else None,
+            context={},
         )
-        try:
-            if response.status_code != 200:
-                raise AnswerError(describe_refusal(response.status_code, response.read()))
-            if stream is None:
-                check_classification(response.read(), operation.steps)
-            else:
-                _read_stream(response, stream)
-        finally:
-            response.release()
-
-
-def _read_stream(response: HTTPSocketPoolResponse, stream: TokenStream) -> None:
-    while line := response.readline(b"\n"):
-        stream.feed(line, time.perf_counter())
-    stream.finish()
-
-
-def _timing(stream: TokenStream | None, begin_s: float) -> dict[str, Any]:
-    if stream is None or stream.first_token_s is None or stream.last_token_s is None:
-        return {}
-    span_s = stream.last_token_s - stream.first_token_s
-    return {
-        "first_token_ms": (stream.first_token_s - begin_s) * 1e3,
-        "tokens": stream.tokens,
-        "stream_tokens_per_s": (stream.tokens - 1) / span_s if span_s > 0 else None,
-    }
 
 
 def _add_options(parser: LocustArgumentParser) -> None:
-    parser.add_argument("--mix", default="", help=SYNTAX.replace("%", "%%"))
-    parser.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="length of a generated text"
-    )
-    parser.add_argument(
-        "--answer-timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds of silence"
-    )
-    parser.add_argument("--out", default="", help="folder for the report")
+    add_shared(parser, "--answer-timeout")
 
 
-def _add_page(environment: Environment, **_: Any) -> None:
+def _prepare(environment: Environment, **_: Any) -> None:
+    # Timers count from when the loop last looked at the clock: before all the imports.
+    get_hub().loop.update_now()
+    runner = environment.runner
+    if runner is not None:
+        handle = _take_share if isinstance(runner, WorkerRunner) else _take_sent
+        runner.register_message(_SHARE if isinstance(runner, WorkerRunner) else _SENT, handle)
     if environment.web_ui is not None and environment.web_ui.app is not None:
         pages = environment.web_ui.app
         pages.add_url_rule("/steps", "steps", lambda: _report_page(environment))
@@ -133,6 +103,9 @@ def _report_page(environment: Environment) -> str:
     plan = _plans.get(environment)
     if plan is None:
         return "No test has been started yet."
+    # Draws pictures, which takes a second to load: only who looks at them waits for it.
+    from loadtest.page import render_html
+
     return render_html(_report(environment, plan))
 
 
@@ -140,19 +113,60 @@ def _start(environment: Environment, **_: Any) -> None:
     _plans.pop(environment, None)
     options = environment.parsed_options
     assert options is not None, "Locust always parses its command line"
-    terms = Terms(
-        url=(environment.host or DEFAULT_URL).rstrip("/"),
-        mix=options.mix,
-        max_tokens=options.max_tokens,
-        timeout_s=options.answer_timeout,
-    )
     try:
-        _plans[environment] = plan = Plan(terms, read_offers(terms.url))
-    except (TargetError, MixError) as error:
+        if wrong := complaint(options):
+            raise StopTest(wrong)
+        terms = terms_of(options, environment.host)
+        plan = Plan(terms, read_offers(terms.url))
+        if terms.open and not isinstance(environment.runner, WorkerRunner):
+            _share_out(environment, plan)
+    except (StopTest, *REFUSALS) as error:
         environment.process_exit_code = 2
         raise StopTest(str(error)) from None
+    _plans[environment] = plan
+    if not isinstance(environment.runner, MasterRunner):
+        _gauges[environment] = gauge = Gauge()
+        gevent.spawn(_keep_gauge, environment, plan, gauge)
     if sys.stderr.isatty() and not isinstance(environment.runner, WorkerRunner):
         gevent.spawn(_show_progress, environment, plan)
+
+
+def _share_out(environment: Environment, plan: Plan) -> None:
+    """Tell every sender which part of the schedule is its own, and when it begins."""
+    runner = environment.runner
+    assert runner is not None, "a test that starts has a runner"
+    distributed = isinstance(runner, MasterRunner)
+    workers = [*runner.clients] if isinstance(runner, MasterRunner) else ["local"]
+    if runner.target_user_count != len(workers):
+        raise StopTest(
+            f"An open loop has one user in each process that sends: -u {len(workers)}, "
+            f"not -u {runner.target_user_count}."
+        )
+    plan.senders = len(workers)
+    begin_s = time.time() + (_LEAD_S if distributed else 0.0)
+    plan.begin_s = begin_s
+    for index, worker in enumerate(workers):
+        share = {"index": index, "of": len(workers), "begin_s": begin_s}
+        if distributed:
+            runner.send_message(_SHARE, share, client_id=worker)
+        else:
+            _shares[environment] = Share.from_wire(share)
+
+
+def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
+    _shares[environment] = Share.from_wire(msg.data)
+
+
+def _take_sent(environment: Environment, msg: Message, **_: Any) -> None:
+    """One sender has all its answers; when all have, the test is over."""
+    plan, runner = _plans[environment], environment.runner
+    _take_over(msg.data, msg.node_id)
+    plan.senders_done += 1
+    if isinstance(runner, MasterRunner):
+        plan.due += msg.data["due"]
+    if plan.senders_done == plan.senders and runner is not None and runner.state not in _OVER:
+        headless = environment.web_ui is None
+        gevent.spawn(runner.quit if headless else runner.stop)
 
 
 def _stop(environment: Environment, **_: Any) -> None:
@@ -175,31 +189,57 @@ def _publish(environment: Environment) -> None:
     print("\n" + render_text(report), flush=True)
     options = environment.parsed_options
     if options is not None and options.out:
-        write_report(report, Path(options.out))
+        _keep(report, plan, Path(options.out), options.keep_requests)
         print(f"Report written to {options.out}.", flush=True)
     environment.process_exit_code = 0 if report.passed else 1
 
 
+def _keep(report: Report, plan: Plan, path: Path, requests: bool) -> None:
+    """All forms in a folder, or only the JSON in a file of that name."""
+    folder = path.parent if path.suffix == ".json" else path
+    folder.mkdir(parents=True, exist_ok=True)
+    if requests:
+        write_requests(plan.outcomes, folder / "requests.csv")
+    if folder != path:
+        path.write_text(render_json(report), encoding="utf-8")
+        return
+    # Draws pictures, which takes a second to load: only who wants them waits for it.
+    from loadtest.writing import write_report
+
+    write_report(report, folder)
+
+
 def _hand_over(data: dict[str, Any], **_: Any) -> None:
-    for plan in _plans.values():
+    for environment, plan in _plans.items():
         data["outcomes"] = [outcome.to_wire() for outcome in plan.outcomes]
         plan.outcomes.clear()
+        data["generator"] = _gauges[environment].read().to_wire()
 
 
-def _take_over(data: dict[str, Any], **_: Any) -> None:
+def _take_over(data: dict[str, Any], client_id: str, **_: Any) -> None:
     for plan in _plans.values():
         plan.outcomes += map(Outcome.from_wire, data.get("outcomes", ()))
+        if "generator" in data:
+            plan.generators[client_id] = Generator.from_wire(data["generator"])
 
 
 def _report(environment: Environment, plan: Plan) -> Report:
     runner = environment.runner
+    if environment in _gauges:
+        plan.generators["local"] = _gauges[environment].read()
     return plan.report(users=runner.target_user_count if runner else 0)
+
+
+def _keep_gauge(environment: Environment, plan: Plan, gauge: Gauge) -> None:
+    while _plans.get(environment) is plan:
+        gevent.sleep(1)
+        gauge.mark()
 
 
 def _show_progress(environment: Environment, plan: Plan) -> None:
     begin_s = time.monotonic()
     while _plans.get(environment) is plan and environment.runner is not None:
-        if environment.runner.state in ("stopping", "stopped", "cleanup"):
+        if environment.runner.state in _OVER:
             break
         errors = sum(outcome.error is not None for outcome in plan.outcomes)
         line = f"{time.monotonic() - begin_s:4.0f} s: {len(plan.outcomes)} answers, {errors} errors"
@@ -208,7 +248,7 @@ def _show_progress(environment: Environment, plan: Plan) -> None:
 
 
 events.init_command_line_parser.add_listener(_add_options)
-events.init.add_listener(_add_page)
+events.init.add_listener(_prepare)
 events.test_start.add_listener(_start)
 events.test_stop.add_listener(_stop)
 events.quitting.add_listener(_quit)

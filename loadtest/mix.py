@@ -1,22 +1,26 @@
 """The mix: which requests are sent, in which proportions, as text and as an endless rota.
 
-A mix is a comma-separated list of `endpoint[@model]:steps=weight`. Steps may be `*` for every
-rung; without a model, every model of that endpoint that has the rung takes part. The weight is
-the share of all requests that the item stands for, divided equally among what it covers.
-It deliberately knows nothing of HTTP.
+A mix is a comma-separated list of `endpoint[@model]:budget=weight`. The budget is a step count,
+`*` for every rung, or any other that loadtest/ask.py reads; without a model, every model of that
+endpoint that has the rung takes part. The weight is the share of all requests that the item stands
+for, divided equally among what it covers. It deliberately knows nothing of HTTP.
 """
 
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from loadtest.ask import Ask, parse_ask
 from loadtest.target import ENDPOINTS, Offer
 
 _ITEM = re.compile(
-    r"(?P<endpoint>[a-z]+)(?:@(?P<model>[^:=,]+))?:(?P<steps>\*|[0-9]+)(?:=(?P<weight>[0-9.]+))?"
+    r"(?P<endpoint>[a-z-]+)(?:@(?P<model>[^:=,]+))?:(?P<ask>\*|[^:=,]+)(?:=(?P<weight>[0-9.]+))?"
 )
-SYNTAX = "endpoint[@model]:steps=weight, such as generate:1=2,generate:8=1,classify@topics:4=3"
+SYNTAX = (
+    "endpoint[@model]:budget=weight, such as generate:1=2,generate-whole:low=1,classify@topics:4=3"
+)
 
 
 class MixError(ValueError):
@@ -29,7 +33,7 @@ class Wish:
 
     endpoint: str
     model: str | None
-    steps: int | None  # None: every rung
+    ask: Ask | None  # None: every rung
     weight: float
 
 
@@ -39,10 +43,24 @@ class Operation:
 
     endpoint: str
     model: str
-    steps: int
+    ask: Ask
 
     def __str__(self) -> str:
-        return f"{self.endpoint} {self.model} steps={self.steps}"
+        return f"{self.endpoint} {self.model} {self.ask}"
+
+    @property
+    def place(self) -> tuple[str, str, tuple[float, str]]:
+        """Where it stands in a table."""
+        return self.endpoint, self.model, self.ask.place
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data, to be sent between the processes of a distributed test."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, data: dict[str, Any]) -> "Operation":
+        """The inverse of `to_wire`."""
+        return cls(data["endpoint"], data["model"], Ask(**data["ask"]))
 
 
 def parse_mix(text: str) -> list[Wish]:
@@ -53,7 +71,7 @@ def parse_mix(text: str) -> list[Wish]:
         if match is None:
             raise MixError(f"{item!r} is no item of a mix. Write {SYNTAX}.")
         if match["endpoint"] not in ENDPOINTS:
-            known = " and ".join(ENDPOINTS)
+            known = ", ".join(ENDPOINTS)
             raise MixError(f"{item!r} names no endpoint: there are {known}.")
         try:
             weight = float(match["weight"] or 1)
@@ -61,8 +79,11 @@ def parse_mix(text: str) -> list[Wish]:
             weight = 0.0
         if weight <= 0:
             raise MixError(f"The weight of {item!r} must be a number above 0.")
-        steps = None if match["steps"] == "*" else int(match["steps"])
-        wishes.append(Wish(match["endpoint"], match["model"], steps, weight))
+        try:
+            ask = None if match["ask"] == "*" else parse_ask(match["ask"])
+        except ValueError as error:
+            raise MixError(f"{item!r} is no item of a mix: {error}.") from None
+        wishes.append(Wish(match["endpoint"], match["model"], ask, weight))
     if not wishes:
         raise MixError(f"The mix is empty. Write {SYNTAX}.")
     return wishes
@@ -72,7 +93,7 @@ def resolve_mix(text: str | None, offers: Sequence[Offer]) -> dict[Operation, fl
     """The weight of every operation; without a text, every rung of every model equally."""
     if text is None:
         return {
-            Operation(offer.task, offer.model, steps): 1.0
+            Operation(offer.task, offer.model, Ask(steps)): 1.0
             for offer in offers
             for steps in offer.steps
         }
@@ -85,24 +106,24 @@ def resolve_mix(text: str | None, offers: Sequence[Offer]) -> dict[Operation, fl
 
 
 def _covered(wish: Wish, offers: Sequence[Offer]) -> list[Operation]:
+    task = ENDPOINTS[wish.endpoint].task
     fitting = [
-        offer
-        for offer in offers
-        if offer.task == wish.endpoint and wish.model in (None, offer.model)
+        offer for offer in offers if offer.task == task and wish.model in (None, offer.model)
     ]
     if not fitting:
         known = ", ".join(f"{offer.task}@{offer.model}" for offer in offers)
         asked = wish.endpoint + (f"@{wish.model}" if wish.model else "")
         raise MixError(f"The server has no model for {asked}. It has: {known}.")
     covered = [
-        Operation(offer.task, offer.model, steps)
+        Operation(wish.endpoint, offer.model, ask)
         for offer in fitting
-        for steps in offer.steps
-        if wish.steps in (None, steps)
+        for ask in ([wish.ask] if wish.ask else map(Ask, offer.steps))
+        if offer.has(ask)
     ]
     if not covered:
         ladders = "; ".join(f"{offer.model}: {_listed(offer.steps)}" for offer in fitting)
-        raise MixError(f"No model for {wish.endpoint} has {wish.steps} steps. Ladders: {ladders}.")
+        lacked = f"{wish.ask.steps} steps" if wish.ask and wish.ask.steps else str(wish.ask)
+        raise MixError(f"No model for {wish.endpoint} has {lacked}. Ladders: {ladders}.")
     return covered
 
 

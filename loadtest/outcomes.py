@@ -1,30 +1,52 @@
-"""What happened to each request, kept exactly, and its summary per operation.
+"""What happened to each request, kept exactly.
 
-It deliberately knows nothing of Locust, whose own statistics round times above 100 ms, nor of
-how a summary is shown.
+It deliberately knows nothing of Locust, whose own statistics round times above 100 ms, nor of how
+outcomes are summed up.
 """
 
-import math
-import statistics
+import csv
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from loadtest.mix import Operation
 
+WARM_UP = -1  # the stage of requests that are sent and not counted
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request; moments are seconds of the epoch, so that processes can be merged."""
+    """One finished request; moments are seconds of the epoch, so that processes can be merged.
+
+    Times count from when the request was due: in a closed loop that is when it was sent.
+    """
 
     operation: Operation
     started_s: float
     total_ms: float
     error: str | None = None
     first_token_ms: float | None = None
+    gaps_ms: tuple[float, ...] = ()  # between tokens
     tokens: int = 0
-    stream_tokens_per_s: float | None = None  # between the first and the last token
+    prompt_tokens: int | None = None
+    lag_ms: float = 0.0  # from when it was due to when it was sent
+    stage: int = 0
+    steps: float | None = None  # that were used
+    reason: str | None = None
+    expected: float | None = None  # the quality of such answers, as the server states it
+    metric: str | None = None  # what that is measured in
+    correct: bool | None = None  # None where the right answer is not known
+
+    @property
+    def ended_s(self) -> float:
+        return self.started_s + self.total_ms / 1e3
+
+    @property
+    def gap_ms(self) -> float | None:
+        """The mean time between two tokens."""
+        return sum(self.gaps_ms) / len(self.gaps_ms) if self.gaps_ms else None
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data, to be sent between the processes of a distributed test."""
@@ -33,33 +55,18 @@ class Outcome:
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "Outcome":
         """The inverse of `to_wire`."""
-        return cls(**{**data, "operation": Operation(**data["operation"])})
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One operation in numbers. Times are of right answers only; None where there was none."""
-
-    endpoint: str
-    model: str
-    steps: int
-    requests: int
-    errors: int
-    requests_per_s: float
-    p50_ms: float | None
-    p95_ms: float | None
-    p99_ms: float | None
-    first_token_p50_ms: float | None
-    first_token_p95_ms: float | None
-    stream_tokens_per_s: float | None  # the median stream
-    total_tokens_per_s: float | None  # all streams together
+        restored = {
+            "operation": Operation.from_wire(data["operation"]),
+            "gaps_ms": tuple(data["gaps_ms"]),
+        }
+        return cls(**{**data, **restored})
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One way in which an operation failed, and how often."""
 
-    operation: Operation
+    operation: str
     message: str
     count: int
 
@@ -69,57 +76,26 @@ def elapsed_s(outcomes: Sequence[Outcome]) -> float:
     if not outcomes:
         return 0.0
     begin = min(outcome.started_s for outcome in outcomes)
-    return max(outcome.started_s + outcome.total_ms / 1e3 for outcome in outcomes) - begin
-
-
-def summarise(outcomes: Sequence[Outcome], planned: Iterable[Operation]) -> list[Row]:
-    """A row for every planned operation, those that were never answered too."""
-    by_operation: dict[Operation, list[Outcome]] = {operation: [] for operation in planned}
-    for outcome in outcomes:
-        by_operation.setdefault(outcome.operation, []).append(outcome)
-    duration_s = elapsed_s(outcomes)
-    ordered = sorted(by_operation, key=lambda each: (each.endpoint, each.model, each.steps))
-    return [_row(operation, by_operation[operation], duration_s) for operation in ordered]
+    return max(outcome.ended_s for outcome in outcomes) - begin
 
 
 def group_failures(outcomes: Iterable[Outcome]) -> list[Failure]:
     """Failures, the most frequent first."""
     counted = Counter(
-        (outcome.operation, outcome.error) for outcome in outcomes if outcome.error is not None
+        (str(outcome.operation), outcome.error) for outcome in outcomes if outcome.error is not None
     )
     return [
         Failure(operation, message, count) for (operation, message), count in counted.most_common()
     ]
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The nearest-rank percentile: a value that was really measured."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    rank = math.ceil(percent / 100 * len(ordered))
-    return ordered[max(rank, 1) - 1]
-
-
-def _row(operation: Operation, outcomes: list[Outcome], duration_s: float) -> Row:
-    right = [outcome for outcome in outcomes if outcome.error is None]
-    total_ms = [outcome.total_ms for outcome in right]
-    first_ms = [each.first_token_ms for each in right if each.first_token_ms is not None]
-    rates = [each.stream_tokens_per_s for each in right if each.stream_tokens_per_s is not None]
-    tokens = sum(outcome.tokens for outcome in right)
-    per_s = 1 / duration_s if duration_s > 0 else 0.0
-    return Row(
-        endpoint=operation.endpoint,
-        model=operation.model,
-        steps=operation.steps,
-        requests=len(outcomes),
-        errors=len(outcomes) - len(right),
-        requests_per_s=len(right) * per_s,
-        p50_ms=percentile(total_ms, 50),
-        p95_ms=percentile(total_ms, 95),
-        p99_ms=percentile(total_ms, 99),
-        first_token_p50_ms=percentile(first_ms, 50),
-        first_token_p95_ms=percentile(first_ms, 95),
-        stream_tokens_per_s=statistics.median(rates) if rates else None,
-        total_tokens_per_s=tokens * per_s if tokens else None,
-    )
+def write_requests(outcomes: Iterable[Outcome], path: Path) -> None:
+    """Every request as a line of CSV, in the order in which they were due."""
+    names = [each.name for each in fields(Outcome) if each.name not in ("operation", "gaps_ms")]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["endpoint", "model", "ask", *names, "gap_ms"])
+        for one in sorted(outcomes, key=lambda outcome: outcome.started_s):
+            asked = one.operation
+            row = [asked.endpoint, asked.model, str(asked.ask)]
+            table.writerow([*row, *(getattr(one, name) for name in names), one.gap_ms])

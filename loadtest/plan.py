@@ -4,29 +4,27 @@ It deliberately knows nothing of Locust, gevent and sockets.
 """
 
 import itertools
+import json
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from loadtest.mix import Operation, Rota, resolve_mix
-from loadtest.outcomes import Outcome, elapsed_s, group_failures, summarise
-from loadtest.report import Report
-from loadtest.target import Offer
-from loadtest.texts import PROMPTS, TEXTS
+from loadtest.generator import Generator, judge
+from loadtest.labelled import LabelledError, LabelledText, read_labelled
+from loadtest.mix import MixError, Rota, resolve_mix
+from loadtest.objective import ObjectiveError, parse_objective
+from loadtest.outcomes import WARM_UP, Outcome
+from loadtest.report import Report, build_report
+from loadtest.schedule import Schedule, Scheduler, Shot, Stage
+from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token
+from loadtest.terms import Terms, parse_lengths
+from loadtest.texts import PROMPTS, TEXTS, lengthened
+from loadtest.trace import TraceError, read_trace
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_MAX_TOKENS = 64
-DEFAULT_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the person who runs the test can choose about its requests."""
-
-    url: str = DEFAULT_URL
-    mix: str = ""  # empty: every rung of every model equally
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    timeout_s: float = DEFAULT_TIMEOUT_S  # of silence, before a request counts as failed
+# Every way in which a test can be refused before its first request.
+REFUSALS = (LabelledError, MixError, ObjectiveError, TargetError, TraceError)
+_CLASSIFY_CHARACTERS = 4.0  # of English, to a token: answers of classifiers do not say
 
 
 class Plan:
@@ -35,38 +33,132 @@ class Plan:
     def __init__(self, terms: Terms, offers: Sequence[Offer]) -> None:
         self.terms = terms
         self.outcomes: list[Outcome] = []
+        self.generators: dict[str, Generator] = {}  # the processes that send, by name
+        # Of an open loop: when it began, what came due, and how many processes have sent it all.
+        self.begin_s: float | None = None
+        self.due = self.senders = self.senders_done = 0
+        self.weights = resolve_mix(terms.mix or None, offers)
         self._offers = {offer.model: offer for offer in offers}
-        self._weights = resolve_mix(terms.mix or None, offers)
-        self._rota = Rota(self._weights)
+        self._objective = parse_objective(terms.objective)
+        self._labelled = self._read_labelled()
+        self._objective.check(self.weights, bool(self._labelled))
+        self._rota = Rota(self.weights, terms.seed)
         self._turns = itertools.count()
+        self._draw = random.Random(f"{terms.seed}/lengths")
+        self._lengths = parse_lengths(terms.prompt_tokens)
+        self._characters = self._measure_characters()
+        self.schedule = self._lay() if terms.open else None
 
-    def next_request(self) -> tuple[Operation, dict[str, Any]]:
-        """The operation whose turn it is, and the body that asks for it."""
-        operation, turn = self._rota.deal(), next(self._turns)
+    def next_request(self) -> tuple[Shot, bytes]:
+        """What a caller of a closed loop sends now."""
+        length = self._draw.randint(*self._lengths) if self._lengths else None
+        shot = Shot(0.0, 0, self._rota.deal(), next(self._turns), length)
+        return shot, self.body(shot)
+
+    def body(self, shot: Shot) -> bytes:
+        """The body of a request; the same shot always says the same."""
+        operation, turn = shot.operation, shot.turn
         offer = self._offers[operation.model]
-        body: dict[str, Any] = {"model": operation.model, "steps": operation.steps}
+        fields: dict[str, Any] = {"model": operation.model, **operation.ask.fields}
         if operation.endpoint == "classify":
-            texts = offer.examples or TEXTS
-            body["input"] = texts[turn % len(texts)]
+            fields["input"] = self._text(offer, shot)
         else:
-            body |= {"prompt": _fitting_prompt(offer, turn), "stream": True, "seed": turn}
-            body["max_tokens"] = self.terms.max_tokens
-        return operation, body
+            prompt, tokens = self._prompt(offer, shot)
+            fields |= {"prompt": prompt, "max_tokens": tokens, "seed": turn}
+            if ENDPOINTS[operation.endpoint].streams:
+                fields["stream"] = True
+        return json.dumps(fields).encode()
+
+    def is_correct(self, shot: Shot, label: str | None) -> bool | None:
+        """Whether an answer is the known one; None if that is not known."""
+        texts = self._labelled.get(shot.operation.model)
+        if not texts or shot.operation.endpoint != "classify" or label is None:
+            return None
+        return texts[shot.turn % len(texts)].label == label
 
     def report(self, users: int) -> Report:
         """The test so far."""
-        return Report(
-            url=self.terms.url,
-            users=users,
-            mix=self.terms.mix or "every rung of every model equally",
-            elapsed_s=elapsed_s(self.outcomes),
-            rows=summarise(self.outcomes, self._weights),
-            failures=group_failures(self.outcomes),
+        if self.schedule is None:
+            first_s = min((one.started_s for one in self.outcomes), default=0.0)
+            begin_s = first_s + self.terms.warm_up_s
+            counted = [one for one in self.outcomes if one.started_s >= begin_s]
+            end_s = max((one.ended_s for one in counted), default=begin_s)
+            stages: tuple[Stage, ...] = (Stage(0.0, end_s - begin_s, None),)
+            due = None
+        else:
+            counted = [one for one in self.outcomes if one.stage != WARM_UP]
+            stages, begin_s = self.schedule.stages, self.begin_s or 0.0
+            due = self.due
+        health = judge(
+            [one.lag_ms for one in counted],
+            due,
+            len(self.outcomes),
+            self.senders - self.senders_done,
+            list(self.generators.values()),
+            self.terms.max_lag_ms,
+        )
+        operations = list(self.weights)
+        return build_report(
+            self.terms, users, self._objective, operations, stages, begin_s, counted, health
         )
 
+    def _lay(self) -> Schedule:
+        trace = read_trace(Path(self.terms.trace)) if self.terms.shape == "replay" else []
+        return Scheduler(self.terms, self.weights, trace).lay()
 
-def _fitting_prompt(offer: Offer, turn: int) -> str:
-    prompts = offer.examples or PROMPTS
-    prompt = prompts[turn % len(prompts)]
-    # A character is at least as much as a token, so half the window is left for the answer.
-    return prompt if offer.max_tokens is None else prompt[: max(offer.max_tokens // 2, 1)]
+    def _read_labelled(self) -> dict[str, list[LabelledText]]:
+        """The texts with labels of each model that knows these labels, in an order by seed."""
+        if not self.terms.labels:
+            return {}
+        texts = read_labelled(Path(self.terms.labels))
+        random.Random(f"{self.terms.seed}/labels").shuffle(texts)
+        labels = {one.label for one in texts}
+        asked = {one.model for one in self.weights if one.endpoint == "classify"}
+        fitting = [model for model in sorted(asked) if labels <= {*self._offers[model].labels}]
+        if not fitting:
+            known = "; ".join(f"{model}: {_listed(self._offers[model])}" for model in sorted(asked))
+            raise LabelledError(
+                f"No classifier of the mix knows all labels of {self.terms.labels}, which are "
+                f"{', '.join(sorted(labels))}. Labels: {known or 'none, nothing is classified'}."
+            )
+        return dict.fromkeys(fitting, texts)
+
+    def _measure_characters(self) -> dict[str, float]:
+        if not (self._lengths or self.terms.shape == "replay"):
+            return {}
+        models = {one.model for one in self.weights if one.endpoint != "classify"}
+        return {
+            model: characters_per_token(self.terms.url, self._offers[model])
+            for model in sorted(models)
+        }
+
+    def _text(self, offer: Offer, shot: Shot) -> str:
+        if labelled := self._labelled.get(offer.model):
+            return labelled[shot.turn % len(labelled)].text
+        texts = offer.examples or TEXTS
+        text = texts[shot.turn % len(texts)]
+        if shot.prompt_tokens is None:
+            return text
+        tokens = min(shot.prompt_tokens, offer.max_tokens or shot.prompt_tokens)
+        return lengthened(text, texts, shot.turn, round(tokens * _CLASSIFY_CHARACTERS))
+
+    def _prompt(self, offer: Offer, shot: Shot) -> tuple[str, int]:
+        """The prompt, and the most tokens of its answer: together within the window."""
+        prompts = offer.examples or PROMPTS
+        prompt = prompts[shot.turn % len(prompts)]
+        window = offer.max_tokens
+        half = max(window // 2, 1) if window else None
+        if shot.prompt_tokens is None:
+            # A character is at least as much as a token, so half the window is for the answer.
+            return prompt[:half], self.terms.max_tokens
+        tokens = min(shot.prompt_tokens, half or shot.prompt_tokens)
+        characters = max(round(tokens * self._characters[offer.model]), 1)
+        if shot.output_tokens is None:
+            output = self.terms.max_tokens
+        else:
+            output = min(shot.output_tokens, half or shot.output_tokens)
+        return lengthened(prompt, prompts, shot.turn, characters), output
+
+
+def _listed(offer: Offer) -> str:
+    return ", ".join(offer.labels) or "unknown"

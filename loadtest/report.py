@@ -1,38 +1,48 @@
-"""The report of a load test: a table for the terminal, and JSON, Markdown and HTML to keep.
+"""The report of a load test: its values, and the JSON that keeps them unrounded.
 
-It deliberately knows nothing of how the numbers were measured.
+It deliberately knows nothing of how the numbers were measured, nor of how they are shown.
 """
 
-import html
 import json
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
-from loadtest.outcomes import Failure, Row
+from loadtest.generator import Health
+from loadtest.mix import Operation
+from loadtest.objective import Objective, Verdict
+from loadtest.outcomes import Failure, Outcome, elapsed_s, group_failures
+from loadtest.schedule import Stage
+from loadtest.summary import Row, Slice, summarise, timeline
+from loadtest.terms import Terms
 
-_HEADINGS = (
-    "endpoint",
-    "model",
-    "steps",
-    "requests",
-    "errors",
-    "req/s",
-    "p50 ms",
-    "p95 ms",
-    "p99 ms",
-    "first p50",
-    "first p95",
-    "tok/s each",
-    "tok/s all",
-)
-_LEGEND = (
-    "Times are of right answers only. first: milliseconds to the first token. "
-    "tok/s: tokens a second of the median stream, and of all streams together."
-)
+SCHEMA_VERSION = 2
+EVERYTHING = "every rung of every model equally"
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stretch of the test; `carried` requests of earlier ones were still unanswered."""
+
+    begin_s: float
+    duration_s: float
+    rate_per_s: float | None  # planned
+    only: str | None
+    requests: int
+    errors: int
+    offered_per_s: float
+    answered_per_s: float  # right answers, until the last had come
+    good_per_s: float
+    carried: int
+    verdicts: Sequence[Verdict]
+    rows: Sequence[Row]
+
+    @property
+    def met(self) -> bool:
+        """Whether every limit of the objective was kept."""
+        return all(verdict.met for verdict in self.verdicts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +52,19 @@ class Report:
     url: str
     users: int
     mix: str
+    arrivals: str
+    open: bool
+    seed: int
+    objective: str
+    finished_at: str
     elapsed_s: float
+    good_per_s: float
     rows: Sequence[Row]
+    stages: Sequence[StageReport]
+    verdicts: Sequence[Verdict]
+    timeline: Sequence[Slice]
     failures: Sequence[Failure]
+    health: Health
 
     @property
     def requests(self) -> int:
@@ -56,137 +76,92 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Something was answered, and nothing went wrong."""
-        return self.requests > 0 and self.errors == 0
+        """Something was answered, nothing went wrong, and the objective was met if there was one.
+
+        With an objective that bears with errors, errors alone are no failure.
+        """
+        bearable = "error_share" in self.objective
+        return (
+            self.requests > 0
+            and (self.errors == 0 or bearable)
+            and all(verdict.met for verdict in self.verdicts)
+        )
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Keep the report as report.json, report.md and report.html in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(render_json(report), encoding="utf-8")
-    (folder / "report.md").write_text(render_markdown(report), encoding="utf-8")
-    (folder / "report.html").write_text(render_html(report), encoding="utf-8")
+def build_report(
+    terms: Terms,
+    users: int,
+    objective: Objective,
+    operations: Sequence[Operation],
+    stages: Sequence[Stage],
+    begin_s: float,
+    outcomes: Sequence[Outcome],
+    health: Health,
+) -> Report:
+    """Sum up what was counted: the outcomes but those of the warm-up; `begin_s` of the epoch."""
+    duration_s = sum(stage.duration_s for stage in stages)
+    return Report(
+        url=terms.url,
+        users=users,
+        mix=terms.mix or EVERYTHING,
+        arrivals=terms.arrivals,
+        open=terms.open,
+        seed=terms.seed,
+        objective=terms.objective,
+        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        elapsed_s=elapsed_s(outcomes),
+        good_per_s=sum(map(objective.good, outcomes)) / duration_s if duration_s > 0 else 0.0,
+        rows=summarise(outcomes, operations, objective),
+        stages=[
+            _stage(number, stage, outcomes, operations, objective, begin_s)
+            for number, stage in enumerate(stages)
+        ],
+        verdicts=objective.verdicts(outcomes),
+        timeline=timeline(outcomes, begin_s),
+        failures=group_failures(outcomes),
+        health=health,
+    )
+
+
+def _stage(
+    number: int,
+    stage: Stage,
+    outcomes: Sequence[Outcome],
+    operations: Sequence[Operation],
+    objective: Objective,
+    begin_s: float,
+) -> StageReport:
+    within = [one for one in outcomes if one.stage == number]
+    stage_begin_s = begin_s + stage.begin_s
+    right = sum(one.error is None for one in within)
+    whole_s = max(elapsed_s(within), stage.duration_s)
+    return StageReport(
+        begin_s=stage.begin_s,
+        duration_s=stage.duration_s,
+        rate_per_s=stage.rate_per_s,
+        only=str(stage.only) if stage.only else None,
+        requests=len(within),
+        errors=len(within) - right,
+        offered_per_s=len(within) / stage.duration_s if stage.duration_s > 0 else 0.0,
+        answered_per_s=right / whole_s if whole_s > 0 else 0.0,
+        good_per_s=sum(map(objective.good, within)) / stage.duration_s
+        if stage.duration_s > 0
+        else 0.0,
+        carried=sum(one.stage < number and one.ended_s > stage_begin_s for one in outcomes),
+        verdicts=objective.verdicts(within),
+        rows=summarise(within, [stage.only] if stage.only else operations, objective),
+    )
 
 
 def render_json(report: Report) -> str:
     """Unrounded numbers, and the machine that sent the load."""
     record = {
-        "schema_version": 1,
-        "url": report.url,
-        "users": report.users,
-        "mix": report.mix,
-        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "elapsed_s": report.elapsed_s,
+        "schema_version": SCHEMA_VERSION,
         "requests": report.requests,
         "errors": report.errors,
+        "passed": report.passed,
+        "saturated": report.health.saturated,
         "client": {"platform": platform.platform(), "cores": os.cpu_count()},
-        "rows": [asdict(row) for row in report.rows],
-        "failures": [asdict(failure) for failure in report.failures],
+        **asdict(report),
     }
-    return json.dumps(record, indent=2) + "\n"
-
-
-def render_text(report: Report) -> str:
-    """A table for a terminal."""
-    cells = [list(_HEADINGS), *map(_cells, report.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for index, row in enumerate(cells):
-        words = row[:2], row[2:]
-        left = [cell.ljust(width) for cell, width in zip(words[0], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(words[1], widths[2:], strict=True)]
-        lines.append("  ".join(left + right))
-        if index == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    lines += ["", _LEGEND, "", _verdict(report)]
-    lines += [f"  {_failure(failure)}" for failure in report.failures]
-    return "\n".join(lines)
-
-
-def render_markdown(report: Report) -> str:
-    """The same, to paste into a page."""
-    lines = ["# Load test", "", _verdict(report), ""]
-    lines.append("| " + " | ".join(_HEADINGS) + " |")
-    lines.append("|---|---|" + "---:|" * (len(_HEADINGS) - 2))
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in report.rows]
-    lines += ["", _LEGEND]
-    if report.failures:
-        lines += ["", "## Failures", ""]
-        lines += [f"* {_failure(failure)}" for failure in report.failures]
-    return "\n".join(lines) + "\n"
-
-
-def render_html(report: Report) -> str:
-    """One page that needs nothing else."""
-    head = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
-        for row in report.rows
-    )
-    failed = "".join(f"<li>{html.escape(_failure(failure))}</li>" for failure in report.failures)
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Stepdial load test</title>
-<style>
-  body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem; color: #1c2330; }}
-  .wide {{ overflow-x: auto; }}
-  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-  th, td {{ padding: .35rem .7rem; text-align: right; border-bottom: 1px solid #d9dee7; }}
-  th:nth-child(-n+2), td:nth-child(-n+2) {{ text-align: left; }}
-  li {{ color: #a3221b; }}
-</style>
-<h1>Load test</h1>
-<p>{html.escape(_verdict(report))}</p>
-<div class="wide"><table><thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody></table></div>
-<p>{_LEGEND}</p>
-<ul>{failed}</ul>
-</html>
-"""
-
-
-def _verdict(report: Report) -> str:
-    outcome = "no errors" if report.errors == 0 else _count(report.errors, "ERROR", "ERRORS")
-    if report.requests == 0:
-        outcome = "NOTHING WAS ANSWERED"
-    return (
-        f"{report.url}: {_count(report.requests, 'request', 'requests')} "
-        f"in {report.elapsed_s:.1f} s from {_count(report.users, 'user', 'users')}, "
-        f"{outcome} (mix: {report.mix})."
-    )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def _failure(failure: Failure) -> str:
-    return f"{failure.count} × {failure.operation}: {failure.message}"
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row.endpoint,
-        row.model,
-        str(row.steps),
-        str(row.requests),
-        str(row.errors),
-        _number(row.requests_per_s),
-        _number(row.p50_ms),
-        _number(row.p95_ms),
-        _number(row.p99_ms),
-        _number(row.first_token_p50_ms),
-        _number(row.first_token_p95_ms),
-        _number(row.stream_tokens_per_s),
-        _number(row.total_tokens_per_s),
-    ]
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"

@@ -4,6 +4,8 @@ Letters, spaces, line ends and basic punctuation only, so that a character model
 It deliberately knows nothing of the models that will read them.
 """
 
+from collections.abc import Sequence
+
 PROMPTS = (
     "Good morrow, my friend, ",
     "The king hath sent for thee, and ",
@@ -38,3 +40,14 @@ HEADLINES = (
 )
 
 TEXTS = REVIEWS + HEADLINES
+
+
+def lengthened(text: str, others: Sequence[str], turn: int, characters: int) -> str:
+    """A text of so many characters: this one, then others, cut where it is long enough."""
+    size = len(text)
+    parts = [text]
+    while size < characters:
+        turn += 1
+        parts.append(others[turn % len(others)])
+        size += len(parts[-1]) + 1
+    return " ".join(parts)[:characters]

@@ -72,7 +72,7 @@ class Served:
     def name(self) -> str:
         return self.manifest.name
 
-    def measured_ms(self, steps: int) -> float | None:
+    def measured(self, steps: int) -> LatencyEntry | None:
         """The measured time of one call at these steps: one row, the greatest length there is."""
         if self.bundle.latency is None:
             return None
@@ -82,9 +82,7 @@ class Served:
             for entry in self.bundle.latency.entries
             if entry.steps == steps and entry.kind == kind
         ]
-        if not entries:
-            return None
-        return min(entries, key=_size).median_ms
+        return min(entries, key=_size, default=None)
 
 
 class Catalog:

@@ -12,9 +12,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 LADDER = (1, 4)
+CHOSEN_STEPS = 2  # where a request leaves the choice to the server
 MODELS = (
     {"id": "talker", "task": "generate", "max_tokens": 64},
-    {"id": "judge", "task": "classify", "card": {"examples": ["ham", "spam"]}},
+    {
+        "id": "judge",
+        "task": "classify",
+        "card": {"examples": ["ham", "spam"]},
+        "labels": ["good", "bad"],
+        "efforts": {"low": 1},
+    },
     {"id": "eye", "task": "classify", "input": {"kind": "image"}},
     {"id": "interpreter", "task": "translate", "input": {"kind": "text"}},
 )
@@ -25,15 +32,38 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, fault: str | None = None, fault_steps: int = 4) -> None:
+    request_queue_size = 128
+
+    def __init__(
+        self, fault: str | None = None, fault_steps: int = 4, service_s: float = 0.0
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.fault = fault
         self.fault_steps = fault_steps
+        self.service_s = service_s
+        self._turn = threading.Lock()
+        self._free_s = 0.0  # when the one server in the queue will be
         self.bodies: list[dict[str, Any]] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Quiet: clients that leave are a part of the tests."""
+
+    def serve_in_turn(self) -> None:
+        """Wait as long as a queue before one server of fixed speed would make one wait."""
+        with self._turn:
+            self._free_s = max(self._free_s, time.monotonic()) + self.service_s
+            done_s = self._free_s
+        time.sleep(max(done_s - time.monotonic(), 0.0))
+
+
+def _budget(steps: int, fault: str | None) -> dict[str, Any]:
+    expected = {"metric": "accuracy", "value": 0.5 + steps / 10}
+    said = 99 if fault == "other_steps" else steps
+    return {"steps": said, "reason": "exact", "expected": expected}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -52,25 +82,44 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        steps = body["steps"]
+        steps = body.get("steps", CHOSEN_STEPS)
         fault = self.server.fault if steps == self.server.fault_steps else None
+        if self.server.service_s:
+            self.server.serve_in_turn()
         if fault == "refuse":
             self._answer(429, {"error": {"code": "queue_full", "message": "try later"}})
         elif fault == "hang":
             time.sleep(30)
         elif self.path == "/v1/classify":
-            said = 99 if fault == "other_steps" else steps
-            self._answer(200, {"results": [{"label": "good", "budget": {"steps": said}}]})
-        else:
+            result = {"label": "good", "budget": _budget(steps, fault)}
+            self._answer(200, {"results": [result]})
+        elif body.get("stream"):
             self._stream(steps, body["max_tokens"], fault)
+        else:
+            self._whole(steps, body, fault)
+
+    def _whole(self, steps: int, body: dict[str, Any], fault: str | None) -> None:
+        # A token is half of the characters that a prompt would be cut to.
+        usage = {"prompt_tokens": len(body["prompt"]) // 2, "completion_tokens": body["max_tokens"]}
+        told = {"budget": _budget(steps, fault)}
+        text = "a" * body["max_tokens"]
+        if self.path == "/v1/completions":
+            choices = [{"text": text, "finish_reason": "length"}]
+            self._answer(200, {"usage": usage, "choices": choices, "stepdial": told})
+        else:
+            self._answer(200, {"usage": usage, "text": text, **told})
 
     def _stream(self, steps: int, tokens: int, fault: str | None) -> None:
+        openai = self.path == "/v1/completions"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for index in range(tokens):
-            self._chunk(f"data: {json.dumps({'index': index, 'text': 'a', 'steps': steps})}\n\n")
+            data: dict[str, Any] = {"index": index, "text": "a", "steps": steps}
+            if openai:
+                data = {"choices": [{"text": "a", "finish_reason": None}]}
+            self._chunk(f"data: {json.dumps(data)}\n\n")
             time.sleep(0.001)
             if fault == "cut" and index == 2:
                 self.close_connection = True
@@ -78,8 +127,12 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "error_event":
             self._chunk('event: error\ndata: {"error": {"code": "lapsed", "message": "late"}}\n\n')
         elif fault != "no_terminal":
-            said = 99 if fault == "other_steps" else steps
-            self._chunk(f'event: done\ndata: {{"budget": {{"steps": {said}}}}}\n\n')
+            told = {"budget": _budget(steps, fault)}
+            if openai:
+                last = json.dumps({"choices": [], "stepdial": told})
+                self._chunk(f"data: {last}\n\ndata: [DONE]\n\n")
+            else:
+                self._chunk(f"event: done\ndata: {json.dumps(told)}\n\n")
         self._chunk("")
 
     def _chunk(self, text: str) -> None:
@@ -99,9 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_stub(fault: str | None = None, fault_steps: int = 4) -> Iterator[Stub]:
-    """A stub that answers on a free port of 127.0.0.1."""
-    with Stub(fault, fault_steps) as stub:
+def running_stub(
+    fault: str | None = None, fault_steps: int = 4, service_s: float = 0.0
+) -> Iterator[Stub]:
+    """A stub that answers on a free port of 127.0.0.1; with `service_s`, one request at a time."""
+    with Stub(fault, fault_steps, service_s) as stub:
         thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

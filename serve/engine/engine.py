@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
 from serve.engine.admission import Admission, too_large
 from serve.engine.executor import Executor
@@ -146,12 +147,10 @@ class Engine:
                 retry_after_s=self._patience.stall_exit_s,
             )
 
-    def predict_s(self, lane: LaneKey, measured_s: float | None) -> float | None:
-        """How long one call of this lane would take, asked for now."""
+    def predict_s(self, lane: LaneKey, measured: LatencyEntry | None) -> float | None:
+        """How long one call of this lane would take, asked for now, of the size measured."""
         with self._wake:
-            busy = self._scheduler.busy_turns()
-            ahead = self._scheduler.prospects.calls_ahead(lane)
-            return self._times.predict_s(lane, busy, ahead, measured_s)
+            return self._scheduler.prospects.answer_s(lane, measured)
 
     # What others do, from any thread.
 

@@ -1,9 +1,9 @@
-"""How long the calls of each turn took lately: what goes on beside a request, and `predicted_ms`.
+"""How long the calls of each turn took lately: what goes on beside a request.
 
 Averages that forget; it deliberately knows neither requests nor clocks.
 """
 
-from serve.scheduler.job import LaneKey, Turn
+from serve.scheduler.job import Turn
 
 _WEIGHT = 0.2  # of the newest call in the average of its kind
 
@@ -25,18 +25,3 @@ class CallTimes:
     def seconds(self, turn: Turn) -> float | None:
         """The average, or None if no such call has run yet."""
         return self._seconds.get(turn)
-
-    def predict_s(
-        self, lane: LaneKey, busy: list[Turn], calls_ahead: int, measured_s: float | None
-    ) -> float | None:
-        """The time until one call of this lane is over, if it were asked for now.
-
-        Every busy turn gets one call a round, so the answer comes after as many rounds as the
-        lane has calls ahead, and one more. `measured_s` stands in where no call has run yet.
-        """
-        own: Turn = (lane, "classify" if lane.kind == "classify" else "decode")
-        own_s = self.seconds(own) or measured_s
-        if own_s is None:
-            return None
-        round_s = own_s + sum(self.seconds(turn) or 0.0 for turn in busy if turn != own)
-        return round_s * (calls_ahead + 1)

@@ -117,11 +117,8 @@ def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
 
 
 def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
-    measured_ms = served.measured_ms(rung.steps)
-    predicted_s = engine.predict_s(
-        LaneKey(served.key, _kind(served), rung.steps),
-        None if measured_ms is None else measured_ms / 1000,
-    )
+    measured = served.measured(rung.steps)
+    predicted_s = engine.predict_s(LaneKey(served.key, _kind(served), rung.steps), measured)
     quality = rung.quality
     return LadderRung(
         steps=rung.steps,
@@ -131,6 +128,6 @@ def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
         quality=Interval(
             value=quality.value, low=quality.low, high=quality.high, samples=quality.samples
         ),
-        latency_ms=measured_ms,
+        latency_ms=None if measured is None else measured.median_ms,
         predicted_ms=None if predicted_s is None else round(predicted_s * 1000, 3),
     )

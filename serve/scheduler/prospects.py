@@ -6,10 +6,11 @@ Reads the lanes and changes none. It deliberately knows neither what is done abo
 from collections.abc import Callable, Mapping
 from typing import Generic
 
+from serve.bundle.latency import LatencyEntry
 from serve.scheduler.classifying import Classifying
 from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import Job, LaneKey, Turn, WorkT
-from serve.scheduler.latency_model import LatencyModel
+from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.limits import Limits
 from serve.scheduler.outlook import Outlook
 
@@ -59,9 +60,24 @@ class Prospects(Generic[WorkT]):
         start_s = max(now_s, self._busy_until_s)
         return self._classifying.late_s(job, start_s, self.beside_s(job.lane))
 
-    def calls_ahead(self, key: LaneKey) -> int:
-        """How many calls a new row of a lane of classifications would wait for, in its lane."""
-        return self._classifying.calls_ahead(key)
+    def answer_s(self, key: LaneKey, measured: LatencyEntry | None) -> float | None:
+        """The time until one call of this lane is over, if it were asked for now.
+
+        Every busy turn gets one call a round, so that is as many rounds as the lane has calls
+        ahead, and one more. The call is of the size that was measured, or of the usual one.
+        """
+        own: Turn = (key, "classify" if key.kind == "classify" else "decode")
+        call_s = None
+        if measured is not None:
+            series = Series(key.model, measured.kind, key.steps)
+            call_s = self._latency.call_s(series, measured.batch, measured.length)
+            call_s = call_s or measured.median_ms / 1000
+        call_s = call_s or self._usual_s(own)
+        if call_s is None:
+            return None
+        others = (turn for turn in self._busy_turns() if turn != own)
+        round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
+        return round_s * (self._classifying.calls_ahead(key) + 1)
 
     def wait_s(self, now_s: float, least: bool = False) -> float:
         """How long until all that waits now has run, at the fewest steps or as it will be."""

@@ -62,7 +62,7 @@ def test_the_real_server_answers_every_rung_rightly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("other_steps", "asked for 4 steps, the answer says 99"),
+        ("other_steps", "asked for steps=4, the answer says 99 steps"),
         ("refuse", "HTTP 429 queue_full: try later"),
         ("error_event", "the stream ended with an error"),
         ("no_terminal", "the stream broke off after 8 tokens"),
@@ -76,11 +76,11 @@ def test_a_wrong_answer_is_an_error_of_its_rung_alone(fault: str, says: str) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert says in done.stdout
     rows = {
-        line.split()[2]: line.split() for line in done.stdout.splitlines()[1:] if "talker" in line
+        line.split()[2]: line.split() for line in done.stdout.splitlines()[2:] if "talker" in line
     }
-    assert int(rows["1"][3]) > 0
-    assert int(rows["1"][4]) == 0
-    assert int(rows["4"][3]) == int(rows["4"][4]) > 0
+    assert int(rows["steps=1"][3]) > 0
+    assert int(rows["steps=1"][4]) == 0
+    assert int(rows["steps=4"][3]) == int(rows["steps=4"][4]) > 0
 
 
 def test_the_mix_sets_the_shares() -> None:
@@ -152,8 +152,8 @@ def test_the_page_starts_a_test_and_shows_its_report() -> None:
         finally:
             process.terminate()
             process.wait(timeout=30)
-    assert "<td>judge</td><td>4</td>" in shown
-    assert "<td>talker</td>" not in shown
+    assert 'judge</td><td class="left">steps=4</td>' in shown
+    assert "talker</td>" not in shown
 
 
 def free_port() -> int:

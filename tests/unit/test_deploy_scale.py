@@ -16,7 +16,7 @@ from benchmarks.capacity import (
     replicas_by_time,
     slowest_s,
 )
-from tests.unit.test_readme import prints_like, read_blocks
+from tests.page_blocks import prints_like, read_blocks
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 EQUAL = [Timed("equal", 1.0, 0.010)]

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from serve.bundle import LatencyEntry
 from serve.engine.events import TokenEvent
 from serve.errors import QueueFull, Unprocessable
 from serve.scheduler.job import LaneKey
@@ -143,7 +144,7 @@ def test_predictions_grow_with_what_waits() -> None:
     with running(batch_rows=1) as bench:
         lane = LaneKey("tiny-classify", "classify", 2)
         assert bench.engine.predict_s(lane, None) is None
-        assert bench.engine.predict_s(lane, 0.5) == 0.5
+        assert bench.engine.predict_s(lane, LatencyEntry(2, "classify", 1, 8, 500.0, 600.0)) == 0.5
         classified(bench.classify(5)[1])
         alone_s = bench.engine.predict_s(lane, None)
         assert alone_s is not None

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from loadtest.answers import AnswerError, TokenStream, check_classification, describe_refusal
+from loadtest.answers import (
+    AnswerError,
+    Facts,
+    describe_refusal,
+    read_classification,
+    read_completion,
+    read_generation,
+)
+from loadtest.ask import Ask
+from loadtest.stream import TokenStream
 
 
 def token(index: int, steps: int = 4) -> bytes:
@@ -15,29 +24,34 @@ def done(steps: int = 4) -> bytes:
     return f'event: done\ndata: {{"budget": {{"steps": {steps}}}}}\n\n'.encode()
 
 
-def read(stream: bytes, steps: int = 4) -> TokenStream:
+def chunk(**fields: object) -> bytes:
+    return f"data: {json.dumps(fields)}\n\n".encode()
+
+
+def read(stream: bytes, openai: bool = False) -> Facts:
     """Feed a whole stream, one line a second."""
-    reader = TokenStream(steps)
+    facts = Facts()
+    reader = TokenStream(Ask(4), facts, openai)
     for second, line in enumerate(stream.splitlines(keepends=True)):
         reader.feed(line, float(second))
     reader.finish()
-    return reader
+    return facts
 
 
 def test_tokens_are_counted_and_timed() -> None:
-    reader = read(token(0) + b": keep-alive\n\n" + token(1) + done())
-    assert reader.tokens == 2
-    assert reader.first_token_s == 1.0
-    assert reader.last_token_s == 5.0
+    facts = read(token(0) + b": keep-alive\n\n" + token(1) + done())
+    assert facts.tokens == 2
+    assert facts.token_moments_s == [1.0, 5.0]
+    assert facts.steps == 4
 
 
 def test_line_ends_and_several_data_lines_follow_the_standard() -> None:
-    reader = read(b'data: {"index": 0,\r\ndata: "steps": 4}\r\n\r\n' + done())
-    assert reader.tokens == 1
+    facts = read(b'data: {"index": 0,\r\ndata: "steps": 4}\r\n\r\n' + done())
+    assert facts.tokens == 1
 
 
 def test_a_stream_without_tokens_is_right_if_it_ends() -> None:
-    assert read(done()).first_token_s is None
+    assert read(done()).token_moments_s == []
 
 
 @pytest.mark.parametrize(
@@ -46,12 +60,12 @@ def test_a_stream_without_tokens_is_right_if_it_ends() -> None:
         (token(0), "broke off after 1 tokens"),
         (b"", "broke off after 0 tokens"),
         (token(0) + done().rstrip(b"\n"), "broke off"),
-        (token(0) + done(8), "asked for 4 steps, the answer says 8"),
+        (token(0) + done(8), "asked for steps=4, the answer says 8 steps"),
         (token(0, steps=1) + done(), "asked for 4 steps, a token had 1"),
         (token(1) + done(), "token 0 arrived as number 1"),
         (done() + token(0), "went on after its terminal event"),
         (done() + done(), "went on after its terminal event"),
-        (b'event: done\ndata: {"usage": {}}\n\n', "the answer says None"),
+        (b'event: done\ndata: {"usage": {}}\n\n', "the answer says None steps"),
         (b'event: error\ndata: {"error": {"code": "lapsed"}}\n\n', "lapsed"),
         (b"event: pause\ndata: {}\n\n", "unknown event 'pause'"),
         (b"data: not json\n\n", "not JSON"),
@@ -63,11 +77,59 @@ def test_a_wrong_stream_is_an_error(stream: bytes, says: str) -> None:
         read(stream)
 
 
+def test_a_stream_of_openai_ends_with_its_own_mark_and_names_its_budget() -> None:
+    text = chunk(choices=[{"text": "a", "finish_reason": None}])
+    last = chunk(choices=[{"text": "", "finish_reason": "stop"}], stepdial={"budget": {"steps": 4}})
+    facts = read(text + text + last + b"data: [DONE]\n\n", openai=True)
+    assert (facts.tokens, facts.steps) == (2, 4)
+    with pytest.raises(AnswerError, match="broke off"):
+        read(text + last, openai=True)
+    with pytest.raises(AnswerError, match="says None steps"):
+        read(text + b"data: [DONE]\n\n", openai=True)
+    with pytest.raises(AnswerError, match="lapsed"):
+        read(text + chunk(error={"code": "lapsed"}), openai=True)
+
+
 def test_a_classification_must_say_the_steps_that_were_asked() -> None:
-    result = {"label": "good", "budget": {"steps": 4}}
-    check_classification(json.dumps({"results": [result]}).encode(), 4)
+    facts = Facts()
+    budget = {"steps": 4, "reason": "exact", "expected": {"metric": "accuracy", "value": 0.9}}
+    result = {"label": "good", "budget": budget}
+    read_classification(json.dumps({"results": [result]}).encode(), Ask(4), facts)
+    assert (facts.label, facts.steps, facts.reason) == ("good", 4, "exact")
+    assert (facts.metric, facts.expected) == ("accuracy", 0.9)
     shared = {"results": [{"label": "good"}], "budget": {"steps": 4}}
-    check_classification(json.dumps(shared).encode(), 4)
+    read_classification(json.dumps(shared).encode(), Ask(4), Facts())
+
+
+def test_whole_texts_say_what_they_took() -> None:
+    usage, told = {"prompt_tokens": 3, "completion_tokens": 2}, {"budget": {"steps": 4}}
+    for reader, answer in (
+        (read_generation, {"usage": usage, "text": "ab", **told}),
+        (read_completion, {"usage": usage, "choices": [{"text": "ab"}], "stepdial": told}),
+    ):
+        facts = Facts()
+        reader(json.dumps(answer).encode(), Ask(4), facts)
+        assert (facts.prompt_tokens, facts.tokens, facts.steps) == (3, 2, 4)
+        with pytest.raises(AnswerError):
+            reader(json.dumps(told).encode(), Ask(4), Facts())
+
+
+@pytest.mark.parametrize(
+    ("ask", "steps", "right"),
+    [
+        (Ask(), 3, True),
+        (Ask(), None, False),
+        (Ask(effort="low"), 1, True),
+        (Ask(max_steps=4), 8, False),
+        (Ask(min_steps=4), 2, False),
+        (Ask(min_steps=4, max_disagreement=0.1), 2, True),
+        (Ask(deadline_ms=9.0, min_steps=2, max_steps=4), 4, True),
+    ],
+)
+def test_other_budgets_bound_what_an_answer_may_say(
+    ask: Ask, steps: int | None, right: bool
+) -> None:
+    assert (ask.objection(steps) is None) == right
 
 
 @pytest.mark.parametrize(
@@ -85,7 +147,7 @@ def test_a_classification_must_say_the_steps_that_were_asked() -> None:
 )
 def test_a_wrong_classification_is_an_error(answer: object) -> None:
     with pytest.raises(AnswerError):
-        check_classification(json.dumps(answer).encode(), 4)
+        read_classification(json.dumps(answer).encode(), Ask(4), Facts())
 
 
 def test_a_refusal_is_told_in_the_words_of_the_server() -> None:

@@ -1,27 +1,46 @@
 """The mix: its syntax, what it covers on a given server, and the order of requests."""
 
+import json
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.ask import Ask
+from loadtest.labelled import LabelledError
 from loadtest.mix import MixError, Operation, Rota, Wish, parse_mix, resolve_mix
-from loadtest.plan import Plan, Terms
+from loadtest.plan import Plan
 from loadtest.target import Offer
+from loadtest.terms import Terms
 
 OFFERS = (
     Offer("shakespeare", "generate", (1, 2, 4, 8), max_tokens=40),
-    Offer("sentiment", "classify", (1, 2, 4), max_tokens=None),
-    Offer("topics", "classify", (1, 4), max_tokens=None),
+    Offer("sentiment", "classify", (1, 2, 4), max_tokens=None, labels=("bad", "good")),
+    Offer("topics", "classify", (1, 4), max_tokens=None, efforts=("low",)),
 )
 
 
 def test_items_are_read_in_order() -> None:
     assert parse_mix("generate:1=2, classify@topics:4=0.5,classify:*") == [
-        Wish("generate", None, 1, 2.0),
-        Wish("classify", "topics", 4, 0.5),
+        Wish("generate", None, Ask(1), 2.0),
+        Wish("classify", "topics", Ask(4), 0.5),
         Wish("classify", None, None, 1.0),
+    ]
+
+
+def test_budgets_of_every_kind_can_be_asked_for() -> None:
+    text = (
+        "completions-whole:low,generate-whole:50ms+min2+max8,classify:disagree0.05,classify:default"
+    )
+    assert [wish.ask for wish in parse_mix(text)] == [
+        Ask(effort="low"),
+        Ask(deadline_ms=50.0, min_steps=2, max_steps=8),
+        Ask(max_disagreement=0.05),
+        Ask(),
     ]
 
 
@@ -35,7 +54,9 @@ def test_items_are_read_in_order() -> None:
         ("generate:1=-2", "no item of a mix"),
         ("generate:1=0", "above 0"),
         ("generate:1=1.2.3", "above 0"),
-        ("translate:1=2", "there are classify and generate"),
+        ("translate:1=2", "there are classify, generate, "),
+        ("classify:4+8", "says steps twice"),
+        ("classify:1.2.3ms", "no budget"),
     ],
 )
 def test_a_malformed_mix_says_what_is_wrong(text: str, says: str) -> None:
@@ -52,9 +73,9 @@ def test_by_default_every_rung_of_every_model_counts_the_same() -> None:
 def test_a_weight_is_shared_by_what_the_item_covers() -> None:
     weights = resolve_mix("classify:4=3,generate:*=2,classify@topics:4=1", OFFERS)
     assert weights == {
-        Operation("classify", "sentiment", 4): 1.5,
-        Operation("classify", "topics", 4): 2.5,
-        **{Operation("generate", "shakespeare", steps): 0.5 for steps in (1, 2, 4, 8)},
+        Operation("classify", "sentiment", Ask(4)): 1.5,
+        Operation("classify", "topics", Ask(4)): 2.5,
+        **{Operation("generate", "shakespeare", Ask(steps)): 0.5 for steps in (1, 2, 4, 8)},
     }
 
 
@@ -65,6 +86,8 @@ def test_a_weight_is_shared_by_what_the_item_covers() -> None:
         ("classify@topics:2=1", r"Ladders: topics: 1, 4"),
         ("classify@shakespeare:1=1", r"classify@sentiment"),
         ("generate@nobody:1=1", r"generate@shakespeare"),
+        ("classify@sentiment:low", r"has effort=low"),
+        ("classify@sentiment:low", r"has effort=low"),
     ],
 )
 def test_what_the_server_lacks_is_refused_with_what_it_has(text: str, says: str) -> None:
@@ -74,7 +97,7 @@ def test_what_the_server_lacks_is_refused_with_what_it_has(text: str, says: str)
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_the_rota_keeps_the_proportions(weights: list[int], rounds: int) -> None:
-    operations = {Operation("classify", "m", steps): w for steps, w in enumerate(weights)}
+    operations = {Operation("classify", "m", Ask(steps)): w for steps, w in enumerate(weights)}
     rota = Rota({operation: float(weight) for operation, weight in operations.items()})
     # A whole number of hands and of cycles, where the proportions are exact.
     count = rounds * sum(weights) * 4 * len(weights)
@@ -88,18 +111,42 @@ def test_an_empty_rota_is_refused() -> None:
         Rota({})
 
 
+def bodies(terms: Terms, offers: Sequence[Offer] = OFFERS, count: int = 20) -> list[dict[str, Any]]:
+    plan = Plan(terms, offers)
+    return [json.loads(plan.next_request()[1]) for _ in range(count)]
+
+
 def test_prompts_leave_half_the_window_to_the_answer() -> None:
-    plan = Plan(Terms(mix="generate:8=1", max_tokens=500), OFFERS)
-    for _ in range(20):
-        operation, body = plan.next_request()
+    for body in bodies(Terms(mix="generate:8=1", max_tokens=500)):
         assert body["model"] == "shakespeare"
-        assert body["steps"] == operation.steps == 8
+        assert body["steps"] == 8
         assert body["stream"] is True
         assert 1 <= len(body["prompt"]) <= 20
         assert body["max_tokens"] == 500
 
 
+def test_a_budget_is_sent_as_its_fields_and_nothing_else() -> None:
+    [body] = bodies(Terms(mix="generate-whole:50ms+max4"), count=1)
+    assert (body["deadline_ms"], body["max_steps"]) == (50.0, 4)
+    assert not {"steps", "stream", "effort"} & body.keys()
+
+
 def test_a_model_is_asked_with_its_own_examples() -> None:
     offer = Offer("listops", "classify", (1,), max_tokens=None, examples=("[MAX 1 2]",))
-    _, body = Plan(Terms(), [offer]).next_request()
-    assert body == {"model": "listops", "steps": 1, "input": "[MAX 1 2]"}
+    assert bodies(Terms(), [offer], 1) == [{"model": "listops", "steps": 1, "input": "[MAX 1 2]"}]
+
+
+def test_known_labels_make_answers_right_or_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "texts.tsv"
+    file.write_text("so good\tgood\nso\tbad\tbad\n\n", encoding="utf-8")
+    plan = Plan(Terms(mix="classify@sentiment:1", labels=str(file), seed=3), OFFERS)
+    for _ in range(4):
+        shot, body = plan.next_request()
+        label = {"so good": "good", "so\tbad": "bad"}[json.loads(body)["input"]]
+        assert plan.is_correct(shot, label) is True
+        assert plan.is_correct(shot, "else") is False
+    with pytest.raises(LabelledError, match=r"knows all labels.*bad, good.*topics: unknown"):
+        Plan(Terms(mix="classify@topics:1", labels=str(file)), OFFERS)
+    file.write_text("no tab", encoding="utf-8")
+    with pytest.raises(LabelledError, match="Line 1"):
+        Plan(Terms(labels=str(file)), OFFERS)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from loadtest.__main__ import main
-from loadtest.target import Offer, TargetError, read_offers
+from loadtest.target import Offer, TargetError, characters_per_token, read_offers
 from tests.loadtest_stub import LADDER, running_stub
 
 
@@ -20,8 +20,20 @@ def test_models_and_ladders_are_read() -> None:
     with running_stub() as stub:
         assert read_offers(stub.url + "/") == [
             Offer("talker", "generate", LADDER, max_tokens=64),
-            Offer("judge", "classify", LADDER, max_tokens=None, examples=("ham", "spam")),
+            Offer(
+                *("judge", "classify", LADDER, None),
+                examples=("ham", "spam"),
+                labels=("good", "bad"),
+                efforts=("low",),
+            ),
         ]
+
+
+def test_how_much_text_a_token_is_can_be_asked() -> None:
+    with running_stub() as stub:
+        talker, _ = read_offers(stub.url)
+        assert characters_per_token(stub.url, talker) == 2.0
+        assert stub.bodies[0]["max_tokens"] == 1
 
 
 def test_a_server_that_is_down_is_told_with_what_to_do() -> None:
@@ -45,6 +57,16 @@ def test_another_server_is_not_mistaken_for_ours() -> None:
         (["--spawn-rate", "nan"], "no number above 0"),
         (["--url", "localhost:8000"], "write http://host:port"),
         (["--shapes", "x"], "unrecognized arguments"),
+        (["--rate", "50..0"], "is no rate; write requests a second"),
+        (["--rate", "5", "--shape", "closed"], "--rate is for an open loop"),
+        (["--shape", "bursty"], "needs --rate"),
+        (["--shape", "replay"], "needs --trace"),
+        (["--trace", "x.csv", "--rate", "1..2"], "along a ramp"),
+        (["--apart"], "--apart is for an open loop"),
+        (["--objective", "p99<5"], "is no limit. Write limits such as"),
+        (["--find-capacity"], "--find-capacity needs --objective"),
+        (["--prompt-tokens", "9..3"], "is no number of tokens"),
+        (["--keep-requests"], "needs --out"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(

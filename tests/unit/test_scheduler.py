@@ -117,13 +117,12 @@ def test_a_classification_ends_with_its_last_row() -> None:
     assert job.state is State.ENDED and s.running == 0
 
 
-def test_busy_turns_and_calls_ahead() -> None:
+def test_busy_turns() -> None:
     s = scheduler(batch_rows=2)
-    assert s.busy_turns() == [] and s.prospects.calls_ahead(CLASSIFY) == 0
+    assert s.busy_turns() == []
     s.add(classify("a", *[10] * 5), 0.0)
     s.add(generate("b"), 0.0)
     assert s.busy_turns() == [(CLASSIFY, "classify"), (GENERATE, "prefill")]
-    assert s.prospects.calls_ahead(CLASSIFY) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from serve.engine.events import GeneratedEvent
 from serve.engine.generation import Generation, Wish
 from serve.engine.sampling import Sampling
 from serve.engine.trials import Trials
-from serve.engine.work import Work
 from serve.engine.ways import leads_of
+from serve.engine.work import Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD

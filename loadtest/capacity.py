@@ -1,0 +1,182 @@
+"""`--find-capacity`: tests of different rates, until the highest that meets the objective is known.
+
+It deliberately knows nothing of how the search decides; see loadtest/search.py.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from loadtest.charts import Chart, Line
+from loadtest.drawing import draw_png, draw_svg
+from loadtest.launch import locust_command, run
+from loadtest.objective import Objective, parse_objective
+from loadtest.page import page, table
+from loadtest.search import Capacity, Point, Search
+from loadtest.tables import Cells, markdown_table, number, text_table
+from loadtest.terms import parse_duration, parse_levels
+
+_HEADINGS = ("rate/s", "requests", "good/s", "p50", "p99", "objective", "sure", "what")
+_LONGER = 4  # times --duration, at most, for rates at which few requests come
+_LEAST_REQUESTS = 200
+_WARM_UP_S = 2.0
+
+
+class CapacityError(Exception):
+    """A test could not run; it has said why."""
+
+
+def find_capacity(options: argparse.Namespace, start_per_s: float) -> Capacity:
+    """Measure rates one after another, and say what each gave."""
+    objective = parse_objective(options.objective)
+    longest_s = options.most_points * (_LONGER * parse_duration(options.duration) + 10)
+    print(
+        f"Looking for the highest rate that keeps {options.objective}: at most "
+        f"{options.most_points} tests, at most {longest_s / 60:.0f} minutes.",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+
+        def measure(rate_per_s: float, number: int) -> Point:
+            point = _measure(options, objective, rate_per_s, number, Path(folder))
+            print("  " + "  ".join(_cells(point)), flush=True)
+            return point
+
+        return Search(measure, options.precision, options.most_points).run(start_per_s)
+
+
+def start_of(options: argparse.Namespace) -> float:
+    """The rate that is measured first: the first of --rate."""
+    rates = parse_levels(options.rate)
+    return rates[0].begin_per_s if rates else 10.0
+
+
+def write_capacity(capacity: Capacity, objective: str, folder: Path) -> None:
+    """Keep it as capacity.json, capacity.md, capacity.html and capacity.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"schema_version": 1, "objective": objective, **asdict(capacity)}
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    (folder / "capacity.json").write_text(text, encoding="utf-8")
+    cells, chart = _table(capacity), _chart(capacity, objective)
+    about = f"Objective: {objective}. {capacity.sentence}"
+    markdown = f"# Capacity\n\n{about}\n\n{markdown_table(cells)}\n"
+    (folder / "capacity.md").write_text(markdown, encoding="utf-8")
+    figure = f"<figure><h3>{chart.title}</h3>{draw_svg(chart)}</figure>"
+    parts = ["<h1>Capacity</h1>", f'<p class="about">{_escaped(about)}</p>', figure, table(cells)]
+    html = page("Stepdial capacity", parts)
+    (folder / "capacity.html").write_text(html, encoding="utf-8")
+    draw_png(about, [chart], folder / "capacity.png")
+
+
+def render_capacity(capacity: Capacity) -> str:
+    """For a terminal."""
+    return text_table(_table(capacity)) + "\n\n" + capacity.sentence
+
+
+def _measure(
+    options: argparse.Namespace,
+    objective: Objective,
+    rate_per_s: float,
+    number: int,
+    folder: Path,
+) -> Point:
+    shares = [limit.share or 0.0 for limit in objective.limits]
+    wanted = max(5 / (1 - max(shares)), _LEAST_REQUESTS)
+    chosen_s = parse_duration(options.duration)
+    seconds = min(max(chosen_s, wanted / rate_per_s), _LONGER * chosen_s)
+    bounds_ms = [limit.bound for limit in objective.limits if limit.of_requests]
+    drain_s = options.answer_timeout if options.drain is None else options.drain
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
+    point = Namespace(
+        **{
+            **vars(options),
+            # Two halves without a pause: a queue that grows shows in the second.
+            "rate": f"{rate_per_s:.6g},{rate_per_s:.6g}",
+            "duration": f"{max(math.ceil(seconds / 2), 1)}s",
+            "pause": 0.0,
+            "warm_up": max(options.warm_up, _WARM_UP_S),
+            "drain": min(drain_s, max(2 * max(bounds_ms, default=0.0) / 1e3, 2.0)),
+            "seed": options.seed + number,
+            "out": str(report),
+        }
+    )
+    status = run(locust_command(point, options.url), silent=True)
+    if not report.exists():
+        raise CapacityError(f"The test at {rate_per_s:.4g}/s ended with status {status}.")
+    return _point(rate_per_s, json.loads(report.read_text(encoding="utf-8")))
+
+
+def _point(rate_per_s: float, record: dict[str, Any]) -> Point:
+    verdicts = record["verdicts"]
+    later = record["stages"][-1]["verdicts"]
+    missed = [each for each in verdicts if not each["met"]]
+    growing = [each for each in later if not each["met"]]
+    met = not missed and not growing
+    sure = all(each["sure"] for each in verdicts) if met else any(each["sure"] for each in missed)
+    rows = [row for row in record["rows"] if row["p50_ms"] is not None]
+    shown = missed or growing or verdicts
+    return Point(
+        rate_per_s=rate_per_s,
+        met=met,
+        sure=sure,
+        limited=record["saturated"],
+        requests=record["requests"],
+        good_per_s=record["good_per_s"],
+        p50_ms=max((row["p50_ms"] for row in rows), default=None),
+        p99_ms=max((row["p99_ms"] for row in rows), default=None),
+        why="; ".join(f"{each['limit']}: {_value(each)}" for each in shown)
+        + (" (in the second half)" if growing and not missed else "")
+        + (" SENDER SATURATED" if record["saturated"] else ""),
+    )
+
+
+def _value(verdict: dict[str, Any]) -> str:
+    return "never" if verdict["value"] is None else number(verdict["value"], 3)
+
+
+def _table(capacity: Capacity) -> Cells:
+    by_rate = sorted(capacity.points, key=lambda point: point.rate_per_s)
+    return [_HEADINGS, *map(_cells, by_rate)]
+
+
+def _cells(point: Point) -> list[str]:
+    return [
+        *(f"{point.rate_per_s:.4g}", str(point.requests), number(point.good_per_s)),
+        *(number(point.p50_ms), number(point.p99_ms), "met" if point.met else "MISSED"),
+        *("yes" if point.sure else "no", point.why),
+    ]
+
+
+def _chart(capacity: Capacity, objective: str) -> Chart:
+    points = sorted(capacity.points, key=lambda point: point.rate_per_s)
+    lines = []
+    for label, values, dashed in (
+        ("p50", [(one.rate_per_s, one.p50_ms) for one in points], False),
+        ("p99", [(one.rate_per_s, one.p99_ms) for one in points], True),
+    ):
+        kept = [(rate, value) for rate, value in values if value is not None]
+        x, y = [rate for rate, _ in kept], [value for _, value in kept]
+        lines.append(Line(label, "latency", x, y, dashed))
+    lines.append(
+        Line(
+            "good answers a second",
+            *("good", [one.rate_per_s for one in points], [one.good_per_s for one in points]),
+        )
+    )
+    limits = parse_objective(objective).limits
+    return Chart(
+        *("Latency and goodput against rate", "", "requests a second, offered"),
+        *("ms; a second", lines),
+        y_scale="log",
+        limits=[(limit.text, limit.bound) for limit in limits if limit.what == "latency"],
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

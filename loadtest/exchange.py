@@ -1,0 +1,105 @@
+"""One request over a kept-alive connection: sent, read, checked and timed.
+
+It deliberately knows nothing of when requests are sent and of what becomes of their outcomes.
+"""
+
+import itertools
+import time
+from urllib.parse import urlsplit
+
+import gevent
+from geventhttpclient import HTTPClient
+from geventhttpclient.response import HTTPSocketPoolResponse
+
+from loadtest.answers import (
+    AnswerError,
+    Facts,
+    describe_refusal,
+    read_classification,
+    read_completion,
+    read_generation,
+)
+from loadtest.outcomes import Outcome
+from loadtest.plan import Plan
+from loadtest.schedule import Shot
+from loadtest.stream import TokenStream
+from loadtest.target import ENDPOINTS
+
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class Line:
+    """Connections to the server: opened when none is free, kept, and used again."""
+
+    def __init__(self, plan: Plan, connections: int) -> None:
+        terms = plan.terms
+        self._plan = plan
+        self._prefix = urlsplit(terms.url).path.rstrip("/")
+        self._client = HTTPClient.from_url(
+            terms.url,
+            concurrency=connections,
+            connection_timeout=terms.timeout_s,
+            network_timeout=terms.timeout_s,
+        )
+
+    def close(self) -> None:
+        """Leave no connection behind."""
+        self._client.close()
+
+    def send(self, shot: Shot, body: bytes, due_s: float, started_s: float) -> Outcome:
+        """Send it now; `due_s` is when that should have been, of time.monotonic()."""
+        facts = Facts()
+        error: str | None = None
+        lag_ms = (time.monotonic() - due_s) * 1e3
+        try:
+            self._exchange(shot, body, facts)
+        except AnswerError as wrong:
+            error = str(wrong)
+        except gevent.GreenletExit:
+            error = "no answer before the end of the test"
+        except Exception as broken:  # whatever a connection can do is one failed request
+            error = f"{type(broken).__name__}: {broken}"
+        total_ms = (time.monotonic() - due_s) * 1e3
+        moments = facts.token_moments_s
+        pairs = itertools.pairwise(moments)
+        return Outcome(
+            operation=shot.operation,
+            started_s=started_s,
+            total_ms=total_ms,
+            error=error,
+            first_token_ms=(moments[0] - due_s) * 1e3 if moments else None,
+            gaps_ms=tuple((after - before) * 1e3 for before, after in pairs),
+            tokens=facts.tokens,
+            prompt_tokens=facts.prompt_tokens,
+            lag_ms=lag_ms,
+            stage=shot.stage,
+            steps=facts.steps,
+            reason=facts.reason,
+            expected=facts.expected,
+            metric=facts.metric,
+            correct=self._plan.is_correct(shot, facts.label) if error is None else None,
+        )
+
+    def _exchange(self, shot: Shot, body: bytes, facts: Facts) -> None:
+        endpoint, ask = ENDPOINTS[shot.operation.endpoint], shot.operation.ask
+        response = self._client.post(self._prefix + endpoint.path, body=body, headers=_HEADERS)
+        openai = endpoint.path == "/v1/completions"
+        try:
+            if response.status_code != 200:
+                raise AnswerError(describe_refusal(response.status_code, response.read()))
+            if endpoint.streams:
+                _read_stream(response, TokenStream(ask, facts, openai))
+            elif endpoint.task == "classify":
+                read_classification(response.read(), ask, facts)
+            elif openai:
+                read_completion(response.read(), ask, facts)
+            else:
+                read_generation(response.read(), ask, facts)
+        finally:
+            response.release()
+
+
+def _read_stream(response: HTTPSocketPoolResponse, stream: TokenStream) -> None:
+    while line := response.readline(b"\n"):
+        stream.feed(line, time.monotonic())
+    stream.finish()

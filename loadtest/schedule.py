@@ -1,0 +1,138 @@
+"""What is due when: every request of an open loop, laid out before the first is sent.
+
+The same terms give the same schedule in every process, so that workers can share one.
+It deliberately knows nothing of what the requests say.
+"""
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.arrivals import Rate
+from loadtest.mix import Operation, Rota
+from loadtest.outcomes import WARM_UP
+from loadtest.terms import Terms, parse_lengths
+from loadtest.trace import Entry, replay
+
+RAMP_PARTS = 8  # a ramp is reported in so many parts of different rates
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One request: when it is due, and what decides what it says."""
+
+    due_s: float  # after the begin of the test
+    stage: int
+    operation: Operation
+    turn: int
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of time with one rate; `only` is the operation that had it for itself."""
+
+    begin_s: float
+    duration_s: float
+    rate_per_s: float | None  # that was planned; None in a closed loop
+    only: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All stages, and all requests by time; those of the warm-up belong to no stage."""
+
+    stages: tuple[Stage, ...]
+    shots: tuple[Shot, ...]
+    length_s: float
+
+    def share(self, index: int, of: int) -> tuple[Shot, ...]:
+        """What one of so many senders sends."""
+        return self.shots[index::of]
+
+
+class Scheduler:
+    """Lays stages one after another."""
+
+    def __init__(
+        self, terms: Terms, weights: dict[Operation, float], trace: Sequence[Entry]
+    ) -> None:
+        self._terms, self._weights, self._trace = terms, weights, trace
+        self._rota = Rota(weights, terms.seed)
+        self._draw = random.Random(f"{terms.seed}/lengths")
+        self._lengths = parse_lengths(terms.prompt_tokens)
+        self._stages: list[Stage] = []
+        self._shots: list[Shot] = []
+        self._at_s = 0.0
+
+    def lay(self) -> Schedule:
+        """The whole schedule."""
+        terms = self._terms
+        rates: Sequence[Rate | None] = terms.rates or (None,)
+        if terms.warm_up_s:
+            first = rates[0] and Rate(rates[0].begin_per_s, rates[0].begin_per_s)
+            self._add(self._arrivals(first, terms.warm_up_s, "warm-up"), WARM_UP, None)
+            self._at_s += terms.warm_up_s
+        operations = sorted(self._weights, key=lambda each: each.place) if terms.apart else [None]
+        levels = [(rate, only) for rate in rates for only in operations]
+        for number, (rate, only) in enumerate(levels):
+            arrivals = self._arrivals(rate, terms.duration_s, str(number))
+            for part in self._parts(rate, arrivals):
+                self._stages.append(
+                    Stage(self._at_s + part.begin_s, part.duration_s, part.rate_per_s, only)
+                )
+                within = _between(arrivals, part.begin_s, part.begin_s + part.duration_s)
+                self._add(within, len(self._stages) - 1, only)
+            self._at_s += terms.duration_s
+            if number < len(levels) - 1:
+                self._at_s += terms.pause_s
+        return Schedule(tuple(self._stages), tuple(self._shots), self._at_s)
+
+    def _arrivals(self, rate: Rate | None, duration_s: float, name: str) -> list[Entry]:
+        terms = self._terms
+        if terms.shape == "replay":
+            mean = rate.mean_per_s if rate else None
+            scaled = replay(self._trace, duration_s, terms.speed, mean)
+            size = terms.length_scale
+            return [
+                Entry(one.at_s, round(one.prompt_tokens * size), round(one.output_tokens * size))
+                for one in scaled
+            ]
+        assert rate is not None, "only a trace has a pace of its own"
+        due_s = terms.process.due_s(rate, duration_s, f"{terms.seed}/{name}")
+        return [Entry(moment_s, 0, 0) for moment_s in due_s]
+
+    def _parts(self, rate: Rate | None, arrivals: Sequence[Entry]) -> list[Stage]:
+        duration_s = self._terms.duration_s
+        if rate is None:
+            return [Stage(0.0, duration_s, len(arrivals) / duration_s)]
+        if rate.begin_per_s == rate.end_per_s:
+            return [Stage(0.0, duration_s, rate.mean_per_s)]
+        part_s = duration_s / RAMP_PARTS
+        climb = (rate.end_per_s - rate.begin_per_s) / RAMP_PARTS
+        return [
+            Stage(part * part_s, part_s, rate.begin_per_s + (part + 0.5) * climb)
+            for part in range(RAMP_PARTS)
+        ]
+
+    def _add(self, arrivals: Sequence[Entry], stage: int, only: Operation | None) -> None:
+        replayed = self._terms.shape == "replay"
+        for entry in arrivals:
+            prompt = self._draw.randint(*self._lengths) if self._lengths else None
+            self._shots.append(
+                Shot(
+                    due_s=self._at_s + entry.at_s,
+                    stage=stage,
+                    operation=only or self._rota.deal(),
+                    turn=len(self._shots),
+                    prompt_tokens=max(entry.prompt_tokens, 1) if replayed else prompt,
+                    output_tokens=max(entry.output_tokens, 1) if replayed else None,
+                )
+            )
+
+
+def _between(arrivals: Sequence[Entry], begin_s: float, end_s: float) -> Sequence[Entry]:
+    moments = [entry.at_s for entry in arrivals]
+    return arrivals[bisect_left(moments, begin_s) : bisect_left(moments, end_s)]

@@ -1,0 +1,216 @@
+"""A report as tables: for the terminal, and in Markdown to paste into a page.
+
+It deliberately knows nothing of pictures and of pages.
+"""
+
+from collections.abc import Sequence
+
+from loadtest.outcomes import Failure
+from loadtest.report import Report, StageReport
+from loadtest.summary import Row
+
+Cells = Sequence[Sequence[str]]  # the first row holds the headings
+
+LEGEND = (
+    "Times are of right answers only, in milliseconds, from when a request was due (in a closed "
+    "loop: sent). first: to the first token. gap: between two tokens. tok/s: tokens a second of "
+    "the median stream, and of all answers together. used: the mean of the steps that were used. "
+    "good/s: right and within the time limits of the objective. quality: the share of right "
+    "answers with its 95 % interval, or what the server states of such answers."
+)
+_ROW_HEADINGS = (
+    *("endpoint", "model", "budget", "requests", "errors", "req/s", "p50", "p95", "p99"),
+    *("first p50", "first p99", "gap p50", "gap p99", "tok/s each", "tok/s all"),
+    *("used", "quality"),
+)
+_STAGE_HEADINGS = (
+    *("rate/s", "budget", "requests", "errors", "offered/s", "answered/s", "good/s"),
+    *("p50", "p95", "p99", "first p99", "gap p99", "used", "quality", "carried", "objective"),
+)
+LEFT = {"endpoint", "model", "budget", "objective", "limit", "", "what"}
+
+
+def verdict(report: Report) -> str:
+    """The whole test in a sentence."""
+    outcome = "no errors" if report.errors == 0 else count(report.errors, "ERROR", "ERRORS")
+    if report.requests == 0:
+        outcome = "NOTHING WAS ANSWERED"
+    senders = ("sender", "senders") if report.open else ("user", "users")
+    return (
+        f"{report.url}: {count(report.requests, 'request', 'requests')} "
+        f"in {report.elapsed_s:.1f} s from {count(report.users, *senders)}, "
+        f"{outcome} (mix: {report.mix})."
+    )
+
+
+def warnings(report: Report) -> list[str]:
+    """What makes the figures worth less."""
+    found = []
+    if report.health.saturated:
+        found.append(
+            "THE SENDER WAS SATURATED, so these figures are about it and not about the server: "
+            + "; ".join(report.health.complaints)
+            + ". Send less, use more --workers, or give the sender a machine of its own."
+        )
+    carried = max((stage.carried for stage in report.stages), default=0)
+    if carried:
+        found.append(
+            f"Up to {carried} requests of one stage were still unanswered when the next began: "
+            "a longer --pause keeps stages apart."
+        )
+    return found
+
+
+def health_line(report: Report) -> str:
+    """How the load was sent."""
+    health = report.health
+    parts = []
+    if health.lag_p99_ms is not None:
+        parts.append(
+            f"sent {number(health.lag_p50_ms, 2)} ms (median), {number(health.lag_p99_ms, 2)} ms "
+            f"(p99), {number(health.lag_max_ms, 2)} ms (most) after they were due"
+        )
+    if health.cpu_busiest is not None:
+        parts.append(
+            f"a sender used {health.cpu_mean or 0:.0%} of a core, {health.cpu_busiest:.0%} in its "
+            "busiest seconds"
+        )
+    return "Sender: " + ("; ".join(parts) or "not measured") + "."
+
+
+def row_table(rows: Sequence[Row]) -> Cells:
+    """A line for each operation, without columns that say nothing."""
+    return _without_empty([_ROW_HEADINGS, *map(_row_cells, rows)])
+
+
+def stage_table(report: Report) -> Cells:
+    """A line for each stage, or for each operation of it."""
+    lines = [
+        _stage_cells(stage, row) for stage in report.stages for row in stage.rows if row.requests
+    ]
+    return _without_empty([_STAGE_HEADINGS, *lines])
+
+
+def verdict_table(report: Report) -> Cells:
+    """Each limit of the objective beside what was measured in the whole test."""
+    lines = [
+        [
+            one.limit,
+            "never" if one.value is None else number(one.value, 3),
+            "met" if one.met else "MISSED",
+        ]
+        for one in report.verdicts
+    ]
+    return [("limit", "measured", ""), *lines]
+
+
+def render_text(report: Report) -> str:
+    """For a terminal."""
+    parts = [text_table(row_table(report.rows))]
+    if len(report.stages) > 1:
+        parts += ["", text_table(stage_table(report))]
+    parts += ["", LEGEND, "", verdict(report), report.arrivals]
+    if report.verdicts:
+        parts += ["", text_table(verdict_table(report)), f"good: {report.good_per_s:.2f} a second"]
+    parts += [f"  {failure_line(each)}" for each in report.failures]
+    parts += ["", health_line(report), *(f"WARNING: {each}" for each in warnings(report))]
+    return "\n".join(parts)
+
+
+def render_markdown(report: Report) -> str:
+    """The same, to paste into a page."""
+    parts = ["# Load test", verdict(report), report.arrivals]
+    parts += [f"**{each}**" for each in warnings(report)]
+    if report.verdicts:
+        parts += ["## Objective", markdown_table(verdict_table(report))]
+        parts.append(f"Good answers: {report.good_per_s:.2f} a second.")
+    parts += ["## Operations", markdown_table(row_table(report.rows))]
+    if len(report.stages) > 1:
+        parts += ["## Stages", markdown_table(stage_table(report))]
+    parts += [LEGEND, health_line(report)]
+    if report.failures:
+        listed = "\n".join(f"* {failure_line(failure)}" for failure in report.failures)
+        parts += ["## Failures", listed]
+    return "\n\n".join(parts) + "\n"
+
+
+def text_table(cells: Cells) -> str:
+    """Columns side by side; numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for index, row in enumerate(cells):
+        padded = [
+            cell.ljust(width) if heading in LEFT else cell.rjust(width)
+            for cell, width, heading in zip(row, widths, cells[0], strict=True)
+        ]
+        lines.append("  ".join(padded))
+        if index == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def markdown_table(cells: Cells) -> str:
+    """The same in Markdown."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    lines.insert(1, "|" + "".join("---|" if name in LEFT else "---:|" for name in cells[0]))
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A value with the digits that mean something; a dash where there is none."""
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def count(amount: int, one: str, many: str) -> str:
+    """An amount with its noun."""
+    return f"{amount} {one if amount == 1 else many}"
+
+
+def failure_line(failure: Failure) -> str:
+    """One way in which an operation failed."""
+    return f"{failure.count} × {failure.operation}: {failure.message}"
+
+
+def _row_cells(row: Row) -> list[str]:
+    return [
+        *(row.endpoint, row.model, row.ask, str(row.requests), str(row.errors)),
+        *(number(row.requests_per_s), number(row.p50_ms), number(row.p95_ms), number(row.p99_ms)),
+        *(number(row.first_token_p50_ms), number(row.first_token_p99_ms)),
+        *(number(row.gap_p50_ms, 2), number(row.gap_p99_ms, 2)),
+        *(number(row.stream_tokens_per_s), number(row.total_tokens_per_s)),
+        *(number(row.steps_mean, 2), quality(row)),
+    ]
+
+
+def _stage_cells(stage: StageReport, row: Row) -> list[str]:
+    alone = row.requests == stage.requests
+    return [
+        *(number(stage.rate_per_s), f"{row.endpoint} {row.model} {row.ask}"),
+        *(str(row.requests), str(row.errors)),
+        number(stage.offered_per_s if alone else row.requests / max(stage.duration_s, 1e-9)),
+        number(stage.answered_per_s if alone else row.requests_per_s),
+        number(row.good / stage.duration_s if stage.duration_s else None),
+        *(number(row.p50_ms), number(row.p95_ms), number(row.p99_ms)),
+        *(number(row.first_token_p99_ms), number(row.gap_p99_ms, 2)),
+        *(number(row.steps_mean, 2), quality(row), str(stage.carried) if stage.carried else "–"),
+        ("met" if stage.met else "MISSED") if stage.verdicts else "–",
+    ]
+
+
+def quality(row: Row) -> str:
+    """How many of the known answers were right; else what the server states."""
+    if row.accuracy is not None and row.accuracy_interval is not None:
+        low, high = row.accuracy_interval
+        return f"{row.accuracy:.3f} ({low:.3f}–{high:.3f})"
+    return "–" if row.expected is None else f"{row.expected:.3f} stated"
+
+
+def _without_empty(cells: list[Sequence[str]]) -> Cells:
+    kept = [
+        index
+        for index in range(len(cells[0]))
+        if len(cells) == 1 or any(row[index] not in ("–", "") for row in cells[1:])
+    ]
+    return [[row[index] for index in kept] for row in cells]

@@ -1,0 +1,95 @@
+"""What the person who runs a test can choose about its requests, as one value.
+
+It deliberately knows nothing of command lines, which loadtest/options.py reads.
+"""
+
+import re
+from dataclasses import dataclass
+
+from loadtest.arrivals import Process, Rate, parse_rates
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_MAX_TOKENS = 64
+DEFAULT_TIMEOUT_S = 60.0
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
+_LENGTHS = re.compile(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How much of what is sent when. Empty texts: not chosen."""
+
+    url: str = DEFAULT_URL
+    mix: str = ""  # empty: every rung of every model equally
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    timeout_s: float = DEFAULT_TIMEOUT_S  # of silence, before a request counts as failed
+    shape: str = "closed"
+    rates: tuple[Rate, ...] = ()  # one level after another
+    duration_s: float = 30.0  # of each level
+    warm_up_s: float = 0.0
+    pause_s: float = 2.0  # between levels
+    drain_s: float = DEFAULT_TIMEOUT_S  # for answers that are still due when all is sent
+    apart: bool = False  # each operation by itself, in turn
+    burstiness: float = 4.0
+    period_s: float = 10.0
+    trace: str = ""
+    speed: float = 1.0
+    length_scale: float = 1.0
+    prompt_tokens: str = ""
+    seed: int = 0
+    labels: str = ""
+    objective: str = ""
+    max_lag_ms: float = 10.0
+
+    @property
+    def open(self) -> bool:
+        """Whether requests are sent when they are due, whatever became of those before."""
+        return self.shape != "closed"
+
+    @property
+    def process(self) -> Process:
+        """How arrivals scatter, where they are drawn."""
+        return Process(self.shape, self.burstiness, self.period_s)
+
+    @property
+    def arrivals(self) -> str:
+        """When requests come, for people."""
+        if not self.open:
+            return "closed loop: each user waits for its answer"
+        words = ", ".join(map(str, self.rates)) or f"at {self.speed:g} times its own pace"
+        match self.shape:
+            case "bursty":
+                how = f"bursty arrivals (variance of gaps {self.burstiness:g})"
+            case "onoff":
+                how = f"arrivals in one {self.burstiness:g}th of {self.period_s:g} s"
+            case "replay":
+                how = "a replayed trace"
+            case other:
+                how = f"{'Poisson' if other == 'poisson' else other} arrivals"
+        return f"open loop: {how}, {words}"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a text such as 30s, 2m, 1h30m or 45; ValueError if it is none."""
+    match = _DURATION.fullmatch(f"{text}s" if text.isdecimal() else text)
+    hours, minutes, seconds = match.groups() if match else (None, None, None)
+    total_s = int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(seconds or 0)
+    if match is None or not text or total_s <= 0:
+        raise ValueError(f"{text!r} is no duration; write 30s, 2m or 1h30m")
+    return total_s
+
+
+def parse_lengths(text: str) -> tuple[int, int] | None:
+    """The least and the most tokens of a text such as 64 or 16..200; None for an empty one."""
+    if not text:
+        return None
+    match = _LENGTHS.fullmatch(text)
+    low, high = match.groups() if match else (None, None)
+    if low is None or int(low) > int(high or low):
+        raise ValueError(f"{text!r} is no number of tokens; write 64 or 16..200")
+    return int(low), int(high or low)
+
+
+def parse_levels(text: str) -> tuple[Rate, ...]:
+    """The rates of a text; none of an empty one."""
+    return tuple(parse_rates(text)) if text else ()
