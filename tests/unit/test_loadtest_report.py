@@ -252,3 +252,14 @@ def test_what_cannot_be_compared_says_why(
     (tmp_path / "old.json").write_text('{"schema_version": 1}')
     assert main([str(tmp_path / "a"), str(tmp_path / "old.json")]) == 2
     assert "schema version 1, not 2" in capsys.readouterr().err
+
+
+def test_failures_that_differ_in_numbers_only_are_one_kind() -> None:
+    one = next(outcome for outcome in outcomes() if outcome.error is not None)
+    late = [replace(one, error=f"HTTP 429 too_busy: {ms} ms after 0.{ms}") for ms in (5, 70)]
+    other = replace(one, error="HTTP 503 draining: 5 ms")
+    found = [(failure.message, failure.count) for failure in group_failures([*late, other])]
+    assert found == [
+        ("HTTP 429 too_busy: … ms after …", 2),
+        ("HTTP 503 draining: 5 ms", 1),
+    ]
