@@ -7,12 +7,9 @@ valid requests must be answered. It deliberately measures no time.
 """
 
 import copy
-import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +19,13 @@ import yaml
 
 from benchmarks.options import NOTHING_TO_MEASURE, Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.schema_run import (
+    Description,
+    Report,
+    accepted_of,
+    failures_of,
+    run_schemathesis,
+)
 from benchmarks.server import running_server
 from serve.bundle import Manifest
 
@@ -31,10 +35,7 @@ EXAMPLES, QUICK_EXAMPLES = 100, 20
 # Of the description as published: names that begin with "$", which no model has, are documented
 # to be answered with 200 (and 400, of an inference) only.
 UNAVOIDABLE = 3
-_RUN_S = 900.0
 _ACCEPTS_400 = '[checks.positive_data_acceptance]\nexpected-statuses = ["2xx", "400"]\n'
-
-Description = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,11 @@ class Outcome:
     failures: tuple[str, ...]  # unique: where, and of which check
 
     @classmethod
-    def of(cls, report: Mapping[str, Any]) -> "Outcome":
-        """What a report of schemathesis says; SystemExit if the run is not complete."""
-        if not report["complete"] or report["errors"]:
-            raise SystemExit(f"schemathesis did not finish: {report['errors']}")
-        answered = sum(
-            phase["accepted"]
-            for operation, phases in report["valid_rates"].items()
-            if operation.endswith("/infer")
-            for phase in phases.values()
-        )
-        failures = tuple(
-            f"{operation}: {one['title']}"
-            for one in report["failures"]
-            for operation in one["operations"]
-        )
-        return cls(report["test_cases"]["generated"], answered, failures)
+    def of(cls, report: Report) -> "Outcome":
+        """What a report of schemathesis says."""
+        inferences = [one for one in report["valid_rates"] if one.endswith("/infer")]
+        answered = accepted_of(report, inferences)
+        return cls(report["test_cases"]["generated"], answered, failures_of(report))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -144,28 +134,8 @@ def conform(
 ) -> Outcome:
     """What schemathesis finds at this address."""
     changed = variant.change(copy.deepcopy(description), manifest)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "description.json").write_text(json.dumps(changed), encoding="utf-8")
-        (Path(folder) / "settings.toml").write_text(
-            variant.config.format(model=manifest.name), encoding="utf-8"
-        )
-        command = [sys.executable, "-m", "schemathesis.cli", "--config-file", "settings.toml"]
-        command += ["run", "description.json", "--url", url, "--checks", "all", "--mode", "all"]
-        command += ["--max-examples", str(examples), "--generation-deterministic"]
-        command += ["--continue-on-failure", "--report", "json", "--report-json-path", "found.json"]
-        ended = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "PYTHONWARNINGS": "default"},
-            capture_output=True,
-            text=True,
-            timeout=_RUN_S,
-            check=False,
-        )
-        found = Path(folder) / "found.json"
-        if not found.is_file():
-            raise SystemExit(f"schemathesis did not run:\n{ended.stdout}{ended.stderr}")
-        return Outcome.of(json.loads(found.read_text(encoding="utf-8")))
+    config = variant.config.format(model=manifest.name)
+    return Outcome.of(run_schemathesis(changed, url, config, examples))
 
 
 def _as_published(description: Description, manifest: Manifest) -> Description:

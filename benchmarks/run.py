@@ -17,18 +17,10 @@ from benchmarks.options import NOTHING_TO_MEASURE
 from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
-    *("quality", "precision", "export_time", "served_memory", "dial", "overhead"),
-    *(
-        "decode",
-        "classify_speed",
-        "latency_model",
-        "deadlines",
-        "batching",
-        "throughput",
-        "memory",
-        "soak",
-    ),
-    "first_answer",
+    *("quality", "precision", "export_time", "served_memory", "dial", "overhead", "decode"),
+    *("classify_speed", "latency_model", "deadlines", "refusals", "retries", "batching"),
+    *("bare_fastapi", "liveness", "throughput", "memory", "soak", "departures", "swaps", "drains"),
+    *("first_answer", "oip_conformance", "conformance", "queueing"),
 )
 # What installs packages takes minutes however quick the rest is.
 _NEVER_QUICK = ("first_answer",)

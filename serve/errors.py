@@ -81,9 +81,15 @@ class Unauthorized(ServeError):
     status = 401
     code = "unauthorized"
 
+    def __init__(self, message: str, *, of_script: bool = False) -> None:
+        super().__init__(message)
+        self._of_script = of_script
+
     def headers(self) -> dict[str, str]:
-        # What makes a browser ask; programs send a bearer token without being told.
-        return {"www-authenticate": 'Basic realm="Stepdial", charset="UTF-8"'}
+        # Basic makes a browser ask. The script of a page asks its reader itself, and programs send
+        # a bearer token without being told.
+        basic = 'Basic realm="Stepdial", charset="UTF-8"'
+        return {"www-authenticate": 'Bearer realm="Stepdial"' if self._of_script else basic}
 
 
 class CrossOrigin(ServeError):

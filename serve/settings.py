@@ -273,5 +273,6 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[st
         name = flag(field) if field in flags else variable(field)
         if field in filed:
             name = f"{field} of the settings file"
-        lines.append(f"{name} is {problem['input']!r}: {problem['msg']}")
+        why = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{name} is {problem['input']!r}: {why}")
     return "; ".join(lines)

@@ -77,6 +77,12 @@ def read_bundle(folder: Path, verify: bool = True) -> Bundle:
     if not folder.is_dir():
         raise BundleError("is no folder; name the folder of a bundle", file=str(folder))
     if not (folder / MANIFEST_FILE).is_file():
+        held = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}"))
+        if held:
+            raise BundleError(
+                f"is no bundle, but holds some ({', '.join(held)}): name one of those",
+                file=str(folder),
+            )
         raise BundleError(
             f"has no {MANIFEST_FILE}, so it is no bundle; make one with: stepdial export",
             file=str(folder),

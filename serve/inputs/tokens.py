@@ -14,11 +14,17 @@ _MODELS = {"chars": WordLevel, "bpe": BPE, "words": WordLevel}
 # ends with the word that it cuts.
 _MARGIN_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 16
+# Up to so many, letting another thread run takes longer than encoding.
+_SHORT_CHARACTERS = 400
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """All tokens; unlike `Tokenizer.encode`, other threads run meanwhile."""
-    tokens: list[int] = tokenizer.encode_batch_fast([text])[0].ids
+    """All tokens; while a text that is not short is encoded, other threads run."""
+    tokens: list[int]
+    if len(text) <= _SHORT_CHARACTERS:
+        tokens = tokenizer.encode(text).ids
+    else:
+        tokens = tokenizer.encode_batch_fast([text])[0].ids
     return tokens
 
 

@@ -3,13 +3,18 @@
 Knows where the files are; deliberately nothing of what is in them.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
+from mimetypes import guess_type
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import Scope
 
 from serve.errors import NotFound
 from serve.wire.reference import STYLE_FILE, render
@@ -19,25 +24,59 @@ _WEB = Path(__file__).resolve().parent.parent / "web"
 _FRESH = {"cache-control": "no-cache"}
 
 
-class FreshFiles(StaticFiles):
-    """Files that browsers check before they use what they have."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A file as it was when it was read."""
 
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers.update(_FRESH)
+    changed_ns: int
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class KeptFiles(StaticFiles):
+    """Files in memory: a page of many small ones comes at once, and not one thread later each."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(directory=folder)
+        self._folder = folder
+        self._kept: dict[str, Kept] = {}
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file that browsers check before they use what they have."""
+        kept = self._read(path) if scope["method"] == "GET" else None
+        if kept is None:
+            return await super().get_response(path, scope)  # which says why not
+        headers = _FRESH | {"etag": kept.etag}
+        response = Response(kept.content, media_type=kept.media_type, headers=headers)
+        if self.is_not_modified(response.headers, Headers(scope=scope)):
+            return NotModifiedResponse(response.headers)
         return response
+
+    def _read(self, name: str) -> Kept | None:
+        path = self._folder / name
+        if Path(name).name != name or not path.is_file():
+            return None
+        changed_ns = path.stat().st_mtime_ns
+        kept = self._kept.get(name)
+        if kept is None or kept.changed_ns != changed_ns:
+            content = path.read_bytes()
+            media_type = guess_type(name)[0] or "application/octet-stream"
+            etag = f'"{sha256(content).hexdigest()[:32]}"'
+            kept = self._kept[name] = Kept(changed_ns, content, media_type, etag)
+        return kept
 
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
     router = APIRouter(include_in_schema=False)
+    files = KeptFiles(_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def index() -> Response:
-        page = _WEB / "index.html"
-        if not page.is_file():
+    async def index(request: Request) -> Response:
+        if files is None or not (_WEB / "index.html").is_file():
             raise NotFound("this server was installed without its page: see /docs")
-        return FileResponse(page, headers=_FRESH)
+        return await files.get_response("index.html", request.scope)
 
     @cache
     def reference() -> str:
@@ -52,5 +91,5 @@ def add_page(app: FastAPI) -> None:
         return FileResponse(STYLE_FILE, headers=_FRESH)
 
     app.include_router(router)
-    if _WEB.is_dir():
-        app.mount("/static", FreshFiles(directory=_WEB), name="static")
+    if files is not None:
+        app.mount("/static", files, name="static")

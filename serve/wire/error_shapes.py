@@ -13,14 +13,14 @@ def error_status(error: ServeError, path: str) -> int:
 
     The Open Inference Protocol has 400 for whatever is wrong with a request.
     """
-    if _speaks_oip(path) and isinstance(error, Unprocessable):
+    if speaks_oip(path) and isinstance(error, Unprocessable):
         return 400
     return error.status
 
 
 def error_body(error: ServeError, path: str) -> dict[str, Any]:
     """What a client that sent its request to this path can read."""
-    if _speaks_oip(path):
+    if speaks_oip(path):
         return {"error": error.message}
     if path.startswith(("/v1/completions", "/v1/chat/")):
         body = error.body()
@@ -29,7 +29,8 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
     return error.body()
 
 
-def _speaks_oip(path: str) -> bool:
+def speaks_oip(path: str) -> bool:
+    """Whether the Open Inference Protocol is spoken there."""
     return path == "/v2" or path.startswith("/v2/")
 
 

@@ -16,6 +16,8 @@ from serve.keys import Holder, Keys
 HOLDER_KEY = "stepdial.holder"
 # Guarded by the routes themselves, with keys of their own.
 OWN_KEYS = "/admin/"
+# How browsers mark what a script of a page asks for.
+_OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
 PROBES = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
 
 
@@ -28,14 +30,17 @@ def enter(scope: Scope, keys: Keys) -> Holder | None:
     if scope["path"] in PROBES or scope["path"].startswith(OWN_KEYS):
         return None
     secret = secret_of(scope["headers"])
+    of_script = any(header in _OF_SCRIPTS for header in scope["headers"])
     if secret is None:
         raise Unauthorized(
             "this server takes requests with an API key only: send it as `Authorization: Bearer "
-            "KEY` or as `x-api-key: KEY`; a browser asks for it as a password, with any name"
+            "KEY` or as `x-api-key: KEY`; a browser asks for it as a password, with any name",
+            of_script=of_script,
         )
     holder = keys.holder_of(secret)
     if holder is None:
-        raise Unauthorized("this server does not know the API key: check that it is complete")
+        unknown = "this server does not know the API key: check that it is complete"
+        raise Unauthorized(unknown, of_script=of_script)
     holder.enter()
     scope[HOLDER_KEY] = holder
     return holder

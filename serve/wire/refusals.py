@@ -5,6 +5,7 @@ Knows the document and who is let in; deliberately no single route.
 
 from typing import Any
 
+from serve.wire.error_shapes import speaks_oip
 from serve.wire.gate import OWN_KEYS, PROBES
 
 _REASONS = {
@@ -15,7 +16,6 @@ _REASONS = {
     "431": "The headers are too large, or too many.",
     "503": "Too many connections are open.",
 }
-_SHAPE = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -33,9 +33,14 @@ def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
         for operation in methods.values():
             responses = operation["responses"]
             shape = next(
-                (known["content"] for code, known in responses.items() if code >= "400"), _SHAPE
+                (known["content"] for code, known in responses.items() if code >= "400"),
+                _shape("OipError" if speaks_oip(path) else "ErrorResponse"),
             )
             for code, about in _REASONS.items():
                 responses.setdefault(code, {"description": about, "content": shape})
             if needs_key and not path.startswith(OWN_KEYS):
                 operation["security"] = [{name: []} for name in _SCHEMES]
+
+
+def _shape(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
