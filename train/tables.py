@@ -1,4 +1,4 @@
-"""Tables of text and label: CSV and JSONL, plain or compressed, with the columns a recipe names.
+"""Tables of text and label: CSV, TSV and JSONL, plain or compressed, with columns of a recipe.
 
 Knows files, not tokens. Errors name the file, the row and what to pass.
 """
@@ -17,7 +17,8 @@ from train.config import DataConfig
 
 _log = logging.getLogger("stepdial")
 LONGEST_CELL = 1 << 24
-KINDS = (".csv", ".jsonl", ".json")
+KINDS = (".csv", ".tsv", ".jsonl", ".json")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class DataError(ValueError):
@@ -31,7 +32,7 @@ def read_table(config: DataConfig, name: str) -> Rows:
     """(text, label as written in the file) of every row of one table that has a text."""
     path = table_path(config, name)
     if _plain_name(path).suffix not in KINDS:
-        raise DataError(f"{path}: expected .csv or .jsonl, plain or as .gz or .xz")
+        raise DataError(f"{path}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
     try:
         with _open(path) as file:
             rows = [
@@ -52,9 +53,15 @@ def read_table(config: DataConfig, name: str) -> Rows:
 def table_path(config: DataConfig, name: str) -> Path:
     base = Path(config.path)
     if not config.path:
-        raise DataError(f"this recipe needs a data set: pass --data FOLDER, where {name} is")
+        raise DataError(
+            f"this recipe needs a data set: pass --data FOLDER, where {name} is, or --data FILE, "
+            "a table of your own"
+        )
     if not base.exists():
-        raise DataError(f"{base} does not exist: pass --data FOLDER, the folder that holds {name}")
+        raise DataError(
+            f"{base} does not exist: pass --data FOLDER, the folder that holds {name}, or --data "
+            "FILE, a table of your own"
+        )
     path = base / name
     if base.is_file():  # the training table itself; a test table stands beside it
         path = base.parent / name if name == config.test else base
@@ -77,20 +84,21 @@ def _open(path: Path) -> IO[str]:
 
 def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
     """Where each record stands, and the record: a dictionary by column, or a list."""
-    if _plain_name(path).suffix != ".csv":
+    separator = _SEPARATORS.get(_plain_name(path).suffix)
+    if separator is None:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(file)
+    reader = csv.reader(file, delimiter=separator)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
     header = None if by_number else next(reader, [])
     for number, cells in enumerate(reader, 1):
         if header is not None and cells and len(cells) != len(header):
             raise DataError(
                 f"{path}, row {number}: {len(cells)} cells, but the header has {len(header)}: "
-                "put a text that holds commas in quotes"
+                "put a text that holds commas, tabs or line ends in quotes"
             )
         if cells:
             yield (

@@ -289,3 +289,11 @@ def test_the_commands_export_inspect_and_calibrate(
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert "is not a run" in capsys.readouterr().err
     read_bundle(target)
+
+
+def test_a_chat_template_goes_into_the_bundle(text_run: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages[0].content }}", encoding="utf-8")
+    request = ExportRequest(tmp_path / "b", (1,), samples=2, latency=False, chat_template=template)
+    path = export_run(text_run, request, say=lambda line: None).chat_template_path
+    assert path is not None and path.read_bytes() == template.read_bytes()

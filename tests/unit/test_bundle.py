@@ -112,6 +112,12 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path / "nowhere")
 
 
+def test_a_folder_of_bundles_names_them(bundle: Bundle) -> None:
+    message = rf"is no bundle, but holds some \({bundle.folder.name}\): name one of those"
+    with pytest.raises(BundleError, match=message):
+        read_bundle(bundle.folder.parent)
+
+
 def test_files_of_others_in_the_folder_are_ignored(bundle: Bundle) -> None:
     (bundle.folder / ".DS_Store").write_bytes(b"x")
     assert read_bundle(bundle.folder).manifest == bundle.manifest

@@ -1,171 +1,119 @@
-"""The code blocks of the pages, run as a reader would run them, against a server with the zoo.
+"""The code blocks of the pages, run as a reader would run them; `tests/page_blocks.py` says how to
+mark one.
 
-How to mark a block of a page, with a comment on the line above its fence:
-
-    <!-- test: NAME -->        a `bash` or `python` block that is run here; it must succeed
-    <!-- output: NAME -->      a block of any language: what block NAME prints
-    <!-- not tested: WHY -->   a `bash` or `python` block that is not run here
-
-Every `bash` and `python` block needs one of the three, so that none is forgotten. Blocks run in
-the order of the page, in one scratch folder where `zoo` and `train` are those of the repository
-and `stepdial` is on the PATH. `127.0.0.1:8000` in a block means the server that runs here.
-
-Output is compared to the letter, but for white space and `...`, which stands for anything. A `json`
-block is compared as an answer: a time or a drawn seed may be any, and other fractions may differ in
-their last digits; `"..."` stands for any value, `{...}` for any object.
+Every `bash` and `python` block needs a mark, so that none is forgotten. Blocks run in the order of
+the page, in one scratch folder where `zoo` and `train` are those of the repository and `stepdial`
+is on the PATH. `127.0.0.1:8000` in a block means the server that the page started, or else one of
+the zoo that runs here.
 """
 
-import json
-import math
-import os
+import csv
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.page_blocks import Block, prints_like, read_blocks, run_block, served
 from train.config import ModelConfig, StepsConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/training.md")
-README_ADDRESS = "127.0.0.1:8000"
-_BLOCK = re.compile(
-    r"^(?:<!--\s*(?P<mark>[^\n]*?)\s*-->[ \t]*\n(?:[ \t]*\n)?)?"
-    r"```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```[ \t]*$",
-    re.MULTILINE | re.DOTALL,
+PAGES = (
+    "README.md",
+    "docs/choosing-steps.md",
+    "docs/oip.md",
+    "docs/openai.md",
+    "docs/own-data.md",
+    "docs/quickstart.md",
+    "docs/training.md",
 )
-_ANYTHING = "..."
-_DRAWN = ("seed", "queue_ms", "compute_ms", "total_ms")
-_LAST_DIGITS = 1e-4  # of a score: processors add up in different orders
+EVERY_PAGE = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
+_ZOO = Block("bash", "stepdial serve\n", "serve", "zoo")
 _RUNNABLE = {"bash", "sh", "shell", "python"}
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One fenced block and what the comment above it says."""
-
-    language: str
-    text: str
-    kind: str  # test, output, not tested, or empty
-    name: str
-
-
-def read_blocks(markdown: str) -> list[Block]:
-    blocks = []
-    for match in _BLOCK.finditer(markdown):
-        kind, _, name = (match["mark"] or "").partition(":")
-        blocks.append(Block(match["language"], match["text"], kind.strip(), name.strip()))
-    return blocks
-
-
-def prints_like(expected: str, printed: str, language: str) -> bool:
-    """Whether a text is what the page shows."""
-    if language == "json":
-        shown = json.loads(expected.replace("{...}", '{"...": "..."}'))
-        return answers_like(shown, json.loads(printed))
-    pieces = map(re.escape, "".join(expected.split()).split(_ANYTHING))
-    return re.fullmatch(".*?".join(pieces), "".join(printed.split()), re.DOTALL) is not None
-
-
-def answers_like(shown: Any, given: Any, key: str = "") -> bool:
-    """Whether a JSON value, found under a key, is what the page shows."""
-    if shown == _ANYTHING:
-        return True
-    if type(shown) is not type(given):
-        return False
-    if isinstance(shown, dict):
-        return _ANYTHING in shown or (
-            shown.keys() == given.keys()
-            and all(answers_like(shown[name], given[name], name) for name in shown)
-        )
-    if isinstance(shown, list):
-        return len(shown) == len(given) and all(map(answers_like, shown, given))
-    if key in _DRAWN:
-        return bool(given >= 0)
-    if isinstance(shown, float):
-        return math.isclose(shown, given, rel_tol=_LAST_DIGITS)
-    return bool(shown == given)
+# The same commands as on the page, made short: few iterations of a narrow model, two rungs.
+_SHORT = """#!/bin/sh
+case "$1" in
+train) set -- "$@" --set optim.iterations=4 --set model.width=32 --set model.layers=1 \\
+    --set run.evaluate_every=4 --set run.threads=1 ;;
+evaluate) set -- "$@" --steps 1,2 ;;
+export) set -- "$@" --steps 1,2 --no-calibrate ;;
+esac
+exec "{stepdial}" "$@"
+"""
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        found = f"127.0.0.1:{listener.getsockname()[1]}"
-    port = found.rpartition(":")[2]
-    command = [sys.executable, "-m", "stepdial", "serve", "--port", port]
-    with subprocess.Popen(command, cwd=ROOT) as server:
-        try:
-            wait_until_ready(f"http://{found}/health/ready", server)
-            yield found
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(_ZOO, tmp_path_factory.mktemp("zoo")) as found:
+        yield found
 
 
-def wait_until_ready(url: str, server: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        assert server.poll() is None, "the server ended before it was ready"
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline_s, f"{url} was not ready in {patience_s:.0f} s"
-            time.sleep(0.1)
-
-
-def run_block(block: Block, address: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    text = block.text.replace(README_ADDRESS, address)
-    shell = ["bash", "-euo", "pipefail", "-c", text]
-    command = [sys.executable, "-c", text] if block.language == "python" else shell
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+def prepare(page: str, folder: Path) -> list[Path]:
+    """What a page expects in its folder; gives folders of commands."""
+    for name in ("zoo", "train", "Makefile", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    # The environment that runs this test, in which `make` finds that all is installed.
+    environment = folder / ".venv"
+    environment.mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (environment / name).symlink_to(Path(sys.prefix) / name)
+    for stamp in (".created", ".installed-serve"):
+        (environment / stamp).touch()
+    if page != "docs/own-data.md":
+        return []
+    subjects = {"Sports": "the team won its match", "Business": "shares of the firm fell"}
+    with (folder / "news.csv").open("w", encoding="utf-8", newline="") as file:
+        rows = [
+            (label, f"{text} on day {i}") for i in range(20) for label, text in subjects.items()
+        ]
+        csv.writer(file).writerows([("label", "text"), *rows])
+    (folder / "book.txt").write_text("It is a truth that all men know.\n" * 400, encoding="utf-8")
+    short = folder / "programs" / "stepdial"
+    short.parent.mkdir()
+    short.write_text(_SHORT.format(stepdial=Path(sys.executable).with_name("stepdial")))
+    short.chmod(0o755)
+    return [short.parent]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_the_page_runs_and_prints_what_it_shows(
-    page: str, address: str, tmp_path: Path
+    page: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    for name in ("zoo", "train"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    programs = prepare(page, tmp_path)
     blocks = read_blocks((ROOT / page).read_text(encoding="utf-8"))
     shown = {block.name: block for block in blocks if block.kind == "output"}
-    tested = [block for block in blocks if block.kind == "test"]
+    tested = [block for block in blocks if block.kind in ("test", "serve")]
     assert tested, f"{page} marks no block with <!-- test: NAME -->"
+    serves_itself = any(block.kind == "serve" for block in tested)
+    address = "" if serves_itself else request.getfixturevalue("address")
     wrong = []
-    for block in tested:
-        done = run_block(block, address, tmp_path)
-        if done.returncode != 0:
-            wrong.append(f"{block.name} failed ({done.returncode}):\n{done.stdout}{done.stderr}")
-            continue
-        output = shown.get(block.name)
-        if output and not prints_like(output.text, done.stdout, output.language):
-            wrong.append(f"{block.name} printed:\n{done.stdout}\nnot:\n{output.text}")
+    with ExitStack() as servers:
+        for block in tested:
+            if block.kind == "serve":
+                servers.close()
+                address = servers.enter_context(served(block, tmp_path, programs))
+                continue
+            done = run_block(block, address, tmp_path, programs)
+            if done.returncode != 0:
+                said = f"{done.stdout}{done.stderr}"
+                wrong.append(f"{block.name} failed ({done.returncode}):\n{said}")
+                continue
+            output = shown.get(block.name)
+            if output and not prints_like(output.text, done.stdout, output.language):
+                wrong.append(f"{block.name} printed:\n{done.stdout}\nnot:\n{output.text}")
     assert not wrong, "\n\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted({*PAGES, *EVERY_PAGE}))
 def test_no_block_is_forgotten(page: str) -> None:
     blocks = read_blocks((ROOT / page).read_text(encoding="utf-8"))
     for block in blocks:
         if block.language in _RUNNABLE:
-            assert block.kind in ("test", "not tested"), f"this block has no mark:\n{block.text}"
+            known = block.kind in ("test", "serve", "not tested")
+            assert known, f"this block has no mark:\n{block.text}"
             assert block.name, f"the mark of this block names nothing:\n{block.text}"
     names = [block.name for block in blocks if block.kind == "test"]
     assert len(names) == len(set(names)), "two tested blocks have one name"

@@ -30,14 +30,17 @@ def table(path: str, **changes: Any) -> DataConfig:
     return DataConfig(kind="table", path=path, **changes)
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.csv", "t.csv.gz"])
+@pytest.mark.parametrize(
+    "name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.csv", "t.csv.gz", "t.tsv"]
+)
 def test_tables_read_alike_in_every_format(tmp_path: Path, name: str) -> None:
     if "jsonl" in name:
         text = "".join(json.dumps({"text": t, "label": int(y)}) + "\n" for t, y in ROWS)
     else:
         plain = tmp_path / "plain"
         with plain.open("w", newline="") as file:
-            csv.writer(file).writerows([("text", "label"), *ROWS])
+            separator = "\t" if ".tsv" in name else ","
+            csv.writer(file, delimiter=separator).writerows([("text", "label"), *ROWS])
         text = plain.read_text()
     data = text.encode()
     if name.endswith(".gz"):
@@ -84,7 +87,7 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
         read_table(table(str(tmp_path)), "t.csv")
     (tmp_path / "t.parquet").write_text("x")
-    with pytest.raises(DataError, match=r"expected \.csv or \.jsonl"):
+    with pytest.raises(DataError, match=r"expected \.csv, \.tsv or \.jsonl"):
         read_table(table(str(tmp_path)), "t.parquet")
 
 
