@@ -126,7 +126,7 @@ def _decide(bundle: Bundle, latency: LatencyModel, waiting: int, times: int) -> 
     for _ in range(times):
         job = _job(bundle, chance)
         begun_s = time.thread_time()
-        admission.check(job, 0.0)
+        admission.check([job], 0.0)
         spent.append((time.thread_time() - begun_s) * 1e6)
     return spent
 

@@ -145,7 +145,7 @@ def _infer(bundle: Bundle) -> Iterable[Schema]:
         case _:
             name, datatype, shape = "text", "BYTES", [2]
             element = _text(bundle)
-    data = {"type": "array", "items": element}
+    data: dict[str, object] = {"type": "array", "items": element}
     data |= {"minItems": math.prod(shape), "maxItems": math.prod(shape)}
     tensor = _object(
         {"name": _one(name), "datatype": _one(datatype), "shape": {"enum": [shape]}, "data": data},
@@ -216,7 +216,7 @@ def _item(bundle: Bundle) -> Schema:
             row = {"type": "array", "items": pixel, "minItems": 3, "maxItems": 3}
             return _object({"image": {"type": "array", "items": row, "minItems": 1}}, {})
         case PointsInput(max_points=most, dimensions=dimensions):
-            point = {"type": "array", "items": _coordinate()}
+            point: dict[str, object] = {"type": "array", "items": _coordinate()}
             point |= {"minItems": dimensions, "maxItems": dimensions}
             cloud = {"type": "array", "items": point, "minItems": 1, "maxItems": most}
             return _object({"points": cloud}, {})
