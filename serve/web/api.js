@@ -1,8 +1,12 @@
-// The HTTP interface of the server: models, ladder, classify, generate. Knows nothing of the page.
+// The HTTP interface of this server: models, ladder, classify, generate. Knows nothing of the page,
+// but that a key may have to be asked for.
+
+import * as key from "./key.js";
 
 const TITLES = {
   400: "The server could not read the request",
   401: "The server wants an API key",
+  403: "This key may not do that",
   404: "The server does not have this model",
   408: "The request took too long to arrive",
   413: "The text is too long for this server",
@@ -42,16 +46,26 @@ async function failureOf(response) {
   return new RequestFailure(title, message, code);
 }
 
-async function call(path, init) {
-  let response;
+async function answered(path, { headers, ...init } = {}) {
+  const carried = key.credentials();
   try {
-    response = await fetch(address(path), init);
+    return await fetch(address(path), { ...init, credentials: carried.credentials, headers: { ...headers, ...carried.headers } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new RequestFailure("The server does not answer", "Is it still running? Start it again with stepdial serve, then retry.", "no connection");
   }
-  if (!response.ok) throw await failureOf(response);
-  return response;
+}
+
+async function call(path, init) {
+  for (;;) {
+    const sentKey = key.current();
+    const response = await answered(path, init);
+    if (response.ok) return response;
+    const failure = await failureOf(response);
+    const again = response.status === 401 && (await key.ask(failure.message, sentKey));
+    init?.signal?.throwIfAborted();
+    if (!again) throw failure;
+  }
 }
 
 const post = (path, body, signal) =>
@@ -105,12 +119,4 @@ function parseEvent(block) {
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
   }
   return data.length ? { event, data: JSON.parse(data.join("\n")) } : null;
-}
-
-const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-
-/** The same request for a shell; -N lets streamed text through as it comes. */
-export function curl(path, body) {
-  const options = body.stream ? "curl -N" : "curl";
-  return `${options} ${address(path)} \\\n  -H 'content-type: application/json' \\\n  -d ${quoted(JSON.stringify(body))}`;
 }

@@ -10,10 +10,19 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function milliseconds(value) {
   if (!isNumber(value)) return "–";
-  if (value >= 9950) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1995) return `${(value / 1000).toFixed(1)} s`;
   if (value >= 99.5) return `${Math.round(value)} ms`;
   return `${value.toFixed(value >= 9.95 ? 1 : 2)} ms`;
 }
+
+/** A time that was chosen, not measured: without decimals that mean nothing. */
+export function duration(ms) {
+  if (ms >= 1000) return `${Number((ms / 1000).toPrecision(2))} s`;
+  return `${Number(ms.toPrecision(2))} ms`;
+}
+
+/** A share as a percentage: 0.005 is "0.5 %". */
+export const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
 
 export function rate(value) {
   if (!isNumber(value)) return "–";

@@ -1,7 +1,8 @@
-// The requests of this session: a table that compares them, and the median latency at each rung.
+// The requests of this session: a table that compares them.
 // Knows nothing of HTTP and forgets everything when the page closes.
 
 import * as format from "./format.js";
+import { make } from "./shape.js";
 
 const SHOWN = 8;
 
@@ -11,61 +12,35 @@ export function createHistory(holder) {
 
   const of = (model) => entries.get(model) ?? [];
 
-  function add(model, entry) {
-    entries.set(model, [entry, ...of(model)]);
-  }
-
-  function live(model) {
-    const bySteps = new Map();
-    for (const { steps, ms } of of(model)) bySteps.set(steps, [...(bySteps.get(steps) ?? []), ms]);
-    return new Map([...bySteps].map(([steps, times]) => [steps, { ms: format.median(times), count: times.length }]));
-  }
+  const add = (model, entry) => entries.set(model, [entry, ...of(model)]);
 
   function draw(model, task, metric) {
     const rows = of(model).slice(0, SHOWN);
     if (!rows.length) {
-      const hint = document.createElement("p");
-      hint.className = "empty";
-      hint.textContent = "Send the same input at two settings of the dial: the difference shows here.";
-      holder.replaceChildren(hint);
+      holder.replaceChildren(make("p", { className: "empty", text: "Send the same input at two settings of the dial: the difference shows here." }));
       return;
     }
-    const names = task === "generate"
-      ? ["Steps", format.sentence(metric), "First token", "A token", "Tokens/s"]
-      : ["Steps", format.sentence(metric), "Latency", "Answer"];
+    const writes = task === "generate";
+    const names = writes ? ["Steps", format.sentence(metric), "First token", "A token", "Tokens/s"] : ["Steps", format.sentence(metric), "Latency", "Answer"];
     const longest = Math.max(...rows.map((row) => row.ms));
-    const table = document.createElement("table");
-    const caption = table.createCaption();
-    caption.className = "unseen";
-    caption.textContent = "The last requests, newest first";
-    const head = table.createTHead().insertRow();
-    for (const name of names) {
-      const cell = document.createElement("th");
-      cell.scope = "col";
-      cell.textContent = name;
-      head.append(cell);
-    }
+    const table = make("table");
+    Object.assign(table.createCaption(), { className: "unseen", textContent: "The last requests, newest first" });
+    table.createTHead().insertRow().append(...names.map((text) => make("th", { scope: "col", text })));
     const body = table.createTBody();
     for (const row of rows) {
-      const line = body.insertRow();
-      line.insertCell().textContent = row.steps;
-      line.insertCell().textContent = format.quality(row.metric, row.quality);
-      if (task === "generate") line.insertCell().textContent = format.milliseconds(row.firstMs);
-      bar(line.insertCell(), row.ms, row.ms / longest);
-      if (task === "generate") line.insertCell().textContent = format.rate(1000 / row.ms);
-      else line.insertCell().textContent = row.answer;
+      const cells = [make("td", { text: row.steps }), make("td", { text: format.quality(row.metric, row.quality) })];
+      if (writes) cells.push(make("td", { text: format.milliseconds(row.firstMs) }));
+      cells.push(bar(row.ms, row.ms / longest), make("td", { text: writes ? format.rate(1000 / row.ms) : row.answer }));
+      body.insertRow().append(...cells);
     }
     holder.replaceChildren(table);
   }
 
-  return { add, live, draw, size: (model) => of(model).length, clear: (model) => entries.delete(model) };
+  return { add, draw, size: (model) => of(model).length, clear: (model) => entries.delete(model) };
 }
 
-function bar(cell, ms, share) {
-  cell.className = "bar";
-  const fill = document.createElement("i");
+function bar(ms, share) {
+  const fill = make("i");
   fill.style.width = `${Math.max(2, 100 * share)}%`;
-  const text = document.createElement("span");
-  text.textContent = format.milliseconds(ms);
-  cell.append(text, fill);
+  return make("td", { className: "bar" }, make("span", { text: format.milliseconds(ms) }), fill);
 }

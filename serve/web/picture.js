@@ -1,11 +1,15 @@
-// The picture of a model that takes images: drawn by hand, or read from a file, on one canvas.
-// Knows the canvas; does not know models beyond the size that they read.
+// The picture of a model that takes images: drawn by hand, dropped, pasted or read from a file, on
+// one canvas. Knows the canvas; does not know models beyond the size that they read.
 
-const DRAWN_SIDE = 224;
+import { element } from "./shape.js";
+
+const DRAWN_SIDE = 112;
 const BRUSH_SHARE = 1 / 12;
+const NO_IMAGE = "This is no image that the browser can read.";
 
-/** The canvas is what is sent; `changed` is called after each stroke and each file. */
-export function createPicture(canvas, file, clear, changed) {
+/** The canvas is what is sent; `changed` runs after each stroke and each file. */
+export function createPicture(changed) {
+  const [canvas, file, zone] = [element("canvas"), element("file"), element("picture")];
   const pen = canvas.getContext("2d");
   let [stroke, drawn] = [null, false];
 
@@ -16,10 +20,18 @@ export function createPicture(canvas, file, clear, changed) {
   }
 
   function wipe() {
+    pen.globalCompositeOperation = "source-over";
     pen.fillStyle = "#000";
     pen.fillRect(0, 0, canvas.width, canvas.height);
     file.value = "";
     drawn = false;
+    say("");
+  }
+
+  function say(problem) {
+    file.setCustomValidity(problem);
+    element("picture-help").classList.toggle("bad", problem !== "");
+    element("picture-help").textContent = problem || "Draw in the square, drop a picture on it, paste one, or choose a file.";
   }
 
   function place(event) {
@@ -37,9 +49,35 @@ export function createPicture(canvas, file, clear, changed) {
     drawn = true;
   }
 
+  async function show(blob) {
+    const bitmap = await createImageBitmap(blob).catch(() => null);
+    say(bitmap ? "" : NO_IMAGE);
+    if (!bitmap) {
+      element("status").textContent = NO_IMAGE;
+      return;
+    }
+    pen.globalCompositeOperation = "source-over";
+    pen.imageSmoothingQuality = "high";
+    pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+    drawn = true;
+    changed();
+  }
+
+  /** A picture of a link; one that cannot be read leaves the canvas as it is. */
+  async function restore(dataUrl) {
+    const image = new Image();
+    image.src = dataUrl;
+    await image.decode().catch(() => null);
+    if (!image.naturalWidth) return;
+    pen.drawImage(image, 0, 0, canvas.width, canvas.height);
+    drawn = true;
+    changed();
+  }
+
   canvas.addEventListener("pointerdown", (event) => {
     stroke = event.pointerId;
     canvas.setPointerCapture(stroke);
+    pen.globalCompositeOperation = "source-over";
     pen.strokeStyle = "#fff";
     pen.lineCap = pen.lineJoin = "round";
     pen.lineWidth = BRUSH_SHARE * Math.max(canvas.width, canvas.height);
@@ -54,21 +92,30 @@ export function createPicture(canvas, file, clear, changed) {
       stroke = null;
     });
   }
-  clear.addEventListener("click", () => {
+  element("wipe").addEventListener("click", () => {
     wipe();
     changed();
   });
-  file.addEventListener("change", async () => {
-    if (!file.files.length) return;
-    const bitmap = await createImageBitmap(file.files[0]).catch(() => null);
-    file.setCustomValidity(bitmap ? "" : "This file is no image that the browser can read.");
-    file.reportValidity();
-    if (!bitmap) return;
-    pen.imageSmoothingQuality = "high";
-    pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  element("invert").addEventListener("click", () => {
+    pen.globalCompositeOperation = "difference";
+    pen.fillStyle = "#fff";
+    pen.fillRect(0, 0, canvas.width, canvas.height);
     drawn = true;
     changed();
   });
+  file.addEventListener("change", () => file.files.length && show(file.files[0]));
 
-  return { load, isDrawn: () => drawn, dataUrl: () => canvas.toDataURL("image/png") };
+  // A picture that misses its place must not replace the page.
+  for (const name of ["dragover", "drop"]) {
+    window.addEventListener(name, (event) => !zone.hidden && event.preventDefault());
+  }
+  zone.addEventListener("dragover", () => zone.classList.add("over"));
+  for (const name of ["dragleave", "drop"]) zone.addEventListener(name, () => zone.classList.remove("over"));
+  zone.addEventListener("drop", (event) => event.dataTransfer.files.length && show(event.dataTransfer.files[0]));
+  document.addEventListener("paste", (event) => {
+    const pasted = [...event.clipboardData.files].find(({ type }) => type.startsWith("image/"));
+    if (pasted && !zone.hidden) show(pasted);
+  });
+
+  return { load, restore, isDrawn: () => drawn, dataUrl: () => canvas.toDataURL("image/png") };
 }

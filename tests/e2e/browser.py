@@ -4,12 +4,13 @@ It knows where the page is served, how to turn to a model, what the browser comp
 which rules of looks and access a page can be measured against; deliberately not what it answers.
 """
 
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,14 +68,22 @@ class Complaints:
 
 
 @contextmanager
-def served(bundles: Sequence[Path]) -> Iterator[Served]:
+def served(
+    bundles: Sequence[Path], environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """`python -m serve` on a free port, ready to answer; where it is not, its log says why."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "serve", *map(str, bundles), "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+            env=os.environ | (environment or {}),
+        )
         server = Served(f"http://127.0.0.1:{port}/", process)
         try:
             if not _becomes_ready(server):
@@ -110,7 +119,7 @@ def started_browser(executable: Path) -> Iterator[Browser]:
 @contextmanager
 def opened(browser: Browser, url: str, **context: Any) -> Iterator[tuple[Page, Complaints]]:
     """The page in a browser profile of its own; `context` is what Playwright's new_page takes."""
-    complaints = Complaints(url)
+    complaints = Complaints(url.partition("#")[0])
     page = browser.new_page(**{"viewport": {"width": 1280, "height": 800}} | context)
     try:
         page.set_default_timeout(20_000)
@@ -135,7 +144,7 @@ def playground(browser: Browser, url: str) -> Iterator[Page]:
     with opened(browser, url) as (ready, complaints):
         expect(ready.locator("#playground")).to_be_visible()
         yield ready
-        assert complaints == Complaints(url)
+        assert complaints == Complaints(url.partition("#")[0])
 
 
 def pick(page: Page, model: str) -> None:

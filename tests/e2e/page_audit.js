@@ -2,6 +2,7 @@
 // One expression, so that it runs under a content policy that forbids eval. Knows no page.
 () => {
   const LEAST_CONTRAST = 4.5;
+  const COLOUR = /(?:rgba?|color|oklab|oklch)\([^()]*\)/g;
 
   const shown = (node) => node.checkVisibility({ opacityProperty: true, visibilityProperty: true });
   const unseen = (node) => node.closest(".unseen, .skip") !== null;
@@ -38,13 +39,16 @@
   while (walker.nextNode()) {
     if (walker.currentNode.data.trim()) texts.add(walker.currentNode.parentElement);
   }
-  for (const field of document.querySelectorAll("input[type=number], textarea")) texts.add(field);
+  for (const field of document.querySelectorAll("input[type=number], input[type=password], textarea, select")) texts.add(field);
   const faint = [...texts].filter((node) => shown(node) && !unseen(node)).flatMap((node) => {
     const style = getComputedStyle(node);
     const ground = groundOf(node);
     const inks = [node instanceof SVGElement ? style.fill : style.color];
     if (node.placeholder) inks.push(getComputedStyle(node, "::placeholder").color);
-    const ratio = Math.min(...inks.map((ink) => contrast(over(rgba(ink), ground), ground)));
+    // A shade may cover only a part of a letter, so both grounds count.
+    const shades = style.backgroundImage.match(COLOUR) ?? [];
+    const grounds = [ground, ...shades.map((shade) => over(rgba(shade), ground))];
+    const ratio = Math.min(...inks.flatMap((ink) => grounds.map((one) => contrast(over(rgba(ink), one), one))));
     return ratio < LEAST_CONTRAST ? [`${ratio.toFixed(2)} ${describe(node)}`] : [];
   });
 

@@ -1,7 +1,9 @@
 """The playground page with models of images, points and translation, in a real Chromium."""
 
+import base64
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,23 +62,59 @@ def test_a_drawing_is_labelled(page: Page) -> None:
     page.mouse.down()
     page.mouse.move(box["x"] + 100, box["y"] + 100, steps=4)
     page.mouse.up()
-    expect(page.locator("#scores li")).to_have_count(4)
-    drawn = page.locator("#scores").inner_text()
+    scores = page.locator(".scores").first
+    expect(scores.locator("li")).to_have_count(4)
+    drawn = scores.inner_text()
     page.get_by_role("button", name="Clear the picture").click()
     page.get_by_role("button", name="Classify").click()
-    expect(page.locator("#scores")).not_to_have_text(drawn)
+    expect(scores).not_to_have_text(drawn)
     assert sound(page)
+
+
+def picture(colour: str) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (300, 200), colour).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def test_a_file_is_labelled(page: Page) -> None:
     pick(page, "tiny-image")
-    stream = io.BytesIO()
-    Image.new("RGB", (300, 200), "white").save(stream, "PNG")
-    file = {"name": "white.png", "mimeType": "image/png", "buffer": stream.getvalue()}
+    file = {"name": "white.png", "mimeType": "image/png", "buffer": picture("white")}
     page.get_by_label("Image file").set_input_files(file)  # type: ignore[arg-type]  # a plain dict stands for its TypedDict
-    expect(page.locator("#scores li")).to_have_count(4)
-    page.locator("summary").click()
-    assert "data:image/png;base64," in page.locator("#curl").inner_text()
+    scores = page.locator(".scores").first
+    expect(scores.locator("li")).to_have_count(4)
+    assert "data:image/png;base64," in page.locator("#code").inner_text()
+    white = scores.inner_text()
+    page.get_by_role("button", name="Invert").click()
+    expect(scores).not_to_have_text(white)
+
+
+@pytest.mark.parametrize("way", ["drop", "paste"])
+def test_a_picture_that_is_dropped_or_pasted_is_labelled(page: Page, way: str) -> None:
+    pick(page, "tiny-image")
+    page.evaluate(
+        """([base64, way]) => {
+            const bytes = Uint8Array.from(atob(base64), letter => letter.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], "blue.png", { type: "image/png" }));
+            const given = { bubbles: true, cancelable: true };
+            const event = way === "drop"
+                ? new DragEvent("drop", { ...given, dataTransfer: transfer })
+                : new ClipboardEvent("paste", { ...given, clipboardData: transfer });
+            document.getElementById("canvas").dispatchEvent(event);
+        }""",
+        [base64.b64encode(picture("blue")).decode(), way],
+    )
+    expect(page.locator(".scores").first.locator("li")).to_have_count(4)
+    expect(page.locator("#picture-help")).not_to_have_class(re.compile("bad"))
+
+
+def test_what_is_no_picture_is_said_to_be_none(page: Page) -> None:
+    pick(page, "tiny-image")
+    file = {"name": "text.png", "mimeType": "image/png", "buffer": b"text"}
+    page.get_by_label("Image file").set_input_files(file)  # type: ignore[arg-type]  # as above
+    expect(page.locator("#picture-help")).to_contain_text("no image that the browser can read")
+    expect(page.locator("#status")).to_contain_text("no image that the browser can read")
 
 
 def test_points_are_labelled_and_mistakes_explained(browser: Browser, server: Served) -> None:
@@ -84,7 +122,7 @@ def test_points_are_labelled_and_mistakes_explained(browser: Browser, server: Se
         pick(page, "tiny-points")
         page.locator("#input").fill(json.dumps([[0, 0, 1], [1, 0, 0], [0, 1, 0]]))
         page.get_by_role("button", name="Classify").click()
-        expect(page.locator("#scores li")).to_have_count(4)
+        expect(page.locator(".scores").first.locator("li")).to_have_count(4)
         assert complaints == Complaints(server.url)
         page.locator("#input").fill("a cube")
         page.get_by_role("button", name="Classify").click()
@@ -98,12 +136,12 @@ def test_a_text_is_translated_greedily_and_by_beams(page: Page) -> None:
     expect(page.locator("#temperature")).to_have_value("0")
     page.locator("#input").fill("Zwei Hunde")
     page.get_by_role("button", name="Translate").click()
-    expect(page.locator("#timing")).to_contain_text("stop")
+    expect(page.locator(".timing").first).to_contain_text("stop")
     page.get_by_label("Beams").fill("4")
-    page.get_by_role("button", name="Compare all steps").click()
+    page.get_by_role("button", name="Every step count").click()
     expect(page.locator("#history tbody tr")).to_have_count(3)
-    expect(page.locator("#curl")).to_contain_text("num_beams")
-    assert page.locator("#text").inner_text().startswith("Zwei Hunde\n")
+    expect(page.locator("#code")).to_contain_text("num_beams")
+    assert page.locator(".text").first.inner_text().startswith("Zwei Hunde\n")
     pick(page, "tiny-generate")
     expect(page.get_by_label("Beams")).to_be_hidden()
     expect(page.locator("#temperature")).to_have_value("0.8")

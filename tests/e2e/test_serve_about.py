@@ -76,7 +76,8 @@ def test_the_page_and_the_documents_load_nothing_from_elsewhere(client: httpx.Cl
         response = client.get(path)
         assert response.headers["content-type"].startswith("text/html")
         policy = response.headers["content-security-policy"]
-        assert policy.startswith("default-src 'self';") and "unsafe" not in policy
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
         assert 'src="http' not in response.text and '<link rel="stylesheet" href="http' not in (
             response.text
         )

@@ -1,0 +1,38 @@
+// Deadlines: the scale of their control, and which rung would be picked under the present load.
+// Pure: knows predictions of rungs, and neither page nor server.
+
+const POSITIONS = 100;
+const BELOW_LEAST = 0.4;
+const ABOVE_MOST = 5;
+
+const rounded = (value) => Number(value.toPrecision(2));
+
+/** What a whole answer at a rung takes, as predicted now; null where nothing is known. */
+export function wholeMs(rung, calls) {
+  const each = rung.predicted_ms ?? rung.latency_ms ?? null;
+  return each === null ? null : each * calls;
+}
+
+/** The rung with the most steps that is predicted to be in time; -1 where none is. */
+export function pick(rungs, calls, deadlineMs) {
+  return rungs.findLastIndex((rung) => {
+    const ms = wholeMs(rung, calls);
+    return ms !== null && ms <= deadlineMs;
+  });
+}
+
+/** The range of a control on which every rung is seen; kept while it still holds them all. */
+export function rangeFor(rungs, calls, kept) {
+  const times = rungs.map((rung) => wholeMs(rung, calls)).filter((ms) => ms !== null);
+  if (!times.length) return null;
+  const [least, most] = [Math.min(...times), Math.max(...times)];
+  const fits = kept && kept.lowMs * 1.2 <= least && most * 1.5 <= kept.highMs && most * 20 >= kept.highMs;
+  return fits ? kept : { lowMs: rounded(least * BELOW_LEAST), highMs: rounded(most * ABOVE_MOST) };
+}
+
+/** Where a time stands between the ends, from 0 to 1, in logarithms. */
+export const shareOf = ({ lowMs, highMs }, ms) => Math.log(ms / lowMs) / Math.log(highMs / lowMs);
+
+export const positionOf = (range, ms) => Math.round(POSITIONS * Math.min(1, Math.max(0, shareOf(range, ms))));
+
+export const timeAt = ({ lowMs, highMs }, position) => rounded(lowMs * (highMs / lowMs) ** (position / POSITIONS));

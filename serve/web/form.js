@@ -1,0 +1,104 @@
+// The form: what is asked, and the request that it makes. Knows models; sends nothing.
+
+import { element, make } from "./shape.js";
+
+const EXAMPLE_LETTERS = 46;
+const SHORT_LETTERS = 14;
+const SHOWN_LABELS = 10;
+const USUAL_TOKENS = 128; // what the server takes where nothing is said
+const VERBS = { classify: "Classify", generate: "Generate", translate: "Translate" };
+const TITLES = { classify: "Text", generate: "Prompt", translate: "Text to translate" };
+const INPUT_TITLES = { image: "Image", points: "Points: [[x, ...], ...]" };
+const TEMPERATURES = { generate: "0.8", translate: "0" };
+const FIELDS = { tokens: "max-tokens", temperature: "temperature", beams: "beams", seed: "seed" };
+
+/** Whether the model writes a text; else it labels what it is given. */
+export const writes = (model) => model.task !== "classify";
+
+const sees = (model) => model.input.kind === "image";
+
+const numberIn = (id) => {
+  const value = element(id).value.trim();
+  return value === "" ? undefined : Number(value);
+};
+
+/** How many calls of the model an answer takes at most. */
+export const callsOf = (model) => (writes(model) ? Math.max(1, numberIn("max-tokens") ?? USUAL_TOKENS) : 1);
+
+/** `onExample` runs when the reader takes one. */
+export function createForm(picture, onExample) {
+  const drafts = new Map();
+  let model = null;
+
+  function load(next, wanted = {}) {
+    const before = model;
+    if (before) drafts.set(before.id, element("input").value);
+    model = next;
+    const examples = (model.card?.examples ?? []).filter((example) => typeof example === "string");
+    const title = INPUT_TITLES[model.input.kind] ?? TITLES[model.task];
+    element("ask-title").textContent = element("input-label").textContent = title;
+    element("input").value = wanted.text ?? drafts.get(model.id) ?? examples[0] ?? "";
+    element("input").hidden = sees(model);
+    element("picture").hidden = !sees(model);
+    if (sees(model)) picture.load(model.input);
+    if (sees(model) && wanted.picture) picture.restore(wanted.picture);
+    element("examples").replaceChildren(...(examples.length > 1 && !sees(model) ? examples.map(exampleButton) : []));
+    element("options").hidden = !writes(model);
+    element("beams-label").hidden = model.task !== "translate";
+    if (writes(model) && before?.task !== model.task) element("temperature").value = TEMPERATURES[model.task];
+    for (const [name, id] of Object.entries(FIELDS)) if (wanted[name] !== undefined) element(id).value = wanted[name];
+    element("send").textContent = VERBS[model.task];
+  }
+
+  function exampleButton(example) {
+    const line = example.replace(/\s+/g, " ").trim();
+    const text = line.length > EXAMPLE_LETTERS ? `${line.slice(0, EXAMPLE_LETTERS).trimEnd()}…` : line;
+    const button = make("button", { type: "button", text, title: example, className: line.length <= SHORT_LETTERS ? "short" : "" });
+    button.addEventListener("click", () => {
+      element("input").value = example;
+      onExample();
+    });
+    return button;
+  }
+
+  function inputOf() {
+    if (sees(model)) return { image: picture.dataUrl() };
+    const text = element("input").value;
+    if (model.input.kind !== "points") return text;
+    try {
+      return { points: JSON.parse(text) };
+    } catch {
+      return { points: text }; // the server says what is wrong with it
+    }
+  }
+
+  /** The request as the form stands, with this budget; `seed` stands in for a missing one. */
+  function request(budget, seed) {
+    if (!writes(model)) {
+      const topK = model.labels?.length ? { top_k: Math.min(model.labels.length, SHOWN_LABELS) } : {};
+      return { path: "v1/classify", writes: false, body: { model: model.id, input: inputOf(), ...budget, ...topK } };
+    }
+    const translates = model.task === "translate";
+    const beams = translates ? numberIn("beams") : undefined;
+    const sampling = {
+      max_tokens: callsOf(model),
+      temperature: beams > 1 ? undefined : numberIn("temperature"),
+      num_beams: beams > 1 ? beams : undefined,
+      seed: numberIn("seed") ?? seed,
+    };
+    const given = Object.fromEntries(Object.entries(sampling).filter(([, value]) => value !== undefined));
+    return { path: "v1/generate", writes: true, translates, body: { model: model.id, prompt: element("input").value, ...budget, ...given, stream: true } };
+  }
+
+  /** What a link keeps of it. */
+  function state() {
+    if (sees(model)) return { model: model.id, picture: picture.isDrawn() ? picture.dataUrl() : undefined };
+    const names = Object.keys(FIELDS).filter((name) => writes(model) && (name !== "beams" || model.task === "translate"));
+    const fields = Object.fromEntries(names.map((name) => [name, element(FIELDS[name]).value.trim()]));
+    return { model: model.id, text: element("input").value, ...fields };
+  }
+
+  const hasInput = () => (sees(model) ? picture.isDrawn() : element("input").value.trim() !== "");
+
+  return { load, request, state, hasInput };
+}

@@ -1,0 +1,176 @@
+// Sending: one answer, two side by side, or one at every step count; and stopping them.
+// Knows panes and requests; what the form and the dial say, it is told.
+
+import { createComparison, labelsInWords } from "./compare.js";
+import * as format from "./format.js";
+import { writes } from "./form.js";
+import { createPane } from "./pane.js";
+import { element, make } from "./shape.js";
+import { drawShades } from "./tokens.js";
+
+const MOST_SEED = 2 ** 31;
+const EXPLAINED = "Both answers come at once and from one seed: what differs is due to the steps.";
+
+/** `now()` is {model, ladder, form, dial}; `onOutcome` runs after each answer, `onEnd` after all. */
+export function createRuns(now, onOutcome, onEnd) {
+  const against = make("select", { id: "against", ariaLabel: "Steps of the second answer" });
+  const first = createPane("First answer", "");
+  const second = createPane("Second answer", against);
+  let [running, sweeping, two] = [null, false, false];
+  element("panes").append(first.node, second.node);
+  second.node.hidden = true;
+
+  /** Make ready for a model; `steps` are those of the second answer. */
+  function load({ rungs }, steps) {
+    against.replaceChildren(...rungs.map((rung) => make("option", { value: String(rung.steps), text: format.stepsWord(rung.steps) })));
+    const wanted = rungs.some((rung) => rung.steps === steps) ? steps : rungs[0].steps;
+    against.value = String(wanted);
+    clear();
+  }
+
+  function clear() {
+    const { model } = now();
+    for (const pane of [first, second]) pane.clear(writes(model));
+    element("failure").hidden = true;
+    element("difference").textContent = EXPLAINED;
+    element("shades").hidden = !writes(model);
+    showShades();
+    reveal();
+  }
+
+  function setTwo(on) {
+    two = on;
+    second.node.hidden = element("difference").hidden = !on;
+    element("columns").classList.toggle("two", on);
+    element("difference").textContent = EXPLAINED;
+    reveal();
+  }
+
+  /** Answers are hidden while there are none; two are shown at once, since the second has a choice. */
+  function reveal() {
+    element("answers").hidden = !two && !first.outcome() && !first.tokens.list().length;
+  }
+
+  function showShades() {
+    const { model, ladder } = now();
+    if (writes(model)) drawShades(element("shades-list"), ladder.rungs, shownPanes().map((pane) => pane.tokens.counts()));
+  }
+
+  const shownPanes = () => (two ? [first, second] : [first]);
+
+  function busy(on) {
+    const writing = writes(now().model);
+    element("stop").hidden = !on || (!writing && !sweeping);
+    element("send").setAttribute("aria-disabled", String(on && writing));
+    element("sweep").setAttribute("aria-disabled", String(on && (sweeping || writing)));
+    element("answers").setAttribute("aria-busy", String(on));
+  }
+
+  function showFailure(failure) {
+    element("failure-title").textContent = failure.title ?? "The page failed";
+    element("failure-text").textContent = failure.message;
+    element("failure-code").textContent = failure.code ?? "";
+    element("failure").hidden = false;
+  }
+
+  /** Sends the form as it stands; false when it failed or was stopped. */
+  async function send() {
+    cancel();
+    const control = new AbortController();
+    running = control;
+    busy(true);
+    element("failure").hidden = true;
+    const { model } = now();
+    if (writes(model)) element("status").textContent = "Writing.";
+    try {
+      element("status").textContent = await (two ? sendTwo(control.signal) : sendOne(control.signal));
+      return true;
+    } catch (failure) {
+      if (failure.name === "AbortError") {
+        if (running === control) element("status").textContent = "Stopped.";
+        return false;
+      }
+      showFailure(failure);
+      // Text that came before the failure stays; labels of an earlier request would mislead.
+      if (!writes(model)) first.clear(false);
+      reveal();
+      if (failure.name !== "RequestFailure") throw failure;
+      return false;
+    } finally {
+      if (running === control) {
+        running = null;
+        busy(sweeping);
+        onEnd();
+      }
+    }
+  }
+
+  async function sendOne(signal) {
+    const { form, dial } = now();
+    return (await run(first, form.request(dial.budget()), signal, showShades)).spoken;
+  }
+
+  /** Both at once, with one seed: only the steps differ. */
+  async function sendTwo(signal) {
+    const { model, form, dial } = now();
+    const seed = Math.floor(Math.random() * MOST_SEED);
+    const comparison = createComparison(first, second);
+    const painted = () => {
+      comparison.update();
+      element("difference").textContent = comparison.words();
+      showShades();
+    };
+    for (const pane of [first, second]) pane.clear(writes(model));
+    element("difference").textContent = "";
+    const requests = [form.request(dial.budget(), seed), form.request({ steps: Number(against.value) }, seed)];
+    const runs = [first, second].map((pane, at) => run(pane, requests[at], signal, painted));
+    const ends = await Promise.allSettled(runs);
+    const failures = ends.map(({ reason }) => reason);
+    const stopped = failures.find((failure) => failure?.name === "AbortError");
+    if (stopped || failures.every(Boolean)) throw stopped ?? failures[0];
+    [first, second].forEach((pane, at) => failures[at] && pane.showProblem(`${failures[at].title ?? "It failed"}. ${failures[at].message}`));
+    const words = writes(model) ? comparison.words() : labelsInWords(first, second);
+    element("difference").textContent = words;
+    return words || failures.find(Boolean).message;
+  }
+
+  async function run(pane, request, signal, painted) {
+    const { model, ladder } = now();
+    const outcome = await (request.writes
+      ? pane.generate(request, ladder.full_steps, signal, () => { reveal(); painted(); })
+      : pane.classify(request, signal));
+    reveal();
+    onOutcome({ model, ladder, outcome, isFirst: pane === first });
+    return outcome;
+  }
+
+  /** One answer after the other, at every rung of the ladder. */
+  async function sweep() {
+    sweeping = true;
+    const { model, ladder, dial } = now();
+    try {
+      for (let index = 0; index < ladder.rungs.length && sweeping && now().model === model; index += 1) {
+        dial.choose(index);
+        if (!(await send())) break;
+      }
+    } finally {
+      sweeping = false;
+      busy(false);
+    }
+  }
+
+  function cancel() {
+    running?.abort();
+    running = null;
+  }
+
+  function stop() {
+    sweeping = false;
+    running?.abort();
+  }
+
+  return {
+    load, setTwo, send, sweep, cancel, stop, against,
+    isTwo: () => two, isRunning: () => running !== null, isSweeping: () => sweeping, seed: () => first.outcome()?.seed, name: (text) => first.title.replaceChildren(text),
+  };
+}

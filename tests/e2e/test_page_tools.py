@@ -1,0 +1,203 @@
+"""What the playground page lets its reader take away: requests as code, and links; and API keys."""
+
+import contextlib
+import io
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.e2e.browser import Served, audit, opened, pick, playground, served, started_browser
+from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, translate_bundle
+
+pytestmark = pytest.mark.browser
+
+KEY = "sd-a-key-that-is-long-enough-for-a-test"
+TEXT = "it's \"fine\", isn't it?\n$HOME `no` \\"
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: Path) -> Iterator[Browser]:
+    with started_browser(chromium) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    bundles = (classify_bundle(), generate_bundle(), image_bundle(), translate_bundle())
+    with served([bundle.folder for bundle in bundles]) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Served) -> Iterator[Page]:
+    with playground(browser, server.url) as ready:
+        yield ready
+
+
+def code(page: Page, language: str) -> str:
+    page.get_by_role("tab", name=language).click()
+    return page.get_by_role("tabpanel").inner_text()
+
+
+def printed(program: str) -> str:
+    """What a program in Python prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, "snippet", "exec"), {})
+    return output.getvalue()
+
+
+def logged(page: Page, program: str) -> list[object]:
+    """What a program in JavaScript logs first."""
+    with page.expect_console_message() as message:
+        page.evaluate(f"async () => {{ {program} }}")
+    return [argument.json_value() for argument in message.value.args]
+
+
+def test_examples_fill_the_text(page: Page) -> None:
+    pick(page, "tiny-classify")
+    second = page.locator("#examples button").nth(1)
+    second.click()
+    expect(page.locator("#input")).to_have_value(second.get_attribute("title") or "")
+    expect(page.locator(".pane").first.locator(".scores li")).to_have_count(2)
+
+
+def test_the_curl_command_is_the_request(page: Page, server: Served) -> None:
+    pick(page, "tiny-classify")
+    page.get_by_role("textbox", name="Text", exact=True).fill(TEXT)
+    command = shlex.split(code(page, "curl").replace("\\\n", " "))
+    url, (header, value), body = command[1], command[3].split(": "), command[5]
+    answer = httpx.post(url, headers={header: value}, content=body)
+    assert command[0] == "curl" and url == f"{server.url}v1/classify"
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["results"][0]["budget"] | {"expected": 0} == {
+        "steps": 4, "method": "euler", "nfe": 4, "reason": "exact", "full_steps": 4, "expected": 0,
+    }  # fmt: skip
+
+
+def test_every_language_gets_the_text_of_the_page(page: Page) -> None:
+    pick(page, "tiny-generate")
+    page.get_by_role("textbox", name="Prompt", exact=True).fill("it's (a film),\nisn't it?")
+    page.get_by_role("spinbutton", name="Tokens").fill("24")
+    page.get_by_role("spinbutton", name="Seed").fill("7")
+    page.get_by_role("slider", name="Number of steps").press("Home")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".timing").first).to_contain_text("Ended by")
+    tokens = page.locator(".token").all_text_contents()
+    python = code(page, "Python")
+    assert "from openai import OpenAI" in python and 'extra_body={"steps": 1}' in python
+    text, _, budget = printed(python).rpartition("\n {")
+    assert text == "".join(tokens) and "'reason': 'exact'" in budget
+    javascript = logged(page, code(page, "JavaScript"))
+    assert javascript[0] == "".join(tokens)
+    shell = subprocess.run(
+        ["bash", "-c", code(page, "curl")], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert shell.stdout.count("data: ") == 25 and "event: done" in shell.stdout
+
+
+def test_python_without_openai_where_it_has_no_such_request(page: Page) -> None:
+    pick(page, "tiny-translate")
+    page.get_by_label("Beams").fill("2")
+    python = code(page, "Python")
+    assert "import httpx" in python and '"num_beams": 2' in python
+    assert printed(python).strip() != ""
+    pick(page, "tiny-classify")
+    assert "'label':" in printed(code(page, "Python"))
+    javascript = logged(page, code(page, "JavaScript"))
+    assert isinstance(javascript[0], dict) and javascript[0]["budget"]["steps"] == 4
+
+
+def opened_again(browser: Browser, page: Page) -> contextlib.AbstractContextManager[Page]:
+    """A new page at the link that the page copies."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy a link").click()
+    expect(page.locator("#copy-link")).to_have_text("Copied")
+    return playground(browser, page.evaluate("() => navigator.clipboard.readText()"))
+
+
+def test_a_link_restores_the_whole_state(browser: Browser, page: Page) -> None:
+    pick(page, "tiny-generate")
+    page.get_by_role("radio", name="Side by side").check(force=True)
+    page.get_by_label("Steps of the second answer").select_option("2")
+    page.get_by_role("spinbutton", name="Tokens").fill("12")
+    page.get_by_role("spinbutton", name="Temperature").fill("0.5")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#status")).to_contain_text("tokens")
+    drawn = page.locator(".pane").first.locator("dd").nth(4).inner_text()
+    page.get_by_role("textbox", name="Prompt", exact=True).fill("a, b & c = d\n#e + 'f'")
+    page.get_by_role("radio", name="Deadline").check(force=True)
+    page.get_by_role("slider", name="Deadline").press("End")
+    request = code(page, "curl")
+    with opened_again(browser, page) as other:
+        expect(other.get_by_role("radio", name="tiny-generate")).to_be_checked()
+        expect(other.get_by_role("radio", name="Side by side")).to_be_checked()
+        expect(other.get_by_role("radio", name="Deadline")).to_be_checked()
+        expect(other.get_by_label("Steps of the second answer")).to_have_value("2")
+        expect(other.locator("#seed")).to_have_value(drawn)  # so that the text comes again
+        seeded = request.replace(',"stream"', f',"seed":{drawn},"stream"')
+        assert code(other, "curl") == seeded
+        # A link that is put into the address bar of a page that is open.
+        other.goto(other.url.split("#")[0] + "#model=tiny-classify&by=steps&steps=2&text=again")
+        expect(other.locator("#input")).to_have_value("again")
+        expect(other.locator("#count")).to_have_text("2")
+
+
+def test_a_link_holds_a_drawing(browser: Browser, page: Page) -> None:
+    pick(page, "tiny-image")
+    page.locator("#canvas").click(position={"x": 60, "y": 70})
+    expect(page.locator(".scores").first.locator("li")).to_have_count(4)
+    shares = page.locator(".scores").first.inner_text()
+    with opened_again(browser, page) as other:
+        expect(other.locator(".scores").first).to_have_text(shares, use_inner_text=True)
+
+
+def test_a_link_for_another_server_opens_what_there_is(browser: Browser, server: Served) -> None:
+    with playground(browser, f"{server.url}#model=absent&steps=3&by=steps") as page:
+        expect(page.locator("#status")).to_contain_text("absent")
+        expect(page.locator("#count")).to_have_text("4")
+
+
+def with_key(route: Route) -> None:
+    route.continue_(headers=route.request.headers | {"authorization": f"Bearer {KEY}"})
+
+
+def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> None:
+    folders = [generate_bundle().folder]
+    with (
+        served(folders, {"STEPDIAL_API_KEYS": KEY}) as locked,
+        # As behind a proxy that gives the page to all, but not the interface.
+        opened(browser, "about:blank") as (page, complaints),
+    ):
+        complaints.origin = locked.url
+        page.route(lambda url: "/v1/" not in url, with_key)
+        page.goto(locked.url)
+        dialog = page.get_by_role("dialog", name="This server wants an API key")
+        field = page.get_by_label("API key", exact=True)
+        expect(field).to_be_focused()
+        assert field.get_attribute("type") == "password"
+        faults = audit(page)
+        assert (faults["contrast"], faults["name"], faults["overflow"]) == ([], [], [])
+        field.fill("not-the-key-of-this-server")
+        field.press("Enter")
+        expect(dialog).to_contain_text("does not know the API key")
+        field.fill(KEY)
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#playground")).to_be_visible()
+        expect(dialog).to_be_hidden()
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator(".timing").first).to_contain_text("Ended by")
+        shown = code(page, "curl") + page.url + page.evaluate("() => JSON.stringify(localStorage)")
+        assert "$STEPDIAL_API_KEY" in shown and KEY not in shown
+        page.reload()
+        expect(page.locator("#playground")).to_be_visible()
+        page.get_by_role("button", name="Forget the API key").click()
+        page.reload()
+        expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator("#notice")).to_contain_text("The server wants an API key")
+        assert complaints.external == []
