@@ -285,6 +285,9 @@ def test_the_commands_export_inspect_and_calibrate(
     assert main(["evaluate", str(target), "--steps", "3"]) == 2
     assert "has no rung of 3 steps" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 2
+    assert f"holds some ({target.name}): name one of those" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / "empty")]) == 2
     assert "manifest.json" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert "is not a run" in capsys.readouterr().err
