@@ -156,9 +156,22 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
     with subprocess.Popen(command, cwd=folder) as process:
         try:
             with httpx.Client(base_url=f"http://{address}/api/v1", timeout=10) as client:
+                await_start(client, f"http://{address}/-/ready")
                 yield client
         finally:
             process.terminate()
+
+
+def await_start(client: httpx.Client, probe: str) -> None:
+    end_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            if client.get(probe).status_code == 200:
+                return
+        except httpx.ConnectError:
+            pass
+        assert time.monotonic() < end_s, f"Prometheus did not start in {_PATIENCE_S:g} s"
+        time.sleep(0.1)
 
 
 def ask(client: httpx.Client, query: str) -> list[dict[str, Any]]:
@@ -171,12 +184,7 @@ def ask(client: httpx.Client, query: str) -> list[dict[str, Any]]:
 def wait_for(client: httpx.Client, query: str) -> None:
     """Until a query finds something."""
     end_s = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            if ask(client, query):
-                return
-        except httpx.ConnectError:
-            pass  # it starts
+    while not ask(client, query):
         assert time.monotonic() < end_s, f"{query} found nothing in {_PATIENCE_S:g} s"
         time.sleep(0.2)
 

@@ -32,11 +32,11 @@ def reported(stub: Stub, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_latencies_are_those_of_the_queue_that_the_same_arrivals_would_make() -> None:
-    service_s, rate_per_s = 0.05, 14.0
+    service_s, rate_per_s = 0.15, 4.7
     runs = []
     with running_queue(service_s) as queue:
         for _ in range(3):
-            sent = ask_open(queue, rate_per_s, 5.0)
+            sent = ask_open(queue, rate_per_s, 8.0)
             latencies_s = [wait_s + service_s for wait_s in simulate(sent.due_s, service_s)]
             modelled, measured = Times.of(latencies_s), sent.times
             runs.append((measured.mean / modelled.mean, modelled, measured))
@@ -44,7 +44,7 @@ def test_latencies_are_those_of_the_queue_that_the_same_arrivals_would_make() ->
                 break
     # Whatever else the machine does only adds to latencies: the least disturbed run counts.
     _, modelled, measured = min(runs, key=lambda one: one[0])
-    # A median of some 100 ms, in which HTTP and a busy machine have a part of a few.
+    # A median of some 200 ms, in which HTTP and a busy machine have a part of ten or twenty.
     assert measured.p50 == pytest.approx(modelled.p50, rel=0.15)
     assert measured.mean == pytest.approx(modelled.mean, rel=0.15)
     assert min(sent.latencies_s) >= service_s
