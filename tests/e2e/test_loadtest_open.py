@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -37,17 +38,26 @@ def test_latencies_are_those_of_the_queue_that_the_same_arrivals_would_make() ->
     with running_queue(service_s) as queue:
         for _ in range(3):
             sent = ask_open(queue, rate_per_s, 8.0)
-            latencies_s = [wait_s + service_s for wait_s in simulate(sent.due_s, service_s)]
+            waits_s = simulate(sent.due_s, service_s)
+            # HTTP, and what else this machine does, are part of the service that those get who
+            # find nobody before them.
+            seen_s = median(
+                seen_s
+                for seen_s, wait_s in zip(sent.latencies_s, waits_s, strict=True)
+                if not wait_s
+            )
+            latencies_s = [wait_s + seen_s for wait_s in simulate(sent.due_s, seen_s)]
             modelled, measured = Times.of(latencies_s), sent.times
-            runs.append((measured.mean / modelled.mean, modelled, measured))
-            if runs[-1][0] < 1.05:
+            runs.append((abs(measured.mean / modelled.mean - 1), modelled, measured))
+            assert service_s <= seen_s < 2 * service_s
+            assert min(sent.latencies_s) >= service_s
+            if runs[-1][0] < 0.05:
                 break
-    # Whatever else the machine does only adds to latencies: the least disturbed run counts.
+    # Of a busy machine the least disturbed run counts.
     _, modelled, measured = min(runs, key=lambda one: one[0])
-    # A median of some 200 ms, in which HTTP and a busy machine have a part of ten or twenty.
-    assert measured.p50 == pytest.approx(modelled.p50, rel=0.15)
     assert measured.mean == pytest.approx(modelled.mean, rel=0.15)
-    assert min(sent.latencies_s) >= service_s
+    assert measured.p50 == pytest.approx(modelled.p50, rel=0.15)
+    assert measured.mean > 1.2 * min(sent.latencies_s)  # else nobody waited
 
 
 def test_the_formula_is_that_of_long_simulations() -> None:
