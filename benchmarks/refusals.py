@@ -105,7 +105,8 @@ def _told(shots: Sequence[Shot]) -> list[Told]:
     for shot in shots:
         if shot.status != 429 or shot.ended_s is None:
             continue
-        ends_s = max(_place_s(one) for one in taken if one.sent_s <= shot.sent_s)
+        # Connections are not read in the order in which they sent.
+        ends_s = max(_place_s(one) for one in taken if one.sent_s <= shot.ended_s)
         retry = _RETRY_MS.search(shot.head)
         if retry is None:
             raise SystemExit(f"a 429 without retry-after-ms: {shot.head!r}")
