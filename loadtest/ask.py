@@ -5,6 +5,7 @@ It deliberately knows nothing of models, so not which steps or efforts there are
 
 import re
 from dataclasses import asdict, dataclass
+from typing import Any
 
 EFFORTS = ("low", "medium", "high", "max")
 SYNTAX = (
@@ -60,7 +61,7 @@ class Ask:
 
 def parse_ask(text: str) -> Ask:
     """The budget that a text such as `50ms+max8` stands for; ValueError if it is none."""
-    fields: dict[str, int | float | str] = {}
+    fields: dict[str, Any] = {}
     for word in text.split("+"):
         name, value = _parse_word(word)
         if name in fields:
@@ -69,7 +70,7 @@ def parse_ask(text: str) -> Ask:
             fields[name] = value
     if not fields and text != "default":
         raise ValueError(f"{text!r} is no budget: write {SYNTAX}")
-    return Ask(**fields)  # type: ignore[arg-type]
+    return Ask(**fields)
 
 
 def _parse_word(word: str) -> tuple[str, int | float | str]:

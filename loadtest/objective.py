@@ -92,7 +92,8 @@ def parse_objective(text: str) -> Objective:
 
 
 def _limit(text: str) -> Limit:
-    name, sign, bound = re.match(r"([^<>]*)([<>]?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    sign = next((character for character in text if character in "<>"), "")
+    name, _, bound = text.partition(sign) if sign else (text, "", "")
     try:
         value = float(bound)
     except ValueError:

@@ -77,6 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # Connection
 
+    # uvicorn narrows the type of asyncio's protocol in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         over = len(self.connections) - self.limits.connections

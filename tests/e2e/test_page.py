@@ -6,15 +6,14 @@ It deliberately looks through the page alone: what the server answers has tests 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Request, Route, expect
+from playwright.sync_api import Page, Request, Route, expect
 
 from serve.bundle import Calibration, Level
-from tests.e2e.browser import Served, pick, playground, served, started_browser
+from tests.e2e.browser import Served, pick, served
 from tests.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.browser
@@ -35,12 +34,6 @@ BOTH_STREAM = """() => [...document.querySelectorAll(".pane")].every(pane =>
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: Path) -> Iterator[Browser]:
-    with started_browser(chromium) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("bundles")
     build_generate(folder / "writer", name="writer")
@@ -51,12 +44,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     names = ("writer", "critic", "sure", "slow", "unmeasured")
     with served([folder / name for name in names]) as running:
         yield running
-
-
-@pytest.fixture
-def page(browser: Browser, server: Served) -> Iterator[Page]:
-    with playground(browser, server.url) as ready:
-        yield ready
 
 
 def rows(page: Page) -> list[str]:

@@ -5,7 +5,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -17,9 +16,7 @@ from tests.e2e.browser import (
     audit,
     opened,
     pick,
-    playground,
     served,
-    started_browser,
 )
 from tests.tiny_folders import generate_bundle, image_bundle, points_bundle, translate_bundle
 
@@ -27,22 +24,10 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: Path) -> Iterator[Browser]:
-    with started_browser(chromium) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     bundles = (generate_bundle(), image_bundle(), points_bundle(), translate_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
-
-
-@pytest.fixture
-def page(browser: Browser, server: Served) -> Iterator[Page]:
-    with playground(browser, server.url) as ready:
-        yield ready
 
 
 def sound(page: Page) -> bool:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +14,7 @@ from tests.e2e.browser import (
     audit,
     opened,
     pick,
-    playground,
     served,
-    started_browser,
 )
 from tests.tiny_bundles import build_classify, build_generate
 
@@ -40,24 +37,12 @@ FOCUSED = """() => {
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: Path) -> Iterator[Browser]:
-    with started_browser(chromium) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("bundles")
     build_generate(folder / "writer", name="writer")
     build_classify(folder / "critic", name="critic")
     with served([folder / "writer", folder / "critic"]) as running:
         yield running
-
-
-@pytest.fixture
-def page(browser: Browser, server: Served) -> Iterator[Page]:
-    with playground(browser, server.url) as ready:
-        yield ready
 
 
 def viewport(width: int) -> ViewportSize:

@@ -5,13 +5,12 @@ import io
 import shlex
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.e2e.browser import Served, audit, opened, pick, playground, served, started_browser
+from tests.e2e.browser import Served, audit, opened, pick, playground, served
 from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, translate_bundle
 
 pytestmark = pytest.mark.browser
@@ -21,22 +20,10 @@ TEXT = "it's \"fine\", isn't it?\n$HOME `no` \\"
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: Path) -> Iterator[Browser]:
-    with started_browser(chromium) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     bundles = (classify_bundle(), generate_bundle(), image_bundle(), translate_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
-
-
-@pytest.fixture
-def page(browser: Browser, server: Served) -> Iterator[Page]:
-    with playground(browser, server.url) as ready:
-        yield ready
 
 
 def code(page: Page, language: str) -> str:
