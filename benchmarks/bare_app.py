@@ -11,18 +11,52 @@ from collections.abc import Sequence
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from benchmarks.server import READY_LINE
 from serve.server import bind, listen, url_of
-from serve.wire.answers import (
-    Budget,
-    ClassifyResponse,
-    ClassifyResult,
-    Expected,
-    LabelScore,
-    Timing,
-)
 from serve.wire.schemas import ClassifyRequest
+
+
+class Expected(BaseModel):
+    metric: str
+    value: float
+    full_value: float
+
+
+class Budget(BaseModel):
+    steps: int
+    method: str
+    nfe: int
+    reason: str
+    full_steps: int
+    expected: Expected
+
+
+class LabelScore(BaseModel):
+    label: str
+    score: float
+
+
+class ClassifyResult(BaseModel):
+    label: str
+    score: float
+    top: list[LabelScore]
+    truncated: bool
+    budget: Budget
+
+
+class Timing(BaseModel):
+    queue_ms: float
+    compute_ms: float
+    total_ms: float
+
+
+class ClassifyResponse(BaseModel):
+    id: str
+    model: str
+    results: list[ClassifyResult]
+    timing: Timing
 
 
 def bare_app(answer: ClassifyResponse) -> FastAPI:
@@ -42,13 +76,7 @@ def constant_answer(labels: Sequence[str]) -> ClassifyResponse:
     top = [LabelScore(label=label, score=share) for label in labels[:5]]
     expected = Expected(metric="accuracy", value=0.9, full_value=0.9)
     budget = Budget(
-        steps=8,
-        method="euler",
-        nfe=8,
-        reason="default",
-        full_steps=8,
-        expected=expected,
-        max_disagreement=None,
+        steps=8, method="euler", nfe=8, reason="default", full_steps=8, expected=expected
     )
     result = ClassifyResult(label=labels[0], score=share, top=top, truncated=False, budget=budget)
     timing = Timing(queue_ms=0.123, compute_ms=0.123, total_ms=0.456)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,7 +40,7 @@ from serve.settings import Settings
 from serve.traces import open_traces
 from serve.wire.access import Access
 from serve.wire.answers import DoneChunk, TokenChunk
-from serve.wire.direct import DirectRoutes, Handle
+from serve.wire.direct import DirectApplication, Handle
 from serve.wire.envelope import CLIENT_GONE, Envelope
 from serve.wire.error_shapes import error_body, error_status
 from serve.wire.loaded import LoadRequest
@@ -78,7 +79,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        engine.start(asyncio.get_running_loop().call_soon_threadsafe)
+        loop = asyncio.get_running_loop()
+        engine.start(loop.call_soon_threadsafe, loop.call_soon)
         yield
         await asyncio.to_thread(engine.stop)
         if traces is not None:
@@ -89,7 +91,14 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         for make in (classify_routes, generate_routes, completion_routes, chat_routes)
     ]
     handle = _error_handler(engine)
-    app = FastAPI(
+    envelope = partial(
+        Envelope,
+        metrics=engine.metrics,
+        keys=keys,
+        origins=settings.cors_origins,
+        access=Access(settings.access_log, traces),
+    )
+    app = DirectApplication(
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
@@ -97,21 +106,9 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.traces has its own
-        middleware=[
-            Middleware(
-                Envelope,
-                metrics=engine.metrics,
-                keys=keys,
-                origins=settings.cors_origins,
-                access=Access(settings.access_log, traces),
-            ),
-            Middleware(
-                DirectRoutes,
-                routes=[route for router in posts for route in router.routes],
-                handle=handle,
-            ),
-        ],
+        middleware=[Middleware(envelope)],
     )
+    app.lead((route for router in posts for route in router.routes), handle, envelope)
     app.state.keys, app.state.admin_keys = keys, admin_keys
     for router in posts:
         app.include_router(router)

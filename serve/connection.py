@@ -5,21 +5,22 @@ memory or a connection without end. Knows bytes and time; deliberately neither r
 """
 
 import asyncio
-import json
 import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serve.errors import BadHttp, Crowded, HeadersTooLarge, RequestTimeout, ServeError, UrlTooLong
-from serve.wire.envelope import CROWDED_KEY, SECURITY_HEADERS
-from serve.wire.error_shapes import error_body
+from serve.whole_answer import refusal, write_whole
+from serve.wire.body import WHOLE_BODY_KEY
+from serve.wire.envelope import CROWDED_KEY, WHOLE_KEY
+from serve.wire.mailbox import DEPARTURES_KEY
+from serve.wire.origin import HeaderList
 
 # Connections beyond the limit on which probes are answered all the same.
 _FOR_PROBES = 64
@@ -96,6 +97,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
+            # Whoever begins to watch only now looks in vain, and asks uvicorn.
+            for leave in cast(dict[str, Any], self._answering.scope).pop(DEPARTURES_KEY):
+                leave()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -127,8 +131,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._reading = _HEAD
         self._head_bytes = 0
+        scope = cast(dict[str, object], self.scope)
+        scope[DEPARTURES_KEY] = []
+        scope[WHOLE_KEY] = self._write_whole
         if self._crowded:
-            cast(dict[str, object], self.scope)[CROWDED_KEY] = True
+            scope[CROWDED_KEY] = True
 
     def on_headers_complete(self) -> None:
         size = self._head_bytes + self._chunk_bytes
@@ -155,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        cast(dict[str, object], self.scope)[WHOLE_BODY_KEY] = True
         self._reading = _NOTHING
         self._ignored_bytes = 0
         self._stop_reading_timer()
@@ -171,6 +179,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_bytes(self.limits.body_timeout_s)
 
     # Writing
+
+    def _write_whole(self, status: int, headers: HeaderList, body: bytes) -> bool:
+        assert self._answering is not None  # an application asks
+        return write_whole(self._answering, self.flow, status, headers, body)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -218,7 +230,7 @@ class LimitedProtocol(HttpToolsProtocol):
         begun = self._answering is not None and self._answering.response_started
         if self._idle or (self._answering is self.cycle and not begun):
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
-            self.transport.write(_written(problem, path))
+            self.transport.write(refusal(problem, path))
         self._close()
 
     def _end_after_answer(self) -> None:
@@ -278,23 +290,3 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """The kind of connection that uvicorn makes for each client."""
     return type("Connection", (LimitedProtocol,), {"limits": limits})
-
-
-def _written(problem: ServeError, path: str) -> bytes:
-    """A whole answer, for clients that no application ever hears of."""
-    body = json.dumps(error_body(problem, path)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        *SECURITY_HEADERS,
-    ]
-    headers += [
-        (name.encode(), value.encode())
-        for name, value in problem.headers().items()
-        if name != "connection"
-    ]
-    status = HTTPStatus(problem.status)
-    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
-    lines += [name + b": " + value for name, value in headers]
-    return b"\r\n".join([*lines, b"", body])

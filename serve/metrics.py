@@ -4,7 +4,7 @@ Knows names, units and labels; deliberately not when things happen: whoever know
 Labels take few values: models, rungs, routes and codes, never anything that a client can invent.
 """
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,6 +37,24 @@ class Watched(Protocol):
     def cache_bytes(self) -> int: ...
 
 
+InstrumentT = TypeVar("InstrumentT", Counter, Histogram)
+
+
+class Family(Generic[InstrumentT]):
+    """An instrument with labels, which finds those of values that came before at once."""
+
+    def __init__(self, instrument: InstrumentT) -> None:
+        self._instrument: InstrumentT = instrument
+        self._found: dict[tuple[str, ...], InstrumentT] = {}
+
+    def labels(self, *values: str) -> InstrumentT:
+        """The one of these values."""
+        found = self._found.get(values)
+        if found is None:
+            found = self._found[values] = self._instrument.labels(*values)
+        return found
+
+
 class Metrics:
     """All instruments, ready to be written to."""
 
@@ -63,12 +81,14 @@ class Metrics:
         self.inter_token_seconds = self._seconds(
             "inter_token", "Between two tokens of one answer.", "model steps"
         )
-        self.batch_rows = Histogram(
-            "stepdial_batch_rows",
-            "Rows in a call of the runtime.",
-            ("model", "kind"),
-            buckets=ROWS,
-            registry=self.registry,
+        self.batch_rows = Family(
+            Histogram(
+                "stepdial_batch_rows",
+                "Rows in a call of the runtime.",
+                ("model", "kind"),
+                buckets=ROWS,
+                registry=self.registry,
+            )
         )
         self.tokens = self._counter("tokens", "Tokens generated.", "model")
         self.steps = self._counter(
@@ -90,8 +110,10 @@ class Metrics:
         self.lapsed = self._counter(
             "lapsed", "Requests taken in whose deadline passed before the answer.", "model"
         )
-        self.cancelled = self._counter(
-            "cancelled", "Requests dropped because their client had gone."
+        self.cancelled = Counter(
+            "stepdial_cancelled",
+            "Requests dropped because their client had gone.",
+            registry=self.registry,
         )
         self.runtime_failures = self._counter(
             "runtime_failures", "Calls of the runtime that threw.", "model"
@@ -190,16 +212,18 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, about: str, labels: str = "") -> Counter:
-        return Counter(f"stepdial_{name}", about, labels.split(), registry=self.registry)
+    def _counter(self, name: str, about: str, labels: str) -> Family[Counter]:
+        return Family(Counter(f"stepdial_{name}", about, labels.split(), registry=self.registry))
 
-    def _seconds(self, name: str, about: str, labels: str) -> Histogram:
-        return Histogram(
-            f"stepdial_{name}_seconds",
-            about,
-            labels.split(),
-            buckets=SECONDS,
-            registry=self.registry,
+    def _seconds(self, name: str, about: str, labels: str) -> Family[Histogram]:
+        return Family(
+            Histogram(
+                f"stepdial_{name}_seconds",
+                about,
+                labels.split(),
+                buckets=SECONDS,
+                registry=self.registry,
+            )
         )
 
     def _gauge(self, name: str, about: str) -> Gauge:

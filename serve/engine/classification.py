@@ -11,7 +11,21 @@ from serve.engine.events import ClassifiedEvent, Deliver, Span
 from serve.engine.sampling import FloatArray, softmax
 from serve.errors import ModelFailure
 
+_NO_NUMBERS = "the model's scores for this input are not finite numbers"
+
+Scores = tuple[float, ...]  # of every label
 Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
+
+
+def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
+    """The scores of each row of logits (B, C), or that they are no numbers."""
+    finite = np.logical_and.reduce(np.isfinite(logits), axis=1)  # (B,)
+    with np.errstate(invalid="ignore"):
+        scores: list[list[float]] = softmax(logits).tolist()
+    return [
+        tuple(row) if good else ModelFailure(_NO_NUMBERS)
+        for row, good in zip(scores, finite.tolist(), strict=True)
+    ]
 
 
 class Classification:
@@ -20,15 +34,13 @@ class Classification:
     def __init__(self, rows: Sequence[Row], deliver: Deliver) -> None:
         self.rows = rows
         self.deliver = deliver
-        self._scores: list[tuple[float, ...]] = [()] * len(rows)
+        self._scores: list[Scores] = [()] * len(rows)
         self._steps = [0] * len(rows)
         self._evaluations = [0] * len(rows)
 
-    def accept(self, row: int, logits: FloatArray, steps: int, evaluations: int) -> None:
-        """Take a row's logits (C,), its rung and its cost; ModelFailure if they are no numbers."""
-        if not np.isfinite(logits).all():
-            raise ModelFailure("the model's scores for this input are not finite numbers")
-        self._scores[row] = tuple(softmax(logits).tolist())
+    def accept(self, row: int, scores: Scores, steps: int, evaluations: int) -> None:
+        """Take a row's scores, its rung and its cost."""
+        self._scores[row] = scores
         self._steps[row] = steps
         self._evaluations[row] = evaluations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
-from serve.engine.admission import Admission, too_large
+from serve.engine.admission import Admission
 from serve.engine.executor import Executor
 from serve.engine.failing import Failing
 from serve.engine.pace import CallTimes
@@ -20,11 +20,12 @@ from serve.engine.rechecks import Rechecks
 from serve.engine.rescue import AnyCall, Rescue
 from serve.engine.residents import Residents
 from serve.engine.runner import Runner
+from serve.engine.waking import Soon, Waking
 from serve.engine.watchdog import Patience, Watchdog
 from serve.engine.work import Deliveries, Work
 from serve.errors import Draining, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
-from serve.scheduler.job import Deadline, Job, LaneKey
+from serve.scheduler.job import Deadline, Job, LaneKey, State
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
 from serve.scheduler.scheduler import Scheduler
@@ -67,6 +68,7 @@ class Engine:
         )
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()
+        self._waking = Waking(self._wake)
         self._failing = Failing(clock)
         self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
         self._executor = Executor(
@@ -154,11 +156,13 @@ class Engine:
 
     # What others do, from any thread.
 
-    def start(self, post: Post | None = None) -> None:
-        """Start the thread; `post(function, *arguments)` carries events to where they are read."""
+    def start(self, post: Post | None = None, soon: Soon | None = None) -> None:
+        """Start the thread; `post` and `soon` lead to an event loop: see Posting and Waking."""
         assert self._thread is None, "an engine starts once"
         if post is not None:
             self._posting.through(post)
+        if soon is not None:
+            self._waking.through(soon)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._watchdog.start()
@@ -168,17 +172,13 @@ class Engine:
         with self._wake:
             self.check_open()
             self._residents.check(jobs)
-            for job in jobs:
-                writes = job.lane.kind != "classify"
-                if writes and not self._scheduler.fits(job.lane, job.positions):
-                    raise too_large(job, self._runner.cache_bytes_for(job.lane, 1, job.positions))
             now_s = self.clock()
             self._admission.check(jobs, now_s)
             for job in jobs:
                 self._scheduler.add(job, now_s)
                 if job.deadline is not None:
                     self.metrics.deadlines.labels(job.lane.name).inc()
-            self._wake.notify()
+        self._waking.ask()
 
     def steps_for(
         self,
@@ -207,12 +207,14 @@ class Engine:
 
         False if it had ended.
         """
+        if job.state is State.ENDED:  # as most have: it need not wait for the lock
+            return False
         with self._wake:
-            ends = self._scheduler.end(job)
-            if ends:
-                self.metrics.cancelled.inc()
-                self._wake.notify()
-        return ends
+            if not self._scheduler.end(job):
+                return False
+            self.metrics.cancelled.inc()
+            self._wake.notify()
+        return True
 
     def serve(self, served: Served) -> None:
         """A warm model takes requests, in the place of another of its name if there is one."""

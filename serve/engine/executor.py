@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
-from serve.engine.classification import Classification, Row
+from serve.engine.classification import Classification, Row, scores_of
 from serve.engine.ending import Ending, own, span
 from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.engine.failing import CheckCall, Failing
@@ -19,7 +19,7 @@ from serve.engine.sampling import FloatArray
 from serve.engine.translation import Translation
 from serve.engine.work import Deliveries, Work
 from serve.engine.writing import Writing
-from serve.errors import DeadlineLapsed, ServeError
+from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.metrics import Metrics
 from serve.scheduler.job import (
     Call,
@@ -105,11 +105,12 @@ class Executor:
         now_s = self._clock()
         self._metrics.call(rung, "classify", len(rows), sum(spent))
         failures: dict[Job[Work], ServeError] = {}
-        for (job, work, row), logits, count in zip(rows, found.logits, spent, strict=True):
-            try:
-                work.accept(row, logits, call.steps, count)
-            except Exception as error:
-                failures[job] = own(error, job)
+        scores = scores_of(found.logits)
+        for (job, work, row), one, count in zip(rows, scores, spent, strict=True):
+            if isinstance(one, ModelFailure):
+                failures[job] = one
+            else:
+                work.accept(row, one, call.steps, count)
         if rung.threshold is not None:
             self._offer(rung, [work.rows[row] for _, work, row in rows], found.logits, spent)
         deliveries: Deliveries = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve.catalog import Catalog, Served
+from serve.engine.admission import too_large
 from serve.engine.runner import Runner
 from serve.engine.work import Work
 from serve.errors import ModelGone
@@ -56,10 +57,13 @@ class Residents:
         return tuple(self._leaving)
 
     def check(self, jobs: Sequence[Job[Work]]) -> None:
-        """ModelGone unless all are for models that are here."""
+        """ModelGone unless all are for models that are here; Unprocessable if one is too large."""
         for job in jobs:
-            if not self._runner.has_model(job.lane.model):
-                raise ModelGone(f"{job.lane.name} was replaced meanwhile: send the request again")
+            lane = job.lane
+            if not self._runner.has_model(lane.model):
+                raise ModelGone(f"{lane.name} was replaced meanwhile: send the request again")
+            if lane.kind != "classify" and not self._scheduler.fits(lane, job.positions):
+                raise too_large(job, self._runner.cache_bytes_for(lane, 1, job.positions))
 
     def enter(self, served: Served) -> None:
         """From now on requests go to this model, not to another of its name."""

@@ -105,7 +105,9 @@ def log_softmax(logits: FloatArray | ScoreArray) -> ScoreArray:
 
 
 def softmax(logits: FloatArray) -> ScoreArray:
-    """Probabilities (C,) of logits (C,), in float64."""
-    scores = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
-    probabilities: ScoreArray = scores / scores.sum()
-    return probabilities
+    """Probabilities (..., C) of logits (..., C), in float64."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores

@@ -24,7 +24,13 @@ from serve.routes.shared import (
     timing,
 )
 from serve.settings import Settings
-from serve.wire.answers import Budget, ClassifyResponse, ClassifyResult, LabelScore
+from serve.wire.answers import (
+    ClassifyResponse,
+    ClassifyResult,
+    LabelScore,
+    budget_of,
+    server_timing,
+)
 from serve.wire.body import read_json
 from serve.wire.schemas import ClassifyRequest
 
@@ -62,13 +68,13 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         )
         event = await labelled(request, engine, served, asked, decision, taken)
         spent = timing(request, engine, event.span)
-        response = ClassifyResponse(
-            id=request_id(request),
-            model=served.name,
-            results=_results(event, taken, labels, top, decision),
-            timing=spent,
-        )
-        answered = answer(response, {"server-timing": spent.header})
+        response: ClassifyResponse = {
+            "id": request_id(request),
+            "model": served.name,
+            "results": _results(event, taken, labels, top, decision),
+            "timing": spent,
+        }
+        answered = answer(response, server_timing(spent))
         engine.latency.observe_answer(engine.clock() - event.span.ended_s)
         return answered
 
@@ -112,20 +118,19 @@ def _results(
     top: int,
     decision: Decision,
 ) -> list[ClassifyResult]:
-    results = []
+    results: list[ClassifyResult] = []
     for scores, steps, evaluations, one in zip(
         event.scores, event.steps, event.evaluations, taken, strict=True
     ):
-        best = [
-            LabelScore(label=labels[index], score=scores[index]) for index in ranked(scores)[:top]
+        best: list[LabelScore] = [
+            {"label": labels[index], "score": scores[index]} for index in ranked(scores)[:top]
         ]
         results.append(
-            ClassifyResult(
-                label=best[0].label,
-                score=best[0].score,
-                top=best,
-                truncated=one.truncated,
-                budget=Budget.of(decision.served_at(steps), evaluations),
-            )
+            {
+                **best[0],
+                "top": best,
+                "truncated": one.truncated,
+                "budget": budget_of(decision.served_at(steps), evaluations),
+            }
         )
     return results

@@ -27,12 +27,13 @@ from serve.routes.writing import Order, TextEvent, check_max_tokens
 from serve.settings import Settings
 from serve.wire.answers import (
     Alternative,
-    Budget,
     DoneChunk,
     GenerateResponse,
     TokenChunk,
     TokenScore,
     Usage,
+    budget_of,
+    server_timing,
 )
 from serve.wire.body import read_json
 from serve.wire.schemas import GenerateRequest
@@ -67,7 +68,7 @@ class Exchange:
             finish_reason=event.finish_reason,
             seed=self.order.wishes[0].sampling.seed,
             usage=self._usage(event),
-            budget=Budget.of(self.order.decision),
+            budget=budget_of(self.order.decision),
             timing=timing(self.order.request, self.order.engine, event.span),
         )
 
@@ -82,7 +83,7 @@ class Exchange:
             seed=wish.sampling.seed,
             logprobs=None if wish.logprobs is None else scores,
             usage=self._usage(event),
-            budget=Budget.of(self.order.decision),
+            budget=budget_of(self.order.decision),
             timing=timing(self.order.request, self.order.engine, event.span),
         )
 
@@ -148,7 +149,7 @@ async def _run(exchange: Exchange) -> Response:
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
     response = exchange.whole(event)
-    return answer(response, {"server-timing": response.timing.header})
+    return answer(response, server_timing(response.timing))
 
 
 def _token_score(logprob: TokenLogprob) -> TokenScore:

@@ -25,7 +25,7 @@ from serve.routes.oip_models import find_version, oip_problems
 from serve.routes.shared import Encoding, decide_budget, request_id, timing
 from serve.routes.writing import Order, check_max_tokens
 from serve.settings import Settings
-from serve.wire.answers import Budget
+from serve.wire.answers import Budget, budget_of, server_timing
 from serve.wire.oip_answer import Values, Wanted, facts_of, wanted_outputs, written
 from serve.wire.oip_body import Sent, read_inference
 from serve.wire.oip_models import InputSpec
@@ -132,7 +132,7 @@ class Inference:
         )
         event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
         budgets = [
-            Budget.of(decision.served_at(steps), evaluations)
+            budget_of(decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
         labels = self.served.manifest.labels or ()
@@ -140,11 +140,11 @@ class Inference:
         columns: dict[str, Values] = {
             "label": [labels[index] for index in best],
             "score": [scores[index] for scores, index in zip(event.scores, best, strict=True)],
-            "steps": [budget.steps for budget in budgets],
+            "steps": [budget["steps"] for budget in budgets],
         }
         texts = isinstance(self.served.manifest.input, TextInput)
         truncated = sum(one.truncated for one in taken) if texts else None
-        worst = min(budgets, key=lambda budget: budget.steps)
+        worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
         self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
@@ -175,7 +175,7 @@ class Inference:
             min(event.span.started_s for event in events),
             max(event.span.ended_s for event in events),
         )
-        return self._answer(Budget.of(order.decision), span, columns, seed=seed)
+        return self._answer(budget_of(order.decision), span, columns, seed=seed)
 
     def _characters(self) -> int | None:
         """How much text there is to read, at most; None where it is something else."""
@@ -229,7 +229,7 @@ class Inference:
             facts_of(budget, spent, truncated=truncated, seed=seed),
             self.wanted,
             columns,
-            {"server-timing": spent.header},
+            server_timing(spent),
         )
 
 

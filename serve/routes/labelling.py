@@ -16,7 +16,7 @@ from serve.engine.work import Work
 from serve.inputs.intake import Intake, row_length
 from serve.routes.shared import deadline_of, note_decision
 from serve.scheduler.job import Job, LaneKey
-from serve.wire.mailbox import Mailbox, submitted
+from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields
 
 
@@ -40,7 +40,7 @@ async def labelled(
         deadline=deadline_of(request, asked),
         choices=decision.step_choices,
     )
-    async with submitted(engine, job, mailbox, request):
+    with Submitted(engine, (job,), mailbox, request):
         event = (await mailbox.take())[0]
     if isinstance(event, FailedEvent):
         raise event.error

@@ -22,7 +22,7 @@ from serve.errors import ImpossibleBudget, InvalidField
 from serve.routes.shared import RUN_PROBLEMS, answer, decide_budget, request_id, timing
 from serve.routes.writing import Order, Running
 from serve.settings import Settings
-from serve.wire.answers import Budget, Usage
+from serve.wire.answers import Usage, budget_of, server_timing
 from serve.wire.openai_answers import ChoiceWork, DialReport, OpenAIError
 from serve.wire.openai_fields import OpenAIFields
 from serve.wire.openai_shapes import Head, Shape, Tail
@@ -72,7 +72,7 @@ class Exchange:
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
         body = self.shape.whole(self.head, [events[index] for index in chosen], tail)
-        return answer(body, {"server-timing": tail.report.timing.header})
+        return answer(body, server_timing(tail.report.timing))
 
     def _writer(self) -> ChunkWriter:
         everything = range(len(self.order.wishes))
@@ -105,7 +105,7 @@ class Exchange:
             ended_s=max(span.ended_s for span in spans),
         )
         report = DialReport(
-            budget=Budget.of(order.decision),
+            budget=budget_of(order.decision),
             timing=timing(order.request, order.engine, whole),
             seed=order.wishes[0].sampling.seed,
             choices=self._work(spans, chosen) if len(order.wishes) > 1 else None,

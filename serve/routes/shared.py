@@ -4,10 +4,11 @@ Knows requests and answers; deliberately no task.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -61,11 +62,11 @@ def note_decision(request: Request, engine: Engine, served: Served, decision: De
 def timing(request: Request, engine: Engine, span: Span) -> Timing:
     """Where the time of this request went."""
     request.scope[COMPUTED_KEY] = span.ended_s
-    return Timing(
-        queue_ms=round(span.queue_ms, 3),
-        compute_ms=round(span.compute_ms, 3),
-        total_ms=round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
-    )
+    return {
+        "queue_ms": round(span.queue_ms, 3),
+        "compute_ms": round(span.compute_ms, 3),
+        "total_ms": round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
+    }
 
 
 @final
@@ -91,9 +92,12 @@ class Encoding:
             return await asyncio.to_thread(work)
 
 
-def answer(body: BaseModel, headers: dict[str, str] | None = None) -> Response:
+def answer(
+    body: BaseModel | Mapping[str, object], headers: dict[str, str] | None = None
+) -> Response:
     """A 200 with this body; fields without a value are left out where they are optional."""
-    return Response(body.model_dump_json(), media_type="application/json", headers=headers or {})
+    text = body.model_dump_json() if isinstance(body, BaseModel) else to_json(body)
+    return Response(text, media_type="application/json", headers=headers)
 
 
 def problems(**reasons: str) -> dict[int | str, dict[str, Any]]:

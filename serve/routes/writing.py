@@ -23,7 +23,7 @@ from serve.errors import InvalidField
 from serve.routes.shared import deadline_of, note_decision
 from serve.scheduler.job import Deadline, Job, Kind, LaneKey
 from serve.settings import Settings
-from serve.wire.mailbox import Mailbox, all_submitted
+from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields
 from serve.wire.wishes import positions_held
 
@@ -94,7 +94,7 @@ class Order:
         """The jobs are in the engine; whatever ends this block early takes them out again."""
         mailbox: Mailbox[TextEvent] = Mailbox()
         jobs = [self._job(wish, mailbox.deliver, index) for index, wish in enumerate(self.wishes)]
-        async with all_submitted(self.engine, jobs, mailbox, self.request):
+        with Submitted(self.engine, jobs, mailbox, self.request):
             note_decision(self.request, self.engine, self.served, self.decision)
             yield Running(mailbox, jobs)
 

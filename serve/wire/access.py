@@ -35,6 +35,8 @@ class Access:
         self, scope: Scope, method: str, status: int, arrived_s: float, ended_s: float
     ) -> None:
         """This request is over."""
+        if not self.log and self.traces is None:
+            return
         fields: dict[str, str | int] = {"id": scope[ID_KEY]}
         if SERVED_KEY in scope:
             fields["model"], fields["steps"] = scope[SERVED_KEY]

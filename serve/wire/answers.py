@@ -1,11 +1,13 @@
 """What clients get: every field of every answer, documented; those about models are in cards.
 
-Knows shapes only; the routes fill them.
+Knows shapes only; the routes fill them. What every request makes is plain dictionaries, which are
+made and written several times as quickly as objects that check themselves.
 """
 
-from typing import Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from serve.budget import Decision, Reason
 from serve.bundle import Method, Metric
@@ -23,96 +25,108 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Expected(Answer):
+class Expected(TypedDict):
     """The measured quality of the rung that was used, beside that of the full one."""
 
-    metric: Metric = Field(description=METRIC)
-    value: float = Field(description="Of the steps that were used, on held-out data.")
-    full_value: float = Field(description="Of the full steps, on the same data.")
+    metric: Annotated[Metric, Field(description=METRIC)]
+    value: Annotated[float, Field(description="Of the steps that were used, on held-out data.")]
+    full_value: Annotated[float, Field(description="Of the full steps, on the same data.")]
 
 
-class Budget(Answer):
+class Budget(TypedDict):
     """The work that was done."""
 
-    steps: int = Field(description="Steps that were taken.")
-    method: Method = Field(description="How a step uses the velocity.")
-    nfe: int = Field(description="Velocity evaluations of those steps: the true cost.")
-    reason: Reason = Field(
-        description="What decided: `exact` (the request's steps), `effort`, `disagreement` "
-        "(max_disagreement), `deadline` (deadline_ms), `load` (fewer than usual, since much "
-        "waited), or `default`."
-    )
-    full_steps: int = Field(description="The most steps that the model's ladder has.")
-    expected: Expected = Field(
-        description="How good answers of these steps are; of early ones, that of the full steps, "
-        "which they differ from as rarely as max_disagreement says."
-    )
-    max_disagreement: float | None = Field(
-        None,
-        exclude_if=lambda level: level is None,
-        description="The certified level that was applied: how often such an answer differs from "
-        "that of the full steps at most. Left out where no answer could come early.",
-    )
-
-    @classmethod
-    def of(cls, decision: Decision, evaluations: int | None = None) -> "Budget":
-        """What was done by this decision, in so many evaluations if not all of the rung's."""
-        rung, full = decision.rung, decision.full
-        nfe = rung.nfe if evaluations is None else evaluations
-        return cls(
-            steps=rung.steps * nfe // rung.nfe,
-            method=rung.method,
-            nfe=nfe,
-            reason=decision.reason,
-            full_steps=full.steps,
-            expected=Expected(
-                metric=rung.quality.metric,
-                value=rung.quality.value,
-                full_value=full.quality.value,
+    steps: Annotated[int, Field(description="Steps that were taken.")]
+    method: Annotated[Method, Field(description="How a step uses the velocity.")]
+    nfe: Annotated[int, Field(description="Velocity evaluations of those steps: the true cost.")]
+    reason: Annotated[
+        Reason,
+        Field(
+            description="What decided: `exact` (the request's steps), `effort`, `disagreement` "
+            "(max_disagreement), `deadline` (deadline_ms), `load` (fewer than usual, since much "
+            "waited), or `default`."
+        ),
+    ]
+    full_steps: Annotated[int, Field(description="The most steps that the model's ladder has.")]
+    expected: Annotated[
+        Expected,
+        Field(
+            description="How good answers of these steps are; of early ones, that of the full "
+            "steps, which they differ from as rarely as max_disagreement says."
+        ),
+    ]
+    max_disagreement: NotRequired[
+        Annotated[
+            float,
+            Field(
+                description="The certified level that was applied: how often such an answer "
+                "differs from that of the full steps at most. Left out where no answer could "
+                "come early."
             ),
-            max_disagreement=None if decision.level is None else decision.level.max_disagreement,
-        )
+        ]
+    ]
 
 
-class Timing(Answer):
+def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
+    """What was done by this decision, in so many evaluations if not all of the rung's."""
+    rung, full = decision.rung, decision.full
+    nfe = rung.nfe if evaluations is None else evaluations
+    budget: Budget = {
+        "steps": rung.steps * nfe // rung.nfe,
+        "method": rung.method,
+        "nfe": nfe,
+        "reason": decision.reason,
+        "full_steps": full.steps,
+        "expected": {
+            "metric": rung.quality.metric,
+            "value": rung.quality.value,
+            "full_value": full.quality.value,
+        },
+    }
+    if decision.level is not None:
+        budget["max_disagreement"] = decision.level.max_disagreement
+    return budget
+
+
+class Timing(TypedDict):
     """Where the time went, in milliseconds."""
 
-    queue_ms: float = Field(description="Waiting for the first call of the model.")
-    compute_ms: float = Field(description="From the first call to the end of the last.")
-    total_ms: float = Field(description="From the arrival of the request to this answer.")
-
-    @property
-    def header(self) -> str:
-        """The value of `Server-Timing`."""
-        return (
-            f"queue;dur={self.queue_ms}, compute;dur={self.compute_ms}, total;dur={self.total_ms}"
-        )
+    queue_ms: Annotated[float, Field(description="Waiting for the first call of the model.")]
+    compute_ms: Annotated[float, Field(description="From the first call to the end of the last.")]
+    total_ms: Annotated[float, Field(description="From the arrival of the request to this answer.")]
 
 
-class LabelScore(Answer):
+def server_timing(timing: Timing) -> dict[str, str]:
+    """The header that says it to browsers."""
+    return {"server-timing": ", ".join(f"{key[:-3]};dur={ms}" for key, ms in timing.items())}
+
+
+class LabelScore(TypedDict):
     """A label and how likely it is."""
 
-    label: str = Field(description="One of the model's labels.")
-    score: float = Field(description="Its probability under the model.")
+    label: Annotated[str, Field(description="One of the model's labels.")]
+    score: Annotated[float, Field(description="Its probability under the model.")]
 
 
-class ClassifyResult(Answer):
+class ClassifyResult(TypedDict):
     """The answer for one input."""
 
-    label: str = Field(description="The likeliest label.")
-    score: float = Field(description="Its probability under the model.")
-    top: list[LabelScore] = Field(description="The likeliest labels, likeliest first.")
-    truncated: bool = Field(description="Whether a text was cut to fit the model.")
-    budget: Budget = Field(description="The work that was done.")
+    label: Annotated[str, Field(description="The likeliest label.")]
+    score: Annotated[float, Field(description="Its probability under the model.")]
+    top: Annotated[list[LabelScore], Field(description="The likeliest labels, likeliest first.")]
+    truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
 
 
-class ClassifyResponse(Answer):
+class ClassifyResponse(TypedDict):
     """One result for each input, in the same order."""
 
-    id: str = Field(description="Of the request; also in the header x-request-id.")
-    model: str = Field(description="The model that answered.")
-    results: list[ClassifyResult] = Field(description="One for each input, in their order.")
-    timing: Timing = Field(description="Where the time went.")
+    id: Annotated[str, Field(description="Of the request; also in the header x-request-id.")]
+    model: Annotated[str, Field(description="The model that answered.")]
+    results: Annotated[
+        list[ClassifyResult], Field(description="One for each input, in their order.")
+    ]
+    timing: Annotated[Timing, Field(description="Where the time went.")]
 
 
 class Usage(Answer):

@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +27,7 @@ from serve.wire.origin import HeaderList, cross_origin, cross_origin_headers, pr
 ARRIVED_KEY = "stepdial.arrived_s"
 GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
 CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
+WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer in one piece
 CLIENT_GONE = 499  # nobody reads this status; it is only counted
 
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -73,7 +74,8 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrived_s = scope[ARRIVED_KEY] = time.perf_counter()
+        # Whoever took the request in before this process may have said when.
+        arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
         request_id = scope[ID_KEY] = _request_id(scope)
         extra: HeaderList = ((b"x-request-id", request_id.encode()), *SECURITY_HEADERS)
         if self._origins:
@@ -84,11 +86,23 @@ class Envelope:
         if method == "HEAD":  # the same answer as to GET, without its body
             scope = {**scope, "method": "GET"}
 
+        start: Message | None = None  # of an answer that may be written with its body
+        write_whole = None if method == "HEAD" else scope.get(WHOLE_KEY)
+
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal status, start
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *extra]
+                headers = message["headers"] = [*message.get("headers", ()), *extra]
+                if write_whole is not None and _is_plain(headers):
+                    start = message
+                    return
+            elif start is not None:
+                begun, start = start, None
+                body, more = message.get("body", b""), message.get("more_body", False)
+                if write_whole and not more and write_whole(status, begun["headers"], body):
+                    return
+                await send(begun)
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
@@ -149,6 +163,12 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and _SENT_ID.fullmatch(value):
             return str(value, "ascii")
     return f"{_ids.getrandbits(64):016x}"
+
+
+def _is_plain(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer has a length, and nothing is asked of its connection."""
+    names = {name for name, _ in headers}
+    return b"content-length" in names and b"connection" not in names
 
 
 async def _send_error(send: Any, error: ServeError, path: str) -> None:

@@ -4,8 +4,7 @@ Knows asyncio and events; deliberately neither models nor what the events are tu
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +13,8 @@ from serve.engine.engine import Engine
 from serve.engine.work import Work
 from serve.scheduler.job import Job
 from serve.wire.access import ID_KEY, JOBS_KEY
+
+DEPARTURES_KEY = "stepdial.departures"  # what our own connections call when their client leaves
 
 EventT = TypeVar("EventT")
 
@@ -54,40 +55,62 @@ class Mailbox(Generic[EventT]):
             self._waiter.set_result(None)
 
 
-def submitted(
-    engine: Engine, job: Job[Work], mailbox: Mailbox[Any], request: Request
-) -> AbstractAsyncContextManager[None]:
-    """The job is in the engine; whatever ends this block early takes it out again."""
-    return all_submitted(engine, (job,), mailbox, request)
+class Submitted:
+    """The jobs of one request, which share its deadline, are in the engine: all, or none.
+
+    Whatever ends this block early takes them out again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: Sequence[Job[Work]],
+        mailbox: Mailbox[Any],
+        request: Request,
+    ) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._mailbox = mailbox
+        self._request = request
+        self._timer: asyncio.TimerHandle | None = None
+        self._unwatch: Callable[[], object] = _nothing
+
+    def __enter__(self) -> None:
+        scope = self._request.scope
+        for job in self._jobs:
+            job.request_id = scope[ID_KEY]
+        scope.setdefault(JOBS_KEY, []).extend(self._jobs)
+        self._engine.submit(*self._jobs)
+        self._unwatch = _watch(self._request, self._mailbox)
+        # The engine looks at deadlines between its calls; this holds even while one hangs.
+        deadline = self._jobs[0].deadline
+        if deadline is not None:
+            left_s = max(0.0, deadline.ends_s - self._engine.clock())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(left_s, self._engine.lapse, *self._jobs)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._unwatch()
+        for job in self._jobs:
+            self._engine.cancel(job)
 
 
-@asynccontextmanager
-async def all_submitted(
-    engine: Engine, jobs: Sequence[Job[Work]], mailbox: Mailbox[Any], request: Request
-) -> AsyncIterator[None]:
-    """The jobs of one request, which share its deadline, are in the engine: all, or none."""
-    for job in jobs:
-        job.request_id = request.scope[ID_KEY]
-    request.scope.setdefault(JOBS_KEY, []).extend(jobs)
-    engine.submit(*jobs)
-    watcher = asyncio.create_task(_watch(request, mailbox))
-    # The engine looks at deadlines between its calls; this holds even while one hangs.
-    timer = None
-    deadline = jobs[0].deadline
-    if deadline is not None:
-        left_s = deadline.ends_s - engine.clock()
-        timer = asyncio.get_running_loop().call_later(max(0.0, left_s), engine.lapse, *jobs)
-    try:
-        yield
-    finally:
-        if timer is not None:
-            timer.cancel()
-        watcher.cancel()
-        for job in jobs:
-            engine.cancel(job)
+def _watch(request: Request, mailbox: Mailbox[Any]) -> Callable[[], object]:
+    """Tell the mailbox when the client leaves; returns what ends that."""
+    departures: list[Callable[[], None]] | None = request.scope.get(DEPARTURES_KEY)
+    if departures is None:  # behind another server than ours
+        return asyncio.create_task(_await_departure(request, mailbox)).cancel
+    departures.append(mailbox.leave)
+    return departures.clear
 
 
-async def _watch(request: Request, mailbox: Mailbox[Any]) -> None:
+async def _await_departure(request: Request, mailbox: Mailbox[Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     mailbox.leave()
+
+
+def _nothing() -> None:
+    pass

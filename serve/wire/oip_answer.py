@@ -68,18 +68,16 @@ def facts_of(
 ) -> InferFacts:
     """What was done; `budget` is that of the row with the fewest steps."""
     return InferFacts(
-        reason=budget.reason,
-        method=budget.method,
-        full_steps=budget.full_steps,
-        metric=budget.expected.metric,
-        expected=budget.expected.value,
-        expected_full=budget.expected.full_value,
-        max_disagreement=budget.max_disagreement,
+        reason=budget["reason"],
+        method=budget["method"],
+        full_steps=budget["full_steps"],
+        metric=budget["expected"]["metric"],
+        expected=budget["expected"]["value"],
+        expected_full=budget["expected"]["full_value"],
+        max_disagreement=budget.get("max_disagreement"),
         truncated=truncated,
         seed=seed,
-        queue_ms=spent.queue_ms,
-        compute_ms=spent.compute_ms,
-        total_ms=spent.total_ms,
+        **spent,
     )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fastapi.testclient import TestClient
+from pydantic import TypeAdapter
 
 from benchmarks import bare_fastapi, liveness
 from benchmarks.bare_app import bare_app, constant_answer
@@ -34,7 +35,8 @@ def test_both_servers_answer_the_same_request_alike(tmp_path: Path) -> None:
 def test_the_bare_handler_checks_the_request_and_answers_in_our_shape() -> None:
     with TestClient(bare_app(constant_answer(["yes", "no"]))) as client:
         answer = client.post("/v1/classify", json={"input": "text"})
-        assert ClassifyResponse.model_validate(answer.json()).results[0].label == "yes"
+        shown = TypeAdapter(ClassifyResponse).validate_python(answer.json(), strict=True)
+        assert shown["results"][0]["label"] == "yes"
         assert client.post("/v1/classify", json={"inputs": "text"}).status_code == 422
 
 

@@ -34,7 +34,6 @@ BUDGET = Budget(
     reason="exact",
     full_steps=1,
     expected=Expected(metric="loss", value=1.0, full_value=1.0),
-    max_disagreement=None,
 )
 TAIL = Tail(
     Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
