@@ -69,11 +69,21 @@ class Caller:
     def call_on(self) -> None:
         """Ask until the end; whatever goes wrong is kept, not raised."""
         while time.perf_counter() < self._end_s:
-            try:
-                self.outcomes.kinds[self._call()] += 1
-            except Exception as error:
-                self.outcomes.errors.append(f"{type(error).__name__}: {error}")
-                self._client.close()
+            self.ask()
+        self.close()
+
+    def ask(self) -> str | None:
+        """One request; the name of what came of it, None if it went wrong."""
+        try:
+            kind = self._call()
+        except Exception as error:
+            self.outcomes.errors.append(f"{type(error).__name__}: {error}")
+            self._client.close()
+            return None
+        self.outcomes.kinds[kind] += 1
+        return kind
+
+    def close(self) -> None:
         self._client.close()
 
     def _call(self) -> str:

@@ -1,15 +1,17 @@
 """How true `Retry-After` is: bursts that fill the queue, and what became of those in it.
 
-The wait that a refused request was told is compared with the time that passed until it would have
-had its turn: until all classifications taken in before it had been answered, or all generations had
-begun. Knows the wire; nothing of how the wait is predicted.
+The wait that a refused request was told is compared with the time until it would have had its turn
+in a queue with a place for it: behind all that had been taken in before, and behind those refused
+before, who were told to come back first. Knows the wire; nothing of how the wait is predicted.
 """
 
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from benchmarks.open_loop import Shot, fire
 from benchmarks.options import Options, options, parser, run
@@ -22,7 +24,8 @@ from serve.inputs.text import TextCodec
 
 NAME = "refusals"
 PLACES, BURST, WANTED = 64, 128, 0.25
-_BETWEEN_S = 0.0005
+DECODING = 16  # generations beside those that wait
+_BETWEEN_S = 0.0002
 _RETRY_MS = re.compile(rb"\r\nretry-after-ms: (\d+)", re.IGNORECASE)
 
 
@@ -39,6 +42,25 @@ class Told:
         return abs(self.told_s / self.true_s - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One request that was answered: when it came to the queue, and when it was over with it.
+
+    A generation was when it began, a classification when it had been answered: the next one can
+    begin then.
+    """
+
+    queued_s: float
+    turn_s: float
+
+    @classmethod
+    def of(cls, shot: Shot) -> Self:
+        answer, ended_s = shot.read, _ended_s(shot)
+        begun_s = ended_s - answer["timing"]["compute_ms"] / 1000
+        queued_s = begun_s - answer["timing"]["queue_ms"] / 1000
+        return cls(queued_s, begun_s if "text" in answer else ended_s)
+
+
 def main(arguments: Sequence[str]) -> int:
     parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
     return run(NAME, arguments, parsed, partial(measure, options(parsed)))
@@ -52,19 +74,12 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         for bundle in chosen.read():
             for steps in (bundle.manifest.steps[0], bundle.manifest.full_steps):
                 found = _bursts(server, bundle, steps, 2 if chosen.quick else 6)
-                error = median([one.error for one in found])
                 name = bundle.manifest.name
-                rows.append(
-                    [
-                        *(name, steps, len(found)),
-                        median([one.told_s for one in found]),
-                        median([one.true_s for one in found]),
-                        error,
-                        1000 * _p99([one.answered_s for one in found]),
-                    ]
-                )
-                what = f"{name} at {steps} steps: error of Retry-After"
-                targets.append(Target(what, error, "<=", WANTED))
+                rows.append([name, steps, len(found), *_cells(found)])
+                if found:
+                    error = median([one.error for one in found])
+                    what = f"{name} at {steps} steps: error of Retry-After"
+                    targets.append(Target(what, error, "<=", WANTED))
     columns = (
         "model",
         "steps",
@@ -77,8 +92,9 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     return provenance.result(
         NAME,
         "How true Retry-After is",
-        f"Bursts of {BURST} requests for a queue of {PLACES}. The true wait is the time until all "
-        "that had been taken in before was answered, of generations until the last had begun. "
+        f"Bursts of {BURST} requests for a queue of {PLACES}. The true wait of a refused request "
+        "is the time until all that had been taken in before was answered, of generations had "
+        "begun; and for each that was refused before, the time that one of those took. "
         "The first burst of each is not counted.",
         [Table("", columns, rows)],
         targets,
@@ -91,35 +107,45 @@ def _bursts(server: Server, bundle: Bundle, steps: int, count: int) -> list[Told
     for burst in range(count):
         shots = [Shot(_BETWEEN_S * number, body) for number in range(BURST)]
         fire(server, path, shots, patience_s=120, connections=BURST)
-        if burst:
-            found += _told(shots)
+        told = _told(shots)
+        found += told if burst else []
+        # Nobody comes back here; a server that still waits for them tells others to come later.
+        time.sleep(max((one.told_s for one in told), default=0.0))
     return found
+
+
+def _cells(found: Sequence[Told]) -> list[Cell]:
+    if not found:  # a server this quick, or senders this slow, that nobody was refused
+        return [None] * 4
+    return [
+        median([one.told_s for one in found]),
+        median([one.true_s for one in found]),
+        median([one.error for one in found]),
+        1000 * _p99([one.answered_s for one in found]),
+    ]
 
 
 def _told(shots: Sequence[Shot]) -> list[Told]:
-    taken = [shot for shot in shots if shot.status == 200]
+    taken = [Taken.of(shot) for shot in shots if shot.status == 200]
     wrong = [shot for shot in shots if shot.status not in (200, 429)]
     if wrong:
         raise SystemExit(f"{wrong[0].status}: {wrong[0].answer[:300]!r}")
+    turns = sorted(one.turn_s for one in taken)[DECODING - 1 :]
+    each_s = (turns[-1] - turns[0]) / (len(turns) - 1)
     found = []
-    for shot in shots:
-        if shot.status != 429 or shot.ended_s is None:
-            continue
-        # Connections are not read in the order in which they sent.
-        ends_s = max(_place_s(one) for one in taken if one.sent_s <= shot.ended_s)
+    refused = [shot for shot in shots if shot.status == 429]
+    for before, shot in enumerate(sorted(refused, key=_ended_s)):
+        ended_s = _ended_s(shot)
+        last_s = max(one.turn_s for one in taken if one.queued_s <= ended_s)
         retry = _RETRY_MS.search(shot.head)
         if retry is None:
             raise SystemExit(f"a 429 without retry-after-ms: {shot.head!r}")
-        told_s = int(retry[1]) / 1000
-        found.append(Told(told_s, ends_s - shot.ended_s, shot.ended_s - shot.sent_s))
+        true_s = last_s + before * each_s - ended_s
+        found.append(Told(int(retry[1]) / 1000, true_s, ended_s - shot.sent_s))
     return found
 
 
-def _place_s(shot: Shot) -> float:
-    """When its place was free again: a generation's in the queue, a classification's in a call."""
-    answer = shot.read
-    if "text" in answer:
-        return shot.sent_s + float(answer["timing"]["queue_ms"]) / 1000
+def _ended_s(shot: Shot) -> float:
     return shot.ended_s or 0.0
 
 

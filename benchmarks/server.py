@@ -55,12 +55,15 @@ class Server:
 
 
 @contextmanager
-def running_server(bundles: Sequence[Path], *flags: str) -> Iterator[Server]:
-    """A server of these bundles, with default settings but for the flags; ended afterwards."""
+def running_server(bundles: Sequence[Path], *flags: str, **variables: str) -> Iterator[Server]:
+    """A server of these bundles, with default settings but for the flags; ended afterwards.
+
+    The variables are those of its environment, beside our own.
+    """
     own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
     folders = [str(folder.resolve()) for folder in bundles]
     command = [sys.executable, "-m", "serve", *folders, "--port", "0", *flags]
-    with started(command, own) as server:
+    with started(command, own | variables) as server:
         yield server
 
 

@@ -1,28 +1,31 @@
 """Many clients for minutes: errors, the server's memory, and whether its gauges come back to zero.
 
 Each client mixes texts and answers, whole and streamed, at every rung, and some leave before they
-are answered. It deliberately measures no latency: the load test does.
+are answered. With --hours or --minutes it is an open loop for so long instead, at a share of the
+capacity (benchmarks/long_soak.py). It deliberately measures no latency: the load test does.
 """
 
 import itertools
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+from benchmarks import long_soak
 from benchmarks.caller import Callee, Caller, Outcomes
-from benchmarks.client import Client
 from benchmarks.options import Options, options, parser, run
+from benchmarks.pulse import held_mb, settled_gauges
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.server import READY_LINE, Memory, Server, running_server
 
 NAME = "soak"
-CLIENTS, SECONDS, SETTLE_S, GAUGES_S = 64, 120.0, 5.0, 15.0
+CLIENTS, SECONDS, SETTLE_S = 64, 120.0, 5.0
 WANTED_IDLE_MB, WANTED_LOADED_MB, WANTED_GROWTH_MB = 400, 600, 10
-GAUGES = ("stepdial_queue_depth", "stepdial_in_flight", "stepdial_cache_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,18 @@ def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
     made.add_argument("--clients", type=int, default=None, help=f"(default: {CLIENTS})")
     made.add_argument("--seconds", type=float, default=None, help=f"(default: {SECONDS:g})")
+    lasting = made.add_mutually_exclusive_group()
+    lasting.add_argument("--hours", type=float, default=0.0, help="soak in an open loop")
+    lasting.add_argument("--minutes", type=float, default=0.0, help="the same, shorter")
+    share = long_soak.LOAD
+    made.add_argument("--load", type=float, default=share, help=f"of the capacity ({share:g})")
+    made.add_argument("--keep", type=Path, metavar="FILE", help="a line a minute, as it comes")
     parsed = made.parse_args(arguments)
+    lasting_s = parsed.hours * 3600 + parsed.minutes * 60
+    if lasting_s:
+        keep = parsed.keep or Path(tempfile.gettempdir()) / f"{long_soak.NAME}.jsonl"
+        long = partial(long_soak.measure, options(parsed), lasting_s, parsed.load, keep)
+        return run(NAME, arguments, parsed, long)
     clients = parsed.clients or (8 if parsed.quick else CLIENTS)
     seconds = parsed.seconds or (2.0 if parsed.quick else SECONDS)
     return run(NAME, arguments, parsed, partial(measure, options(parsed), clients, seconds))
@@ -81,13 +95,13 @@ def measure(chosen: Options, clients: int, seconds: float, provenance: Provenanc
     wrong = [*errors, *(f"the server logged: {line}" for line in logged)]
     if wrong:
         tables.append(Table("What went wrong first.", ("what",), [[one] for one in wrong[:10]]))
-    growth_mb = _held_mb(after) - _held_mb(between)
+    growth_mb = held_mb(after) - held_mb(between)
     targets = [
         Target("errors", len(errors), "==", 0),
         Target("requests answered", outcomes.answered, ">=", clients),
         Target("warnings and errors in the server's log", len(logged), "==", 0),
-        Target("RSS idle", _held_mb(idle), "<=", WANTED_IDLE_MB, "MB"),
-        Target("RSS under load", _held_mb(most), "<=", WANTED_LOADED_MB, "MB"),
+        Target("RSS idle", held_mb(idle), "<=", WANTED_IDLE_MB, "MB"),
+        Target("RSS under load", held_mb(most), "<=", WANTED_LOADED_MB, "MB"),
         Target("RSS added by the second load", growth_mb, "<=", WANTED_GROWTH_MB, "MB"),
         *(
             Target(f"{name} after a load", max(value, warming_gauges[name]), "==", 0)
@@ -145,38 +159,13 @@ def _memory_row(when: str, memory: Memory) -> list[Cell]:
     return [when, *(size / 1e6 for size in sizes)]
 
 
-def _held_mb(memory: Memory) -> float:
-    """RSS, with what the machine swapped out: it would be in RSS on another one."""
-    return (memory.rss + memory.swapped) / 1e6
-
-
 def _slope_mb_per_s(samples: Sequence[Sample]) -> float:
     """Of a straight line through the second half of the samples."""
     half = samples[len(samples) // 2 :]
     slope, _ = statistics.linear_regression(
-        [sample.at_s for sample in half], [_held_mb(sample.memory) for sample in half]
+        [sample.at_s for sample in half], [held_mb(sample.memory) for sample in half]
     )
     return slope
-
-
-def settled_gauges(server: Server) -> dict[str, float]:
-    """The gauges once they are zero, or as they are when they take too long for that."""
-    end_s = time.perf_counter() + GAUGES_S
-    with Client.of(server) as client:
-        while True:
-            found = _read_gauges(client.get("/metrics"))
-            if not any(found.values()) or time.perf_counter() > end_s:
-                return found
-            time.sleep(0.1)
-
-
-def _read_gauges(exposition: str) -> dict[str, float]:
-    lines = (line.split(" ") for line in exposition.splitlines())
-    values = {parts[0]: float(parts[1]) for parts in lines if parts[0] in GAUGES}
-    missing = set(GAUGES) - set(values)
-    if missing:
-        raise SystemExit(f"/metrics has no {', '.join(sorted(missing))}")
-    return values
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 from export.targets import add_arguments, write_target
 from serve.bundle import MANIFEST_FILE, read_bundle
+from train.full_disk import in_words
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(arguments.run_command(arguments))
     except (ValueError, OSError) as error:
-        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
+        print(f"stepdial {arguments.command}: {in_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -75,7 +75,10 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: P
     def show() -> None:
         models = [served.name for served in catalog]
         banner = serving(catalog, url)
-        print(logs.line(settings.log_format, banner, url=url, models=models), flush=True)
+        try:
+            print(logs.line(settings.log_format, banner, url=url, models=models), flush=True)
+        except OSError as error:  # a full disk, or nobody who reads: no reason not to serve
+            _log.warning("standard output takes nothing more (%s): %s", error, ", ".join(models))
 
     loading = Loading(engine, settings, zoo, changed=show)
     app = create_app(settings, engine, loading)

@@ -163,6 +163,8 @@ def _within(ask: Ask, rung: Rung, named: str) -> Rung:
 
 def _allowed(ask: Ask, manifest: Manifest) -> tuple[Rung, ...]:
     """The rungs between the limits, ascending."""
+    if ask.min_steps is None and ask.max_steps is None:
+        return manifest.rungs
     allowed = tuple(
         rung
         for rung in manifest.rungs

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from serve.bundle import Bundle, BundleError, LatencyEntry, Manifest, Task, read_bundle
+from serve.bundle import (
+    Bundle,
+    BundleError,
+    LatencyEntry,
+    Manifest,
+    Task,
+    check_file,
+    read_bundle,
+)
 from serve.errors import UnknownModel, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
@@ -51,6 +59,7 @@ class Served:
         """A model with the tokenizer of its bundle, if it has one."""
         text = None if bundle.manifest.tokenizer is None else TextCodec(bundle)
         chat = ChatTemplate.of(bundle) if bundle.manifest.task == "generate" else None
+        _check_texts(bundle)
         return cls(bundle, model, text, edition, chat=chat)
 
     @property
@@ -85,6 +94,14 @@ class Served:
         return min(entries, key=_size, default=None)
 
 
+def _check_texts(bundle: Bundle) -> None:
+    """Refuse a tokenizer or template that has changed since the bundle was verified."""
+    tokenizer = bundle.manifest.tokenizer
+    if tokenizer is not None:
+        for name in filter(None, (tokenizer.file, tokenizer.chat_template)):
+            check_file(bundle.folder / name, bundle.manifest.files[name], verify=True)
+
+
 class Catalog:
     """All models that are served, in the order in which they were named.
 
@@ -114,7 +131,7 @@ class Catalog:
         found = self.get(name)
         if found is not None:
             return found
-        names = list(self._served)
+        names = [served.name for served in self]
         raise UnknownModel(
             f"no model named {name!r} is served; there are: {', '.join(names)}",
             param="model",
@@ -144,10 +161,11 @@ class Catalog:
                 return one
         if able:
             return able[0]
+        names = [served.name for served in self]
         raise UnknownModel(
-            f"no model that can {tasks[0]} is served; there are: {', '.join(self._served)}",
+            f"no model that can {tasks[0]} is served; there are: {', '.join(names)}",
             param="model",
-            models=list(self._served),
+            models=names,
         )
 
 

@@ -281,11 +281,20 @@ class Crowded(Unavailable):
         return {"retry-after": "1", "connection": "close"}
 
 
-class ModelGone(Unavailable):
-    code = "model_gone"
-
+class _OverSoon(Unavailable):
     def headers(self) -> dict[str, str]:
         return {"retry-after": "1"}
+
+
+class ModelGone(_OverSoon):
+    code = "model_gone"
+
+
+class OutOfMemory(_OverSoon):
+    code = "out_of_memory"
+
+    def __init__(self) -> None:
+        super().__init__("the server has no memory left for this request: send it again later")
 
 
 class ModelFailure(Unavailable):

@@ -5,12 +5,12 @@ Knows argparse; deliberately no setting by its name.
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.setting_names import CONFIG_VARIABLE, OTHER_VARIABLES, flag, variable
+from serve.setting_names import CONFIG_VARIABLE, OTHER_VARIABLES, flag, nearest, variable
 from serve.settings import Settings
 
 
@@ -26,7 +26,11 @@ class CommandLine:
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Read the command line; unknown flags end the process with status 2, as usual."""
-    options = vars(_parser().parse_args(list(argv)))
+    parser = _parser()
+    known, unknown = parser.parse_known_args(list(argv))
+    options = vars(known)
+    if unknown:
+        parser.error(_unknown_text(unknown, options))
     bundles, new_key = tuple(options.pop("bundles")), options.pop("make_key")
     config = options.pop("config") or os.environ.get(CONFIG_VARIABLE)
     return CommandLine(
@@ -74,6 +78,18 @@ def _parser() -> argparse.ArgumentParser:
             # Text as it is: the settings know what it may be, and say so.
             parser.add_argument(flag(name), default=None, metavar=_metavar(name), help=about)
     return parser
+
+
+def _unknown_text(unknown: Sequence[str], options: Collection[str]) -> str:
+    """What argparse says, and what misspelt flags were probably meant to be."""
+    fields = Settings.model_fields.items()
+    switches = [f"no_{name}" for name, field in fields if field.annotation is bool]
+    # Without the dashes, which would make short names more alike than they are.
+    names = [flag(name).removeprefix("--") for name in (*options, *switches) if name != "bundles"]
+    typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+    meant = [f"--{close}" for close in (nearest(word, names) for word in typed) if close]
+    hint = f"; did you mean {' and '.join(meant)}?" if meant else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 
 
 def _metavar(name: str) -> str:

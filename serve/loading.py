@@ -155,9 +155,13 @@ class Loading:
             self._measure(served)
         except (BundleError, Draining):
             raise
+        except MemoryError as error:
+            problem = "there is not enough memory: give the server more, or let it serve less"
+            raise BundleError(problem, file=str(folder)) from error
         except Exception as error:  # onnxruntime has no base class of its own
             _log.error("%s cannot be run", folder, exc_info=error)
-            raise BundleError(f"cannot be run ({error})", file=str(folder)) from error
+            problem = f"cannot be run ({type(error).__name__}: {error})"
+            raise BundleError(problem, file=str(folder)) from error
         return served
 
     def _measure(self, served: Served) -> None:

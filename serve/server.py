@@ -28,6 +28,8 @@ _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 128 * 2**10
 # Models, logs and connections that are let in for probes.
 _OTHER_FILES = 256
+# The share of all files that those may have at most.
+_OTHERS_SHARE = 0.5
 _POLL_S = 0.02
 # For what has been answered to reach clients that read slowly.
 _FLUSH_S = 2
@@ -50,20 +52,21 @@ class Server(uvicorn.Server):
         reload: Callable[[], Coroutine[None, None, None]] | None = None,
     ) -> None:
         """`listening` is told the address; `reload` is run on SIGHUP."""
+        connections = allow_files(settings.max_connections)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limited(_limits(settings, engine)),
+                http=limited(_limits(settings, engine, connections)),
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here depends on them
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_FLUSH_S,
             )
         )
-        allow_files(settings.max_connections)
         self._engine = engine
         self._listening = listening
         self._drain_s = settings.drain_s
@@ -109,10 +112,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _limits(settings: Settings, engine: Engine) -> ConnectionLimits:
-    """The part of the settings that concerns connections."""
+def _limits(settings: Settings, engine: Engine, connections: int) -> ConnectionLimits:
+    """The part of the settings that concerns connections, so many of which there may be."""
     return ConnectionLimits(
-        connections=settings.max_connections,
+        connections=connections,
         headers=settings.max_headers,
         header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
@@ -123,8 +126,11 @@ def _limits(settings: Settings, engine: Engine) -> ConnectionLimits:
     )
 
 
-def allow_files(connections: int) -> None:
-    """Let this process open a file for each connection, where the system lets it."""
+def allow_files(connections: int) -> int:
+    """Let this process open a file for each connection; how many it may have.
+
+    Beyond that a client is told so: where files have run out, it is only cut off.
+    """
     wanted = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -137,6 +143,8 @@ def allow_files(connections: int) -> None:
                 most,
                 connections,
             )
+            return most - min(_OTHER_FILES, int(most * _OTHERS_SHARE))
+    return connections
 
 
 def leave() -> None:

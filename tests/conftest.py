@@ -45,6 +45,8 @@ def find_chromium() -> Path | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Otherwise one of them, begun last, would run on while the other processes have nothing to do.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if find_chromium() is not None:
         return
     left_out = [item for item in items if item.get_closest_marker("browser")]

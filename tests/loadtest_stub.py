@@ -1,4 +1,4 @@
-"""A server in miniature that answers as the contract says, or wrongly in one chosen way.
+"""A server in miniature that answers as the contract says, or wrongly at chosen step counts.
 
 It deliberately knows nothing of models: its texts are made up.
 """
@@ -6,12 +6,13 @@ It deliberately knows nothing of models: its texts are made up.
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 LADDER = (1, 4)
+NO_FAULTS: Mapping[int, str] = {}
 CHOSEN_STEPS = 2  # where a request leaves the choice to the server
 MODELS = (
     {"id": "talker", "task": "generate", "max_tokens": 64},
@@ -28,18 +29,16 @@ MODELS = (
 
 
 class Stub(ThreadingHTTPServer):
-    """`fault` is what goes wrong, and only for requests of `fault_steps` steps."""
+    """`faults` are what goes wrong, each at a step count of its own, which joins the ladder."""
 
     daemon_threads = True
 
     request_queue_size = 128
 
-    def __init__(
-        self, fault: str | None = None, fault_steps: int = 4, service_s: float = 0.0
-    ) -> None:
+    def __init__(self, faults: Mapping[int, str], service_s: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.fault = fault
-        self.fault_steps = fault_steps
+        self.faults = faults
+        self.ladder = sorted({*LADDER, *faults})
         self.service_s = service_s
         self._turn = threading.Lock()
         self._free_s = 0.0  # when the one server in the queue will be
@@ -75,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self._answer(200, {"object": "list", "data": MODELS})
         elif self.path.endswith("/ladder"):
-            self._answer(200, {"rungs": [{"steps": steps} for steps in LADDER]})
+            self._answer(200, {"rungs": [{"steps": steps} for steps in self.server.ladder]})
         else:
             self._answer(404, {"error": {"code": "not_found", "message": self.path}})
 
@@ -83,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         steps = body.get("steps", CHOSEN_STEPS)
-        fault = self.server.fault if steps == self.server.fault_steps else None
+        fault = self.server.faults.get(steps)
         if self.server.service_s:
             self.server.serve_in_turn()
         if fault == "refuse":
@@ -152,11 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_stub(
-    fault: str | None = None, fault_steps: int = 4, service_s: float = 0.0
-) -> Iterator[Stub]:
+def running_stub(faults: Mapping[int, str] = NO_FAULTS, service_s: float = 0.0) -> Iterator[Stub]:
     """A stub that answers on a free port of 127.0.0.1; with `service_s`, one request at a time."""
-    with Stub(fault, fault_steps, service_s) as stub:
+    with Stub(faults, service_s) as stub:
         thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from train.adaptive import SolverError
 from train.config import RecipeError
+from train.full_disk import in_words
 from train.loop import Diverged, train
 from train.recipe_file import load_recipe, recipe_names
 
@@ -15,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError, Diverged, SolverError) as error:
-        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
+        print(f"stepdial {arguments.command}: {in_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -36,11 +36,15 @@ class RunError(ValueError):
 
 def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # what is half written must not take the last space of a disk
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -149,7 +153,12 @@ def save_checkpoint(
 def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Reached:
     """Restore weights and moments; where to go on."""
     state, iteration = _read(folder / STATE)
-    load_weights(model, {k.removeprefix("model."): v for k, v in _under(state, "model.").items()})
+    weights = {k.removeprefix("model."): v for k, v in _under(state, "model.").items()}
+    newest = folder / MODEL
+    if not newest.is_file() or _iteration(newest) != iteration:
+        # The run ended between the two files of its checkpoint.
+        write_atomically(newest, save(weights, {"iteration": str(iteration)}))
+    load_weights(model, weights)
     for name, parameter in model.named_parameters():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = state.get(f"optimiser.{key}.{name}")
@@ -220,11 +229,14 @@ def _read(path: Path) -> tuple[dict[str, Tensor], int]:
     if not path.is_file():
         raise RunError(f"{path} does not exist: the run has not reached its first checkpoint")
     try:
-        with safe_open(path, framework="pt") as file:
-            iteration = int(file.metadata()["iteration"])
-        return load_file(path), iteration
+        return load_file(path), _iteration(path)
     except (SafetensorError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged ({error}): train again or restore the file") from None
+
+
+def _iteration(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return int(file.metadata()["iteration"])
 
 
 def _under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -190,14 +190,15 @@ class Loop:
                 record = self.iterate(iteration)
                 done = iteration + 1
                 last = done == optim.iterations
-                if done % recipe.run.checkpoint_every == 0 or last:
-                    self._save(done)
                 if log is not None and (done % recipe.run.evaluate_every == 0 or last):
                     record |= self.watch()
                     record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
                 if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
                     bar.set_postfix(_shown(record), refresh=False)
+                # Behind the log: what a checkpoint goes on from has been logged.
+                if done % recipe.run.checkpoint_every == 0 or last:
+                    self._save(done)
                 if self.devices.any(interrupt.asked) and not last:
                     self._save(done)
                     bar.close()

@@ -14,7 +14,7 @@ from serve.bundle.manifest import (
     Manifest,
     Precision,
 )
-from serve.bundle.reading import Bundle, read_bundle
+from serve.bundle.reading import Bundle, check_file, read_bundle, read_checked
 from serve.bundle.rung import (
     EFFORTS,
     EVALUATIONS_PER_STEP,
@@ -27,8 +27,9 @@ from serve.bundle.rung import (
     Rung,
     Verified,
 )
-from serve.bundle.seal import open_staging, seal_bundle, write_latency
+from serve.bundle.seal import seal_bundle, write_latency
 from serve.bundle.spec import MIXED_GROUPS, FileEntry, Shape, StepFiles, TokenizerSpec
+from serve.bundle.staging import open_staging
 from serve.bundle.task import Cache, Depth, Task
 
 __all__ = [
@@ -67,8 +68,10 @@ __all__ = [
     "TokenizerSpec",
     "Truncation",
     "Verified",
+    "check_file",
     "open_staging",
     "read_bundle",
+    "read_checked",
     "seal_bundle",
     "write_latency",
 ]

@@ -21,6 +21,7 @@ from serve.bundle.manifest import (
 from serve.bundle.spec import FileEntry
 
 SEAL = "seal"
+_ALTERED = "is altered: its sha256 is not the manifest's; copy or export the bundle again"
 _MEASURE_AGAIN = "measure the latency again, or delete the file, since it is optional"
 
 
@@ -133,11 +134,22 @@ def check_file(path: Path, expected: FileEntry, verify: bool) -> None:
                     "bundle again"
                 )
             if verify and _sha256(path) != expected.sha256:
-                raise BundleError(
-                    "is altered: its sha256 is not the manifest's; copy or export the bundle again"
-                )
+                raise BundleError(_ALTERED)
         except OSError as error:
             raise BundleError(f"cannot be read ({error.strerror or error})") from None
+
+
+def read_checked(path: Path, expected: FileEntry) -> bytes:
+    """The bytes of a sealed file: those that were checked, whatever becomes of the file."""
+    check_file(path, expected, verify=False)
+    with inside_file(path):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise BundleError(f"cannot be read ({error.strerror or error})") from None
+        if hashlib.sha256(content).hexdigest() != expected.sha256:
+            raise BundleError(_ALTERED)
+    return content
 
 
 def file_entry(path: Path) -> FileEntry:

@@ -3,13 +3,11 @@
 Knows files and renames; not how graphs are made.
 """
 
-import errno
+import fcntl
 import json
 import os
-import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,7 @@ from serve.bundle.fields import BundleError, inside_file
 from serve.bundle.latency import Latency
 from serve.bundle.manifest import LATENCY_FILE, MANIFEST_FILE, Manifest
 from serve.bundle.reading import SEAL, Bundle, file_entry, read_bundle, seal_of
-
-
-@contextmanager
-def open_staging(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, to be filled and sealed; removed if it was not sealed."""
-    target = Path(os.path.realpath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = _beside(target, "staging")
-    staging.mkdir()
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+from serve.bundle.staging import remove_abandoned, rename_in
 
 
 def seal_bundle(staging: Path, manifest: Manifest, target: Path) -> Bundle:
@@ -53,7 +39,9 @@ def seal_bundle(staging: Path, manifest: Manifest, target: Path) -> Bundle:
     value = sealed.to_json()
     _write_json(staging / MANIFEST_FILE, value | {SEAL: seal_of(value)})
     read_bundle(staging)
-    _rename_in(staging, target)
+    _sync(staging)
+    rename_in(staging, target)
+    _sync(target.parent)
     return read_bundle(target, verify=False)
 
 
@@ -68,11 +56,17 @@ def write_latency(folder: Path, latency: Latency) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    prefix = f".{path.name}."
+    remove_abandoned(path.parent, prefix)
+    partial = path.with_name(prefix + uuid.uuid4().hex)
     try:
-        partial.write_text(text, encoding="utf-8")
-        _sync(partial)
-        os.replace(partial, path)
+        with partial.open("w", encoding="utf-8") as file:
+            with suppress(OSError):  # where there are no locks, nobody removes anything
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     _sync(path.parent)
@@ -87,32 +81,6 @@ def _check_replaceable(target: Path) -> None:
             "exists and is no bundle, so it is not replaced; remove it or name another target",
             file=str(target),
         )
-
-
-def _rename_in(staging: Path, target: Path) -> None:
-    aside = _beside(target, "replaced")
-    _sync(staging)
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, aside)
-    try:
-        os.rename(staging, target)
-    except OSError as error:
-        if replaces:
-            os.rename(aside, target)
-        if error.errno == errno.EXDEV:
-            raise BundleError(
-                f"is on another file system than {target}; stage the bundle beside its target",
-                file=str(staging),
-            ) from None
-        raise
-    _sync(target.parent)
-    if replaces:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _beside(target: Path, purpose: str) -> Path:
-    return target.with_name(f".{target.name}.{purpose}-{uuid.uuid4().hex[:12]}")
 
 
 def _sync(path: Path) -> None:

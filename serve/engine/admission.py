@@ -11,8 +11,12 @@ from serve.errors import ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
+from serve.scheduler.promises import Promises
 from serve.scheduler.relief import Relief
 from serve.scheduler.scheduler import Scheduler
+
+# More will come while a generation is written: it is to use at most this share of its time.
+_AIM = 0.6
 
 
 class Admission:
@@ -23,6 +27,7 @@ class Admission:
         self._latency = latency
         self._limits = limits
         self._reliefs: dict[str, Relief] = {}  # of models that write
+        self._promises = Promises(limits.queue_requests)
 
     def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
         """Refuse the jobs of a request for which there is no place or no time."""
@@ -30,7 +35,7 @@ class Admission:
         if scheduler.queued + len(jobs) > self._limits.queue_requests:
             raise QueueFull(
                 f"the queue is full ({scheduler.queued} requests): try again later",
-                retry_after_s=scheduler.prospects.wait_s(now_s),
+                retry_after_s=self._turn_s(now_s, len(jobs)),
             )
         for job in jobs:
             if job.deadline is not None:
@@ -39,7 +44,7 @@ class Admission:
         if wait_s > self._limits.queue_wait_s:
             raise QueueFull(
                 f"what waits will take {wait_s:.0f} s: try again later",
-                retry_after_s=scheduler.prospects.wait_s(now_s),
+                retry_after_s=self._turn_s(now_s, len(jobs)),
             )
 
     def steps_for(
@@ -60,21 +65,22 @@ class Admission:
             share = relief.share(outlook.wait_s(lanes[choices[-1]]))
             fitting = [steps for steps in choices if steps <= share * choices[-1]]
             return fitting[-1] if fitting else choices[0]
+        size = prompt, tokens, jobs, deadline.ends_s - now_s
+        busy = self._scheduler.queued + self._scheduler.running > 0
         for steps in reversed(choices):
-            if now_s + outlook.ready_s(lanes[steps], prompt, tokens, jobs) <= deadline.ends_s:
+            if outlook.late_s(lanes[steps], *size, now_s, _AIM if busy else 1.0) <= 0:
                 return steps
-        least = lanes[choices[0]]
-        self._refuse(
-            deadline,
-            choices[0],
-            outlook.alone_s(least, prompt, tokens, jobs),
-            now_s + outlook.ready_s(least, prompt, tokens, jobs) - deadline.ends_s,
-        )
+        self._check_written(lanes[choices[0]], prompt, tokens, jobs, deadline, now_s)
         return choices[0]
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._reliefs.pop(model, None)
+
+    def _turn_s(self, now_s: float, jobs: int) -> float:
+        """When those that are refused now should come back."""
+        wait_s = self._scheduler.prospects.wait_s(now_s)
+        return self._promises.turn_s(now_s, wait_s, self._scheduler.queued, jobs)
 
     def _check_deadline(self, job: Job[Work], deadline: Deadline, now_s: float, jobs: int) -> None:
         if job.lane.kind == "classify":
@@ -84,12 +90,22 @@ class Admission:
                 least = job.choices[0] if job.lane.late else job.lane.steps
                 self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
             return
-        outlook = self._scheduler.prospects.outlook(job.lane)
-        size = job.lengths[0], job.tokens_left, jobs
-        late_s = now_s + outlook.ready_s(job.lane, *size) - deadline.ends_s
+        self._check_written(job.lane, job.lengths[0], job.tokens_left, jobs, deadline, now_s)
+
+    def _check_written(
+        self,
+        key: LaneKey,
+        prompt: int,
+        tokens: int,
+        jobs: int,
+        deadline: Deadline,
+        now_s: float,
+    ) -> None:
+        outlook = self._scheduler.prospects.outlook(key)
+        late_s = outlook.late_s(key, prompt, tokens, jobs, deadline.ends_s - now_s, now_s)
         if late_s > 0:
-            alone_s = outlook.alone_s(job.lane, *size)
-            self._refuse(deadline, job.lane.steps, alone_s, late_s)
+            alone_s = outlook.alone_s(key, prompt, tokens, jobs)
+            self._refuse(deadline, key.steps, alone_s, late_s)
 
     def _refuse(self, deadline: Deadline, steps: int, alone_s: float, late_s: float) -> None:
         if self._scheduler.queued + self._scheduler.running == 0:

@@ -11,7 +11,7 @@ from serve.engine.events import Event, FailedEvent, Span
 from serve.engine.failing import Failing
 from serve.engine.generation import Generation
 from serve.engine.work import Deliveries, Work
-from serve.errors import DeadlineLapsed, InternalError, ModelFailure, ServeError
+from serve.errors import DeadlineLapsed, InternalError, ModelFailure, OutOfMemory, ServeError
 from serve.metrics import Metrics
 from serve.scheduler.job import Job, LaneKey
 from serve.scheduler.scheduler import Scheduler
@@ -88,6 +88,8 @@ def own(error: Exception, job: Job[Work]) -> ServeError:
     """What a client is told when its own row could not be taken in."""
     if isinstance(error, ServeError):
         return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory()
     ids = request_ids([job])
     _log.error(
         "a bug of ours%s: %s",

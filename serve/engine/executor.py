@@ -98,6 +98,7 @@ class Executor:
         rung = call.rung
         try:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
+            scores = scores_of(found.logits)
         except Exception as error:
             return self._ending.fail(rung, [job for job, _ in call.rows], error)
         self._ending.ran(rung)
@@ -105,7 +106,6 @@ class Executor:
         now_s = self._clock()
         self._metrics.call(rung, "classify", len(rows), sum(spent))
         failures: dict[Job[Work], ServeError] = {}
-        scores = scores_of(found.logits)
         for (job, work, row), one, count in zip(rows, scores, spent, strict=True):
             if isinstance(one, ModelFailure):
                 failures[job] = one

@@ -46,11 +46,14 @@ class Writing:
         self._metrics = metrics
         self._clock = clock
         self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
+        self._reading_s: dict[LaneKey, tuple[int, float]] = {}  # of the job of this number
         self._ways = Ways()
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._begun_s = {key: one for key, one in self._begun_s.items() if key.model != model}
+        for key in [key for key in self._reading_s if key.model == model]:
+            del self._reading_s[key]
         self._ways.drop_model(model)
 
     def prefill(self, call: PrefillCall[Work]) -> Deliveries:
@@ -69,9 +72,14 @@ class Writing:
         now_s = self._clock()
         self._times.observe((lane, "prefill"), now_s - begun_s)
         self._ending.ran(lane)
+        number, spent_s = self._reading_s.get(lane, (job.number, 0.0))
+        spent_s = now_s - begun_s + (spent_s if number == job.number else 0.0)
+        self._reading_s[lane] = job.number, spent_s
         if logits is None:
             return []
+        del self._reading_s[lane]
         positions = self._runner.positions_read(job.number)
+        self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, positions, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
         deliveries = []
         events = _accepted([job], logits[None])
@@ -101,14 +109,18 @@ class Writing:
         if call.contended:
             self._compare(call.model, evaluations, now_s - begun_s)
         self._ending.ran(parts[0].lane)
-        if single:  # others in the call would make it seem slower than the machine is
-            self._learn(parts[0], now_s - begun_s)
+        longest = max(self._runner.lengths(parts[0].lane))
         for part in parts:
             if part.begins:
                 self._begun_s[part.lane] = begun_s
             if part.ends:
                 self._times.observe((part.lane, "decode"), now_s - self._begun_s[part.lane])
                 deliveries += self._end_token(part, logits[part.lane], now_s)
+        if single:  # others in the call would make it seem slower than the machine is
+            # With what follows the call: the next one waits for that too.
+            series = Series(parts[0].lane.model, "decode", parts[0].lane.steps)
+            rows, spent_s = len(parts[0].jobs), self._clock() - begun_s
+            self._latency.observe(series, rows, longest, spent_s)
         return deliveries
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
@@ -234,11 +246,6 @@ class Writing:
             self._scheduler.hold(lane, self._runner.held_bytes(lane))
 
     # What is measured.
-
-    def _learn(self, part: Part, seconds: float) -> None:
-        series = Series(part.lane.model, "decode", part.lane.steps)
-        longest = max(self._runner.lengths(part.lane))
-        self._latency.observe(series, len(part.jobs), longest, seconds)
 
     def _compare(self, model: str, evaluations: int, seconds: float) -> None:
         """Whether rungs share calls or take turns follows from which has been quicker here."""

@@ -4,10 +4,16 @@ at a cost that the model's window bounds.
 Knows what makes the library slow; deliberately neither requests nor what a model does.
 """
 
+import os
+
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 
 from serve.bundle import BundleError, TokenizerSpec
+
+# One text at a time needs no threads. Those of the library are made at the first long text, and if
+# the system gives none then, no long text is ever read again.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _MODELS = {"chars": WordLevel, "bpe": BPE, "words": WordLevel}
 # Tokens between a cut through the text and the nearest token that is kept: what a cut changes

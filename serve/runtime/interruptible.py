@@ -23,7 +23,11 @@ def shared_options() -> ort.RunOptions:
 class InterruptibleSession:
     """What is used of a session; every run takes the options along."""
 
-    def __init__(self, session: ort.InferenceSession, options: ort.RunOptions) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, options: ort.RunOptions, lent: object = None
+    ) -> None:
+        """`lent` is what the session uses where it is; it lives as long as the session."""
+        self._lent = lent
         self.get_inputs = session.get_inputs
         self.get_outputs = session.get_outputs
         self.get_session_options = session.get_session_options

@@ -4,19 +4,21 @@ Their rows run together through every product, and attend batch by batch, each t
 Knows which buffers go into which call; not which batches should go together.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
 import onnxruntime as ort
 
-from serve.bundle import MIXED_GROUPS, Method
+from serve.bundle import MIXED_GROUPS, BundleError, Method
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave
 from serve.runtime.protocol import DecodeBatch, FloatArray, Wave
 
 _KEPT_CALLS = 64
+_log = logging.getLogger("stepdial.runtime")
 Key = tuple[tuple[int, int], ...]
 
 
@@ -43,12 +45,16 @@ class OrtMix:
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
         assert len(going) == len(batches) <= self.most_batches, "batches that do not mix here"
+        session = self._sessions.step if len(going) == 1 else self._mixing()
+        if session is None:
+            for batch in going:
+                self.advance([batch])
+            return
         key = tuple((one.version, _standing(one)) for one in going)
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= _KEPT_CALLS:
                 self._calls.clear()
-            session = self._sessions.step if len(going) == 1 else self._mixing()
             call = self._calls[key] = _Call(session, self._sessions, self._names, going)
         call.run(going)
 
@@ -56,11 +62,17 @@ class OrtMix:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         return OrtWave(batch, lead)
 
-    def _mixing(self) -> ort.InferenceSession:
-        """Opened when rungs first meet: it has a copy of the weights."""
-        if self._mixed is None:
-            assert self._open_mixed is not None
-            self._mixed = self._open_mixed()
+    def _mixing(self) -> ort.InferenceSession | None:
+        """Opened when rungs first meet: it has a copy of the weights.
+
+        None if the bundle was changed since the other graphs were opened.
+        """
+        if self._mixed is None and self._open_mixed is not None:
+            try:
+                self._mixed = self._open_mixed()
+            except BundleError as error:
+                self._open_mixed = None
+                _log.error("%s; until it is loaded again its rungs go one by one", error)
         return self._mixed
 
 

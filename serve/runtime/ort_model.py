@@ -22,10 +22,11 @@ from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_mix import OrtMix
 from serve.runtime.ort_prefix_decoder import OrtPrefixDecoder
-from serve.runtime.ort_session import first_line, open_session, usable_cores
+from serve.runtime.ort_session import failure, open_session, usable_cores
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
+from serve.runtime.ort_weights import Weights
 from serve.runtime.place import Place
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
@@ -52,6 +53,7 @@ class OrtModel:
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
         self._mix: OrtMix | None = None
+        self._weights: Weights | None = None
         self._run_options = shared_options()
         self._opening = False
 
@@ -136,10 +138,10 @@ class OrtModel:
             except BundleError:
                 raise
             except Exception as error:  # onnxruntime has no base class of its own
-                raise BundleError(
-                    f"fails on {largest_in_words(manifest)}, which the manifest promises "
-                    f"({first_line(error)}); export the bundle again",
-                    file=str(self._bundle.folder / self._file_of(rung)),
+                raise failure(
+                    f"fails on {largest_in_words(manifest)}, which the manifest promises",
+                    error,
+                    self._bundle.folder / self._file_of(rung),
                 ) from error
         if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
             self._open_mixed()  # only to see that it is what it must be: rungs may never meet
@@ -149,7 +151,7 @@ class OrtModel:
         for rungs in (self._classifiers, self._decoders, self._translators):
             while rungs:
                 rungs.popitem()
-        self._steps = self._mix = None
+        self._steps = self._mix = self._weights = None
 
     @property
     def opening(self) -> bool:
@@ -199,15 +201,31 @@ class OrtModel:
         self._opening = True
         try:
             return open_session(
-                self._bundle, file, interface, self.threads, self._place, self._run_options
+                self._bundle,
+                file,
+                interface,
+                self.threads,
+                self._place,
+                self._run_options,
+                self._lent(),
             )
         finally:
             self._opening = False
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
-            self._steps = open_steps(self._bundle, self.threads, self._run_options)
+            self._steps = open_steps(self._bundle, self.threads, self._run_options, self._lent())
         return self._steps
+
+    def _lent(self) -> Weights | None:
+        """The weights for sessions that open now; on a GPU they take them from the file."""
+        if self._place.device != "cpu":
+            return None
+        if self._bundle.manifest.cache == "kv" or self._shares_weights():
+            return Weights.read(self._bundle, in_place=False)
+        if self._weights is None:
+            self._weights = Weights.read(self._bundle, in_place=True)
+        return self._weights
 
     def _shares_weights(self) -> bool:
         """Whether a session a rung, each with a copy of the weights, would take too much memory."""

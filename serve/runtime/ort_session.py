@@ -9,9 +9,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from serve.bundle import Bundle, BundleError
+from serve.bundle import Bundle, BundleError, check_file
 from serve.runtime.interface import Interface
 from serve.runtime.interruptible import InterruptibleSession, shared_options
+from serve.runtime.ort_weights import Weights
 from serve.runtime.place import Place
 from serve.runtime.providers import check_providers, providers_for
 
@@ -38,8 +39,12 @@ def open_session(
     threads: int,
     place: Place = _CPU,
     run_options: ort.RunOptions | None = None,
+    weights: Weights | None = None,
 ) -> InterruptibleSession:
-    """The session of one graph; BundleError when it is not what the manifest promises."""
+    """The session of one graph; BundleError when it is not what the manifest promises.
+
+    Without weights in memory onnxruntime reads the file, as for a device with memory of its own.
+    """
     path = bundle.folder / file
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -52,18 +57,19 @@ def open_session(
     # One arena for all: a session's own would keep that session's largest batch for ever.
     _register_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
+    if weights is not None:
+        weights.lend(options)
     try:
         providers = providers_for(place.device, bundle, interface)
         session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # onnxruntime has no base class of its own
-        raise BundleError(
-            f"cannot be opened by onnxruntime {ort.__version__} ({first_line(error)}); export "
-            "the bundle again",
-            file=str(path),
-        ) from error
+        raise failure(f"cannot be opened by onnxruntime {ort.__version__}", error, path) from error
+    # Only now: another bundle may have taken this place since the files were checked.
+    for name in (file,) if weights is not None else (file, bundle.manifest.weights):
+        check_file(bundle.folder / name, bundle.manifest.files[name], verify=True)
     check_providers(session.get_providers(), place, str(path))
     check_interface(path, interface, session)
-    return InterruptibleSession(session, run_options or shared_options())
+    return InterruptibleSession(session, run_options or shared_options(), weights)
 
 
 @cache
@@ -112,7 +118,12 @@ def _mismatch(path: Path, problem: str) -> BundleError:
     return BundleError(f"{problem}; export the bundle again", file=str(path))
 
 
-def first_line(error: Exception) -> str:
-    """What onnxruntime says first; the rest is its own call stack."""
+def failure(problem: str, error: Exception, path: Path) -> BundleError:
+    """What a file is refused with, and what is to be done: it need not be the file's fault."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    # The rest is onnxruntime's own call stack.
+    first = lines[0] if lines else type(error).__name__
+    remedy = "export the bundle again"
+    if isinstance(error, MemoryError) or "alloc" in first:
+        remedy = "there is not enough memory: give the server more, or let it serve less"
+    return BundleError(f"{problem} ({first}); {remedy}", file=str(path))

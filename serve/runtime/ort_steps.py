@@ -18,6 +18,7 @@ from serve.runtime.interface import (
 )
 from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.ort_session import open_session
+from serve.runtime.ort_weights import Weights
 from serve.runtime.protocol import FloatArray
 
 HISTORY = 0.5  # of ab2: what a step takes from the one before it
@@ -52,15 +53,21 @@ class StepSessions:
 
 
 def open_steps(
-    bundle: Bundle, threads: int, run_options: ort.RunOptions | None = None
+    bundle: Bundle,
+    threads: int,
+    run_options: ort.RunOptions | None = None,
+    weights: Weights | None = None,
 ) -> StepSessions:
     """The sessions of a bundle that has graphs of one step."""
     manifest = bundle.manifest
     files = manifest.step
     assert files is not None, f"{manifest.name} has no graphs of one step"
+    weights = weights or Weights.read(bundle, in_place=False)
 
     def opened(file: str, interface: Interface) -> InterruptibleSession:
-        return open_session(bundle, file, interface, threads, run_options=run_options)
+        return open_session(
+            bundle, file, interface, threads, run_options=run_options, weights=weights
+        )
 
     embed = opened(files.embed, embed_interface(manifest))
     step = opened(files.step, step_interface(manifest))

@@ -138,8 +138,14 @@ class ClassifyLane(Generic[WorkT]):
         own_s = sum(row.least_s for row in rows)
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(rows))
         late_s = -math.inf
+        behind = self.waiting[place:]
+        added_s = start_s + beside_s + self._prices.answer_s
+        if not behind or (done_s + call_s) * _MARGIN + added_s <= behind[0].due_s:
+            # All are done before the first of those behind is due.
+            done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
+            behind = []
         # Looked at for every request that comes, behind hundreds: hence no attributes.
-        for row_due_s, _, _, other, _, _, least_s in reversed(self.waiting[place:]):
+        for row_due_s, _, _, other, _, _, least_s in reversed(behind):
             if other.deadline is not None:
                 row_done_s = done_s + call_s - least_s if call_s > least_s else done_s
                 if row_done_s * _MARGIN - row_due_s > late_s:

@@ -20,6 +20,7 @@ class GenerateLane(Generic[WorkT]):
         self.key = key
         self.calls_a_token = calls_a_token
         self.waiting: deque[Job[WorkT]] = deque()
+        self.waiting_prompt_tokens = self.waiting_tokens = 0  # of those, to read and to write
         self.returning: deque[Job[WorkT]] = deque()  # to be read in again
         self.reading: Job[WorkT] | None = None
         self.joining: list[Job[WorkT]] = []  # read, and not yet a row
@@ -47,6 +48,17 @@ class GenerateLane(Generic[WorkT]):
         again = [job for job in self.returning if job not in (*self.rows, *self._over)]
         return [*self.rows, *self.joining, *one, *again, *self._over]
 
+    def add(self, job: Job[WorkT]) -> None:
+        """The job waits behind those that do."""
+        self.waiting.append(job)
+        self._count(job, 1)
+
+    def take(self) -> Job[WorkT]:
+        """The job that has waited longest waits no more."""
+        job = self.waiting.popleft()
+        self._count(job, -1)
+        return job
+
     def drop(self, job: Job[WorkT]) -> None:
         """The job has ended; a row that it has goes with the next eviction."""
         if job is self.reading:
@@ -59,6 +71,7 @@ class GenerateLane(Generic[WorkT]):
             self.returning.remove(job)
         elif job not in self.rows:
             self.waiting.remove(job)
+            self._count(job, -1)
 
     def read(self, job: Job[WorkT]) -> None:
         """Begin to read the job's prompt."""
@@ -119,6 +132,10 @@ class GenerateLane(Generic[WorkT]):
         """Drop the batch, in which nobody waits for anything."""
         self.abandon()
         return DecodePart(self.key, (), (), (), lost=True)
+
+    def _count(self, job: Job[WorkT], jobs: int) -> None:
+        self.waiting_prompt_tokens += jobs * job.lengths[0]
+        self.waiting_tokens += jobs * job.tokens_left
 
     def _change(self) -> tuple[tuple[int, ...], tuple[Job[WorkT], ...]]:
         """Who leaves and who joins before the next token."""

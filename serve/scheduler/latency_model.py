@@ -1,10 +1,13 @@
 """How long a call takes: by model, kind of call, steps, rows and length, learned from every call.
 
-The seconds of a call are `speed * (a + b * rows * length + c * rows * length**2)`. Each series has
-its own a, b and c, which change slowly; all share the speed of the machine, which changes fast. It
-starts from what was measured before and forgets it. Knows neither clocks, requests nor lanes.
+The seconds of a call are `speed * (a + b * tokens + c * tokens * length)`: a row has `length`
+tokens, or one where it decodes, behind `length` that are cached. Each series has its own a, b and
+c, which change slowly; all share the speed of the machine, which changes fast. It starts from what
+was measured before and forgets it. Knows neither clocks, requests nor lanes.
 """
 
+from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 from serve.bundle.latency import Latency
@@ -12,11 +15,12 @@ from serve.scheduler.job import CallKind
 
 # What a rung of unknown shape is taken to spend beside its tokens.
 _FIXED_SHARE = 0.1
-_FORGET = 0.985  # of the shape, a call
+_FORGET = 0.998  # of the shape, a call
 _SPEED_WEIGHT = 0.12  # of the newest call in the speed of the machine
+_LASTING_WEIGHT = 0.02  # and in the speed that lasts beyond a moment
 _MOST_SURPRISE = 0.35  # a call that took longer or shorter by more counts as if by this much
-_TRUSTED = 0.12  # error up to which a call counts fully for the shape
-_MOST_SPREAD = 1.0  # how uncertain the shape may get, relative to itself
+_TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
+_LEAST = 0.0, 1e-12, 0.0  # of the factors of a shape
 _LATE_SHARE, _LATE_STEP = 0.05, 0.02
 _MOST_CAUTION = 2.0
 _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # of answers on their way out
@@ -24,6 +28,7 @@ IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _RELENT = 0.9
 _KNOWN_CALLS = 24  # of a series, before it says anything of the machine
 _PASSES = 8  # over measurements that are known beforehand
+_ROUNDS = 100  # of their fit
 _SCALE = 1000.0  # keeps products of tokens near 1
 
 
@@ -41,7 +46,7 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._shapes: dict[Series, _Shape] = {}
-        self._speed = 1.0
+        self._speed = self._lasting_speed = 1.0
         self._caution = 1.1
         self._answer_s = IDLE_ANSWER_S
 
@@ -67,6 +72,11 @@ class LatencyModel:
         """What to multiply a prediction by so that few calls take longer."""
         return self._caution
 
+    @property
+    def lasting(self) -> float:
+        """What to multiply predictions of a long time by: a moment's slowness passes."""
+        return self._lasting_speed / self._speed
+
     def knows(self, series: Series) -> bool:
         return series in self._shapes
 
@@ -84,8 +94,10 @@ class LatencyModel:
             found.setdefault(series, []).append(point)
         for series, points in found.items():
             points.sort(key=lambda point: point[0] * point[1])
-            for rows, length, seconds in [*points] * _PASSES:
-                self._shape(series, rows, length, seconds).learn(rows, length, seconds)
+            shape = self._shape(series, *points[0])
+            shape.fit(points)
+            for rows, length, seconds in points * _PASSES:
+                shape.learn(rows, length, seconds)
 
     def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine as to how fast it is."""
@@ -109,74 +121,88 @@ class LatencyModel:
         if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
             surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, ratio - 1))
             self._speed *= 1 + _SPEED_WEIGHT * surprise
+            self._lasting_speed += _LASTING_WEIGHT * (self._speed - self._lasting_speed)
         shape.learn(rows, length, seconds / self._speed)
 
     def _shape(self, series: Series, rows: int, length: int, seconds: float) -> "_Shape":
         if series not in self._shapes:
-            self._shapes[series] = _Shape(rows, length, seconds)
+            one_each = series.kind == "decode"
+            self._shapes[series] = _Shape(rows, length, seconds, one_each)
         return self._shapes[series]
 
 
 class _Shape:
     """The seconds of a call at speed 1: least squares of relative errors that forget."""
 
-    def __init__(self, rows: int, length: int, seconds: float) -> None:
+    def __init__(self, rows: int, length: int, seconds: float, one_each: bool) -> None:
         self.seen = 0
-        features = _features(rows, length)
+        self._one_each = one_each  # one new token a row, however long
+        features = self._features(rows, length)
         self._factors = [
             _FIXED_SHARE * seconds,
             (1 - _FIXED_SHARE) * seconds / features[1],
             0.0,
         ]
-        # Each factor may be wrong by as much as would explain the whole call.
-        self._doubt = [(seconds / feature) ** 2 for feature in features]
-        self._covariance = [
-            [self._doubt[row] if row == column else 0.0 for column in range(3)] for row in range(3)
-        ]
+        # Factors are known in parts of what would explain the whole call. What is known of them
+        # sums up, is forgotten, and falls back to this: each may be wrong by one such part.
+        self._parts = [seconds / feature for feature in features]
+        self._known = [[float(row == column) for column in range(3)] for row in range(3)]
 
     def seconds(self, rows: int, length: int) -> float:
-        a, b, c = self._factors
-        tokens = rows * length / _SCALE
+        a, b, c = self._factors  # asked for every request that comes: hence no call
+        tokens = (rows if self._one_each else rows * length) / _SCALE
         return a + tokens * (b + c * length / _SCALE)
 
     def rescale(self, rows: int, length: int, seconds: float) -> None:
         ratio = seconds / self.seconds(rows, length)
         self._factors = [factor * ratio for factor in self._factors]
 
+    def fit(self, points: Sequence[tuple[int, int, float]]) -> None:
+        """Take the factors, none below 0, whose relative errors have the least squares."""
+        shares = [
+            [feature / seconds for feature in self._features(rows, length)]
+            for rows, length, seconds in points
+        ]
+        for _ in range(_ROUNDS):  # one factor after the other
+            for index in range(3):
+                self._factors[index] = 0.0
+                left = sum(one[index] * (1 - sum(map(mul, self._factors, one))) for one in shares)
+                self._factors[index] = max(0.0, left / sum(one[index] ** 2 for one in shares))
+
     def learn(self, rows: int, length: int, seconds: float) -> None:
         """One step of recursive least squares on seconds / prediction."""
         self.seen += 1
         predicted = self.seconds(rows, length)
-        x0, x1, x2 = (feature / predicted for feature in _features(rows, length))
-        error = seconds / predicted - 1
-        size = abs(error)
-        if size > _TRUSTED:  # as large as it may be, and no larger
-            error *= _TRUSTED / size
-        p0, p1, p2 = self._covariance
-        g0 = p0[0] * x0 + p0[1] * x1 + p0[2] * x2
-        g1 = p1[0] * x0 + p1[1] * x1 + p1[2] * x2
-        g2 = p2[0] * x0 + p2[1] * x1 + p2[2] * x2
-        spread = x0 * g0 + x1 * g1 + x2 * g2
-        noise = _TRUSTED**2
-        share = 1 / (noise + spread)
-        a, b, c = self._factors
-        self._factors = [
-            max(0.0, a + g0 * share * error),
-            max(1e-12, b + g1 * share * error),
-            max(0.0, c + g2 * share * error),
+        features = self._features(rows, length)
+        share = [
+            part * feature / predicted for part, feature in zip(self._parts, features, strict=True)
         ]
-        gain = (g0, g1, g2)
-        forget = 1 / _FORGET
-        limit = _MOST_SPREAD
-        for row, old in enumerate((p0, p1, p2)):
-            scaled = gain[row] * share
-            self._covariance[row] = [
-                (old[column] - scaled * gain[column]) * forget for column in range(3)
-            ]
-        if any(self._covariance[i][i] > limit * self._doubt[i] for i in range(3)):
-            self._covariance = [[value * _FORGET for value in row] for row in self._covariance]
+        error = seconds / predicted - 1
+        weight = 1 / (_TRUSTED * max(_TRUSTED, abs(error)))
+        for index, row in enumerate(self._known):
+            for other in range(3):
+                row[other] = _FORGET * row[other] + weight * share[index] * share[other]
+            row[index] += 1 - _FORGET
+        gains = _solved(self._known, share)
+        self._factors = [
+            max(least, factor + part * gain * weight * error)
+            for least, factor, part, gain in zip(
+                _LEAST, self._factors, self._parts, gains, strict=True
+            )
+        ]
+
+    def _features(self, rows: int, length: int) -> tuple[float, float, float]:
+        tokens = (rows if self._one_each else rows * length) / _SCALE
+        return 1.0, tokens, tokens * length / _SCALE
 
 
-def _features(rows: int, length: int) -> tuple[float, float, float]:
-    tokens = rows * length / _SCALE
-    return 1.0, tokens, tokens * length / _SCALE
+def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
+    """x of matrix x = right, for a symmetric matrix of three rows."""
+    (a, b, c), (_, d, e), (_, _, f) = matrix
+    rows = (
+        (d * f - e * e, c * e - b * f, b * e - c * d),
+        (c * e - b * f, a * f - c * c, b * c - a * e),
+        (b * e - c * d, b * c - a * e, a * d - b * b),
+    )
+    size = sum(map(mul, rows[0], matrix[0]))
+    return tuple(sum(map(mul, row, right)) / size for row in rows)

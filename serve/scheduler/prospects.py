@@ -83,7 +83,8 @@ class Prospects(Generic[WorkT]):
         """How long until all that waits now has run, at the fewest steps or as it will be."""
         waiting = [key for key, lane in self._generate.items() if lane.waiting]
         writing_s = max((self.outlook(key).wait_s(key) for key in waiting), default=0.0)
-        return max(0.0, self._busy_until_s - now_s) + self._classifying.wait_s(least) + writing_s
+        work_s = (self._classifying.wait_s(least) + writing_s) * self._latency.lasting
+        return max(0.0, self._busy_until_s - now_s) + work_s
 
     def outlook(self, key: LaneKey) -> Outlook[WorkT]:
         """What is predicted of generations of this lane's model."""

@@ -102,7 +102,7 @@ class Scheduler(Generic[WorkT]):
         assert self.fits(job.lane, job.positions), "a generation that can never run"
         writes = job.lane.kind == "generate"
         lane = self._generate_lane(job.lane) if writes else self._search_lane(job.lane)
-        lane.waiting.append(job)
+        lane.add(job)
 
     def end(self, job: Job[WorkT]) -> bool:
         """The job is over, whatever the reason; False if it already was."""
@@ -244,7 +244,7 @@ class Scheduler(Generic[WorkT]):
             if lane.may_read and lane.returning:
                 lane.read(lane.returning.popleft())
             elif lane.may_read and lane.waiting and self._memory.may_enter(lane):
-                job = lane.waiting.popleft()
+                job = lane.take()
                 self._start(job, now_s)
                 lane.read(job)
             if over or lane.reading is not None:

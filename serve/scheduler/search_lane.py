@@ -28,6 +28,10 @@ class SearchLane(Generic[WorkT]):
         jobs = self.occupants() if extra is None else [*self.occupants(), extra]
         return sum(self._cache_bytes(1, job.positions) for job in jobs)
 
+    def add(self, job: Job[WorkT]) -> None:
+        """The job waits behind those that do."""
+        self.waiting.append(job)
+
     def enter(self, job: Job[WorkT]) -> None:
         """The job runs from now on, after those that do already."""
         self.running.append(job)

@@ -2,11 +2,11 @@
 // interval for every rung, and faintly where the bundle was measured. Knows the ladder; sends nothing.
 
 import * as format from "./format.js";
+import { boxAround, placeNames } from "./names.js";
 import { costAxis, linearTicks, logTicks, scalesOf } from "./scales.js";
 import { set, shape } from "./shape.js";
 
-const NAME_ROOM_PX = 30;
-const NEAR_PX = 72;
+const [MARK_PX, HALO_PX, GHOST_PX] = [6, 11.5, 3.5];
 
 /** `onSelect(index)` runs when a point is clicked, or Enter or Space pressed on it. */
 export function createFrontier(holder, onSelect) {
@@ -38,13 +38,14 @@ export function createFrontier(holder, onSelect) {
     // Points stay the same elements, so that a new prediction takes no focus away.
     if (points.children.length !== view.ladder.rungs.length) points.replaceChildren(...view.ladder.rungs.map((_, at) => newPoint(at)));
     view.ladder.rungs.forEach((rung, at) => movePoint(points.children[at], rung, at, scales));
+    moveNames(scales, width);
   }
 
   function newPoint(at) {
     const group = shape("g", { tabindex: 0, role: "button", "data-index": at });
     group.append(...["drift", "whisker"].map((name) => shape("path", { class: name })),
-      shape("circle", { class: "ghost", r: 3.5 }), shape("circle", { class: "hit", r: 18 }),
-      shape("circle", { class: "halo", r: 11.5 }), shape("circle", { class: "mark", r: 6 }), shape("text", { class: "name" }));
+      shape("circle", { class: "ghost", r: GHOST_PX }), shape("circle", { class: "hit", r: 18 }),
+      shape("circle", { class: "halo", r: HALO_PX }), shape("circle", { class: "mark", r: MARK_PX }), shape("text", { class: "name" }));
     group.addEventListener("click", () => onSelect(at));
     group.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;
@@ -54,7 +55,7 @@ export function createFrontier(holder, onSelect) {
     return group;
   }
 
-  function movePoint(group, rung, at, { axis, x, y, inner }) {
+  function movePoint(group, rung, at, { axis, x, y }) {
     const part = (name) => group.querySelector(`.${name}`);
     const { metric } = view.ladder;
     const [cx, cy, ghost] = [x(axis.of(rung)), y(rung), axis.ghostOf(rung)];
@@ -71,11 +72,25 @@ export function createFrontier(holder, onSelect) {
     const spread = rung.quality && Number.isFinite(rung.quality.low);
     const [low, high] = spread ? [y(rung, "low"), y(rung, "high")] : [cy, cy];
     set(part("whisker"), { d: spread ? `M${cx} ${low}V${high}M${cx - 4} ${low}h8M${cx - 4} ${high}h8` : "" });
-    const left = on && cx > inner.right - NAME_ROOM_PX;
-    // The longer name goes below, where that of a neighbour would stand in it.
-    const crowded = on && view.ladder.rungs.some((other) => x(axis.of(other)) > cx && x(axis.of(other)) - cx < NEAR_PX);
-    set(part("name"), { x: left ? cx - 12 : cx + 12, y: crowded ? cy + 22 : cy - 11, "text-anchor": left ? "end" : "start" });
     part("name").textContent = on ? format.stepsWord(rung.steps) : rung.steps;
+  }
+
+  /** The chosen one stands where it likes best; the others make room. */
+  function moveNames({ axis, x, y, inner }, width) {
+    const { rungs } = view.ladder;
+    const taken = rungs.filter(axis.ghostOf).map((rung) => boxAround(x(axis.ghostOf(rung)), y(rung), GHOST_PX));
+    for (const text of back.querySelectorAll(".limit-name")) {
+      const box = text.getBBox();
+      taken.push({ left: box.x, right: box.x + box.width, top: box.y, bottom: box.y + box.height });
+    }
+    const order = rungs.map((_, at) => at).sort((a, b) => (b === view.index) - (a === view.index));
+    const names = order.map((at) => points.children[at].querySelector(".name"));
+    const named = order.map((at, i) => ({
+      x: x(axis.of(rungs[at])), y: y(rungs[at]),
+      radius: (at === view.index ? HALO_PX : MARK_PX) + 1, width: names[i].getComputedTextLength(),
+    }));
+    const places = placeNames(named, { left: inner.left, right: width, top: inner.top - 10, bottom: inner.bottom }, taken);
+    places.forEach(({ x, y, anchor }, i) => set(names[i], { x, y, "text-anchor": anchor }));
   }
 
   return { update, isTimed: () => costAxis(view.ladder, view.task).isTime };

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.catalog import Guests
-from serve.errors import Crowded, InternalError, ServeError
+from serve.errors import Crowded, InternalError, OutOfMemory, ServeError
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
 from serve.wire.access import ID_KEY, SERVED_KEY, Access
@@ -47,6 +47,7 @@ SECURITY_HEADERS: HeaderList = (
         b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     ),
 )
+_OUR_BUG = "this is our bug; please report it with the id"
 _UNWRITTEN = Access(log=False, traces=None)
 _log = logging.getLogger("stepdial")
 # Ids are no secrets: asking the system for each would let another thread run, and wait for it.
@@ -120,12 +121,15 @@ class Envelope:
                 await _send_error(send_with_headers, refusal, scope["path"])
                 return
             await self._app(scope, receive, send_with_headers)
-        except Exception:
-            _log.exception("a bug of ours in request %s", request_id)
+        except Exception as error:
+            short = isinstance(error, MemoryError)
+            _log.exception(
+                "%s in request %s", "no memory" if short else "a bug of ours", request_id
+            )
             if status:
                 raise  # the response has begun: only breaking the connection tells the client
-            bug = InternalError(f"this is our bug; please report it with the id {request_id}")
-            await _send_error(send_with_headers, bug, scope["path"])
+            told = OutOfMemory() if short else InternalError(f"{_OUR_BUG} {request_id}")
+            await _send_error(send_with_headers, told, scope["path"])
         finally:
             if holder is not None:
                 holder.leave()

@@ -13,6 +13,8 @@ from benchmarks.schema_run import accepted_of, failures_of
 from benchmarks.server import Server
 from serve.bundle import Bundle
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = 3
 
 

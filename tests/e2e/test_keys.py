@@ -20,7 +20,6 @@ from serve.engine.engine import Engine
 from serve.keys import NewKey
 from serve.metrics import Metrics
 from serve.settings import Settings
-from serve.wire.gate import PROBES
 from tests.e2e.browser import opened, started_browser
 from tests.fake_model import Mood, fake_catalog
 from tests.faults.raw_http import exchange, head, status
@@ -36,6 +35,7 @@ LIMITS = {
 }
 ADMIN = "sd-the-admin-of-these-tests"
 WRONG = "sd-a-key-that-nobody-has-given-out"
+OPEN = {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def routes(keys_file: Path) -> list[tuple[str, tuple[str, ...]]]:
         methods = tuple(context.methods or ()) if path.startswith("/admin/") else METHODS
         found.append((re.sub("{[^}]*}", "tiny-generate", path), methods))
     known = {path for path, _ in found}
-    assert {"/", "/docs", "/metrics", "/static/app.js", "/openapi.json", *PROBES} <= known
+    assert {"/", "/docs", "/metrics", "/static/app.js", "/openapi.json", *OPEN} <= known
     assert {"/v1/classify", "/v1/generate", "/v1/models", "/admin/models"} <= known
     nowhere = [
         "/nowhere",
@@ -91,6 +91,7 @@ def routes(keys_file: Path) -> list[tuple[str, tuple[str, ...]]]:
         "//health/live",
         "/health",
         "/Health/live",
+        "/administration",
     ]
     return [*found, *((path, METHODS) for path in nowhere)]
 
@@ -122,7 +123,17 @@ def test_every_route_but_the_probes_refuses_whoever_has_no_key(
                 elif not path.startswith("/admin/"):
                     assert response.headers["www-authenticate"].startswith('Basic realm="Stepdial"')
                     assert response.headers["x-content-type-options"] == "nosniff"
-    assert set(open_to_all) == PROBES
+    assert set(open_to_all) == OPEN
+
+
+@pytest.mark.parametrize("headers", [{}, bearer(WRONG)], ids=("none", "wrong"))
+@pytest.mark.parametrize("mode", ["cors", "same-origin"])
+def test_no_browser_asks_a_reader_for_what_a_script_was_refused(
+    server: ServerProcess, headers: dict[str, str], mode: str
+) -> None:
+    refused = httpx.get(f"{server.url}/v1/models", headers=headers | {"sec-fetch-mode": mode})
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == 'Bearer realm="Stepdial"'
 
 
 def test_a_key_opens_every_route(
@@ -166,8 +177,8 @@ def test_the_documents_say_where_a_key_is_needed(
     assert set(document["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            assert ("401" in operation["responses"]) == (path not in PROBES), path
-            own = path in PROBES or path.startswith("/admin/")
+            assert ("401" in operation["responses"]) == (path not in OPEN), path
+            own = path in OPEN or path.startswith("/admin/")
             assert ("security" in operation) != own, path
 
 

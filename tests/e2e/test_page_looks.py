@@ -35,6 +35,22 @@ FOCUSED = """() => {
     return [node.id || node.value || node.textContent.trim().slice(0, 20), shown];
 }"""
 
+# Pairs of what can be read on the plot and lies on each other by more than the edge of a letter.
+OVERLAPS = """() => {
+    const shown = [...document.querySelectorAll("#frontier svg text, #frontier .mark")];
+    const boxes = shown.map(node => node.getBoundingClientRect());
+    const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5;
+    const mark = node => node.classList.contains("mark");
+    const pairs = shown.flatMap((one, i) => shown.slice(0, i)
+        .filter((other, j) => over(boxes[i], boxes[j]) && !(mark(one) && mark(other)))
+        .map(other => [one, other].map(node => node.textContent || "a point").join(" on ")));
+    const edge = document.querySelector("#frontier svg").getBoundingClientRect();
+    const outside = box => box.left < edge.left - 0.5 || box.right > edge.right + 0.5;
+    const out = shown.filter((_, i) => outside(boxes[i]));
+    return [...pairs, ...out.map(node => `${node.textContent} out of the plot`)];
+}"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -71,6 +87,45 @@ def test_looks_and_access(browser: Browser, server: Served, model: str, scheme: 
             page.evaluate(DRAWN)
             check_looks(page)
         assert complaints == Complaints(server.url)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_names_of_near_points_stand_apart(browser: Browser, server: Served, width: int) -> None:
+    """Rungs that differ by less than their names are wide, the last two by nothing at all."""
+    places = [(1, 0.0), (1.1, 0.4), (1.15, 0.41), (3, 0.5), (3.1, 0.5), (8, 0.51), (8, 0.51)]
+
+    def crowded(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        first = body["rungs"][0]
+        body["rungs"] = [
+            first
+            | {"steps": 2**at, "predicted_ms": cost, "latency_ms": cost * 1.04}
+            | {"quality": first["quality"] | {"value": 2 - gain, "low": 1.95 - gain}}
+            for at, (cost, gain) in enumerate(places)
+        ]
+        route.fulfill(response=answer, json=body)
+
+    with opened(browser, f"{server.url}#model=critic", viewport=viewport(width)) as (page, _):
+        expect(page.locator("#playground")).to_be_visible()
+        page.route("**/ladder", crowded)
+        pick(page, "writer")
+        names = page.locator("#frontier .name")
+        expect(names).to_have_count(len(places))
+        dial = page.get_by_role("slider", name="Number of steps")
+        dial.press("Home")
+        for at in range(len(places)):
+            expect(names.nth(at)).to_have_text(f"{2**at} step{'s' if at else ''}")
+            assert page.evaluate(OVERLAPS) == []
+            dial.press("ArrowRight")
+        page.get_by_role("radio", name="Deadline").check(force=True)
+        slider = page.get_by_role("slider", name="Deadline")
+        slider.press("Home")
+        for _ in range(8):
+            page.evaluate(DRAWN)
+            assert page.evaluate(OVERLAPS) == []
+            for _ in range(12):
+                slider.press("ArrowRight")
 
 
 def test_the_audit_can_fail(page: Page) -> None:

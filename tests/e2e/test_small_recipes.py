@@ -19,6 +19,8 @@ from train.build import build_model
 from train.model import OTTransformer, Stepped, count_parameters
 from train.recipe_file import load_recipe, recipe_names
 
+pytestmark = pytest.mark.long
+
 ITERATIONS = 30
 SIZES = {
     "model.heads": 4,

@@ -17,6 +17,8 @@ from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_bundles import build_classify, build_generate
 
+pytestmark = pytest.mark.long
+
 KEY = "an-admin-key-of-some-length"
 API_KEY = "an-api-key-of-some-length"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from export.__main__ import main
-from export.calibrate import Measured, choose_default, name_efforts
 from export.mixed import mixed_step
 from export.pack import ExportRequest, calibrate_latency, export_run
 from export.parts import Parts, StepParts
 from export.step_graphs import StepGraphs, stitch_step
 from export.stitch import stitch
 from export.verify import VerificationError
-from serve.bundle import Bundle, Metric, Precision, Quality, read_bundle
+from serve.bundle import Bundle, Precision, read_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.protocol import FloatArray, RowArray
@@ -228,42 +227,6 @@ def test_the_manifest_holds_what_was_measured(label_run: Path, tmp_path: Path) -
     assert "even, odd" in card and "| 4 |" in card
     recipe = m.provenance["recipe"]
     assert isinstance(recipe, dict) and recipe["data"]["path"] == ""
-
-
-def test_efforts_and_default() -> None:
-    assert name_efforts([1]) == {1: "max"}
-    assert name_efforts([1, 2]) == {1: "low", 2: "max"}
-    assert name_efforts([1, 2, 4]) == {1: "low", 2: "medium", 4: "max"}
-    assert name_efforts([1, 2, 4, 8]) == {1: "low", 2: "medium", 4: "high", 8: "max"}
-    assert name_efforts([1, 2, 4, 6, 8, 16]) == {1: "low", 2: "medium", 8: "high", 16: "max"}
-
-
-def measured(metric: Metric, per_row: list[float]) -> Measured:
-    rows = torch.tensor(per_row, dtype=torch.float64)
-    value = float(rows.mean())
-    return Measured(Quality(metric, value, value, value, len(rows)), rows)
-
-
-def test_the_default_is_the_cheapest_rung_that_is_as_good_as_the_best() -> None:
-    draw = torch.Generator().manual_seed(0)
-    rows = (2 + torch.rand(400, generator=draw)).tolist()
-    noise = (torch.randn(400, generator=draw) * 0.05).tolist()
-    best = measured("loss", rows)
-    noisy = measured("loss", [a + b for a, b in zip(rows, noise, strict=True)])
-    surely_worse = measured("loss", [a + 0.02 for a in rows])  # by far less than rows differ
-    hardly_worse = measured("loss", [a + 0.0005 for a in rows])
-    assert choose_default({1: surely_worse, 2: best, 4: best}) == 2
-    assert choose_default({1: hardly_worse, 2: best}) == 1
-    assert choose_default({1: surely_worse, 2: noisy, 8: best}) == 2
-    right = measured("accuracy", [1.0] * 900 + [0.0] * 100)
-    one_less = measured("accuracy", [1.0] * 899 + [0.0] * 101)
-    many_less = measured("accuracy", [1.0] * 880 + [0.0] * 120)
-    assert choose_default({1: many_less, 2: one_less, 4: right}) == 2
-
-
-def test_few_rows_do_not_make_a_worse_rung_the_default() -> None:
-    right, worse = measured("accuracy", [1.0] * 28 + [0.0] * 2), [1.0] * 26 + [0.0] * 4
-    assert choose_default({1: measured("accuracy", worse), 4: right}) == 4
 
 
 def test_the_commands_export_inspect_and_calibrate(

@@ -36,6 +36,8 @@ from train.config import Recipe, Scheme
 from train.data import open_dataset
 from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
 
+pytestmark = pytest.mark.long
+
 ABSOLUTE = 2e-5
 QUICK = ["optim.iterations=6", "model.layers=1"]
 RUNGE_KUTTA = ["model.block=runge-kutta", "model.depth=discrete"]

@@ -34,6 +34,8 @@ from serve.inputs.text import TextCodec
 from serve.runtime import open_model
 from tests.tiny_bundles import build_classify, build_generate
 
+pytestmark = pytest.mark.long
+
 MACHINE = Machine("a chip", 2, 8.0, "Linux x86_64", "3.11.0", "1.31.1", 0.0)
 
 

@@ -22,6 +22,7 @@ from serve.bundle import (
     seal_bundle,
     write_latency,
 )
+from serve.bundle import staging as staging_folder
 from tests.tiny_bundles import build_classify, build_generate, restage
 
 
@@ -196,6 +197,7 @@ def test_a_failing_rename_leaves_the_older_bundle(
             raise OSError(5, "disk on fire")
         rename(source, target)
 
+    monkeypatch.setattr(staging_folder, "exchange", lambda *_: False)
     with open_staging(bundle.folder) as staging:
         restage(bundle, staging)
         monkeypatch.setattr(os, "rename", fail_once)

@@ -9,6 +9,7 @@ import pytest
 from serve.budget import Ask, decide, decide_within
 from serve.errors import ConcurrencyLimited, ImpossibleBudget, RateLimited, StepsForbidden
 from serve.keys import Holder, Key, Keys, KeysError, NewKey
+from serve.wire.gate import secret_of
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 SECRET = "sd-a-key-that-only-this-test-knows"
@@ -105,6 +106,12 @@ def test_files_that_cannot_be_used_say_so_and_show_no_key(
     with pytest.raises(KeysError, match=says) as refused:
         Keys(written(tmp_path, text), environ={})
     assert SECRET not in str(refused.value)
+
+
+def test_the_header_that_is_for_keys_alone_comes_first() -> None:
+    own, other = (b"x-api-key", b"own"), (b"authorization", b"Bearer none")
+    assert secret_of([own, other]) == secret_of([other, own]) == b"own"
+    assert secret_of([other]) == b"none" and secret_of([(b"accept", b"*/*")]) is None
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

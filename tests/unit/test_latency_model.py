@@ -136,3 +136,23 @@ def test_what_was_slow_is_not_believed_for_ever() -> None:
         model.relent()
     assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
     assert model.answer_s < 0.01 and model.caution == 1.0
+
+
+def test_what_runs_alone_for_long_does_not_upset_what_is_known_of_the_rest() -> None:
+    decode, chance = Series("m", "decode", 8), random.Random(4)
+    model = LatencyModel()
+
+    def decode_s(rows: int) -> float:  # whatever the length
+        return 0.003 + 0.001 * rows
+
+    for rows in (1, 4, 16) * 20:
+        model.observe(decode, rows, 100, decode_s(rows))
+    errors = []
+    for number in range(12_000):
+        rows, length = (16, 60 + number % 40) if number // 2000 % 2 else (1, 20 + number % 200)
+        seconds = decode_s(rows) * chance.lognormvariate(0, 0.05)
+        errors.append(abs(seconds / (model.call_s(decode, rows, length) or 0) - 1))
+        model.observe(decode, rows, length, seconds)
+    assert p95(errors) <= 0.15
+    for rows in (1, 4, 16):
+        assert model.call_s(decode, rows, 100) == pytest.approx(decode_s(rows), rel=0.15)

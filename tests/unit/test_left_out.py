@@ -8,10 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_page_tests(**environment: str) -> subprocess.CompletedProcess[str]:
+def run_tests(of: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "STEPDIAL_CHROMIUM"}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/e2e/test_page.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", of],
         cwd=ROOT,
         env={**kept, **environment},
         capture_output=True,
@@ -21,7 +21,7 @@ def run_page_tests(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_browser_the_page_tests_are_named(tmp_path: Path) -> None:
-    done = run_page_tests(PATH=str(tmp_path))
+    done = run_tests("tests/e2e/test_page.py", PATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PAGE TESTS LEFT OUT: NO CHROMIUM FOUND" in done.stdout
     named = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
@@ -31,6 +31,7 @@ def test_without_a_browser_the_page_tests_are_named(tmp_path: Path) -> None:
 
 
 def test_a_named_browser_that_is_not_there_is_an_error() -> None:
-    done = run_page_tests(STEPDIAL_CHROMIUM="/nowhere/chromium")
+    # Of any tests: those of the page only take longer to be found.
+    done = run_tests("tests/unit/test_pace.py", STEPDIAL_CHROMIUM="/nowhere/chromium")
     assert done.returncode != 0
     assert "STEPDIAL_CHROMIUM names /nowhere/chromium, which is no file" in done.stderr

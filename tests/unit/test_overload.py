@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from serve.scheduler.latency_model import Series
 from serve.scheduler.limits import Limits
-from tests.simulated import LADDER, Request, Simulation, capacity, poisson, usual_cost
+from tests.simulated import LADDER, MODEL, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])
 LIMITS = Limits(degrade_wait_s=0.5)
@@ -130,21 +131,35 @@ def test_rows_without_a_deadline_do_not_starve_behind_rows_that_have_one() -> No
     assert patient[0].outcome == "done" and patient[0].ended_s < 3.0
 
 
-@pytest.mark.parametrize("steps", [8, None])
-def test_a_refusal_says_how_long_the_wait_is(steps: int | None) -> None:
-    simulation = Simulation(Limits(queue_requests=200, degrade_wait_s=0.5))
+def burst_of(steps: int | None, places: int) -> list[Request]:
+    """What became of requests that came all at once, their times counted from then."""
+    simulation = Simulation(Limits(queue_requests=places, degrade_wait_s=0.5))
     simulation.run(poisson(RATE, 3.0, 3, None, steps=steps))  # so that it knows the usual row
     begun_s = simulation.now_s
     burst = poisson(300, 1.2, 4, None, steps=steps)
     for request in burst:
         request.at_s = begun_s + 1e-4 * request.at_s
     simulation.run(burst)
+    for request in burst:
+        request.at_s, request.ended_s = request.at_s - begun_s, request.ended_s - begun_s
+    return burst
+
+
+def test_a_refusal_says_how_long_until_its_turn() -> None:
+    burst = burst_of(8, 200)
     refused = [request for request in burst if request.outcome == "queue_full"]
     assert len(refused) > 50
+    ends_s = sorted(request.ended_s for request in burst_of(8, 100_000))
+    turns_s = ends_s[len(burst) - len(refused) - 1 :]  # where all have a place
+    for request, turn_s in zip(refused, turns_s, strict=False):
+        assert request.retry_after_s == pytest.approx(turn_s - request.at_s, rel=0.25)
+
+
+def test_with_fewer_steps_the_wait_is_shorter_and_a_refusal_says_so() -> None:
+    burst = burst_of(None, 200)
+    first = next(request for request in burst if request.outcome == "queue_full")
     drained_s = max(request.ended_s for request in burst if request.outcome == "done")
-    for request in refused:
-        true_s = drained_s - request.at_s
-        assert request.retry_after_s == pytest.approx(true_s, rel=0.25)
+    assert first.retry_after_s == pytest.approx(drained_s - first.at_s, rel=0.25)
 
 
 def test_the_queue_is_bounded_by_its_predicted_wait_too() -> None:
@@ -172,3 +187,16 @@ def test_a_decision_is_quick() -> None:
     simulation.admission.check = timed  # type: ignore[method-assign]
     simulation.run(requests)
     assert sorted(seconds)[len(seconds) // 2] <= 50e-6
+
+
+def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> None:
+    simulation = Simulation(Limits(), noise=0.0)
+    job = simulation.arrive(Request(0.0, (64,), given_s=0.05))
+    latency = simulation.latency
+    call_s = latency.call_s(Series(MODEL, "classify", LADDER[0]), 1, 64)
+    assert job is not None and call_s is not None
+    least_s, answer_s = call_s * latency.caution, latency.answer_s
+    assert simulation.scheduler.lapsed(0.05 - least_s - 1.5 * answer_s) == []
+    # The call would fit, but its answer would not have left.
+    assert simulation.scheduler.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]
+    assert simulation.scheduler.lapsed(0.05) == [job]

@@ -20,6 +20,8 @@ import pytest
 from tests.page_blocks import Block, prints_like, read_blocks, run_block, served
 from train.config import ModelConfig, StepsConfig
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",

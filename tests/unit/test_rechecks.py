@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from serve.bundle import Calibration, Level
 from serve.catalog import Catalog, Served
-from serve.engine.classification import Classification
+from serve.engine.classification import Classification, Row
 from serve.engine.engine import Engine
 from serve.engine.events import ClassifiedEvent
+from serve.engine.rechecks import Rechecks
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.scheduler.job import Job, LaneKey
@@ -82,3 +83,31 @@ def test_a_busy_engine_checks_nothing_and_holds_few_rows(tmp_path: Path) -> None
         assert len(engine._rechecks._waiting) == 64
     finally:
         engine.stop()
+
+
+def offered(rechecks: Rechecks, lane: LaneKey, rows: list[Row], early: bool) -> None:
+    for row in rows:
+        rechecks.offer(lane, row, np.array([0.0, 1.0], np.float32), early)
+
+
+def test_a_share_of_the_answers_is_drawn_and_one_of_all_steps_agrees_with_itself() -> None:
+    metrics, lane = Metrics(), LaneKey("sure", "classify", 4, threshold=0.5)
+    rechecks = Rechecks(0.25, lambda lane: 0.01, metrics)
+    offered(rechecks, lane, [[1]] * 4000, early=False)
+    drawn = count(metrics.registry, "rechecked")
+    assert 800 < drawn < 1200  # 7 standard deviations about 1000
+    assert count(metrics.registry, "disagreed") == 0
+    assert not rechecks.waiting
+    offered(Rechecks(0.0, lambda lane: 0.01, metrics), lane, [[1]] * 100, early=False)
+    assert count(metrics.registry, "rechecked") == drawn
+
+
+def test_only_the_rows_of_a_model_that_is_gone_are_forgotten() -> None:
+    here, gone = (LaneKey(name, "classify", 4, threshold=0.5) for name in ("here", "gone@1"))
+    rechecks = Rechecks(1.0, lambda lane: 0.01, Metrics())
+    offered(rechecks, here, [[1]], early=True)
+    offered(rechecks, gone, [[2], [3]], early=True)
+    offered(rechecks, here, [[4]], early=True)
+    rechecks.drop_model("gone@1")
+    assert [rechecks.take().row for _ in range(2)] == [[1], [4]]
+    assert not rechecks.waiting

@@ -13,6 +13,8 @@ from train.config import Scheme
 from train.cross import CrossBlock
 from train.runge_kutta import BlockFunction, RungeKuttaStack
 
+pytestmark = pytest.mark.long
+
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 WIDTH, HEADS, HIDDEN = 8, 2, 16
 

@@ -13,6 +13,8 @@ from benchmarks.papers.screens import Screen, Variant, planned, read_screens, sp
 from tests.tiny_runs import TINY
 from train.ode import METHODS
 
+pytestmark = pytest.mark.long
+
 SCREENS = read_screens()
 TRIED = Screen(
     name="tried",

@@ -57,5 +57,7 @@ def test_searches_hold_memory_until_they_are_forgotten() -> None:
     assert s.charged_bytes == 40
     assert s.next(0.0) == SearchCall(SEARCH, (first,), second)
     s.end(second)
+    assert not s.close("t")  # its memory is still to be freed
     assert s.forget(SEARCH) == (second,)
     assert (s.charged_bytes, s.running, s.next(0.0)) == (0, 0, None)
+    assert s.close("t")

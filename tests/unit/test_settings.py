@@ -179,11 +179,20 @@ def test_the_command_line() -> None:
     assert parse([]).flags == {}
 
 
-@pytest.mark.parametrize("argument", ["--prot", "--queue", "--queue_limit=3"])
-def test_unknown_and_shortened_flags_fail(
-    argument: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prot", "1"], "unrecognized arguments: --prot; did you mean --port?\n"),
+        (["--queue"], "unrecognized arguments: --queue; did you mean --queue-limit?\n"),
+        (["--queue_limit=3"], ": --queue_limit=3; did you mean --queue-limit?\n"),
+        (["--conf=a", "--no-acess-log"], "did you mean --config and --no-access-log?\n"),
+        (["--xyzzy", "-p"], "unrecognized arguments: --xyzzy -p\n"),
+    ],
+)
+def test_unknown_and_shortened_flags_fail_and_name_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse([argument])
+        parse(arguments)
     assert ended.value.code == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(said)

@@ -1,0 +1,173 @@
+"""A Ray cluster of several nodes on this machine, with Stepdial on it: to try, and for tests.
+
+    python -m deploy.ray.local zoo/topics zoo/shakespeare --nodes 2
+
+The first node takes HTTP; the others run the replicas, one core each. A node that dies is replaced
+after a while, as a real cluster would. Knows nodes; what is deployed on them is elsewhere.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import LoggingConfig
+
+from deploy.ray.app import build
+from deploy.ray.arguments import Arguments
+from deploy.ray.engines import Engines
+
+_ADDRESS = "127.0.0.1"
+_STORE_BYTES = 100 * 2**20
+_BEAT_S = 0.2
+# How soon the cluster sees that a node has died; by default it takes its time.
+_SYSTEM = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+
+
+class Nodes:
+    """The nodes that run replicas; those that die are replaced."""
+
+    def __init__(self, cluster: Cluster, wanted: int, cpus: float, replace_s: float) -> None:
+        self._cluster = cluster
+        self._wanted = wanted
+        self._cpus = cpus
+        self._replace_s = replace_s
+        self._running: list[Any] = []
+        self._made = 0
+
+    def fill(self) -> None:
+        """Start those that are missing."""
+        while len(self._running) < self._wanted:
+            node = self._cluster.add_node(
+                wait=False,  # several start together
+                num_cpus=self._cpus,
+                object_store_memory=_STORE_BYTES,
+                node_ip_address=_ADDRESS,
+            )
+            self._running.append(node)
+            self._made += 1
+            print(f"node {self._made}: process {_raylet(node).pid}", flush=True)
+
+    def keep(self, ended: threading.Event) -> None:
+        """Until it is ended, replace those that die."""
+        while not ended.wait(_BEAT_S):
+            gone = [node for node in self._running if _raylet(node).poll() is not None]
+            if gone and not ended.wait(self._replace_s):
+                for node in gone:
+                    self._running.remove(node)
+                    self._cluster.remove_node(node, allow_graceful=False)
+                self.fill()
+
+
+@contextmanager
+def local_cluster(
+    arguments: Arguments,
+    nodes: int,
+    port: int,
+    replace_s: float,
+    replica: type[Engines] = Engines,
+) -> Iterator[tuple[str, Nodes]]:
+    """A cluster that serves at the address it gives."""
+    port = port or _free_port()
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0,
+            "object_store_memory": _STORE_BYTES,
+            "include_dashboard": False,
+            "include_log_monitor": False,
+            "no_monitor": True,
+            "node_ip_address": _ADDRESS,
+            "_system_config": _SYSTEM,
+        },
+    )
+    try:
+        # Otherwise it would look for a loopback address on the machine's network.
+        ray._private.worker._global_node = cluster.head_node
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
+        running = Nodes(cluster, nodes, arguments.cpus, replace_s)
+        running.fill()
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host=_ADDRESS, port=port),
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+        serve.run(
+            build(arguments, replica),
+            name="stepdial",
+            route_prefix="/",
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+        yield f"http://{_ADDRESS}:{port}", running
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main(argv: Sequence[str], replica: type[Engines] = Engines) -> int:
+    """Serve until a signal comes; `replica` may be another class of the same kind."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.ray.local",
+        description="Serve bundles on a Ray cluster of several nodes on this machine.",
+    )
+    parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
+    parser.add_argument("--nodes", type=int, default=2, help="that run replicas (default: 2)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument(
+        "--replace-s", type=float, default=2.0, help="time after which a dead node is replaced"
+    )
+    parser.add_argument(
+        "--arguments",
+        default="{}",
+        metavar="JSON",
+        help="more of those in docs/ray.md; by default a replica a node, and no fewer",
+    )
+    parsed = parser.parse_args(list(argv))
+    given = {"min_replicas": parsed.nodes, "max_replicas": parsed.nodes}
+    arguments = Arguments.model_validate_json(parsed.arguments).model_copy(
+        update={"bundles": tuple(folder.resolve() for folder in parsed.bundles)}
+    )
+    arguments = Arguments.model_validate(given | arguments.model_dump(exclude_unset=True))
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    cluster = local_cluster(arguments, parsed.nodes, parsed.port, parsed.replace_s, replica)
+    with cluster as (url, nodes):
+        print(f"on {url} through Ray Serve, {parsed.nodes} nodes. Ctrl-C ends it.", flush=True)
+        nodes.keep(ended)
+    return 0
+
+
+def _raylet(node: Any) -> Any:
+    """The process whose end is the node's."""
+    return node.all_processes["raylet"][0].process
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_ADDRESS, 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

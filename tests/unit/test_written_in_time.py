@@ -1,0 +1,82 @@
+"""What is told of, and done about, too many generations, on a clock of its own; see simulated."""
+
+import random
+
+import pytest
+
+from serve.scheduler.limits import Limits
+from tests.simulated_writing import LADDER, Wish, WritingSimulation
+
+SPARE = Limits(queue_requests=10_000)
+
+
+def burst(steps: int) -> list[Wish]:
+    return [Wish(1e-4 * number, 20, 32, steps=steps) for number in range(128)]
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_who_is_refused_is_told_the_time_until_its_turn(steps: int) -> None:
+    wishes, all_taken = burst(steps), burst(steps)
+    WritingSimulation(Limits(queue_requests=64)).run(wishes)
+    WritingSimulation(SPARE).run(all_taken)
+    refused = [wish for wish in wishes if wish.outcome == "queue_full"]
+    turns_s = sorted(wish.begun_s for wish in all_taken)[-len(refused) :]
+    assert len(refused) > 40
+    for wish, turn_s in zip(refused, turns_s, strict=True):
+        assert wish.told_s == [pytest.approx(turn_s - wish.ended_s, rel=0.25)]
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_who_comes_back_when_told_is_served_and_nobody_waits_for_them(steps: int) -> None:
+    simulation = WritingSimulation(Limits(queue_requests=64), retries=2)
+    no_refusal = WritingSimulation(SPARE)
+    wishes = burst(steps)
+    simulation.run(wishes)
+    no_refusal.run(burst(steps))
+    assert {wish.outcome for wish in wishes} == {"done"}
+    assert {len(wish.told_s) for wish in wishes} == {0, 1}
+    assert simulation.now_s < 1.2 * no_refusal.now_s
+
+
+def arriving(load: float, count: int, given_s: float | None, steps: int | None) -> list[Wish]:
+    """By chance, at this share of what the server sustains at full steps."""
+    chance, at_s = random.Random(1), 0.0
+    everything = [
+        (chance.randint(5, 100), chance.randint(5, 60), chance.expovariate(1.0))
+        for _ in range(count)
+    ]
+    whole = WritingSimulation(SPARE)
+    whole.run([Wish(0.0, prompt, tokens, steps=LADDER[-1]) for prompt, tokens, _ in everything])
+    wishes = []
+    for prompt, tokens, gap in everything:
+        at_s += gap * whole.now_s / count / load
+        wishes.append(Wish(at_s, prompt, tokens, given_s, steps))
+    return wishes
+
+
+@pytest.mark.parametrize("most_lanes", [1, 4])
+@pytest.mark.parametrize("load", [0.8, 1.5])
+def test_with_fewer_steps_nearly_all_are_in_time(load: float, most_lanes: int) -> None:
+    wishes = arriving(load, 400, 2.0, None)
+    WritingSimulation(Limits(), most_lanes=most_lanes).run(wishes)
+    assert sum(wish.in_time for wish in wishes) >= 0.97 * len(wishes)
+    assert not [wish for wish in wishes if wish.outcome == "lapsed"]
+    taken = [wish.taken for wish in wishes]
+    assert (max(taken), sum(taken) / len(taken) > 4) == (LADDER[-1], True)
+
+
+def test_with_full_steps_whoever_is_taken_in_is_in_time() -> None:
+    wishes = arriving(1.5, 400, 2.0, LADDER[-1])
+    WritingSimulation(Limits()).run(wishes)
+    admitted = [wish for wish in wishes if wish.outcome in ("done", "lapsed")]
+    assert 0.4 * len(wishes) < len(admitted) < 0.9 * len(wishes)
+    assert sum(wish.in_time for wish in admitted) >= 0.97 * len(admitted)
+
+
+def test_an_idle_server_takes_the_most_steps_that_make_it() -> None:
+    for steps in LADDER:
+        alone = Wish(0.0, 40, 40, steps=steps)
+        WritingSimulation(Limits(), noise=0.0).run([alone])
+        wish = Wish(0.0, 40, 40, 1.2 * alone.ended_s + 0.005)
+        WritingSimulation(Limits(), noise=0.0).run([wish])
+        assert (wish.outcome, wish.taken) == ("done", steps)
