@@ -33,6 +33,7 @@
         ├── NotReady          503  the engine is starting or has stopped, or a model fails
         │   └── Stalled       503  a call of a model hangs; try again after `retry_after_s`
         ├── ModelGone         503  the model was replaced between two steps of the request
+        ├── OutOfMemory       503  the server has no memory left for it
         ├── Draining          503  the server is shutting down
         ├── Crowded           503  too many connections are open
         └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
@@ -42,6 +43,7 @@ as a response or as the last event of a stream.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -248,6 +250,10 @@ class InternalError(ServeError):
 class Unavailable(ServeError):
     status = 503
     code = "unavailable"
+    come_back: ClassVar[Mapping[str, str]] = {}
+
+    def headers(self) -> dict[str, str]:
+        return dict(self.come_back)
 
 
 class NotReady(Unavailable):
@@ -269,29 +275,22 @@ class Stalled(NotReady):
 
 class Draining(Unavailable):
     code = "draining"
-
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": "1", "connection": "close"}
+    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
 class Crowded(Unavailable):
     code = "too_many_connections"
-
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": "1", "connection": "close"}
+    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
-class _OverSoon(Unavailable):
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": "1"}
-
-
-class ModelGone(_OverSoon):
+class ModelGone(Unavailable):
     code = "model_gone"
+    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
 
-class OutOfMemory(_OverSoon):
+class OutOfMemory(Unavailable):
     code = "out_of_memory"
+    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
     def __init__(self) -> None:
         super().__init__("the server has no memory left for this request: send it again later")

@@ -47,7 +47,6 @@ SECURITY_HEADERS: HeaderList = (
         b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     ),
 )
-_OUR_BUG = "this is our bug; please report it with the id"
 _UNWRITTEN = Access(log=False, traces=None)
 _log = logging.getLogger("stepdial")
 # Ids are no secrets: asking the system for each would let another thread run, and wait for it.
@@ -128,8 +127,8 @@ class Envelope:
             )
             if status:
                 raise  # the response has begun: only breaking the connection tells the client
-            told = OutOfMemory() if short else InternalError(f"{_OUR_BUG} {request_id}")
-            await _send_error(send_with_headers, told, scope["path"])
+            bug = InternalError(f"this is our bug; please report it with the id {request_id}")
+            await _send_error(send_with_headers, OutOfMemory() if short else bug, scope["path"])
         finally:
             if holder is not None:
                 holder.leave()
