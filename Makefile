@@ -6,9 +6,9 @@
 # Set on the command line (make demo PORT=9000), never by a variable of the same name that happens
 # to be in the environment.
 VENV := .venv
-# Three at a time, since tests wait for servers and clocks about a third of their time. Each module
+# Two at a time, since timing is part of what is tested. Each module
 # in one process, so that its fixtures are made once; in the order of tests/conftest.py.
-PARALLEL := -n 3 --dist loadscope --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 HOST := 127.0.0.1
 PORT := 8000
 RUNTIME := cpu

@@ -223,11 +223,12 @@ class ClassifyLane(Generic[WorkT]):
         real = longest = head.tokens
         limit_s = self._call_limit_s(head, now_s)
         others = window[1:]
+        enough = self._prices.enough_rows(steps, head.tokens)
         in_order = self._spare_s(steps, now_s) < self._prices.usual_s(steps)
         if not in_order:
             others.sort(key=lambda row: abs(row.tokens - head.tokens))
         for row in others:
-            if len(chosen) == self._max_rows:
+            if len(chosen) >= enough:
                 break
             rows, length = len(chosen) + 1, max(longest, row.tokens)
             padding = rows * length - real - row.tokens

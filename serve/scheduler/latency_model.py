@@ -80,6 +80,11 @@ class LatencyModel:
     def knows(self, series: Series) -> bool:
         return series in self._shapes
 
+    def knows_well(self, series: Series) -> bool:
+        """Whether enough calls were seen to tell what a row costs from what a call does."""
+        shape = self._shapes.get(series)
+        return shape is not None and shape.seen >= _KNOWN_CALLS
+
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
         shape = self._shapes.get(series)

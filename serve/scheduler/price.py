@@ -8,6 +8,7 @@ from serve.scheduler.job import LaneKey
 from serve.scheduler.latency_model import LatencyModel, Series
 
 _NEWEST = 0.05  # weight of the newest row in the usual length
+_NEARLY = 1.03  # as cheap a row as in a full call
 _NEWEST_CALL = 0.2  # and of the newest call in the usual batch and padding
 
 
@@ -45,11 +46,7 @@ class Prices:
 
     def call_s(self, steps: int, rows: int, length: int) -> float:
         """A call takes about this long, and seldom longer."""
-        series = self._series.get(steps)
-        if series is None:
-            series = Series(self._key.model, "classify", steps, self._key.threshold)
-            self._series[steps] = series
-        seconds = self._latency.call_s(series, rows, length)
+        seconds = self._latency.call_s(self._series_of(steps), rows, length)
         if seconds is None and self._key.threshold is not None:  # at worst all steps are taken
             full = Series(self._key.model, "classify", steps)
             seconds = self._latency.call_s(full, rows, length)
@@ -64,6 +61,19 @@ class Prices:
         """A usual call: a row is done when all that share its call are."""
         return self.call_s(steps, round(self._usual_rows), round(self._usual_tokens))
 
+    def enough_rows(self, steps: int, length: int) -> int:
+        """The fewest rows of a call that does nearly as many in a second as a full one.
+
+        More would only wait for each other.
+        """
+        if not self._latency.knows_well(self._series_of(steps)):
+            return self._max_rows
+        each_s = self.call_s(steps, self._max_rows, length) / self._max_rows
+        rows = 1
+        while rows < self._max_rows and self.call_s(steps, rows, length) / rows > _NEARLY * each_s:
+            rows *= 2
+        return min(rows, self._max_rows)
+
     def share(self, steps: int, full: int) -> float:
         """What a usual row costs at these steps, in parts of what it costs at full ones."""
         length = round(self._usual_tokens)
@@ -77,3 +87,10 @@ class Prices:
         if rows <= self._max_rows:
             return self.call_s(steps, rows, longest)
         return -(-rows // self._max_rows) * self.call_s(steps, self._max_rows, longest)
+
+    def _series_of(self, steps: int) -> Series:
+        series = self._series.get(steps)
+        if series is None:
+            series = Series(self._key.model, "classify", steps, self._key.threshold)
+            self._series[steps] = series
+        return series

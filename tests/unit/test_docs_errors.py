@@ -22,9 +22,11 @@ _ANY = "…"
 
 
 def kinds(of: type[ServeError] = ServeError) -> Iterator[type[ServeError]]:
+    """Those of the server; other parts document their own."""
     for kind in of.__subclasses__():
-        yield kind
-        yield from kinds(kind)
+        if kind.__module__ == ServeError.__module__:
+            yield kind
+            yield from kinds(kind)
 
 
 def said() -> set[str]:

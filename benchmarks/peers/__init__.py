@@ -1,0 +1,1 @@
+"""Other servers with the same model, side by side with ours."""
