@@ -10,6 +10,7 @@ from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
 from serve.catalog import Served
 from serve.engine.engine import Engine
 from serve.routes.shared import answer, problems
+from serve.scheduler.classify_lane import MARGIN
 from serve.scheduler.job import Kind, LaneKey
 from serve.wire.cards import (
     Interval,
@@ -67,6 +68,8 @@ def model_routes(engine: Engine) -> APIRouter:
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
+                caution=round(engine.latency.caution * MARGIN, 3),
+                answer_ms=round(engine.latency.answer_s * 1000, 3),
                 rungs=[_rung(served, rung, engine) for rung in manifest.rungs],
             )
         )

@@ -31,7 +31,7 @@ _CALL_SHARE = 0.25
 # And at most this share of what is left to its first row, for more rows than that one.
 _COMPANY_SHARE = 0.8
 # Calls are not cut as finely as is planned: a request is let in if so much more work would fit.
-_MARGIN = 1.05
+MARGIN = 1.05
 _REMEMBERED = 64  # deadlines
 
 
@@ -140,7 +140,7 @@ class ClassifyLane(Generic[WorkT]):
         late_s = -math.inf
         behind = self.waiting[place:]
         added_s = start_s + beside_s + self._prices.answer_s
-        if not behind or (done_s + call_s) * _MARGIN + added_s <= behind[0].due_s:
+        if not behind or (done_s + call_s) * MARGIN + added_s <= behind[0].due_s:
             # All are done before the first of those behind is due.
             done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
             behind = []
@@ -148,12 +148,12 @@ class ClassifyLane(Generic[WorkT]):
         for row_due_s, _, _, other, _, _, least_s in reversed(behind):
             if other.deadline is not None:
                 row_done_s = done_s + call_s - least_s if call_s > least_s else done_s
-                if row_done_s * _MARGIN - row_due_s > late_s:
-                    late_s = row_done_s * _MARGIN - row_due_s
+                if row_done_s * MARGIN - row_due_s > late_s:
+                    late_s = row_done_s * MARGIN - row_due_s
             done_s -= least_s + each_s
         alone_s = self._prices.alone_s(self._choices(job)[0], job.lengths)
         done_s += max(0.0, alone_s - own_s, call_s - own_s)
-        late_s = max(late_s, done_s * _MARGIN - due_s)
+        late_s = max(late_s, done_s * MARGIN - due_s)
         return start_s + beside_s + late_s + self._prices.answer_s
 
     def wait_s(self, least: bool) -> float:

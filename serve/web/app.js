@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { createCode } from "./code.js";
+import { callMs } from "./deadline.js";
 import { createDial } from "./dial.js";
 import { callsOf, createForm, writes } from "./form.js";
 import * as format from "./format.js";
@@ -118,7 +119,7 @@ const mode = () => (writes(model) ? "generate" : "classify");
 
 function refresh() {
   const rung = dial.rung();
-  const deadlineMs = dial.way() === "deadline" ? dial.deadlineMs() / callsOf(model) : null;
+  const deadlineMs = dial.way() === "deadline" ? callMs(ladder, callsOf(model), dial.deadlineMs()) : null;
   frontier.update({ ladder, task: mode(), index: rung ? ladder.rungs.indexOf(rung) : -1, deadlineMs });
   history.draw(model.id, mode(), ladder.metric);
   element("clear").hidden = history.size(model.id) === 0;

@@ -7,23 +7,26 @@ const ABOVE_MOST = 5;
 
 const rounded = (value) => Number(value.toPrecision(2));
 
-/** What a whole answer at a rung takes, as predicted now; null where nothing is known. */
-export function wholeMs(rung, calls) {
+/** The shortest deadline of a whole answer at a rung, as predicted now; null where nothing is known. */
+export function wholeMs(ladder, rung, calls) {
   const each = rung.predicted_ms ?? rung.latency_ms ?? null;
-  return each === null ? null : each * calls;
+  return each === null ? null : each * calls * ladder.caution + ladder.answer_ms;
 }
 
+/** What a deadline leaves for one call. */
+export const callMs = (ladder, calls, deadlineMs) => (deadlineMs - ladder.answer_ms) / (calls * ladder.caution);
+
 /** The rung with the most steps that is predicted to be in time; -1 where none is. */
-export function pick(rungs, calls, deadlineMs) {
-  return rungs.findLastIndex((rung) => {
-    const ms = wholeMs(rung, calls);
+export function pick(ladder, calls, deadlineMs) {
+  return ladder.rungs.findLastIndex((rung) => {
+    const ms = wholeMs(ladder, rung, calls);
     return ms !== null && ms <= deadlineMs;
   });
 }
 
 /** The range of a control on which every rung is seen; kept while it still holds them all. */
-export function rangeFor(rungs, calls, kept) {
-  const times = rungs.map((rung) => wholeMs(rung, calls)).filter((ms) => ms !== null);
+export function rangeFor(ladder, calls, kept) {
+  const times = ladder.rungs.map((rung) => wholeMs(ladder, rung, calls)).filter((ms) => ms !== null);
   if (!times.length) return null;
   const [least, most] = [Math.min(...times), Math.max(...times)];
   const fits = kept && kept.lowMs * 1.2 <= least && most * 1.5 <= kept.highMs && most * 20 >= kept.highMs;

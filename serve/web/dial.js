@@ -86,13 +86,13 @@ export function createDial(onTurn, callsOf) {
   function rung() {
     if (way === "steps") return rungs()[index];
     if (way === "agreement") return full();
-    return rungs()[deadline.pick(rungs(), callsOf(), deadlineMs)] ?? null;
+    return rungs()[deadline.pick(ladder, callsOf(), deadlineMs)] ?? null;
   }
 
   function show() {
     for (const radio of radios) radio.checked = radio.value === way;
     for (const one of WAYS) element(`control-${one}`).hidden = one !== way;
-    span = deadline.rangeFor(rungs(), callsOf(), span);
+    span = deadline.rangeFor(ladder, callsOf(), span);
     if (span) deadlineMs ??= deadline.timeAt(span, 60);
     deadlineMs ??= 1000;
     const chosen = rung();
@@ -128,7 +128,7 @@ export function createDial(onTurn, callsOf) {
     const picked = chosen ? `${format.stepsWord(chosen.steps)} picked` : "too short for any step count";
     time.setAttribute("aria-valuetext", `${format.duration(deadlineMs)}, ${picked}`);
     let shown = -1;
-    const marks = rungs().map((one) => ({ one, ms: deadline.wholeMs(one, callsOf()) })).filter(({ ms }) => ms !== null)
+    const marks = rungs().map((one) => ({ one, ms: deadline.wholeMs(ladder, one, callsOf()) })).filter(({ ms }) => ms !== null)
       .sort((a, b) => b.ms - a.ms).map(({ one, ms }) => {
         const share = deadline.shareOf(span, ms);
         const crowded = shown >= 0 && shown - share < CLOSE_SHARE;
@@ -185,8 +185,8 @@ export function createDial(onTurn, callsOf) {
       return `Not even ${least} would have ${answer} ready within ${format.duration(deadlineMs)} under the present load: the server would refuse.`;
     }
     const last = taken === null ? "The server keeps a margin." : `The last answer took ${format.stepsWord(taken)}.`;
-    const ready = format.milliseconds(deadline.wholeMs(chosen, callsOf()));
-    return `Under the present load, ${format.stepsWord(chosen.steps)} would have ${answer} ready in about ${ready}. ${last}`;
+    const ready = format.milliseconds(deadline.wholeMs(ladder, chosen, callsOf()));
+    return `Under the present load, ${format.stepsWord(chosen.steps)} would have ${answer} ready within ${ready}. ${last}`;
   }
 
   function spoken(chosen) {

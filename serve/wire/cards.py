@@ -77,6 +77,13 @@ class LadderResponse(Answer):
     metric: Metric = Field(description=METRIC)
     full_steps: int = Field(description="The most steps there are.")
     default_steps: int = Field(description="What a request without a budget gets.")
+    caution: float = Field(
+        description="A deadline_ms has room for predicted_ms times this, since some calls take "
+        "longer; a generation's for that of all its tokens."
+    )
+    answer_ms: float = Field(
+        description="And for this beside it: until an answer has left, once its last call is over."
+    )
     rungs: list[LadderRung] = Field(description="By steps, ascending.")
 
 

@@ -183,12 +183,13 @@ def test_agreement_stops_early_and_says_after_how_many_steps(page: Page) -> None
     expect(page.locator("#hops .jump")).to_have_count(0)
 
 
-def predictions(route: Route, milliseconds: float) -> None:
+def predictions(route: Route, milliseconds: float, caution: float = 1.0) -> None:
     """The ladder as the server has it, but for what it predicts: so long for each step."""
     answer = route.fetch()
     body = answer.json()
     for rung in body["rungs"]:
         rung["predicted_ms"] = milliseconds * rung["steps"]
+    body |= {"caution": caution, "answer_ms": 0.0}
     route.fulfill(response=answer, json=body)
 
 
@@ -213,7 +214,7 @@ def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) ->
     expect(page.locator("#trade")).to_contain_text("the server would refuse")
     marks.first.click()
     page.unroute("**/ladder")
-    page.route("**/ladder", lambda route: predictions(route, 2.5))
+    page.route("**/ladder", lambda route: predictions(route, 2.5, caution=1.5))
     expect(count).to_have_text("1", timeout=8000)  # by itself: much waits now
     mark = page.locator("#frontier .rung").first
     expect(mark).to_have_attribute("aria-label", re.compile("1 step: .*, 2.50 ms, measured "))
