@@ -93,7 +93,7 @@ export function createDial(onTurn, callsOf) {
     for (const radio of radios) radio.checked = radio.value === way;
     for (const one of WAYS) element(`control-${one}`).hidden = one !== way;
     span = deadline.rangeFor(ladder, callsOf(), span);
-    if (span) deadlineMs ??= deadline.timeAt(span, 60);
+    if (span) deadlineMs ??= deadline.timeAt(span, 85);
     deadlineMs ??= 1000;
     const chosen = rung();
     place(range, index / Math.max(1, rungs().length - 1), index);

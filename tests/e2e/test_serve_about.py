@@ -45,7 +45,7 @@ def test_the_ladder(client: httpx.Client, model: str) -> None:
     assert [rung["steps"] for rung in ladder["rungs"]] == [1, 2, 4]
     assert [rung["latency_ms"] for rung in ladder["rungs"]] == pytest.approx([0.1, 0.2, 0.4])
     assert all(rung["predicted_ms"] > 0 for rung in ladder["rungs"])
-    assert ladder["caution"] > 1 and ladder["answer_ms"] >= 2
+    assert ladder["caution"] >= 1 and ladder["answer_ms"] > 0
     used = ladder["rungs"][1]
     assert used["predicted_ms"] != used["latency_ms"]
 
