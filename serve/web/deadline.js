@@ -4,6 +4,8 @@
 const POSITIONS = 100;
 const BELOW_LEAST = 0.4;
 const ABOVE_MOST = 5;
+// Below this a machine that is busy with other things may keep nobody's deadline.
+const LEAST_HIGH_MS = 1000;
 
 const rounded = (value) => Number(value.toPrecision(2));
 
@@ -29,8 +31,8 @@ export function rangeFor(ladder, calls, kept) {
   const times = ladder.rungs.map((rung) => wholeMs(ladder, rung, calls)).filter((ms) => ms !== null);
   if (!times.length) return null;
   const [least, most] = [Math.min(...times), Math.max(...times)];
-  const fits = kept && kept.lowMs * 1.2 <= least && most * 1.5 <= kept.highMs && most * 20 >= kept.highMs;
-  return fits ? kept : { lowMs: rounded(least * BELOW_LEAST), highMs: rounded(most * ABOVE_MOST) };
+  const fits = kept && kept.lowMs * 1.2 <= least && most * 1.5 <= kept.highMs && (most * 20 >= kept.highMs || kept.highMs === LEAST_HIGH_MS);
+  return fits ? kept : { lowMs: rounded(least * BELOW_LEAST), highMs: rounded(Math.max(LEAST_HIGH_MS, most * ABOVE_MOST)) };
 }
 
 /** Where a time stands between the ends, from 0 to 1, in logarithms. */
