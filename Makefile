@@ -6,8 +6,8 @@
 # Set on the command line (make demo PORT=9000), never by a variable of the same name that happens
 # to be in the environment.
 VENV := .venv
-# Two at a time, since timing is part of what is tested. Each module
-# in one process, so that its fixtures are made once; in the order of tests/conftest.py.
+# Two at a time, since timing is part of what is tested. Each module in one process, so that its
+# fixtures are made once; in the order of tests/conftest.py.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 HOST := 127.0.0.1
 PORT := 8000

@@ -34,6 +34,7 @@ class WaitingEngines(Engines):
         held = await super()._load(name)
         served = self._engine.catalog.find(name)
         rung = WaitingRung(len(served.manifest.labels or ()))
+        # Of this one model only, so that what is measured around it stays as it is.
         served.model.classifier = lambda steps: rung  # type: ignore[method-assign]
         return held
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from loadtest.comparison import main as compare
 
         return compare(arguments[1:])
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     if options.find_capacity and not options.shape and not options.trace:
         options.shape = "poisson"
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(locust_command(options, options.url))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="stepdial loadtest", description=_ABOUT, allow_abbrev=False
     )

@@ -25,6 +25,8 @@ from loadtest.schedule import Shot
 from loadtest.stream import TokenStream
 from loadtest.target import ENDPOINTS
 
+CUT_SHORT = "no answer before the end of the test"  # the error of a sender that is ended meanwhile
+
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -56,7 +58,7 @@ class Line:
         except AnswerError as wrong:
             error = str(wrong)
         except gevent.GreenletExit:
-            error = "no answer before the end of the test"
+            error = CUT_SHORT
         except Exception as broken:  # whatever a connection can do is one failed request
             error = f"{type(broken).__name__}: {broken}"
         total_ms = (time.monotonic() - due_s) * 1e3

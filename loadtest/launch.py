@@ -7,6 +7,7 @@ import argparse
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,10 @@ def locust_command(options: argparse.Namespace, url: str) -> list[str]:
         command.append(f"--run-time={run_s}s")
     if options.workers:
         command += [f"--processes={options.workers}", f"--expect-workers={options.workers}"]
+        # Locust's own port is one for all tests of a machine, and open to other machines.
+        port = _free_port()
+        command += ["--master-bind-host=127.0.0.1", f"--master-bind-port={port}"]
+        command.append(f"--master-port={port}")
     if options.web:
         return [*command, "--web-host=127.0.0.1", f"--web-port={options.web_port}"]
     # Naming a file for Locust's own statistics also keeps it from printing them.
@@ -53,6 +58,12 @@ def run(command: list[str], silent: bool = False) -> int:
                 if silent:
                     raise
                 continue
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _spawn_rate(options: argparse.Namespace, users: int) -> float:

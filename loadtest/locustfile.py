@@ -19,9 +19,10 @@ from locust.env import Environment
 from locust.exception import StopTest, StopUser
 from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
+from locust.user.task import LOCUST_STATE_RUNNING
 
 from loadtest.answers import AnswerError
-from loadtest.exchange import Line
+from loadtest.exchange import CUT_SHORT, Line
 from loadtest.generator import Gauge, Generator
 from loadtest.open_loop import OpenLoop, Share
 from loadtest.options import add_shared, complaint, terms_of
@@ -50,12 +51,19 @@ class Caller(User):
 
     @task
     def ask(self) -> None:
-        """Send the next request and wait for its answer, or send the whole of a schedule."""
+        """Send one request after another until told to stop, or the whole of a schedule."""
         if self._plan.terms.open:
             self._send_share()
             raise StopUser
-        shot, body = self._plan.next_request()
-        self._take(self._line.send(shot, body, time.monotonic(), time.time()))
+        # A task that comes back would be between tasks for a moment, in which Locust ends a user at
+        # once: by then in the midst of its next request, whose answer would be lost.
+        error = None
+        while self._state == LOCUST_STATE_RUNNING and error != CUT_SHORT:
+            shot, body = self._plan.next_request()
+            outcome = self._line.send(shot, body, time.monotonic(), time.time())
+            self._take(outcome)
+            error = outcome.error
+        raise StopUser
 
     def on_stop(self) -> None:
         """Leave no connection behind."""

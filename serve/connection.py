@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from serve.errors import BadHttp, Crowded, HeadersTooLarge, RequestTimeout, ServeError, UrlTooLong
 from serve.whole_answer import refusal, write_whole
 from serve.wire.body import WHOLE_BODY_KEY
+from serve.wire.departure import DEPARTURE_KEY, Departure
 from serve.wire.envelope import CROWDED_KEY, WHOLE_KEY
-from serve.wire.mailbox import DEPARTURES_KEY
 from serve.wire.origin import HeaderList
 
 # Connections beyond the limit on which probes are answered all the same.
@@ -97,9 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-            # Whoever begins to watch only now looks in vain, and asks uvicorn.
-            for leave in cast(dict[str, Any], self._answering.scope).pop(DEPARTURES_KEY):
-                leave()
+            cast(dict[str, Any], self._answering.scope)[DEPARTURE_KEY].happen()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -132,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _HEAD
         self._head_bytes = 0
         scope = cast(dict[str, object], self.scope)
-        scope[DEPARTURES_KEY] = []
+        scope[DEPARTURE_KEY] = Departure()
         scope[WHOLE_KEY] = self._write_whole
         if self._crowded:
             scope[CROWDED_KEY] = True

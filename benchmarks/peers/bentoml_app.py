@@ -14,6 +14,7 @@ class Topics:
     def __init__(self) -> None:
         self._labeller = Labeller()
 
+    # BentoML gives its decorators no types.
     @bentoml.api(batchable=True, max_batch_size=MAX_BATCH)  # type: ignore[untyped-decorator]
     def classify(self, texts: list[str]) -> list[dict[str, Any]]:
         return self._labeller.label(texts)

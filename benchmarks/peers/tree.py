@@ -17,6 +17,7 @@ from typing import Self
 from benchmarks.server import process_memory
 
 _POLL_S = 0.01
+_KILL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ class Tree:
             for pid in self.members():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        # One that is killed lives until the kernel has taken it apart.
+        if self.gone_s(_KILL_S) is None:
+            raise TimeoutError(f"cannot be killed: {self.members()}")
 
 
 def start(

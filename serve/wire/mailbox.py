@@ -13,8 +13,7 @@ from serve.engine.engine import Engine
 from serve.engine.work import Work
 from serve.scheduler.job import Job
 from serve.wire.access import ID_KEY, JOBS_KEY
-
-DEPARTURES_KEY = "stepdial.departures"  # what our own connections call when their client leaves
+from serve.wire.departure import DEPARTURE_KEY, Departure
 
 EventT = TypeVar("EventT")
 
@@ -99,11 +98,10 @@ class Submitted:
 
 def _watch(request: Request, mailbox: Mailbox[Any]) -> Callable[[], object]:
     """Tell the mailbox when the client leaves; returns what ends that."""
-    departures: list[Callable[[], None]] | None = request.scope.get(DEPARTURES_KEY)
-    if departures is None:  # behind another server than ours
+    departure: Departure | None = request.scope.get(DEPARTURE_KEY)
+    if departure is None:  # behind another server than ours
         return asyncio.create_task(_await_departure(request, mailbox)).cancel
-    departures.append(mailbox.leave)
-    return departures.clear
+    return departure.watch(mailbox.leave)
 
 
 async def _await_departure(request: Request, mailbox: Mailbox[Any]) -> None:

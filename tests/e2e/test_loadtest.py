@@ -132,6 +132,19 @@ def test_locust_runs_the_file_by_itself_in_several_processes() -> None:
     assert f"{sent} requests in" in done.stdout
 
 
+def test_callers_end_with_the_test_though_answers_never_come() -> None:
+    with running_stub(dict.fromkeys(LADDER, "hang")) as stub:
+        command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
+        command += ["--host", stub.url, "-u", "3", "-r", "3", "-t", "1s", "--max-tokens", "8"]
+        # Nothing says how long Locust may wait for them, so it ends them at once.
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        sent = len(stub.bodies)
+    assert sent == 3, "each has one, and none begins another when it is ended"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{sent} requests in" in done.stdout
+    assert "no answer before the end of the test" in done.stdout
+
+
 def test_the_page_starts_a_test_and_shows_its_report() -> None:
     with running_stub() as stub:
         command = [sys.executable, "-m", "stepdial", "loadtest", "--url", stub.url, "--web"]

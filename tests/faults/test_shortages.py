@@ -183,7 +183,9 @@ def test_output_that_nobody_takes_stops_nothing(log_format: str) -> None:
         assert process.wait(20) == 0
 
 
-@pytest.mark.skipif(FAKETIME is None, reason="no libfaketime (Debian: apt-get install faketime)")
+@pytest.mark.skipif(
+    FAKETIME is None, reason="LEFT OUT: no libfaketime (Debian: apt-get install faketime)"
+)
 def test_clocks_that_jump_end_no_request(tmp_path: Path) -> None:
     """Hours forth and back between and within requests with deadlines; time itself goes on."""
     offset = tmp_path / "offset"

@@ -1,0 +1,26 @@
+"""The command that starts Locust."""
+
+from loadtest.__main__ import build_parser
+from loadtest.launch import locust_command
+
+URL = "http://127.0.0.1:8000"
+
+
+def flags(*options: str) -> dict[str, str]:
+    command = locust_command(build_parser().parse_args(["--url", URL, *options]), URL)
+    pairs = (word.split("=", 1) for word in command if "=" in word)
+    return dict(pairs)
+
+
+def test_tests_beside_each_other_have_ports_of_their_own() -> None:
+    first, second = (flags("--rate", "50", "--workers", "2") for _ in range(2))
+    assert first["--master-port"] == first["--master-bind-port"]
+    assert first["--master-port"] != second["--master-port"]
+
+
+def test_processes_are_joined_where_no_other_machine_can_reach_them() -> None:
+    assert flags("--rate", "50", "--workers", "2")["--master-bind-host"] == "127.0.0.1"
+
+
+def test_one_process_has_nobody_to_listen_to() -> None:
+    assert not [flag for flag in flags("--rate", "50") if flag.startswith("--master")]
