@@ -5,15 +5,18 @@ It deliberately knows nothing of how requests are sent and measured.
 
 import argparse
 import importlib.util
-import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from loadtest.files import unwritable
 from loadtest.launch import locust_command, run
 from loadtest.options import above_0, add_shared, complaint, positive, shape_of, terms_of
 from loadtest.plan import REFUSALS, Plan
-from loadtest.target import read_offers
+from loadtest.say import say
+from loadtest.search import MeasuringEndedError
+from loadtest.target import TargetError, checked_address, read_key, read_offers
 from loadtest.terms import DEFAULT_URL
 
 _ABOUT = (
@@ -43,14 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong := _complaint(options):
         parser.error(wrong)
     try:
-        plan = Plan(terms_of(options, options.url), read_offers(options.url))
+        terms = terms_of(options, options.url)
+        plan = Plan(terms, read_offers(terms.url, read_key(terms.api_key_file)))
     except REFUSALS as error:
-        print(error, file=sys.stderr)
+        say(str(error), sys.stderr)
         return 2
     if options.find_capacity:
         return _find_capacity(options)
     _announce(options, plan)
-    return run(locust_command(options, options.url))
+    return run(locust_command(options, options.url)).status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,53 +85,57 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complaint(options: argparse.Namespace) -> str | None:
-    if wrong := complaint(options):
+    if wrong := complaint(options) or (unwritable(Path(options.out)) if options.out else None):
         return wrong
     if options.find_capacity:
         if not options.objective:
             return "--find-capacity needs --objective, such as latency_p99_ms<200"
         if options.web or options.apart or shape_of(options) == "closed":
             return "--find-capacity goes with open shapes, without --web and --apart"
+        if options.keep_requests or options.out.endswith(".json"):
+            return "--find-capacity keeps what it found in --out FOLDER, without --keep-requests"
     return None
 
 
 def _announce(options: argparse.Namespace, plan: Plan) -> None:
     schedule = plan.schedule
     if schedule is None:
-        print(f"{options.url}: users {options.users}, duration {options.duration}")
+        say(f"{options.url}: users {options.users}, duration {options.duration}")
     else:
-        shots = len(schedule.shots)
-        print(f"{options.url}: {shots} requests in {schedule.length_s:.0f} s")
-        print(plan.terms.arrivals)
-    print("Sending: " + ", ".join(map(str, plan.weights)), flush=True)
+        say(f"{options.url}: {len(schedule.shots)} requests in {schedule.length_s:.0f} s")
+        say(plan.terms.arrivals)
+    say("Sending: " + ", ".join(map(str, plan.weights)))
+    if options.web:
+        say(f"Start it at http://127.0.0.1:{options.web_port}; its report is at /steps there.")
 
 
 def _find_capacity(options: argparse.Namespace) -> int:
     # Draws pictures, which takes a second to load: only those who look for a rate wait for it.
-    from loadtest.capacity import (
-        CapacityError,
-        find_capacity,
-        render_capacity,
-        start_of,
-        write_capacity,
-    )
+    from loadtest.capacity import find_capacity, render_capacity, start_of, write_capacity
 
+    # Between two tests, too, what was found until then is told.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         capacity = find_capacity(options, start_of(options))
-    except CapacityError as error:
-        print(error, file=sys.stderr)
+    except MeasuringEndedError as error:
+        say(f"No rate was measured: {error}.", sys.stderr)
         return 2
-    print("\n" + render_capacity(capacity))
+    say("\n" + render_capacity(capacity))
     if options.out:
-        write_capacity(capacity, options.objective, Path(options.out))
-        print(f"Capacity written to {options.out}.")
+        try:
+            write_capacity(capacity, options.objective, Path(options.out))
+        except OSError as error:
+            say(f"The capacity could not be written to {options.out}: {error}.", sys.stderr)
+            return 2
+        say(f"Capacity written to {options.out}.")
     return 0 if capacity.met_per_s is not None else 1
 
 
 def _url(text: str) -> str:
-    if not re.match(r"https?://[^/]", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://host:port")
-    return text.rstrip("/")
+    try:
+        return checked_address(text)
+    except TargetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 
 from loadtest.ask import Ask
 
+_MOST = 1e12  # beyond what any count or quality is
+
 
 class AnswerError(Exception):
     """The server answered, and the answer is wrong."""
@@ -53,7 +55,8 @@ def read_completion(body: bytes, ask: Ask, facts: Facts) -> None:
     """A text in one piece, in the shape of OpenAI."""
     answer = parse(body)
     choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or "text" not in choices[0]:
+    one = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    if not isinstance(one, dict) or "text" not in one:
         raise AnswerError("the answer does not hold exactly one choice with a text")
     read_usage(answer, facts)
     read_budget(openai_budget(answer), ask, facts)
@@ -67,9 +70,10 @@ def openai_budget(answer: dict[str, Any]) -> Any:
 
 def read_usage(answer: dict[str, Any], facts: Facts) -> None:
     """Tokens read and written, where the answer says them."""
-    usage = answer.get("usage") or {}
-    facts.prompt_tokens = usage.get("prompt_tokens", facts.prompt_tokens)
-    facts.tokens = usage.get("completion_tokens", facts.tokens)
+    usage = _record(answer, "usage")
+    read, written = _number(usage, "prompt_tokens"), _number(usage, "completion_tokens")
+    facts.prompt_tokens = facts.prompt_tokens if read is None else int(read)
+    facts.tokens = facts.tokens if written is None else int(written)
 
 
 def read_budget(budget: Any, ask: Ask, facts: Facts) -> None:
@@ -77,9 +81,9 @@ def read_budget(budget: Any, ask: Ask, facts: Facts) -> None:
     said = budget if isinstance(budget, dict) else {}
     if objection := ask.objection(said.get("steps")):
         raise AnswerError(objection)
-    facts.steps, facts.reason = said["steps"], said.get("reason")
-    expected = said.get("expected") or {}
-    facts.expected, facts.metric = expected.get("value"), expected.get("metric")
+    expected = _record(said, "expected")
+    facts.steps, facts.reason = _number(said, "steps"), _word(said, "reason")
+    facts.expected, facts.metric = _number(expected, "value"), _word(expected, "metric")
 
 
 def describe_refusal(status: int, body: bytes) -> str:
@@ -89,6 +93,30 @@ def describe_refusal(status: int, body: bytes) -> str:
         return f"HTTP {status} {error['code']}: {error['message']}"
     except (AnswerError, KeyError, TypeError):
         return f"HTTP {status}"
+
+
+# One answer of nonsense is one failed request: it must not reach the sums that are made of all.
+def _record(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    found = answer.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise AnswerError(f"{name} is {found!r}, no object")
+    return found or {}
+
+
+def _number(answer: dict[str, Any], name: str) -> float | None:
+    found = answer.get(name)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < _MOST:
+        raise AnswerError(f"{name} is {found!r}, no number that makes sense")
+    return found
+
+
+def _word(answer: dict[str, Any], name: str) -> str | None:
+    found = answer.get(name)
+    if found is not None and not isinstance(found, str):
+        raise AnswerError(f"{name} is {found!r}, no word")
+    return found
 
 
 def parse(body: bytes | str) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from typing import Any
 
 from loadtest.charts import Chart, Line
 from loadtest.drawing import draw_png, draw_svg
+from loadtest.files import write_text, write_whole
 from loadtest.launch import locust_command, run
 from loadtest.objective import Objective, parse_objective
 from loadtest.page import page, table
-from loadtest.search import Capacity, Point, Search
+from loadtest.say import say
+from loadtest.search import Capacity, MeasuringEndedError, Point, Search
 from loadtest.tables import Cells, markdown_table, number, text_table
 from loadtest.terms import parse_duration, parse_levels
 
@@ -27,27 +29,21 @@ _LEAST_REQUESTS = 200
 _WARM_UP_S = 2.0
 
 
-class CapacityError(Exception):
-    """A test could not run; it has said why."""
-
-
 def find_capacity(options: argparse.Namespace, start_per_s: float) -> Capacity:
     """Measure rates one after another, and say what each gave."""
     objective = parse_objective(options.objective)
     longest_s = options.most_points * (_LONGER * parse_duration(options.duration) + 10)
-    print(
+    say(
         f"Looking for the highest rate that keeps {options.objective}: at most "
-        f"{options.most_points} tests, at most {longest_s / 60:.0f} minutes.",
-        flush=True,
+        f"{options.most_points} tests, at most {longest_s / 60:.0f} minutes."
     )
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(rate_per_s: float, number: int) -> Point:
-            point = _measure(options, objective, rate_per_s, number, Path(folder))
-            print("  " + "  ".join(_cells(point)), flush=True)
-            return point
+            return _measure(options, objective, rate_per_s, number, Path(folder))
 
-        return Search(measure, options.precision, options.most_points).run(start_per_s)
+        search = Search(measure, _tell, options.precision, options.most_points)
+        return search.run(start_per_s)
 
 
 def start_of(options: argparse.Namespace) -> float:
@@ -61,21 +57,25 @@ def write_capacity(capacity: Capacity, objective: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {"schema_version": 1, "objective": objective, **asdict(capacity)}
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    (folder / "capacity.json").write_text(text, encoding="utf-8")
+    write_text(folder / "capacity.json", text)
     cells, chart = _table(capacity), _chart(capacity, objective)
     about = f"Objective: {objective}. {capacity.sentence}"
     markdown = f"# Capacity\n\n{about}\n\n{markdown_table(cells)}\n"
-    (folder / "capacity.md").write_text(markdown, encoding="utf-8")
+    write_text(folder / "capacity.md", markdown)
     figure = f"<figure><h3>{chart.title}</h3>{draw_svg(chart)}</figure>"
     parts = ["<h1>Capacity</h1>", f'<p class="about">{_escaped(about)}</p>', figure, table(cells)]
     html = page("Stepdial capacity", parts)
-    (folder / "capacity.html").write_text(html, encoding="utf-8")
-    draw_png(about, [chart], folder / "capacity.png")
+    write_text(folder / "capacity.html", html)
+    write_whole(folder / "capacity.png", lambda part: draw_png(about, [chart], part))
 
 
 def render_capacity(capacity: Capacity) -> str:
     """For a terminal."""
     return text_table(_table(capacity)) + "\n\n" + capacity.sentence
+
+
+def _tell(point: Point) -> None:
+    say("  " + "  ".join(_cells(point)))
 
 
 def _measure(
@@ -106,9 +106,13 @@ def _measure(
             "out": str(report),
         }
     )
-    status = run(locust_command(point, options.url), silent=True)
+    ending = run(locust_command(point, options.url), silent=True)
+    if ending.interrupted:
+        raise MeasuringEndedError(f"interrupted in the test at {rate_per_s:.4g}/s")
     if not report.exists():
-        raise CapacityError(f"The test at {rate_per_s:.4g}/s ended with status {status}.")
+        raise MeasuringEndedError(
+            f"the test at {rate_per_s:.4g}/s ended with status {ending.status} and no report"
+        )
     return _point(rate_per_s, json.loads(report.read_text(encoding="utf-8")))
 
 

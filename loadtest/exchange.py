@@ -23,11 +23,11 @@ from loadtest.outcomes import Outcome
 from loadtest.plan import Plan
 from loadtest.schedule import Shot
 from loadtest.stream import TokenStream
-from loadtest.target import ENDPOINTS
+from loadtest.target import ENDPOINTS, headers
 
 CUT_SHORT = "no answer before the end of the test"  # the error of a sender that is ended meanwhile
 
-_HEADERS = {"Content-Type": "application/json"}
+_LONGEST_ERROR = 300  # characters
 
 
 class Line:
@@ -36,6 +36,7 @@ class Line:
     def __init__(self, plan: Plan, connections: int) -> None:
         terms = plan.terms
         self._plan = plan
+        self._headers = headers(plan.key)
         self._prefix = urlsplit(terms.url).path.rstrip("/")
         self._client = HTTPClient.from_url(
             terms.url,
@@ -68,7 +69,7 @@ class Line:
             operation=shot.operation,
             started_s=started_s,
             total_ms=total_ms,
-            error=error,
+            error=_plain(error),
             first_token_ms=(moments[0] - due_s) * 1e3 if moments else None,
             gaps_ms=tuple((after - before) * 1e3 for before, after in pairs),
             tokens=facts.tokens,
@@ -84,7 +85,7 @@ class Line:
 
     def _exchange(self, shot: Shot, body: bytes, facts: Facts) -> None:
         endpoint, ask = ENDPOINTS[shot.operation.endpoint], shot.operation.ask
-        response = self._client.post(self._prefix + endpoint.path, body=body, headers=_HEADERS)
+        response = self._client.post(self._prefix + endpoint.path, body=body, headers=self._headers)
         openai = endpoint.path == "/v1/completions"
         try:
             if response.status_code != 200:
@@ -99,6 +100,14 @@ class Line:
                 read_generation(response.read(), ask, facts)
         finally:
             response.release()
+
+
+def _plain(error: str | None) -> str | None:
+    """One line of bounded length, whatever a server said: it is shown, and kept of each request."""
+    if error is None:
+        return None
+    text = "".join(each if each.isprintable() else " " for each in error)
+    return text if len(text) <= _LONGEST_ERROR else text[: _LONGEST_ERROR - 1] + "…"
 
 
 def _read_stream(response: HTTPSocketPoolResponse, stream: TokenStream) -> None:

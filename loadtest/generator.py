@@ -44,9 +44,7 @@ class Gauge:
 
     def read(self) -> Generator:
         """What was measured so far."""
-        marks = self._marks
-        if len(marks) < 2:
-            return Generator(0.0, 0.0)
+        marks = [*self._marks, (time.perf_counter(), time.process_time())]
         spans = [*zip(marks, marks[BUSY_S:], strict=False)] or [(marks[0], marks[-1])]
         return Generator(_share(marks[0], marks[-1]), max(_share(*span) for span in spans))
 
@@ -56,7 +54,7 @@ class Health:
     """How well the load was sent, and what is wrong with it; `lag` is from due to sent."""
 
     planned: int | None  # None in a closed loop
-    sent: int
+    sent: int | None  # None: the test is still going on
     lag_p50_ms: float | None
     lag_p99_ms: float | None
     lag_max_ms: float | None
@@ -73,12 +71,15 @@ class Health:
 def judge(
     lags_ms: Sequence[float],
     planned: int | None,
-    sent: int,
+    sent: int | None,
     lost: int,
     generators: Sequence[Generator],
     max_lag_ms: float,
 ) -> Health:
-    """Whether the figures of a test are about the server or about what sent the load."""
+    """Whether the figures of a test are about the server or about what sent the load.
+
+    `sent` is None while requests are on their way; `lost` processes never told their last ones.
+    """
     open_loop = planned is not None
     lag_p99_ms = percentile(lags_ms, 99) if open_loop else None
     busiest = max((each.cpu_busiest for each in generators), default=None)
@@ -91,8 +92,8 @@ def judge(
     if busiest is not None and busiest >= BUSY_SHARE:
         complaints.append(f"a process that sends used {busiest:.0%} of a core")
     if lost:
-        complaints.append(f"{lost} processes did not say that they had sent all of their share")
-    if planned is not None and sent < planned:
+        complaints.append(f"{lost} of the processes that send were lost, with what they had seen")
+    if planned is not None and sent is not None and sent < planned:
         complaints.append(f"{planned - sent} of {planned} planned requests were never sent")
     return Health(
         planned=planned,

@@ -22,7 +22,7 @@ class LabelledText:
 def read_labelled(path: Path) -> list[LabelledText]:
     """All lines that are not empty, in order."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LabelledError(f"The labelled texts {path} cannot be read: {error}") from None
     found = []

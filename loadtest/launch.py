@@ -4,18 +4,22 @@ It deliberately knows nothing of what a test measures.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.options import forwarded, shape_of
+from loadtest.say import say
 from loadtest.terms import parse_duration
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_AT_ONCE = 100  # a second: Locust warns that it cannot start more in time
 
 
@@ -45,19 +49,47 @@ def locust_command(options: argparse.Namespace, url: str) -> list[str]:
     return [*command, "--headless", *quiet]
 
 
-def run(command: list[str], silent: bool = False) -> int:
-    """The exit status of a test, which an interrupt ends early but not without its report."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a test ended: its exit status, and whether somebody wanted it to end before."""
+
+    status: int
+    interrupted: bool
+
+
+def run(command: list[str], silent: bool = False) -> Ending:
+    """Run a test, which a signal ends early but not without its report.
+
+    Locust has a session of its own: a terminal would interrupt its workers beside it, with
+    whatever they had not told yet. What it may leave behind when it is killed ends with it.
+    """
     output = subprocess.DEVNULL if silent else None
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output) as process:
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                # The terminal has interrupted Locust as well, which is finishing its report.
-                if silent:
-                    raise
-                continue
+    wanted: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def end(number: int, _: object) -> None:
+        wanted.append(number)
+        for process in started:
+            process.terminate()
+
+    before = {number: signal.signal(number, end) for number in _ENDING}
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+        )
+        started.append(process)
+        if wanted:
+            process.terminate()
+        status = process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status < 0:
+        say(f"The test was ended by {signal.Signals(-status).name}, without a report.", sys.stderr)
+        status = 128 - status
+    return Ending(status, bool(wanted))
 
 
 def _free_port() -> int:

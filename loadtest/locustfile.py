@@ -1,20 +1,21 @@
 """The simulated callers. Works by itself: `locust -f loadtest/locustfile.py --host URL`.
 
-In a closed loop each user sends one request after another, as the plan deals them out; in an open
-loop there is one user in each process, which sends its share of the schedule.
+In a closed loop each user sends one request after another; in an open loop one user in each
+process sends its share of the schedule.
 Only the process that Locust starts imports this file: it patches sockets and threads.
 It deliberately knows nothing of what is asked and of how a report looks.
 """
 
+import html
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import gevent
+from gevent.event import Event
 from gevent.hub import get_hub
 from locust import User, events, task
-from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopTest, StopUser
 from locust.rpc import Message
@@ -22,23 +23,29 @@ from locust.runners import MasterRunner, WorkerRunner
 from locust.user.task import LOCUST_STATE_RUNNING
 
 from loadtest.answers import AnswerError
+from loadtest.crew import END, ENDED, SENT, SHARE, Crew
 from loadtest.exchange import CUT_SHORT, Line
-from loadtest.generator import Gauge, Generator
+from loadtest.files import unwritable
+from loadtest.generator import Gauge
 from loadtest.open_loop import OpenLoop, Share
 from loadtest.options import add_shared, complaint, terms_of
-from loadtest.outcomes import Outcome, write_requests
+from loadtest.outcomes import Outcome
 from loadtest.plan import REFUSALS, Plan
-from loadtest.report import Report, render_json
-from loadtest.tables import render_text
-from loadtest.target import read_offers
+from loadtest.publishing import publish
+from loadtest.report import Report
+from loadtest.say import say
+from loadtest.target import read_key, read_offers
+from loadtest.watch import keep_gauge, show_progress
 
-_SHARE, _SENT = "stepdial_share", "stepdial_sent"  # messages between master and workers
-_LEAD_S = 2.0  # in which workers lay out their schedule, before the first request is due
+_LEAD_S, _LEAD_OF_WORKERS_S = 0.5, 2.0  # before the first request is due
+_PATIENCE_S = 10.0  # with workers, beyond what they wait for their answers
 _OVER = ("stopping", "stopped", "cleanup")
 
 _plans: dict[Environment, Plan] = {}
 _gauges: dict[Environment, Gauge] = {}
 _shares: dict[Environment, Share] = {}
+_crews: dict[Environment, Crew] = {}
+_refusals: dict[Environment, str] = {}
 
 
 class Caller(User):
@@ -72,12 +79,11 @@ class Caller(User):
     def _send_share(self) -> None:
         environment, runner = self.environment, self.environment.runner
         assert runner is not None, "users are run by a runner"
-        loop = OpenLoop(self._plan, _shares[environment], self._take)
-        self._plan.due = loop.run(lambda: runner.state in _OVER)
-        data: dict[str, Any] = {"due": self._plan.due}
-        if isinstance(runner, WorkerRunner):
-            _hand_over(data)
-        runner.send_message(_SENT, data)
+        share = _shares.pop(environment, None)
+        if share is None:  # a user who was added from the page: another sends all of it
+            return
+        OpenLoop(self._plan, share, self._take).run(lambda: runner.state in _OVER)
+        runner.send_message(SENT)
 
     def _take(self, outcome: Outcome) -> None:
         self._plan.outcomes.append(outcome)
@@ -91,17 +97,18 @@ class Caller(User):
         )
 
 
-def _add_options(parser: LocustArgumentParser) -> None:
-    add_shared(parser, "--answer-timeout")
-
-
 def _prepare(environment: Environment, **_: Any) -> None:
     # Timers count from when the loop last looked at the clock: before all the imports.
     get_hub().loop.update_now()
+    # Last, so that it is asked before the runner, which would end without its workers' answers.
+    environment.events.quitting.add_listener(_quit)
     runner = environment.runner
-    if runner is not None:
-        handle = _take_share if isinstance(runner, WorkerRunner) else _take_sent
-        runner.register_message(_SHARE if isinstance(runner, WorkerRunner) else _SENT, handle)
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(SHARE, _take_share)
+        runner.register_message(END, _end_worker, concurrent=True)
+    elif runner is not None:
+        runner.register_message(SENT, _take_sent)
+        runner.register_message(ENDED, _take_ended)
     if environment.web_ui is not None and environment.web_ui.app is not None:
         pages = environment.web_ui.app
         pages.add_url_rule("/steps", "steps", lambda: _report_page(environment))
@@ -110,7 +117,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 def _report_page(environment: Environment) -> str:
     plan = _plans.get(environment)
     if plan is None:
-        return "No test has been started yet."
+        return html.escape(_refusals.get(environment, "No test has been started yet."))
     # Draws pictures, which takes a second to load: only who looks at them waits for it.
     from loadtest.page import render_html
 
@@ -118,47 +125,54 @@ def _report_page(environment: Environment) -> str:
 
 
 def _start(environment: Environment, **_: Any) -> None:
-    _plans.pop(environment, None)
-    options = environment.parsed_options
+    for kept in (_plans, _gauges, _crews, _refusals):
+        kept.pop(environment, None)
+    options, runner = environment.parsed_options, environment.runner
     assert options is not None, "Locust always parses its command line"
     try:
         if wrong := complaint(options):
             raise StopTest(wrong)
+        begun_s = time.monotonic()
         terms = terms_of(options, environment.host)
-        plan = Plan(terms, read_offers(terms.url))
-        if terms.open and not isinstance(environment.runner, WorkerRunner):
-            _share_out(environment, plan)
+        plan = Plan(terms, read_offers(terms.url, read_key(terms.api_key_file)))
+        if not isinstance(runner, WorkerRunner):
+            if options.out and (wrong := unwritable(Path(options.out))):
+                raise StopTest(wrong)
+            _prepare_senders(environment, plan, time.monotonic() - begun_s)
     except (StopTest, *REFUSALS) as error:
         environment.process_exit_code = 2
+        _refusals[environment] = str(error)
         raise StopTest(str(error)) from None
     _plans[environment] = plan
-    if not isinstance(environment.runner, MasterRunner):
+    if not isinstance(runner, MasterRunner):
         _gauges[environment] = gauge = Gauge()
-        gevent.spawn(_keep_gauge, environment, plan, gauge)
-    if sys.stderr.isatty() and not isinstance(environment.runner, WorkerRunner):
-        gevent.spawn(_show_progress, environment, plan)
+        gevent.spawn(keep_gauge, gauge, lambda: _plans.get(environment) is plan)
+    if sys.stderr.isatty() and not isinstance(runner, WorkerRunner):
+        gevent.spawn(show_progress, plan, lambda: _plans.get(environment) is plan)
 
 
-def _share_out(environment: Environment, plan: Plan) -> None:
-    """Tell every sender which part of the schedule is its own, and when it begins."""
+def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> None:
     runner = environment.runner
     assert runner is not None, "a test that starts has a runner"
-    distributed = isinstance(runner, MasterRunner)
-    workers = [*runner.clients] if isinstance(runner, MasterRunner) else ["local"]
-    if runner.target_user_count != len(workers):
+    crew = Crew(runner) if isinstance(runner, MasterRunner) else None
+    if crew is not None:
+        _crews[environment] = crew
+    if not plan.terms.open:
+        return
+    senders = len(crew.names) if crew else 1
+    if runner.target_user_count != senders:
         raise StopTest(
-            f"An open loop has one user in each process that sends: -u {len(workers)}, "
+            f"An open loop has one user in each process that sends: -u {senders}, "
             f"not -u {runner.target_user_count}."
         )
-    plan.senders = len(workers)
-    begin_s = time.time() + (_LEAD_S if distributed else 0.0)
-    plan.begin_s = begin_s
-    for index, worker in enumerate(workers):
-        share = {"index": index, "of": len(workers), "begin_s": begin_s}
-        if distributed:
-            runner.send_message(_SHARE, share, client_id=worker)
-        else:
-            _shares[environment] = Share.from_wire(share)
+    # Each worker first makes the same plan, which may take it longer than it took here.
+    lead_s = _LEAD_OF_WORKERS_S + 2 * took_s if crew else _LEAD_S
+    plan.begin_s = time.time() + lead_s
+    if crew is None:
+        _shares[environment] = Share(0, 1, plan.begin_s)
+    else:
+        crew.share_out(plan.begin_s)
+        gevent.spawn(_finish_when_sent, environment, plan, crew)
 
 
 def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
@@ -166,99 +180,121 @@ def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
 
 
 def _take_sent(environment: Environment, msg: Message, **_: Any) -> None:
-    """One sender has all its answers; when all have, the test is over."""
-    plan, runner = _plans[environment], environment.runner
+    if crew := _crews.get(environment):
+        crew.has_sent(msg.node_id)
+    else:
+        gevent.spawn(_finish, environment)
+
+
+def _finish_when_sent(environment: Environment, plan: Plan, crew: Crew) -> None:
+    crew.await_sent(lambda: plan.ended_s is not None)
+    if plan.ended_s is None:
+        _finish(environment)
+
+
+def _finish(environment: Environment) -> None:
+    runner = environment.runner
+    if runner is not None and runner.state not in _OVER:
+        (runner.quit if environment.web_ui is None else runner.stop)()
+
+
+def _count_users(user_count: int, **_: Any) -> None:
+    for plan in _plans.values():
+        plan.users = max(plan.users, user_count)
+
+
+def _stopping(environment: Environment, **_: Any) -> None:
+    plan, crew = _plans.get(environment), _crews.get(environment)
+    if plan is None or plan.ended_s is not None:
+        return
+    plan.ended_s = time.time()
+    if crew is not None:
+        plan.lost = crew.dismiss((environment.stop_timeout or 0.0) + _PATIENCE_S)
+
+
+def _end_worker(environment: Environment, msg: Message, **_: Any) -> None:
+    runner = environment.runner
+    assert isinstance(runner, WorkerRunner), "only workers are told to end"
+    if msg.data["at_once"]:
+        runner.user_greenlets.kill(block=False)
+        return
+    runner.stop()
+    # Locust would have this worker rest for so long before it can take part in another test.
+    environment.stop_timeout = 0.0
+    data: dict[str, Any] = {}
+    _hand_over(data)
+    runner.send_message(ENDED, data)
+
+
+def _take_ended(environment: Environment, msg: Message, **_: Any) -> None:
     _take_over(msg.data, msg.node_id)
-    plan.senders_done += 1
-    if isinstance(runner, MasterRunner):
-        plan.due += msg.data["due"]
-    if plan.senders_done == plan.senders and runner is not None and runner.state not in _OVER:
-        headless = environment.web_ui is None
-        gevent.spawn(runner.quit if headless else runner.stop)
+    _crews[environment].has_ended(msg.node_id)
 
 
 def _stop(environment: Environment, **_: Any) -> None:
-    # With worker processes and no page, the last outcomes arrive only after this.
-    if isinstance(environment.runner, MasterRunner) and environment.web_ui is None:
-        return
-    _publish(environment)
+    plan = _plans.get(environment)
+    if plan is not None and not isinstance(environment.runner, WorkerRunner):
+        _publish(environment, plan)
+        plan.published = True
 
 
 def _quit(environment: Environment, **_: Any) -> None:
-    if isinstance(environment.runner, MasterRunner) and environment.web_ui is None:
-        _publish(environment)
-
-
-def _publish(environment: Environment) -> None:
-    plan = _plans.get(environment)
-    if plan is None or isinstance(environment.runner, WorkerRunner):
+    plan, runner = _plans.get(environment), environment.runner
+    if runner is None or isinstance(runner, WorkerRunner):
         return
-    report = _report(environment, plan)
-    print("\n" + render_text(report), flush=True)
-    options = environment.parsed_options
-    if options is not None and options.out:
-        _keep(report, plan, Path(options.out), options.keep_requests)
-        print(f"Report written to {options.out}.", flush=True)
-    environment.process_exit_code = 0 if report.passed else 1
+    if plan is None:
+        if environment.web_ui is None and environment.process_exit_code is None:
+            say("Ended before the test began.", sys.stderr)
+            environment.process_exit_code = 2
+    elif plan.ended_s is None:
+        plan.interrupted = True
+        say("Interrupted: waiting for answers that are due; once more, without.", sys.stderr)
+        runner.stop()
+    elif not plan.published:
+        if crew := _crews.get(environment):
+            crew.tell_to_end(at_once=True)
+        else:
+            runner.user_greenlets.kill(block=False)
+        while not plan.published:
+            gevent.sleep(0.02)
+    if gevent.getcurrent() is not get_hub().parent:
+        # Asked by a signal: Locust would now exit here and, since nothing runs any more, there.
+        runner.quit()
+        if environment.web_ui is not None:
+            environment.web_ui.stop()
+        Event().wait()
 
 
-def _keep(report: Report, plan: Plan, path: Path, requests: bool) -> None:
-    """All forms in a folder, or only the JSON in a file of that name."""
-    folder = path.parent if path.suffix == ".json" else path
-    folder.mkdir(parents=True, exist_ok=True)
-    if requests:
-        write_requests(plan.outcomes, folder / "requests.csv")
-    if folder != path:
-        path.write_text(render_json(report), encoding="utf-8")
-        return
-    # Draws pictures, which takes a second to load: only who wants them waits for it.
-    from loadtest.writing import write_report
-
-    write_report(report, folder)
+def _publish(environment: Environment, plan: Plan) -> None:
+    report, options = _report(environment, plan), environment.parsed_options
+    out = Path(options.out) if options is not None and options.out else None
+    outcomes = plan.outcomes if options is not None and options.keep_requests else None
+    environment.process_exit_code = publish(report, outcomes, out)
 
 
 def _hand_over(data: dict[str, Any], **_: Any) -> None:
     for environment, plan in _plans.items():
-        data["outcomes"] = [outcome.to_wire() for outcome in plan.outcomes]
-        plan.outcomes.clear()
-        data["generator"] = _gauges[environment].read().to_wire()
+        data |= plan.hand_over(_gauges[environment].read())
 
 
 def _take_over(data: dict[str, Any], client_id: str, **_: Any) -> None:
     for plan in _plans.values():
-        plan.outcomes += map(Outcome.from_wire, data.get("outcomes", ()))
-        if "generator" in data:
-            plan.generators[client_id] = Generator.from_wire(data["generator"])
+        plan.take_over(data, client_id)
 
 
 def _report(environment: Environment, plan: Plan) -> Report:
-    runner = environment.runner
+    if environment.runner is not None:
+        plan.users = max(plan.users, environment.runner.target_user_count)
     if environment in _gauges:
-        plan.generators["local"] = _gauges[environment].read()
-    return plan.report(users=runner.target_user_count if runner else 0)
+        plan.note("local", plan.due, _gauges[environment].read())
+    return plan.report(time.time())
 
 
-def _keep_gauge(environment: Environment, plan: Plan, gauge: Gauge) -> None:
-    while _plans.get(environment) is plan:
-        gevent.sleep(1)
-        gauge.mark()
-
-
-def _show_progress(environment: Environment, plan: Plan) -> None:
-    begin_s = time.monotonic()
-    while _plans.get(environment) is plan and environment.runner is not None:
-        if environment.runner.state in _OVER:
-            break
-        errors = sum(outcome.error is not None for outcome in plan.outcomes)
-        line = f"{time.monotonic() - begin_s:4.0f} s: {len(plan.outcomes)} answers, {errors} errors"
-        print(f"\r{line}", end="", file=sys.stderr, flush=True)
-        gevent.sleep(1)
-
-
-events.init_command_line_parser.add_listener(_add_options)
+events.init_command_line_parser.add_listener(lambda parser: add_shared(parser, "--answer-timeout"))
 events.init.add_listener(_prepare)
 events.test_start.add_listener(_start)
+events.test_stopping.add_listener(_stopping)
 events.test_stop.add_listener(_stop)
-events.quitting.add_listener(_quit)
+events.spawning_complete.add_listener(_count_users)
 events.report_to_master.add_listener(_hand_over)
 events.worker_report.add_listener(_take_over)

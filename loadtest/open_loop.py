@@ -49,11 +49,10 @@ class OpenLoop:
         self._line = Line(plan, _CONNECTIONS)
         self._flights = Group()
 
-    def run(self, is_over: Callable[[], bool]) -> int:
-        """Send until all is sent, or until the test is over; how many were due by then."""
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Send until all is sent, or until the test is over, and wait for the answers."""
         gc.freeze()  # the schedule stays; going through it again and again would delay requests
         alarm = Alarm()
-        due = 0
         try:
             for shot in self._shots:
                 body = self._plan.body(shot)
@@ -62,11 +61,10 @@ class OpenLoop:
                     continue
                 if over:
                     break
-                due += 1
+                self._plan.due += 1
                 self._flights.start(gevent.Greenlet(self._fly, shot, body, moment_s))
             gevent.sleep(0)
             self._flights.join(timeout=self._plan.terms.drain_s)
-            return due
         finally:
             alarm.close()
             self._flights.kill()

@@ -26,7 +26,7 @@ from loadtest.terms import (
 _SHARED = (
     *("mix", "max_tokens", "prompt_tokens", "labels", "seed", "answer_timeout"),
     *("shape", "rate", "duration", "burstiness", "period", "trace", "speed", "length_scale"),
-    *("warm_up", "pause", "drain", "objective", "max_lag_ms", "out"),
+    *("warm_up", "pause", "drain", "objective", "max_lag_ms", "out", "api_key_file"),
 )
 _SWITCHES = ("apart", "keep_requests")
 
@@ -80,6 +80,8 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
         "folder for report.json, report.md, report.html and report.png; FILE.json for that alone"
     )
     add("--out", str, "", about, metavar="FOLDER")
+    about = "file that holds a key of the server, which each request then carries"
+    add("--api-key-file", str, "", about, metavar="FILE")
     parser.add_argument(
         "--keep-requests", action="store_true", help="keep every request, as requests.csv, too"
     )
@@ -149,6 +151,7 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
         labels=options.labels and str(Path(options.labels).absolute()),
         objective=options.objective,
         max_lag_ms=options.max_lag_ms,
+        api_key_file=options.api_key_file and str(Path(options.api_key_file).absolute()),
     )
 
 

@@ -63,8 +63,8 @@ class Outcome:
         return cls(**{**data, **restored})
 
 
-# In messages: 587 ms, 0.25.
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+# In messages: 587 ms, 0.25, and the names of requests, 0b3f9c6e-42.
+_NUMBER = re.compile(r"\b(?=\w*\d)[0-9a-f-]{8,}\b|\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from loadtest.tables import (
     LEFT,
     LEGEND,
     Cells,
-    failure_line,
+    failure_lines,
     health_line,
     number,
     row_table,
@@ -79,7 +79,8 @@ def render_html(report: Report) -> str:
         parts += ["<h2>Stages</h2>", table(stage_table(report))]
     parts.append(f'<p class="legend">{html.escape(LEGEND)} {html.escape(health_line(report))}</p>')
     if report.failures:
-        listed = "".join(f"<li>{html.escape(failure_line(each))}</li>" for each in report.failures)
+        lines = failure_lines(report.failures)
+        listed = "".join(f"<li>{html.escape(each)}</li>" for each in lines)
         parts += ["<h2>Failures</h2>", f'<ul class="bad">{listed}</ul>']
     return page("Stepdial load test", parts)
 
@@ -132,11 +133,10 @@ def _coloured(cell: str) -> str:
 def _tiles(report: Report) -> str:
     errors = "bad" if report.errors else "good"
     slowest = max((row.p99_ms for row in report.rows if row.p99_ms is not None), default=None)
-    answered = (report.requests - report.errors) / report.elapsed_s if report.elapsed_s else 0.0
     tiles = [
         (str(report.requests), "requests", ""),
         (str(report.errors), "errors", errors),
-        (number(answered), "right answers a second", ""),
+        (number(report.answered_per_s), "right answers a second", ""),
         (f"{number(slowest)} ms", "p99 of the slowest operation", ""),
     ]
     if report.verdicts:

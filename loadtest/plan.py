@@ -17,7 +17,7 @@ from loadtest.objective import ObjectiveError, parse_objective
 from loadtest.outcomes import WARM_UP, Outcome
 from loadtest.report import Report, build_report
 from loadtest.schedule import Schedule, Scheduler, Shot, Stage
-from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token
+from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token, read_key
 from loadtest.terms import Terms, parse_lengths
 from loadtest.texts import PROMPTS, TEXTS, lengthened
 from loadtest.trace import TraceError, read_trace
@@ -33,10 +33,17 @@ class Plan:
     def __init__(self, terms: Terms, offers: Sequence[Offer]) -> None:
         self.terms = terms
         self.outcomes: list[Outcome] = []
-        self.generators: dict[str, Generator] = {}  # the processes that send, by name
-        # Of an open loop: when it began, what came due, and how many processes have sent it all.
-        self.begin_s: float | None = None
-        self.due = self.senders = self.senders_done = 0
+        # Of the processes that send, by name, and of those that were lost.
+        self.generators: dict[str, Generator] = {}
+        self.due_of: dict[str, int] = {}
+        self.lost = 0
+        self.due = 0  # in this process, of an open loop
+        self.users = 0  # at most at a time
+        self.begin_s: float | None = None  # of an open loop; of the epoch, as is the end
+        self.ended_s: float | None = None
+        self.interrupted = False
+        self.published = False
+        self.key = read_key(terms.api_key_file)
         self.weights = resolve_mix(terms.mix or None, offers)
         self._offers = {offer.model: offer for offer in offers}
         self._objective = parse_objective(terms.objective)
@@ -76,30 +83,57 @@ class Plan:
             return None
         return texts[shot.turn % len(texts)].label == label
 
-    def report(self, users: int) -> Report:
-        """The test so far."""
+    def note(self, sender: str, due: int, generator: Generator) -> None:
+        """What one of the processes that send told of itself."""
+        self.due_of[sender], self.generators[sender] = due, generator
+
+    def hand_over(self, generator: Generator) -> dict[str, Any]:
+        """What came of it in this process since the last time, as plain data for another."""
+        outcomes = [outcome.to_wire() for outcome in self.outcomes]
+        self.outcomes.clear()
+        return {"outcomes": outcomes, "due": self.due, "generator": generator.to_wire()}
+
+    def take_over(self, data: dict[str, Any], sender: str) -> None:
+        """The inverse of `hand_over`."""
+        if "outcomes" in data:  # not before its test has begun
+            self.outcomes += map(Outcome.from_wire, data["outcomes"])
+            self.note(sender, data["due"], Generator.from_wire(data["generator"]))
+
+    def report(self, now_s: float) -> Report:
+        """The test so far; of stages that are not over, as much as there was."""
+        stages: Sequence[Stage]
         if self.schedule is None:
             first_s = min((one.started_s for one in self.outcomes), default=0.0)
             begin_s = first_s + self.terms.warm_up_s
             counted = [one for one in self.outcomes if one.started_s >= begin_s]
             end_s = max((one.ended_s for one in counted), default=begin_s)
-            stages: tuple[Stage, ...] = (Stage(0.0, end_s - begin_s, None),)
-            due = None
+            stages = [Stage(0.0, end_s - begin_s, None)]
+            due, short = None, self.interrupted
         else:
             counted = [one for one in self.outcomes if one.stage != WARM_UP]
-            stages, begin_s = self.schedule.stages, self.begin_s or 0.0
-            due = self.due
+            begin_s = now_s if self.begin_s is None else self.begin_s
+            until_s = (self.ended_s or now_s) - begin_s
+            whole = [stage.until(until_s) for stage in self.schedule.stages]
+            stages = [stage for stage in whole if stage.duration_s > 0] or whole[:1]
+            due, short = sum(self.due_of.values()), until_s < self.schedule.length_s
         health = judge(
             [one.lag_ms for one in counted],
             due,
-            len(self.outcomes),
-            self.senders - self.senders_done,
+            len(self.outcomes) if self.ended_s else None,
+            self.lost,
             list(self.generators.values()),
             self.terms.max_lag_ms,
         )
-        operations = list(self.weights)
         return build_report(
-            self.terms, users, self._objective, operations, stages, begin_s, counted, health
+            terms=self.terms,
+            users=self.users,
+            objective=self._objective,
+            operations=list(self.weights),
+            stages=stages,
+            begin_s=begin_s,
+            outcomes=counted,
+            health=health,
+            ended_early=short,
         )
 
     def _lay(self) -> Schedule:
@@ -128,7 +162,7 @@ class Plan:
             return {}
         models = {one.model for one in self.weights if one.endpoint != "classify"}
         return {
-            model: characters_per_token(self.terms.url, self._offers[model])
+            model: characters_per_token(self.terms.url, self._offers[model], self.key)
             for model in sorted(models)
         }
 

@@ -58,6 +58,8 @@ class Report:
     objective: str
     finished_at: str
     elapsed_s: float
+    ended_early: bool  # before all that was planned was sent
+    answered_per_s: float  # right answers, without the time between stages
     good_per_s: float
     rows: Sequence[Row]
     stages: Sequence[StageReport]
@@ -97,9 +99,25 @@ def build_report(
     begin_s: float,
     outcomes: Sequence[Outcome],
     health: Health,
+    ended_early: bool = False,
 ) -> Report:
     """Sum up what was counted: the outcomes but those of the warm-up; `begin_s` of the epoch."""
     duration_s = sum(stage.duration_s for stage in stages)
+    by_stage = [[one for one in outcomes if one.stage == number] for number in range(len(stages))]
+    # Until the last answer, but not less than was planned: few requests end before that.
+    spans_s = [
+        max(elapsed_s(within), stage.duration_s)
+        for stage, within in zip(stages, by_stage, strict=True)
+    ]
+    sent_s = {
+        operation: sum(
+            span_s
+            for stage, span_s in zip(stages, spans_s, strict=True)
+            if stage.only in (None, operation)
+        )
+        for operation in operations
+    }
+    right = sum(one.error is None for one in outcomes)
     return Report(
         url=terms.url,
         users=users,
@@ -110,11 +128,16 @@ def build_report(
         objective=terms.objective,
         finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         elapsed_s=elapsed_s(outcomes),
+        ended_early=ended_early,
+        answered_per_s=right / sum(spans_s) if sum(spans_s) > 0 else 0.0,
         good_per_s=sum(map(objective.good, outcomes)) / duration_s if duration_s > 0 else 0.0,
-        rows=summarise(outcomes, operations, objective),
+        rows=summarise(outcomes, sent_s, objective),
         stages=[
-            _stage(number, stage, outcomes, operations, objective, begin_s)
-            for number, stage in enumerate(stages)
+            _stage(
+                *(stage, by_stage[number], span_s, operations, objective),
+                carried=_carried(number, begin_s + stage.begin_s, outcomes),
+            )
+            for number, (stage, span_s) in enumerate(zip(stages, spans_s, strict=True))
         ],
         verdicts=objective.verdicts(outcomes),
         timeline=timeline(outcomes, begin_s),
@@ -123,18 +146,20 @@ def build_report(
     )
 
 
+def _carried(number: int, begin_s: float, outcomes: Sequence[Outcome]) -> int:
+    return sum(one.stage < number and one.ended_s > begin_s for one in outcomes)
+
+
 def _stage(
-    number: int,
     stage: Stage,
-    outcomes: Sequence[Outcome],
+    within: Sequence[Outcome],
+    span_s: float,
     operations: Sequence[Operation],
     objective: Objective,
-    begin_s: float,
+    carried: int,
 ) -> StageReport:
-    within = [one for one in outcomes if one.stage == number]
-    stage_begin_s = begin_s + stage.begin_s
     right = sum(one.error is None for one in within)
-    whole_s = max(elapsed_s(within), stage.duration_s)
+    planned = [stage.only] if stage.only else operations
     return StageReport(
         begin_s=stage.begin_s,
         duration_s=stage.duration_s,
@@ -143,13 +168,13 @@ def _stage(
         requests=len(within),
         errors=len(within) - right,
         offered_per_s=len(within) / stage.duration_s if stage.duration_s > 0 else 0.0,
-        answered_per_s=right / whole_s if whole_s > 0 else 0.0,
+        answered_per_s=right / span_s if span_s > 0 else 0.0,
         good_per_s=sum(map(objective.good, within)) / stage.duration_s
         if stage.duration_s > 0
         else 0.0,
-        carried=sum(one.stage < number and one.ended_s > stage_begin_s for one in outcomes),
+        carried=carried,
         verdicts=objective.verdicts(within),
-        rows=summarise(within, [stage.only] if stage.only else operations, objective),
+        rows=summarise(within, dict.fromkeys(planned, span_s), objective),
     )
 
 

@@ -7,7 +7,7 @@ It deliberately knows nothing of what the requests say.
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadtest.arrivals import Rate
 from loadtest.mix import Operation, Rota
@@ -38,6 +38,10 @@ class Stage:
     duration_s: float
     rate_per_s: float | None  # that was planned; None in a closed loop
     only: Operation | None = None
+
+    def until(self, moment_s: float) -> "Stage":
+        """As much of it as there was by then."""
+        return replace(self, duration_s=min(max(moment_s - self.begin_s, 0.0), self.duration_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
+class MeasuringEndedError(Exception):
+    """No more rates can be measured; the text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One measured rate. `limited`: by what sends, so that it says nothing of the server."""
@@ -45,9 +49,13 @@ class Capacity:
 
 @dataclass(slots=True)
 class Search:
-    """Looks for the highest rate; `measure` takes a rate and the number of the point."""
+    """Looks for the highest rate; `measure` takes a rate and the number of the point.
+
+    Each point is told when it is kept: whoever reads of one may interrupt the search at once.
+    """
 
     measure: Callable[[float, int], Point]
+    tell: Callable[[Point], None] = lambda point: None
     precision: float = 0.05
     most_points: int = 16
     _points: list[Point] = field(default_factory=list)
@@ -55,8 +63,18 @@ class Search:
     _missed: dict[float, bool] = field(default_factory=dict)
 
     def run(self, start_per_s: float) -> Capacity:
-        """Find it, or stop when the points are used up."""
-        rate = start_per_s
+        """Find it, or stop when the points are used up; what was measured until then counts."""
+        try:
+            return self._narrow(start_per_s)
+        except (MeasuringEndedError, KeyboardInterrupt) as ended:
+            if not self._points:
+                raise
+            last = self._points[-1]
+            if last.rate_per_s not in {*self._met, *self._missed}:
+                self._file(last)
+            return self._capacity(str(ended) or "interrupted")
+
+    def _narrow(self, rate: float) -> Capacity:
         while (stop := self._stop()) is None:
             self._try(rate)
             low, high = self._bracket()
@@ -75,17 +93,21 @@ class Search:
 
     def _try(self, rate: float) -> None:
         point = self._measure(rate)
-        if not point.sure and self._stop() is None:
-            # Twice unsure: met only if both were.
+        if (point.limited or not point.sure) and self._stop() is None:
+            # Twice unsure: met only if both were. A sender may have been disturbed once.
             again = self._measure(rate)
-            point = again if again.sure or not again.met else point
+            point = again if point.limited or again.sure or not again.met else point
+        self._file(point)
+
+    def _file(self, point: Point) -> None:
         sides = (self._met, self._missed) if point.met else (self._missed, self._met)
-        sides[0][rate] = point.sure
-        sides[1].pop(rate, None)
+        sides[0][point.rate_per_s] = point.sure
+        sides[1].pop(point.rate_per_s, None)
 
     def _measure(self, rate: float) -> Point:
         point = self.measure(rate, len(self._points))
         self._points.append(point)
+        self.tell(point)
         return point
 
     def _bracket(self) -> tuple[float | None, float | None]:
@@ -99,7 +121,7 @@ class Search:
     def _stop(self) -> str | None:
         if len(self._points) >= self.most_points:
             return f"stopped after {len(self._points)} points"
-        if self._points and self._points[-1].limited:
+        if len(self._points) > 1 and all(point.limited for point in self._points[-2:]):
             return "stopped since the sender was saturated: what sends is the limit, not the server"
         return None
 

@@ -58,7 +58,9 @@ class TokenStream:
             self._ended = True
             payload = parse(data)
             read_budget(payload.get("budget"), self._ask, self._facts)
-            self._facts.prompt_tokens = (payload.get("usage") or {}).get("prompt_tokens")
+            tokens = self._facts.tokens
+            read_usage(payload, self._facts)
+            self._facts.tokens = tokens  # those that arrived
         elif event == "error":
             self._fail(parse(data))
         else:
@@ -80,12 +82,15 @@ class TokenStream:
                 read_budget(None, self._ask, self._facts)
             return
         payload = parse(data)
-        if "error" in payload:
+        if payload.get("error"):
             self._fail(payload)
         if budget := openai_budget(payload):
             self._told = True
             read_budget(budget, self._ask, self._facts)
-        for choice in payload.get("choices") or ():
+        choices = payload.get("choices") or ()
+        if not all(isinstance(choice, dict) for choice in choices):
+            raise AnswerError("the stream holds choices that are no objects")
+        for choice in choices:
             # The chunk that says why it ended may carry no token.
             if choice.get("text") or choice.get("finish_reason") is None:
                 self._facts.token_moments_s.append(at_s)

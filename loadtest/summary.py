@@ -5,12 +5,12 @@ It deliberately knows nothing of how numbers are shown.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loadtest.mix import Operation
 from loadtest.objective import Objective
-from loadtest.outcomes import Outcome, elapsed_s
+from loadtest.outcomes import Outcome
 from loadtest.percentiles import percentile_interval, ranked, share_interval
 
 CURVE = (0.0, 1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 98.0, 99.0, 99.5, 99.9, 100.0)
@@ -28,7 +28,7 @@ class Row:
     steps: int | None  # that were asked for
     requests: int
     errors: int
-    requests_per_s: float  # right answers, until the last had come
+    requests_per_s: float  # right answers, while it was sent and until the last had come
     good: int  # right and within every time limit of the objective
     mean_ms: float | None
     p50_ms: float | None
@@ -70,17 +70,14 @@ class Slice:
 
 
 def summarise(
-    outcomes: Sequence[Outcome], planned: Iterable[Operation], objective: Objective
+    outcomes: Sequence[Outcome], spans_s: Mapping[Operation, float], objective: Objective
 ) -> list[Row]:
-    """A row for every planned operation, those that were never answered too."""
-    by_operation: dict[Operation, list[Outcome]] = {operation: [] for operation in planned}
+    """A row for every operation with the time in which it was sent, never answered ones too."""
+    by_operation: dict[Operation, list[Outcome]] = {operation: [] for operation in spans_s}
     for outcome in outcomes:
-        by_operation.setdefault(outcome.operation, []).append(outcome)
-    duration_s = elapsed_s(outcomes)
+        by_operation[outcome.operation].append(outcome)
     ordered = sorted(by_operation, key=lambda each: each.place)
-    return [
-        _row(operation, by_operation[operation], duration_s, objective) for operation in ordered
-    ]
+    return [_row(each, by_operation[each], spans_s[each], objective) for each in ordered]
 
 
 def timeline(outcomes: Sequence[Outcome], begin_s: float) -> list[Slice]:

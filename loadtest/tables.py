@@ -27,6 +27,7 @@ _STAGE_HEADINGS = (
     *("rate/s", "budget", "requests", "errors", "offered/s", "answered/s", "good/s"),
     *("p50", "p95", "p99", "first p99", "gap p99", "used", "quality", "carried", "objective"),
 )
+_MOST_FAILURES = 20
 LEFT = {"endpoint", "model", "budget", "objective", "limit", "", "what"}
 
 
@@ -46,6 +47,8 @@ def verdict(report: Report) -> str:
 def warnings(report: Report) -> list[str]:
     """What makes the figures worth less."""
     found = []
+    if report.ended_early:
+        found.append("The test was ended early; its figures are of what was sent until then.")
     if report.health.saturated:
         found.append(
             "THE SENDER WAS SATURATED, so these figures are about it and not about the server: "
@@ -112,7 +115,7 @@ def render_text(report: Report) -> str:
     parts += ["", LEGEND, "", verdict(report), report.arrivals]
     if report.verdicts:
         parts += ["", text_table(verdict_table(report)), f"good: {report.good_per_s:.2f} a second"]
-    parts += [f"  {failure_line(each)}" for each in report.failures]
+    parts += [f"  {each}" for each in failure_lines(report.failures)]
     parts += ["", health_line(report), *(f"WARNING: {each}" for each in warnings(report))]
     return "\n".join(parts)
 
@@ -129,7 +132,7 @@ def render_markdown(report: Report) -> str:
         parts += ["## Stages", markdown_table(stage_table(report))]
     parts += [LEGEND, health_line(report)]
     if report.failures:
-        listed = "\n".join(f"* {failure_line(failure)}" for failure in report.failures)
+        listed = "\n".join(f"* {each}" for each in failure_lines(report.failures))
         parts += ["## Failures", listed]
     return "\n\n".join(parts) + "\n"
 
@@ -168,9 +171,12 @@ def count(amount: int, one: str, many: str) -> str:
     return f"{amount} {one if amount == 1 else many}"
 
 
-def failure_line(failure: Failure) -> str:
-    """One way in which an operation failed."""
-    return f"{failure.count} × {failure.operation}: {failure.message}"
+def failure_lines(failures: Sequence[Failure]) -> list[str]:
+    """Each way in which an operation failed, the most frequent first; not endlessly many."""
+    lines = [f"{one.count} × {one.operation}: {one.message}" for one in failures[:_MOST_FAILURES]]
+    if rest := failures[_MOST_FAILURES:]:
+        lines.append(f"{sum(one.count for one in rest)} × of {len(rest)} other kinds")
+    return lines
 
 
 def _row_cells(row: Row) -> list[str]:

@@ -4,10 +4,15 @@ It deliberately knows nothing of gevent and Locust, so that it can ask before th
 """
 
 import json
+import re
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from loadtest.ask import Ask
 
@@ -55,11 +60,53 @@ class Offer:
         return ask.effort is None or ask.effort in self.efforts
 
 
-def read_offers(url: str, timeout_s: float = 10.0) -> list[Offer]:
+def checked_address(url: str) -> str:
+    """The address without a slash at its end; TargetError if nothing can be sent to it."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port or brackets
+        usable = False
+    if not usable or re.search(r"[^!-~]", url) or parts.query or parts.fragment:
+        raise TargetError(f"{url!r} is no address; write http://host:port")
+    if parts.username is not None:
+        raise TargetError(
+            f"{url!r} holds a name or a password; write http://host:port and --api-key-file FILE"
+        )
+    return url.rstrip("/")
+
+
+def read_key(path: str) -> str | None:
+    """The key that a file holds; None without a file."""
+    if not path:
+        return None
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TargetError(f"The API key cannot be read from {path}: {error}") from None
+    if not re.fullmatch(r"[!-~]+", key):
+        raise TargetError(f"{path} must hold one API key and nothing else.")
+    return key
+
+
+def headers(key: str | None) -> dict[str, str]:
+    """What each request carries."""
+    carried = {"Content-Type": "application/json"}
+    return carried if key is None else {**carried, "Authorization": f"Bearer {key}"}
+
+
+def read_offers(url: str, key: str | None = None, timeout_s: float = 10.0) -> list[Offer]:
     """Every model of the server at `url` that has an endpoint to load, with its ladder."""
-    base = url.rstrip("/")
-    listed = _get(base, "/v1/models", timeout_s).get("data", [])
-    offers = [_read_offer(base, model, timeout_s) for model in listed if _takes_text(model)]
+    base = checked_address(url)
+    try:
+        listed = _get(base, "/v1/models", key, timeout_s)["data"]
+        loadable = [model for model in listed if _takes_text(model)]
+        offers = [_read_offer(base, model, key, timeout_s) for model in loadable]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TargetError(
+            f"{base}/v1/models or a ladder that it names is no Stepdial answer "
+            f"({type(error).__name__}: {error}). Is --url the right address?"
+        ) from None
     if not offers:
         raise TargetError(f"The server at {base} lists no model to load: see {base}/v1/models.")
     return offers
@@ -71,9 +118,9 @@ def _takes_text(model: dict[str, Any]) -> bool:
     return model.get("task") in _TASKS and takes == "text"
 
 
-def _read_offer(base: str, model: dict[str, Any], timeout_s: float) -> Offer:
+def _read_offer(base: str, model: dict[str, Any], key: str | None, timeout_s: float) -> Offer:
     name = str(model["id"])
-    ladder = _get(base, f"/v1/models/{name}/ladder", timeout_s)
+    ladder = _get(base, f"/v1/models/{quote(name, safe='')}/ladder", key, timeout_s)
     steps = tuple(sorted(int(rung["steps"]) for rung in ladder.get("rungs", [])))
     if not steps:
         raise TargetError(f"The ladder of {name} is empty: see {base}/v1/models/{name}/ladder.")
@@ -89,45 +136,72 @@ def _read_offer(base: str, model: dict[str, Any], timeout_s: float) -> Offer:
     )
 
 
-def characters_per_token(url: str, offer: Offer, timeout_s: float = 60.0) -> float:
+def characters_per_token(
+    url: str, offer: Offer, key: str | None = None, timeout_s: float = 60.0
+) -> float:
     """How much English text a generator takes as one token, asked with one short request."""
     text = _PROBE[: offer.max_tokens]
     body = {"model": offer.model, "prompt": text, "max_tokens": 1, "steps": offer.steps[0]}
-    answer = _ask(url.rstrip("/"), "/v1/generate", timeout_s, json.dumps(body).encode())
-    read = (answer.get("usage") or {}).get("prompt_tokens")
+    answer = _ask(url.rstrip("/"), "/v1/generate", key, timeout_s, json.dumps(body).encode())
+    usage = answer.get("usage")
+    read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     if not isinstance(read, int) or read < 1:
         raise TargetError(f"{offer.model} does not say how many tokens it read: {answer}")
     return len(text) / read
 
 
-def _get(base: str, path: str, timeout_s: float) -> dict[str, Any]:
-    return _ask(base, path, timeout_s, None)
+def _get(base: str, path: str, key: str | None, timeout_s: float) -> dict[str, Any]:
+    return _ask(base, path, key, timeout_s, None)
 
 
-def _ask(base: str, path: str, timeout_s: float, body: bytes | None) -> dict[str, Any]:
+def _ask(
+    base: str, path: str, key: str | None, timeout_s: float, body: bytes | None
+) -> dict[str, Any]:
     verb = "GET" if body is None else "POST"
-    request = urllib.request.Request(
-        base + path, data=body, headers={"Content-Type": "application/json"}, method=verb
-    )
+    request = urllib.request.Request(base + path, data=body, headers=headers(key), method=verb)
     # The load goes straight to the server; a proxy named in the environment must not see these.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
     try:
         with opener.open(request, timeout=timeout_s) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read(500).decode("utf-8", "replace")
-        raise TargetError(f"{verb} {base}{path} answered {error.code}: {text}") from None
+            raise TargetError(_refusal(f"{verb} {base}{path}", error)) from None
     except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+        raise TargetError(_silence(base, getattr(error, "reason", error))) from None
+    except (ValueError, HTTPException, RecursionError) as error:
         raise TargetError(
-            f"No server answers at {base} ({reason}). Start one with `make demo` or "
-            "`stepdial serve`, or name another with --url."
-        ) from None
-    except ValueError as error:
-        raise TargetError(
-            f"{verb} {base}{path} is no Stepdial answer ({error}). Is --url the right address?"
+            f"{verb} {base}{path} is no Stepdial answer ({error!r}). Is --url the right address?"
         ) from None
     if not isinstance(answer, dict):
         raise TargetError(f"{verb} {base}{path} is no Stepdial answer. Is --url the right address?")
     return answer
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """The load does not follow redirections, so neither do the questions before it."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _refusal(asked: str, error: urllib.error.HTTPError) -> str:
+    text = error.read(500).decode("utf-8", "replace")
+    told = f"{asked} answered {error.code}: {text}"
+    if error.code in (401, 403):
+        return f"{told}\nGive a key that the server takes with --api-key-file FILE."
+    if 300 <= error.code < 400:
+        return f"{asked} is redirected to {error.headers['Location']}: name that with --url."
+    return told
+
+
+def _silence(base: str, reason: object) -> str:
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return (
+            f"The certificate of {base} is not trusted ({reason.verify_message}). "
+            "SSL_CERT_FILE=FILE names the certificates to trust."
+        )
+    return (
+        f"No server answers at {base} ({reason}). Start one with `make demo` or "
+        "`stepdial serve`, or name another with --url."
+    )

@@ -40,6 +40,7 @@ class Terms:
     labels: str = ""
     objective: str = ""
     max_lag_ms: float = 10.0
+    api_key_file: str = ""
 
     @property
     def open(self) -> bool:

@@ -5,10 +5,12 @@ The file is the user's. It deliberately knows nothing of models and their window
 
 import csv
 import gzip
+import math
+import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 FORMAT = (
@@ -36,7 +38,7 @@ def read_trace(path: Path) -> list[Entry]:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             entries = _entries(path, csv.reader(file))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise TraceError(
             f"The trace {path} cannot be read: {error}. It must be {FORMAT}."
         ) from None
@@ -78,7 +80,11 @@ def _entries(path: Path, lines: Iterable[list[str]]) -> list[Entry]:
 
 def _seconds(text: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        # Seven digits of a second, as some systems write them, are one more than are read.
-        return datetime.fromisoformat(text.strip()[:26]).timestamp()
+        # Seven digits of a second, as some systems write them, are one more than are read. The
+        # zone is cut off as well: only differences matter, and no clock here may be put forward.
+        return datetime.fromisoformat(text.strip()[:26]).replace(tzinfo=UTC).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(text)
+    return seconds

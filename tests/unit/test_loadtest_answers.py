@@ -154,3 +154,20 @@ def test_a_refusal_is_told_in_the_words_of_the_server() -> None:
     body = b'{"error": {"code": "queue_full", "message": "try later"}}'
     assert describe_refusal(429, body) == "HTTP 429 queue_full: try later"
     assert describe_refusal(502, b"<html>") == "HTTP 502"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"usage": {"completion_tokens": "x"}},
+        {"usage": [3]},
+        {"budget": {"steps": 4, "expected": {"value": float("nan")}}},
+        {"budget": {"steps": 4, "reason": ["load"]}},
+    ],
+)
+def test_nonsense_is_an_error_of_one_request_and_never_reaches_the_sums(
+    told: dict[str, object],
+) -> None:
+    answer = {"text": "ab", "budget": {"steps": 4}, **told}
+    with pytest.raises(AnswerError, match=" is "):
+        read_generation(json.dumps(answer).encode(), Ask(4), Facts())

@@ -132,5 +132,14 @@ def test_the_search_always_ends() -> None:
     assert (nothing.met_per_s, len(nothing.points)) == (None, 7)
     assert "No rate was found" in nothing.sentence
     limited = Search(lambda rate, _: Point(rate, True, True, limited=rate > 60)).run(10.0)
-    assert [point.rate_per_s for point in limited.points] == [10, 20, 40, 80]
+    # Once more, since a sender may have been disturbed for a moment.
+    assert [point.rate_per_s for point in limited.points] == [10, 20, 40, 80, 80]
     assert "the sender was saturated" in limited.sentence
+
+
+def test_who_interrupts_when_told_of_a_point_still_has_it() -> None:
+    def interrupt(point: Point) -> None:
+        raise KeyboardInterrupt
+
+    found = Search(server(100.0), interrupt).run(10.0)
+    assert (found.met_per_s, len(found.points), found.ended) == (10.0, 1, "interrupted")

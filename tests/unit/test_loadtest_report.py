@@ -21,7 +21,7 @@ from loadtest.schedule import Stage
 from loadtest.summary import summarise, timeline
 from loadtest.tables import render_text
 from loadtest.terms import Terms, parse_levels
-from loadtest.writing import write_report
+from loadtest.writing import keep
 
 SLOW, FAST = Operation("generate", "talker", Ask(8)), Operation("generate", "talker", Ask(1))
 UNSEEN = Operation("classify", "judge", Ask(4))
@@ -75,7 +75,8 @@ def two_rates(slower: float = 1.0) -> Report:
     limits = "latency_p99_ms<20"
     terms = Terms(shape="poisson", rates=parse_levels("2,4"), duration_s=90, objective=limits)
     stages = [Stage(0.0, 90.0, 2.0), Stage(100.0, 90.0, 4.0)]
-    operations = sorted({one.operation for one in measured}, key=lambda each: each.place)
+    asked = {one.operation for one in [*measured, *free]}
+    operations = sorted(asked, key=lambda each: each.place)
     objective = parse_objective(limits)
     return build_report(terms, 1, objective, operations, stages, 0.0, [*measured, *free], WELL)
 
@@ -87,7 +88,7 @@ def kept(made: Report, folder: Path) -> None:
 
 def test_each_operation_gets_a_row_of_its_right_answers() -> None:
     objective = parse_objective("latency_p99_ms<250")
-    unseen, fast, slow = summarise(outcomes(), [SLOW, FAST, UNSEEN], objective)
+    unseen, fast, slow = summarise(outcomes(), dict.fromkeys((SLOW, FAST, UNSEEN), 10.0), objective)
     assert (slow.requests, slow.errors, slow.good) == (5, 1, 2)
     assert (slow.p50_ms, slow.p95_ms, slow.p99_ms, slow.mean_ms) == (200.0, 400.0, 400.0, 250.0)
     assert (slow.first_token_p50_ms, slow.first_token_p95_ms) == (20.0, 40.0)
@@ -158,7 +159,7 @@ def test_seconds_follow_the_moment_a_request_was_due() -> None:
         ([0.1] * 98 + [30.0] * 2, 100, 0, 0.2, "sent more than 30 ms after they were due"),
         ([0.1] * 100, 100, 0, 0.97, "used 97% of a core"),
         ([0.1] * 90, 90, 0, 0.2, "10 of 100 planned requests were never sent"),
-        ([0.1] * 100, 100, 1, 0.2, "1 processes did not say"),
+        ([0.1] * 100, 100, 1, 0.2, "1 of the processes that send were lost"),
     ],
 )
 def test_a_sender_that_did_not_keep_up_says_so_loudly(
@@ -175,7 +176,7 @@ def test_a_sender_that_did_not_keep_up_says_so_loudly(
 
 def test_what_is_kept_can_be_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    write_report(report(outcomes()), folder)
+    keep(report(outcomes()), None, folder)
     record = read_report(folder)
     assert (record["requests"], record["errors"], record["users"]) == (7, 2, 3)
     assert record["rows"][2]["p50_ms"] == 200.0
@@ -263,3 +264,13 @@ def test_failures_that_differ_in_numbers_only_are_one_kind() -> None:
         ("HTTP 429 too_busy: … ms after …", 2),
         ("HTTP 503 draining: 5 ms", 1),
     ]
+
+
+def test_few_requests_are_not_taken_for_a_high_rate() -> None:
+    terms = Terms(shape="constant", rates=parse_levels("1"))
+    made = build_report(
+        *(terms, 1, parse_objective(""), [FAST], [Stage(0.0, 10.0, 0.1)], 0.0),
+        *([Outcome(FAST, 0.0, 5.0)], WELL),
+    )
+    assert made.rows[0].requests_per_s == pytest.approx(0.1)
+    assert made.answered_per_s == pytest.approx(0.1)

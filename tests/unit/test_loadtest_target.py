@@ -1,11 +1,19 @@
 """Asking a server what it offers, and the command line in front of it."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from loadtest.__main__ import main
-from loadtest.target import Offer, TargetError, characters_per_token, read_offers
+from loadtest.target import (
+    Offer,
+    TargetError,
+    characters_per_token,
+    headers,
+    read_key,
+    read_offers,
+)
 from tests.loadtest_stub import LADDER, running_stub
 
 
@@ -90,3 +98,24 @@ def test_a_mix_the_server_cannot_answer_is_status_2(capsys: pytest.CaptureFixtur
         assert main(["--url", stub.url, "--mix", "generate:3=1"]) == 2
         assert stub.bodies == []
     assert "Ladders: talker: 1, 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:abc", "http://[::1", "http://a b", "http://a?x", "ftp://a", "http://a:0"],
+)
+def test_what_is_no_address_is_told_so(url: str) -> None:
+    with pytest.raises(TargetError, match="is no address; write http://host:port"):
+        read_offers(url)
+
+
+def test_a_key_is_read_from_its_file_and_a_password_in_an_address_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sd-1234\n", encoding="utf-8")
+    assert headers(read_key(str(file)))["Authorization"] == "Bearer sd-1234"
+    assert read_key("") is None
+    file.write_text("two words", encoding="utf-8")
+    with pytest.raises(TargetError, match="must hold one API key"):
+        read_key(str(file))
+    with pytest.raises(TargetError, match="--api-key-file"):
+        read_offers("http://me:secret@127.0.0.1:1")
