@@ -18,7 +18,6 @@ from serve.engine.events import (
 )
 from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood
 from serve.engine.stop import StopFilter
-from serve.errors import ModelFailure
 from serve.inputs.text import TextCodec, TextStream
 
 
@@ -46,7 +45,9 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._codec = codec
         self._tokens = list(wish.prompt)
-        self._sampler = Sampler(wish.sampling, codec.banned_tokens)
+        self.sampler = Sampler(wish.sampling, codec.banned_tokens)
+        # Where nobody reads before the end, the text is made there, at once.
+        self._by_pieces = wish.stream or bool(wish.stops) or wish.logprobs is not None
         self._written = TextStream(codec)
         self._filter = StopFilter(wish.stops)
         self._pieces: list[str] = []
@@ -60,7 +61,9 @@ class Generation:
     @property
     def text(self) -> str:
         """What has been written so far."""
-        return "".join(self._pieces)
+        if self._by_pieces:
+            return "".join(self._pieces)
+        return self._codec.decode(self._tokens[len(self.wish.prompt) :])
 
     @property
     def last_token(self) -> int:
@@ -86,28 +89,34 @@ class Generation:
         number = self.completion_tokens + ahead
         if number + 1 >= self.wish.max_tokens or not np.isfinite(logits).all():
             return None
-        return self._sampler.choose(logits, number)
+        return self.sampler.choose(logits, number)
 
-    def accept(self, logits: FloatArray) -> TokenEvent:
-        """Choose the next token from logits (V,); sets `finish_reason` if it is the last."""
-        if not np.isfinite(logits).all():
-            raise ModelFailure("the model's scores for the next token are not finite numbers")
+    def accept(self, token: int, logits: FloatArray) -> TokenEvent:
+        """Take the next token, chosen from logits (V,); sets `finish_reason` if it is the last."""
         index = self.completion_tokens
-        token = self._sampler.choose(logits, index)
         self._tokens.append(token)
+        if token == self._codec.eos_id:
+            self.finish_reason = "stop"
+        elif index + 1 == self.wish.max_tokens:
+            self.finish_reason = "length"
+        if not self._by_pieces:
+            return TokenEvent(index, "")
         logprob = self._logprob(logits, token)
+        text = self._push(token)
+        self._pieces.append(text)
+        return TokenEvent(index, text, logprob)
+
+    def _push(self, token: int) -> str:
+        """The text that may be given out by now."""
         completed = self._written.push(token)
         self._characters += len(completed)
         text, stopped = self._filter.push(completed)
-        ended = token == self._codec.eos_id
+        if not stopped and self.finish_reason is not None:
+            rest, stopped = self._filter.push(self._written.flush())
+            text += rest + self._filter.flush()
         if stopped:
             self.finish_reason = "stop"
-        elif ended or self.completion_tokens == self.wish.max_tokens:
-            rest, stopped = self._filter.push(self._written.flush())
-            self.finish_reason = "stop" if stopped or ended else "length"
-            text += rest + self._filter.flush()
-        self._pieces.append(text)
-        return TokenEvent(index, text, logprob)
+        return text
 
     def finished(self, span: Span) -> GeneratedEvent:
         """The whole answer."""

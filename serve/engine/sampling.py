@@ -5,6 +5,7 @@ the number of the token only, so a seed gives the same tokens whoever shares the
 deliberately knows neither text nor models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +37,11 @@ class Likelihood:
 
 
 class Sampler:
-    """Chooses the tokens of one generation."""
+    """What one generation's tokens are chosen by."""
 
     def __init__(self, sampling: Sampling, banned_tokens: tuple[int, ...] = ()) -> None:
-        self._sampling = sampling
-        self._banned = list(banned_tokens)
+        self.sampling = sampling
+        self.banned = list(banned_tokens)
         # The counter is set for each token, so the state itself carries no history.
         self._bits = np.random.Philox(key=sampling.seed)
         self._state = self._bits.state
@@ -48,20 +49,11 @@ class Sampler:
 
     def choose(self, logits: FloatArray, number: int) -> int:
         """The token for logits (V,), as token `number` of the answer."""
-        scores = logits.astype(np.float64)  # (V,)
-        if self._banned:
-            scores[self._banned] = -np.inf
-        temperature = self._sampling.temperature
-        if temperature == 0.0:
-            return int(scores.argmax())
-        scores -= scores.max()
-        with np.errstate(over="ignore", divide="ignore"):
-            scores /= temperature
-        scores = self._filter(scores)
-        return int((scores + self._noise(number, scores.size)).argmax())
+        return choose_tokens([self], logits[None], [number])[0]
 
-    def _filter(self, scores: ScoreArray) -> ScoreArray:
-        top_k, top_p = self._sampling.top_k, self._sampling.top_p
+    def keep_likeliest(self, scores: ScoreArray) -> None:
+        """Rule out what is not among the likeliest of these scores (V,), of which 0 is the most."""
+        top_k, top_p = self.sampling.top_k, self.sampling.top_p
         if top_k is not None and top_k < scores.size:
             # Stable, so that of equal scores the lower token stays, as the argmax would have it.
             order = np.argsort(-scores, kind="stable")
@@ -73,17 +65,50 @@ class Sampler:
             # A token stays while those before it have not reached p: the likeliest always does.
             before = np.cumsum(probabilities) - probabilities
             scores[order[before >= top_p]] = -np.inf
-        return scores
 
-    def _noise(self, number: int, size: int) -> ScoreArray:
-        """Gumbel noise (V,) for one token: a function of (seed, number)."""
+    def fill_uniform(self, number: int, row: ScoreArray) -> None:
+        """Numbers (V,) from 0 to 1 for one token: a function of (seed, number)."""
         state = self._state
         state["state"]["counter"][:] = (0, number, 0, 0)
         state["buffer_pos"] = 4  # nothing left over from another token
         state["has_uint32"] = 0
         self._bits.state = state
-        uniform = self._uniform.random(size)
-        return -np.log(np.maximum(-np.log1p(-uniform), _TINY))
+        self._uniform.random(out=row)
+
+
+def choose_tokens(
+    samplers: Sequence[Sampler], logits: FloatArray, numbers: Sequence[int]
+) -> list[int]:
+    """For each row of logits (B, V) its sampler's token, as token of this number of an answer.
+
+    All rows at once, since a call for each would take longer than small models do. A row's token
+    depends on nothing in the others.
+    """
+    scores = logits.astype(np.float64)  # (B, V)
+    for row, sampler in zip(scores, samplers, strict=True):
+        if sampler.banned:
+            row[sampler.banned] = -np.inf
+    drawn = [index for index, one in enumerate(samplers) if one.sampling.temperature > 0]
+    if drawn:
+        scores[drawn] = _draw(
+            [samplers[index] for index in drawn], scores[drawn], [numbers[index] for index in drawn]
+        )
+    chosen: list[int] = scores.argmax(axis=1).tolist()
+    return chosen
+
+
+def _draw(samplers: Sequence[Sampler], scores: ScoreArray, numbers: Sequence[int]) -> ScoreArray:
+    """Scores (B, V) whose argmax is a draw from what these scores (B, V) make likely."""
+    noise = np.empty_like(scores)
+    for sampler, number, row in zip(samplers, numbers, noise, strict=True):
+        sampler.fill_uniform(number, row)
+    temperatures = np.array([[one.sampling.temperature] for one in samplers])  # (B, 1)
+    scores -= scores.max(axis=1, keepdims=True)
+    with np.errstate(over="ignore", divide="ignore"):
+        scores /= temperatures
+    for row, sampler in zip(scores, samplers, strict=True):
+        sampler.keep_likeliest(row)
+    return scores - np.log(np.maximum(-np.log1p(-noise), _TINY))
 
 
 def likelihood(logits: FloatArray, token: int, alternatives: int) -> Likelihood:

@@ -7,7 +7,8 @@ It deliberately knows neither when to run nor who is told: it returns the events
 import threading
 from collections.abc import Callable, Sequence
 
-from serve.engine.ending import Ending, own, span
+from serve.engine.choosing import accept_tokens
+from serve.engine.ending import Ending, span
 from serve.engine.events import Event, FailedEvent
 from serve.engine.generation import Generation
 from serve.engine.pace import CallTimes
@@ -82,7 +83,7 @@ class Writing:
         self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, positions, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
         deliveries = []
-        events = _accepted([job], logits[None])
+        events = accept_tokens([job], logits[None])
         with self._lock:
             if job.state is not State.ENDED:
                 self._scheduler.has_read(job, full=positions >= work.wish.window)
@@ -191,7 +192,7 @@ class Writing:
 
     def _end_token(self, part: Part, logits: FloatArray, now_s: float) -> Deliveries:
         """Turn logits (B, V) into one token for each job, and let go of those that are done."""
-        events = _accepted(part.jobs, logits)
+        events = accept_tokens(part.jobs, logits)
         cached = self._runner.lengths(part.lane)
         deliveries: Deliveries = []
         with self._lock:
@@ -277,19 +278,6 @@ class Writing:
             self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
         work.last_token_s = now_s
         job.tokens_left -= 1
-
-
-def _accepted(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[Work], Event]]:
-    """The next token of each job that still wants one, from logits (B, V)."""
-    events: list[tuple[Job[Work], Event]] = []
-    for job, row in zip(jobs, logits, strict=True):
-        if job.state is State.ENDED:
-            continue
-        try:
-            events.append((job, _generation(job).accept(row)))
-        except Exception as error:
-            events.append((job, FailedEvent(own(error, job))))
-    return events
 
 
 def _generation(job: Job[Work]) -> Generation:

@@ -39,6 +39,7 @@ class TextCodec:
             ) from error
         # A caller who writes "<pad>" means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
+        self._alone: dict[int, str] = {}  # texts of single tokens, which streams ask for each time
         with inside_file(bundle.tokenizer_path):
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
@@ -107,7 +108,11 @@ class TextCodec:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if len(tokens) != 1:
+            return self._decode(tokens)
+        text = self._alone.get(tokens[0])
+        if text is None:
+            text = self._alone[tokens[0]] = self._decode(tokens)
         return text
 
     def _encode(self, text: str, param: str, head: int, tail: int) -> Encoded:
@@ -166,6 +171,10 @@ class TextCodec:
             index=index,
             character=character,
         )
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
 
 class TextStream:

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood, softmax
+from serve.engine.sampling import (
+    FloatArray,
+    Sampler,
+    Sampling,
+    choose_tokens,
+    likelihood,
+    softmax,
+)
 
 
 def logits(*values: float) -> FloatArray:
@@ -89,6 +96,26 @@ def test_the_logits_are_left_as_they_are() -> None:
     given = PLAIN.copy()
     Sampler(Sampling(top_k=2, top_p=0.5, seed=1), (1,)).choose(given, 0)
     assert np.array_equal(given, PLAIN)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 7, 65, 1000])
+def test_a_row_gets_the_token_that_it_gets_alone(vocabulary: int) -> None:
+    chance = np.random.default_rng(vocabulary)
+    ways = [
+        Sampling(temperature=0.0),
+        Sampling(seed=5),
+        Sampling(temperature=1e-300, seed=6),
+        Sampling(temperature=3.0, top_k=2, seed=7),
+        Sampling(temperature=0.7, top_p=0.6, seed=8),
+        Sampling(temperature=1.3, top_k=5, top_p=0.9, seed=9),
+    ]
+    for number in range(40):
+        samplers = [Sampler(way, banned) for way in ways for banned in ((), (vocabulary // 2,))]
+        many = chance.normal(0, 3, (len(samplers), vocabulary)).astype(np.float32)
+        numbers = [int(one) for one in chance.integers(0, 5000, len(samplers))]
+        together = choose_tokens(samplers, many, numbers)
+        alone = [one.choose(row, at) for one, row, at in zip(samplers, many, numbers, strict=True)]
+        assert together == alone, number
 
 
 def test_likelihood_is_the_models_own() -> None:
