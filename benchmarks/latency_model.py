@@ -1,8 +1,8 @@
 """How near the predicted time of a call is to the true one, and what a decision costs.
 
 Calls of random rows, lengths and steps run one after another in the runtime that serves; each is
-predicted just before. The decision is that of a request with a deadline, behind others that wait.
-It deliberately knows nothing of HTTP.
+predicted just before. A decision is whether a request is taken in, and at how many steps, behind
+others that wait or run. It deliberately knows nothing of HTTP.
 """
 
 import random
@@ -15,25 +15,18 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.decisions import AHEAD, ASKED, DEADLINE, classify_seconds, write_seconds
 from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.engine.admission import Admission
-from serve.engine.classification import Classification
-from serve.engine.events import Event
 from serve.engine.first_calls import measure_first_calls
-from serve.engine.work import Work
 from serve.runtime import open_model
-from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel, Series
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
 
 NAME = "latency_model"
 MOST_ROWS = 16
 WANTED_ERROR, WANTED_US = 0.15, 50.0
-QUEUES = (0, 16, 64, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
 def measure(chosen: Options, provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
-    costs: list[Sequence[Cell]] = []
+    costs: list[tuple[str, str, int, float, float]] = []
+    times = 50 if chosen.quick else 2000
     for bundle in chosen.read("classify"):
-        name = bundle.manifest.name
-        latency = LatencyModel()
+        name, latency = bundle.manifest.name, LatencyModel()
         calls = _predict(bundle, latency, 1.0 if chosen.quick else 40.0)
         for steps in bundle.manifest.steps:
             errors = sorted(call.error for call in calls if call.steps == steps)
@@ -69,19 +62,28 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         errors = sorted(call.error for call in calls)
         rows.append([name, "all", len(errors), *_shares(errors)])
         targets.append(Target(f"{name}: p95 error of a call", _p95(errors), "<=", WANTED_ERROR))
-        for waiting in QUEUES:
-            times = sorted(_decide(bundle, latency, waiting, 50 if chosen.quick else 2000))
-            costs.append([name, waiting, median(times), _p95(times)])
-            what = f"{name}: a decision behind {waiting}"
-            targets.append(Target(what, median(times), "<=", WANTED_US, "µs"))
+        for ahead in AHEAD:
+            seconds = classify_seconds(bundle.manifest, latency, ahead, times)
+            costs.append((name, DEADLINE, ahead, *_microseconds(seconds)))
+    for bundle in chosen.read():
+        if bundle.manifest.task == "generate" and bundle.latency is not None:
+            latency = LatencyModel()
+            latency.learn(bundle.manifest.name, bundle.latency)
+            for asked in ASKED:
+                for ahead in AHEAD:
+                    seconds = write_seconds(bundle.manifest, latency, ahead, asked, times)
+                    costs.append((bundle.manifest.name, asked, ahead, *_microseconds(seconds)))
+    for name, asked, ahead, median_us, _ in costs:
+        what = f"{name}: a decision on {asked}, behind {ahead}"
+        targets.append(Target(what, median_us, "<=", WANTED_US, "µs"))
     errors_of = Table(
         "Error of the prediction, as a share of the true time.",
         ("model", "steps", "calls", "median", "p95"),
         rows,
     )
     cost_of = Table(
-        "Whether a request with a deadline is taken in, microseconds of processor time.",
-        ("model", "rows that wait", "median µs", "p95 µs"),
+        "A decision, microseconds of processor time.",
+        ("model", "asked", "ahead", "median µs", "p95 µs"),
         costs,
     )
     return provenance.result(
@@ -114,42 +116,12 @@ def _predict(bundle: Bundle, latency: LatencyModel, seconds: float) -> list[Pred
     return found
 
 
-def _decide(bundle: Bundle, latency: LatencyModel, waiting: int, times: int) -> list[float]:
-    """Microseconds of decisions about a request that comes behind so many."""
-    chance = random.Random(waiting)
-    limits = Limits(queue_requests=waiting + 1, degrade_wait_s=0.5)
-    scheduler: Scheduler[Work] = Scheduler(limits, lambda key, rows, positions: 0, latency=latency)
-    admission = Admission(scheduler, latency, limits)
-    for _ in range(waiting):
-        scheduler.add(_job(bundle, chance), 0.0)
-    spent = []
-    for _ in range(times):
-        job = _job(bundle, chance)
-        begun_s = time.thread_time()
-        admission.check([job], 0.0)
-        spent.append((time.thread_time() - begun_s) * 1e6)
-    return spent
-
-
-def _job(bundle: Bundle, chance: random.Random) -> Job[Work]:
-    """A row that is given anything from half an hour to an hour."""
-    manifest = bundle.manifest
-    length = manifest.text_input.max_tokens // 2
-    return Job(
-        LaneKey(manifest.name, "classify", manifest.full_steps, late=True),
-        Classification([[1] * length], _ignore),
-        (length,),
-        deadline=Deadline(0.0, chance.uniform(1800.0, 3600.0)),
-        choices=manifest.steps,
-    )
-
-
-def _ignore(event: Event) -> None:
-    pass
-
-
 def _shares(ordered: Sequence[float]) -> list[Cell]:
     return [f"{100 * median(ordered):.1f} %", f"{100 * _p95(ordered):.1f} %"]
+
+
+def _microseconds(seconds: Sequence[float]) -> tuple[float, float]:
+    return 1e6 * median(seconds), 1e6 * _p95(sorted(seconds))
 
 
 def _p95(ordered: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from serve.scheduler.job import (
 )
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.limits import Limits
+from serve.scheduler.outlook import Asked
 from serve.scheduler.scheduler import Scheduler
 
 LADDER = (1, 2, 4, 8)
@@ -112,9 +113,9 @@ class WritingSimulation:
     def _admitted(self, wish: Wish) -> Job[Wish]:
         deadline = None if wish.given_s is None else Deadline(wish.at_s, wish.given_s)
         choices = LADDER if wish.steps is None else (wish.steps,)
-        size = wish.prompt, wish.tokens
-        steps = self.admission.steps_for(lane_of(choices[-1]), choices, *size, deadline, self.now_s)
-        positions = sum(size)
+        asked = Asked(wish.prompt, wish.tokens)
+        steps = self.admission.steps_for(lane_of(choices[-1]), choices, asked, deadline, self.now_s)
+        positions = wish.prompt + wish.tokens
         job = Job(lane_of(steps), wish, (wish.prompt,), positions, deadline=deadline)
         job.tokens_left = wish.tokens
         self.admission.check((cast(Any, job),), self.now_s)

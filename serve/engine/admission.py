@@ -11,6 +11,7 @@ from serve.errors import ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
+from serve.scheduler.outlook import Asked, Outlook
 from serve.scheduler.promises import Promises
 from serve.scheduler.relief import Relief
 from serve.scheduler.scheduler import Scheduler
@@ -31,81 +32,105 @@ class Admission:
 
     def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
         """Refuse the jobs of a request for which there is no place or no time."""
-        scheduler = self._scheduler
-        if scheduler.queued + len(jobs) > self._limits.queue_requests:
-            raise QueueFull(
-                f"the queue is full ({scheduler.queued} requests): try again later",
-                retry_after_s=self._turn_s(now_s, len(jobs)),
-            )
+        self._check_places(now_s, len(jobs))
+        if jobs[0].admitted:
+            return
+        outlook = None
+        if jobs[0].lane.kind != "classify":
+            outlook = self._scheduler.prospects.outlook(jobs[0].lane.model)
         for job in jobs:
-            if job.deadline is not None:
-                self._check_deadline(job, job.deadline, now_s, len(jobs))
-        wait_s = scheduler.prospects.wait_s(now_s, least=True)
-        if wait_s > self._limits.queue_wait_s:
-            raise QueueFull(
-                f"what waits will take {wait_s:.0f} s: try again later",
-                retry_after_s=self._turn_s(now_s, len(jobs)),
-            )
+            if job.deadline is None:
+                continue
+            if outlook is None:
+                self._check_classified(job, job.deadline, now_s)
+            else:
+                asked = Asked(job.lengths[0], job.tokens_left, len(jobs))
+                self._check_written(outlook, job.lane, asked, job.deadline, now_s)
+        self._check_wait(now_s, len(jobs), outlook)
 
     def steps_for(
         self,
         key: LaneKey,
         choices: Sequence[int],
-        prompt: int,
-        tokens: int,
+        asked: Asked,
         deadline: Deadline | None,
         now_s: float,
-        jobs: int = 1,
     ) -> int:
-        """Of the choices, ascending, the steps for so many generations that come now."""
-        outlook = self._scheduler.prospects.outlook(key)
-        lanes = {steps: LaneKey(key.model, key.kind, steps) for steps in choices}
-        if deadline is None:
-            relief = self._reliefs.setdefault(key.model, Relief(self._limits.degrade_wait_s))
-            share = relief.share(outlook.wait_s(lanes[choices[-1]]))
-            fitting = [steps for steps in choices if steps <= share * choices[-1]]
-            return fitting[-1] if fitting else choices[0]
-        size = prompt, tokens, jobs, deadline.ends_s - now_s
-        busy = self._scheduler.queued + self._scheduler.running > 0
-        for steps in reversed(choices):
-            if outlook.late_s(lanes[steps], *size, now_s, _AIM if busy else 1.0) <= 0:
-                return steps
-        self._check_written(lanes[choices[0]], prompt, tokens, jobs, deadline, now_s)
-        return choices[0]
+        """Of the choices, ascending, the steps for generations that come now.
+
+        Refuses those for which there is no time, so that `check` need not look at them again.
+        """
+        outlook = self._scheduler.prospects.outlook(key.model)
+        steps = self._steps_for(outlook, key, choices, asked, deadline, now_s)
+        self._check_places(now_s, asked.jobs)
+        self._check_wait(now_s, asked.jobs, outlook)
+        return steps
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._reliefs.pop(model, None)
+
+    def _steps_for(
+        self,
+        outlook: Outlook[Work],
+        key: LaneKey,
+        choices: Sequence[int],
+        asked: Asked,
+        deadline: Deadline | None,
+        now_s: float,
+    ) -> int:
+        if deadline is None:
+            relief = self._reliefs.setdefault(key.model, Relief(self._limits.degrade_wait_s))
+            share = relief.share(outlook.wait_s(key._replace(steps=choices[-1])))
+            fitting = [steps for steps in choices if steps <= share * choices[-1]]
+            return fitting[-1] if fitting else choices[0]
+        busy = self._scheduler.queued + self._scheduler.running > 0
+        for steps in reversed(choices):
+            lane = LaneKey(key.model, key.kind, steps)
+            if outlook.in_time(lane, asked, deadline.ends_s, now_s, _AIM if busy else 1.0):
+                return steps
+        self._check_written(outlook, lane, asked, deadline, now_s)
+        return choices[0]
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
         """When those that are refused now should come back."""
         wait_s = self._scheduler.prospects.wait_s(now_s)
         return self._promises.turn_s(now_s, wait_s, self._scheduler.queued, jobs)
 
-    def _check_deadline(self, job: Job[Work], deadline: Deadline, now_s: float, jobs: int) -> None:
-        if job.lane.kind == "classify":
-            self._scheduler.open(job.lane)
-            late_s = self._scheduler.prospects.late_s(job, now_s)
-            if late_s > 0:
-                least = job.choices[0] if job.lane.late else job.lane.steps
-                self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
-            return
-        self._check_written(job.lane, job.lengths[0], job.tokens_left, jobs, deadline, now_s)
+    def _check_places(self, now_s: float, jobs: int) -> None:
+        queued = self._scheduler.queued
+        if queued + jobs > self._limits.queue_requests:
+            raise QueueFull(
+                f"the queue is full ({queued} requests): try again later",
+                retry_after_s=self._turn_s(now_s, jobs),
+            )
+
+    def _check_wait(self, now_s: float, jobs: int, outlook: Outlook[Work] | None) -> None:
+        wait_s = self._scheduler.prospects.wait_s(now_s, least=True, known=outlook)
+        if wait_s > self._limits.queue_wait_s:
+            raise QueueFull(
+                f"what waits will take {wait_s:.0f} s: try again later",
+                retry_after_s=self._turn_s(now_s, jobs),
+            )
+
+    def _check_classified(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
+        self._scheduler.open(job.lane)
+        late_s = self._scheduler.prospects.late_s(job, now_s)
+        if late_s > 0:
+            least = job.choices[0] if job.lane.late else job.lane.steps
+            self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
 
     def _check_written(
         self,
+        outlook: Outlook[Work],
         key: LaneKey,
-        prompt: int,
-        tokens: int,
-        jobs: int,
+        asked: Asked,
         deadline: Deadline,
         now_s: float,
     ) -> None:
-        outlook = self._scheduler.prospects.outlook(key)
-        late_s = outlook.late_s(key, prompt, tokens, jobs, deadline.ends_s - now_s, now_s)
+        late_s = outlook.late_s(key, asked, deadline.ends_s, now_s)
         if late_s > 0:
-            alone_s = outlook.alone_s(key, prompt, tokens, jobs)
-            self._refuse(deadline, key.steps, alone_s, late_s)
+            self._refuse(deadline, key.steps, outlook.alone_s(key, asked), late_s)
 
     def _refuse(self, deadline: Deadline, steps: int, alone_s: float, late_s: float) -> None:
         if self._scheduler.queued + self._scheduler.running == 0:

@@ -28,6 +28,7 @@ from serve.metrics import Metrics
 from serve.scheduler.job import Deadline, Job, LaneKey, State
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
+from serve.scheduler.outlook import Asked
 from serve.scheduler.scheduler import Scheduler
 
 _IDLE_BEAT_S = 0.25
@@ -181,19 +182,11 @@ class Engine:
         self._waking.ask()
 
     def steps_for(
-        self,
-        key: LaneKey,
-        choices: Sequence[int],
-        prompt: int,
-        tokens: int,
-        deadline: Deadline | None,
-        jobs: int = 1,
+        self, key: LaneKey, choices: Sequence[int], asked: Asked, deadline: Deadline | None
     ) -> int:
         """Of the choices, the steps for generations that come now; raises if none is in time."""
         with self._wake:
-            return self._admission.steps_for(
-                key, choices, prompt, tokens, deadline, self.clock(), jobs
-            )
+            return self._admission.steps_for(key, choices, asked, deadline, self.clock())
 
     def lapse(self, *jobs: Job[Work]) -> None:
         """The deadline of these jobs has passed: end them now, or at their next token."""

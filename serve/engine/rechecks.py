@@ -8,7 +8,7 @@ engine to say.
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class RecheckCall:
 
     @property
     def lane(self) -> LaneKey:
-        return replace(self.promised, threshold=None)
+        return self.promised._replace(threshold=None)
 
 
 class Rechecks:

@@ -22,6 +22,7 @@ from serve.engine.work import Work
 from serve.errors import InvalidField
 from serve.routes.shared import deadline_of, note_decision
 from serve.scheduler.job import Deadline, Job, Kind, LaneKey
+from serve.scheduler.outlook import Asked
 from serve.settings import Settings
 from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields
@@ -81,10 +82,8 @@ class Order:
             steps = engine.steps_for(
                 LaneKey(served.key, _kind(wishes[0]), decision.steps),
                 decision.step_choices,
-                max(len(wish.prompt) for wish in wishes),
-                wishes[0].max_tokens,
+                Asked(max(len(one.prompt) for one in wishes), wishes[0].max_tokens, len(wishes)),
                 deadline,
-                len(wishes),
             )
             decision = decision.served_at(steps)
         return cls(request, engine, served, decision, wishes, deadline)
@@ -107,6 +106,7 @@ class Order:
             positions=positions_held(wish, self.served),
             deadline=self.deadline,
             tokens_left=wish.max_tokens,
+            admitted=len(self.decision.choices) > 1,
         )
 
 

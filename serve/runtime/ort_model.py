@@ -233,7 +233,7 @@ class OrtModel:
         if manifest.step is None or not self._place.runs_single_steps:
             return False
         if manifest.precision == "int8":
-            return True  # whole graphs multiply in float32: only the step has products of bytes
+            return True  # only the step has the runtime's own products of bytes
         copies = manifest.files[manifest.weights].bytes * (len(manifest.rungs) - 1)
         return copies > MAX_COPIED_BYTES
 

@@ -4,20 +4,29 @@ Rows join and leave between two tokens only. It deliberately knows neither other
 whether there is memory for one more.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Generic
 
 from serve.scheduler.job import DecodePart, Job, LaneKey, State, WorkT
+from serve.scheduler.latency_model import Series
 
 
 class GenerateLane(Generic[WorkT]):
     """Generations that wait, whose prompts are read, and that decode together."""
 
     def __init__(
-        self, key: LaneKey, calls_a_token: int, cache_bytes: Callable[[int, int], int]
+        self,
+        key: LaneKey,
+        calls_a_token: int,
+        max_rows: int,
+        cache_bytes: Callable[[int, int], int],
     ) -> None:
         self.key = key
+        self.decode_series = Series(key.model, "decode", key.steps)
+        self.prefill_series = Series(key.model, "prefill", key.steps)
         self.calls_a_token = calls_a_token
         self.waiting: deque[Job[WorkT]] = deque()
         self.waiting_prompt_tokens = self.waiting_tokens = 0  # of those, to read and to write
@@ -31,6 +40,10 @@ class GenerateLane(Generic[WorkT]):
         self._over: list[Job[WorkT]] = []  # whose reading is to be forgotten
         self._cache_bytes = cache_bytes  # of so many rows of so many positions
         self._most_rows = 0  # since the lane was last empty
+        self._max_rows = max_rows
+        # Asked for whenever a request comes, and seldom changed by one; None: to be found again.
+        self._next_due: list[Job[WorkT]] | None = None
+        self._pressing: list[Job[WorkT]] = []
 
     @property
     def idle(self) -> bool:
@@ -47,6 +60,20 @@ class GenerateLane(Generic[WorkT]):
         one = [] if self.reading is None else [self.reading]
         again = [job for job in self.returning if job not in (*self.rows, *self._over)]
         return [*self.rows, *self.joining, *one, *again, *self._over]
+
+    @property
+    def next_due(self) -> list[Job[WorkT]]:
+        """Those with a deadline, of as many that wait as may run together."""
+        if self._next_due is None:
+            first = islice(self.waiting, self._max_rows)
+            self._next_due = [job for job in first if job.ends_s < math.inf]
+            self._pressing = _pressing(self._next_due)
+        return self._next_due
+
+    @property
+    def pressing(self) -> list[Job[WorkT]]:
+        """Those of them that are late first, whatever a token takes."""
+        return self._pressing if self.next_due else []
 
     def add(self, job: Job[WorkT]) -> None:
         """The job waits behind those that do."""
@@ -136,6 +163,8 @@ class GenerateLane(Generic[WorkT]):
     def _count(self, job: Job[WorkT], jobs: int) -> None:
         self.waiting_prompt_tokens += jobs * job.lengths[0]
         self.waiting_tokens += jobs * job.tokens_left
+        if jobs < 0 or len(self.waiting) <= self._max_rows:
+            self._next_due = None
 
     def _change(self) -> tuple[tuple[int, ...], tuple[Job[WorkT], ...]]:
         """Who leaves and who joins before the next token."""
@@ -167,3 +196,12 @@ class GenerateLane(Generic[WorkT]):
         assert all(job.state is State.ENDED for job in self.rows)
         self.rows.clear()
         self.calls = self.held_bytes = 0
+
+
+def _pressing(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
+    """All but those that another has less time than, for as many tokens or more."""
+    found: list[Job[WorkT]] = []
+    for job in sorted(jobs, key=lambda job: (job.ends_s, -job.tokens_left)):
+        if not found or job.tokens_left > found[-1].tokens_left:
+            found.append(job)
+    return found

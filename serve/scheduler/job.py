@@ -4,9 +4,10 @@ It deliberately knows neither tokens nor tensors: only where the work belongs, h
 are, and how many cached positions it may come to hold. The request itself rides along as `work`.
 """
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 WorkT = TypeVar("WorkT")
 
@@ -21,9 +22,11 @@ def model_key(name: str, edition: int) -> str:
     return f"{name}{_EDITION}{edition}" if edition else name
 
 
-@dataclass(frozen=True, slots=True)
-class LaneKey:
-    """Work that may share a batch: one rung of one model, or rows whose steps are chosen late."""
+class LaneKey(NamedTuple):
+    """Work that may share a batch: one rung of one model, or rows whose steps are chosen late.
+
+    A tuple, since lanes are looked up by it for every request and every call.
+    """
 
     model: str  # its key
     kind: Kind
@@ -72,6 +75,7 @@ class Job(Generic[WorkT]):
     deadline: Deadline | None = None
     choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending
     tokens_left: int = 0  # that a generation may still write
+    admitted: bool = False  # it was looked at when the server chose its steps, just now
     state: State = State.QUEUED
     request_id: str = ""  # for logs
     number: int = -1  # order of arrival, given by the scheduler
@@ -79,9 +83,11 @@ class Job(Generic[WorkT]):
     started_s: float | None = None
     first_token_s: float | None = None
     rows_left: int = field(init=False)
+    ends_s: float = field(init=False)  # its deadline, if it has one
 
     def __post_init__(self) -> None:
         self.rows_left = len(self.lengths)
+        self.ends_s = math.inf if self.deadline is None else self.deadline.ends_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class ClassifyCall(Generic[WorkT]):
     @property
     def rung(self) -> LaneKey:
         """What the rows run on."""
-        return replace(self.lane, steps=self.steps, late=False)
+        return self.lane._replace(steps=self.steps, late=False)
 
 
 @dataclass(frozen=True, slots=True)

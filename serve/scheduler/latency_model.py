@@ -32,6 +32,10 @@ _ROUNDS = 100  # of their fit
 _SCALE = 1000.0  # keeps products of tokens near 1
 
 
+# The seconds of a call, as a line over the length of its rows: at length 0, and each more.
+Line = tuple[float, float]
+
+
 class Series(NamedTuple):
     """Calls whose time differs only by their rows and length."""
 
@@ -89,6 +93,11 @@ class LatencyModel:
         """The time of one call; None if nothing like it was ever seen."""
         shape = self._shapes.get(series)
         return None if shape is None else self._speed * shape.seconds(rows, length)
+
+    def decode_line(self, series: Series, rows: int) -> Line | None:
+        """The time of a token of so many rows; None if none was ever seen."""
+        shape = self._shapes.get(series)
+        return None if shape is None else shape.line(rows, self._speed)
 
     def learn(self, model: str, latency: Latency) -> None:
         """Start from a table that was measured before, on this machine or on another."""
@@ -157,6 +166,13 @@ class _Shape:
         a, b, c = self._factors  # asked for every request that comes: hence no call
         tokens = (rows if self._one_each else rows * length) / _SCALE
         return a + tokens * (b + c * length / _SCALE)
+
+    def line(self, rows: int, speed: float) -> Line:
+        """The seconds of so many rows that each add one token."""
+        assert self._one_each, "a call that is no line over its length"
+        a, b, c = self._factors
+        tokens = rows / _SCALE
+        return speed * (a + tokens * b), speed * tokens * c / _SCALE
 
     def rescale(self, rows: int, length: int, seconds: float) -> None:
         ratio = seconds / self.seconds(rows, length)

@@ -79,18 +79,28 @@ class Prospects(Generic[WorkT]):
         round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
         return round_s * (self._classifying.calls_ahead(key) + 1)
 
-    def wait_s(self, now_s: float, least: bool = False) -> float:
-        """How long until all that waits now has run, at the fewest steps or as it will be."""
-        waiting = [key for key, lane in self._generate.items() if lane.waiting]
-        writing_s = max((self.outlook(key).wait_s(key) for key in waiting), default=0.0)
+    def wait_s(
+        self, now_s: float, least: bool = False, known: Outlook[WorkT] | None = None
+    ) -> float:
+        """How long until all that waits now has run, at the fewest steps or as it will be.
+
+        The outlook of one model may be known already.
+        """
+        models = {key.model for key, lane in self._generate.items() if lane.waiting}
+        outlooks = [
+            known if known is not None and known.model == model else self.outlook(model)
+            for model in models
+        ]
+        writing_s = max((outlook.all_begin_s() for outlook in outlooks), default=0.0)
         work_s = (self._classifying.wait_s(least) + writing_s) * self._latency.lasting
         return max(0.0, self._busy_until_s - now_s) + work_s
 
-    def outlook(self, key: LaneKey) -> Outlook[WorkT]:
-        """What is predicted of generations of this lane's model."""
-        others = (turn for turn in self._busy_turns() if turn[0].model != key.model)
+    def outlook(self, model: str) -> Outlook[WorkT]:
+        """What is predicted of generations of this model."""
+        others = (turn for turn in self._busy_turns() if turn[0].model != model)
         return Outlook(
-            [lane for one, lane in self._generate.items() if one.model == key.model],
+            model,
+            [lane for key, lane in self._generate.items() if key.model == model],
             self._latency,
             self._limits.decode_rows,
             lambda lane: self._usual_s((lane, "decode" if lane.kind == "generate" else "search")),

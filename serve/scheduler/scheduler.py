@@ -277,7 +277,7 @@ class Scheduler(Generic[WorkT]):
             most_lanes = self._most_lanes(key)
             calls_a_token = key.steps if most_lanes > 1 else 1
             lane: GenerateLane[WorkT] = GenerateLane(
-                key, calls_a_token, partial(self._cache_bytes, key)
+                key, calls_a_token, self.limits.decode_rows, partial(self._cache_bytes, key)
             )
             if key.model not in self._decodings:
                 self._decodings[key.model] = Decoding(most_lanes)

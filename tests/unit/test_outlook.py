@@ -4,7 +4,7 @@ import pytest
 
 from serve.scheduler.job import LaneKey
 from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Series
-from serve.scheduler.outlook import Outlook
+from serve.scheduler.outlook import Asked, Outlook
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11
@@ -15,15 +15,16 @@ def outlook() -> Outlook[object]:
     latency = LatencyModel()
     latency.observe(Series("m", "prefill", 1), 1, PROMPT, 0.5)
     latency.observe(Series("m", "decode", 1), 1, PROMPT, 0.01)
-    return Outlook([], latency, max_rows=2, usual_s=lambda key: None, beside_s=0.0)
+    return Outlook("m", [], latency, max_rows=2, usual_s=lambda key: None, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])
 def test_prompts_are_read_one_by_one_and_rows_decode_together(
     outlook: Outlook[object], texts: int, rows: int, waves: int
 ) -> None:
+    asked = Asked(PROMPT, TOKENS, texts)
     reads_s = texts * 0.5
     tokens_s = waves * (TOKENS - 1) * outlook.token_s(KEY, rows, PROMPT + TOKENS // 2)
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)
-    assert outlook.alone_s(KEY, PROMPT, TOKENS, texts) == expected_s
-    assert outlook.ready_s(KEY, PROMPT, TOKENS, texts) >= reads_s + tokens_s
+    assert outlook.alone_s(KEY, asked) == expected_s
+    assert outlook.ready_s(KEY, asked) >= reads_s + tokens_s

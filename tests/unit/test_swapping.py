@@ -18,6 +18,7 @@ from serve.engine.watchdog import Watchdog
 from serve.engine.work import Work
 from serve.errors import ModelGone, UnknownModel
 from serve.scheduler.job import Job, LaneKey
+from serve.scheduler.outlook import Asked
 from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeModel, Mood
 from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
@@ -128,7 +129,7 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
         served, _ = another(bundle(), edition, most_batches=4)
         measure_first_calls([served], bench.engine.latency)
         bench.engine.serve(served)
-        bench.engine.steps_for(LaneKey(served.key, "generate", 4), (1, 2, 4), 3, 3, None)
+        bench.engine.steps_for(LaneKey(served.key, "generate", 4), (1, 2, 4), Asked(3, 3), None)
     work += [bench.generate("abc", 20, steps=steps) for steps in (1, 2, 4)]
     work += [bench.classify(5), bench.search("abc", 3)]
     work.append(bench.generate("abc", 300, steps=4))
