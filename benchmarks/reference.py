@@ -13,6 +13,7 @@ import torch
 from export.draft import TOKENIZER, draft_manifest
 from export.graphs import Ladder, write_graphs
 from export.parts import trace
+from export.ranges import unseen_rows
 from export.samples import samples_of
 from export.trial import Origin
 from serve.bundle import Bundle, Precision, open_staging, seal_bundle
@@ -67,7 +68,7 @@ def bundles(origin: Origin, folder: Path, steps: tuple[int, ...]) -> dict[Precis
         )
         with open_staging(folder / name) as staging:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
-            write_graphs(staging, traced, Ladder(steps, METHOD), precision)
+            write_graphs(staging, traced, Ladder(steps, METHOD), precision, unseen_rows(dataset))
             made[precision] = seal_bundle(staging, draft, folder / name)
     return made
 

@@ -4,18 +4,23 @@ Knows which graphs a bundle has and in which form each precision wants them; not
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
 
 from export.draft import WEIGHTS, encoder_name, graph_name, step_files
+from export.integers import Ranges, use_integers
 from export.mixed import mixed_step
 from export.parts import Traced
 from export.quantise import quantise
+from export.ranges import measured_ranges
+from export.shapes import keep_shapes
 from export.step_graphs import stitch_step
 from export.stitch import stitch
 from export.weights import WeightsFile
 from serve.bundle import Precision
+from serve.runtime.protocol import RowArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,31 +31,52 @@ class Ladder:
     method: str
 
 
-def write_graphs(folder: Path, traced: Traced, ladder: Ladder, precision: Precision) -> None:
-    """Write all graphs and the weights; each graph is checked as it then lies there."""
+def write_graphs(
+    folder: Path,
+    traced: Traced,
+    ladder: Ladder,
+    precision: Precision,
+    unseen: Iterable[RowArray] = (),
+) -> None:
+    """Write all graphs and the weights; each graph is checked as it then lies there.
+
+    Unseen are the rows on which a classifier of fewer bits is measured.
+    """
     weights = WeightsFile(WEIGHTS)
+    ranges: Ranges = {}
+    if precision == "int8" and traced.task == "classify":
+        whole = (stitch(traced.graph, ladder.method, steps) for steps in ladder.steps)
+        ranges = measured_ranges(whole, unseen)
     files = step_files(traced)
     if traced.step is not None and files is not None:
         graphs = stitch_step(traced.graph, traced.step, ladder.method)._asdict()
         if files.mixed is not None:
             graphs["mixed"] = mixed_step(graphs["step"])
         for field, name in files.graphs.items():
-            _write(folder / name, graphs[field], weights, precision, plain=False)
+            _write(folder / name, graphs[field], weights, precision, ranges, plain=False)
     for steps in ladder.steps:
         graph = stitch(traced.graph, ladder.method, steps)
-        _write(folder / graph_name(steps), graph, weights, precision, plain=True)
+        _write(folder / graph_name(steps), graph, weights, precision, ranges, plain=True)
         if traced.encoder is not None:
             encoder = stitch(traced.encoder, ladder.method, steps)
-            _write(folder / encoder_name(steps), encoder, weights, precision, plain=True)
+            _write(folder / encoder_name(steps), encoder, weights, precision, ranges, plain=True)
     weights.write(folder)
     for path in folder.glob("*.onnx"):
         onnx.checker.check_model(str(path))
 
 
 def _write(
-    path: Path, graph: onnx.ModelProto, weights: WeightsFile, precision: Precision, plain: bool
+    path: Path,
+    graph: onnx.ModelProto,
+    weights: WeightsFile,
+    precision: Precision,
+    ranges: Ranges,
+    plain: bool,
 ) -> None:
     if precision == "int8":
+        use_integers(graph, ranges, plain)
         quantise(graph, plain)
     weights.externalise(graph)
+    if plain:
+        keep_shapes(graph)
     path.write_bytes(graph.SerializeToString(deterministic=True))

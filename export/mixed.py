@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from export.builder import CONTRIB
-from export.quantise import node_of
+from export.layers import node_of
 from serve.bundle import MIXED_GROUPS
 
 ATTENTION = "GroupQueryAttention"

@@ -14,6 +14,7 @@ from export.draft import TOKENIZER, draft_manifest
 from export.graphs import Ladder, write_graphs
 from export.latency import measure_latency
 from export.parts import trace
+from export.ranges import unseen_rows
 from export.samples import samples_of
 from export.trial import Origin, Trial
 from serve.bundle import (
@@ -97,7 +98,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
-        write_graphs(staging, traced, ladder, request.precision)
+        write_graphs(staging, traced, ladder, request.precision, unseen_rows(dataset))
         trial = Trial(draft, origin, samples.edges(), request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if request.precision == "fp32":

@@ -4,26 +4,24 @@ Symmetric, per output channel and block of 64 inputs, rounded to the nearest: no
 and the same graph gives the same bytes. A large matrix that MatMul or Gemm multiplies by becomes
 bytes. A table that is looked up stays float32: a lookup reads one row, so bytes would save no time
 and cost agreement. A head tied to such a table has bytes of its own beside it, which are the same
-whether it stands in one graph with the table or alone. Knows ONNX nodes, not models.
+whether it stands in one graph with the table or alone. Layers of a classifier are whole numbers
+instead, if they were measured. Knows ONNX nodes, not models.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
+from export.layers import CONTRIB, Layer, Layers, node_of, replace_nodes
 from serve.bundle import Precision
 
-CONTRIB = "com.microsoft"
 BLOCK = 64
 ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
-# Smaller matrices fit the fast caches as they are: bytes would cost agreement and save no time.
-LEAST_ELEMENTS = 32768
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
 ACCURACY_LEVEL = 4
 
@@ -48,23 +46,9 @@ def quantise(model: onnx.ModelProto, plain: bool) -> None:
     Plain, bytes pass DequantizeLinear into a float32 product, for any runtime. Otherwise products
     become MatMulNBits of ONNX Runtime. The bytes and the scales are the same.
     """
-    graph = model.graph
-    quantising = _Quantising(graph, plain)
-    nodes = [made for node in graph.node for made in quantising.rewritten(node)]
-    needed = {value.name for value in graph.output}
-    kept: list[onnx.NodeProto] = []
-    for node in reversed(nodes):  # without the transposes that only products used
-        if not needed.isdisjoint(node.output):
-            needed.update(node.input)
-            kept.append(node)
-    tensors = [*graph.initializer, *quantising.made.values()]
-    initializers = [tensor for tensor in tensors if tensor.name in needed]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(reversed(kept))
-    graph.initializer.extend(initializers)
-    domains = {opset.domain for opset in model.opset_import}
-    if CONTRIB not in domains and any(node.domain == CONTRIB for node in kept):
-        model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+    quantising = _Quantising(model.graph, plain)
+    nodes = [made for node in model.graph.node for made in quantising.rewritten(node)]
+    replace_nodes(model, nodes, list(quantising.made.values()))
 
 
 def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
@@ -77,16 +61,6 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
     scales = np.abs(blocked).max(axis=2) / np.float32(LARGEST)  # (N, blocks)
     scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
     return (np.rint(blocked / scales[:, :, None]) + ZERO).astype(np.uint8), scales
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """x times a large matrix, which stands (N, K) as its bytes will, or else (K, N)."""
-
-    x: str
-    weight: str
-    stands: bool
-    bias: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,60 +79,33 @@ class _Quantising:
         self.plain = plain
         self.made: dict[str, onnx.TensorProto] = {}
         self._matrices: dict[tuple[str, bool], _Matrix] = {}
-        self._large = {
-            tensor.name: tensor
-            for tensor in graph.initializer
-            if tensor.data_type == TensorProto.FLOAT
-            and len(tensor.dims) == 2
-            and tensor.dims[0] * tensor.dims[1] >= LEAST_ELEMENTS
-        }
-        self._transposed = {
-            node.output[0]: node.input[0]
-            for node in graph.node
-            if node.op_type == "Transpose"
-            and node.input[0] in self._large
-            and _attributes(node).get("perm", [1, 0]) == [1, 0]
-        }
+        self._layers = Layers(graph)
 
     def rewritten(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place."""
-        product = self._product(node)
-        if product is None:
+        layer = self._layers.of(node)
+        if layer is None:
             return [node]
-        key = product.weight, product.stands
+        key = layer.weight, layer.stands
         nodes: list[onnx.NodeProto] = []
         if key not in self._matrices:
-            self._matrices[key] = self._in_bytes(*key)
+            self._matrices[key] = self._in_bytes(layer)
             if self.plain:
                 nodes += self._dequantised(self._matrices[key])
         matrix, (answer,) = self._matrices[key], node.output
-        times = f"{answer}/times" if product.bias else answer
+        times = f"{answer}/times" if layer.bias else answer
         if self.plain:
-            nodes.append(node_of("MatMul", [product.x, matrix.name], times))
+            nodes.append(node_of("MatMul", [layer.x, matrix.name], times))
         else:
-            nodes.append(_times_bytes(product.x, matrix, times))
-        if product.bias:
-            nodes.append(node_of("Add", [times, product.bias], answer))
+            nodes.append(_times_bytes(layer.x, matrix, times))
+        if layer.bias:
+            nodes.append(node_of("Add", [times, layer.bias], answer))
         return nodes
 
-    def _product(self, node: onnx.NodeProto) -> _Product | None:
-        """What the node multiplies, if it is a layer as torch's exporter writes one."""
-        if node.domain or node.op_type not in ("MatMul", "Gemm"):
-            return None
-        facts = _attributes(node)
-        if facts.get("transA", 0) or facts.get("alpha", 1) != 1 or facts.get("beta", 1) != 1:
-            return None
-        x, weight, bias = (*node.input, "")[:3]
-        stands = bool(facts.get("transB", 0))
-        if weight in self._transposed:
-            weight, stands = self._transposed[weight], not stands
-        return _Product(x, weight, stands, bias) if weight in self._large else None
-
-    def _in_bytes(self, weight: str, stands: bool) -> _Matrix:
-        values = numpy_helper.to_array(self._large[weight])
-        values = values if stands else values.T  # (N, K)
+    def _in_bytes(self, layer: Layer) -> _Matrix:
+        values = self._layers.matrix(layer)  # (N, K)
         data, scales = to_bytes(values)
-        matrix = _Matrix(f"{weight}.{'rows' if stands else 'columns'}", *values.shape)
+        matrix = _Matrix(f"{layer.weight}.{'rows' if layer.stands else 'columns'}", *values.shape)
         self._make(f"{matrix.name}.bytes", data.reshape(len(data), -1) if self.plain else data)
         self._make(f"{matrix.name}.scales", scales)
         return matrix
@@ -196,11 +143,3 @@ def _times_bytes(x: str, matrix: _Matrix, answer: str) -> onnx.NodeProto:
         block_size=BLOCK,
         accuracy_level=ACCURACY_LEVEL,
     )
-
-
-def node_of(op: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(op, inputs, [output], name=output, **attributes)
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {each.name: helper.get_attribute_value(each) for each in node.attribute}

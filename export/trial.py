@@ -100,11 +100,11 @@ class Trial:
                 _open_shared(one)
         with _torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
             try:
+                mixing = pool.submit(self._mix, opened)
                 found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
+                mixing.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-        if self.draft.task == "generate":
-            verify_mix(opened, max((edge[0] for edge in self.edges), key=len).numpy())
         measured = {rung.steps: one for rung, one in found}
         return Tried(
             named_rungs(tuple(rung for rung, _ in found), measured),
@@ -132,6 +132,12 @@ class Trial:
         )
         _report(tried, verified, self.say)
         return tried, measured
+
+    def _mix(self, opened: OpenedModel) -> None:
+        """With sessions of its own, since rungs are tried meanwhile."""
+        if self.draft.task == "generate":
+            tokens = max((edge[0] for edge in self.edges), key=len).numpy()
+            verify_mix(open_model(opened.bundle, self._threads), tokens)
 
     @property
     def _threads(self) -> int:
