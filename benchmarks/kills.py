@@ -32,19 +32,24 @@ def main(arguments: Sequence[str]) -> int:
     parsed = made.parse_args(arguments)
     kills = parsed.kills or (QUICK_KILLS if parsed.quick else KILLS)
     kinds = (parsed.only,) if parsed.only else KINDS
-    return run(
-        NAME, arguments, parsed, partial(measure, options(parsed), kinds, kills, parsed.seed)
-    )
+    name = f"{NAME}_{parsed.only}" if parsed.only else NAME
+    made_of = partial(measure, options(parsed), kinds, kills, parsed.seed, name)
+    return run(name, arguments, parsed, made_of)
 
 
 def measure(
-    chosen: Options, kinds: Sequence[str], kills: int, seed: int, provenance: Provenance
+    chosen: Options,
+    kinds: Sequence[str],
+    kills: int,
+    seed: int,
+    name: str,
+    provenance: Provenance,
 ) -> Result:
     torch.set_num_threads(1)  # threads would not be there in the forks
     found = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as kept:
         for kind in kinds:
-            folder = Path(name) / kind
+            folder = Path(kept) / kind
             folder.mkdir()
             found.append(_killed(kind, chosen, folder, kills, seed))
             for problem in found[-1].problems[:5]:
@@ -55,8 +60,8 @@ def measure(
         rows += [["", what, count] for what, count in one.seen.items()]
         rows.append(["", "seconds", one.seconds])
     return provenance.result(
-        NAME,
-        "Killed at random moments",
+        name,
+        f"Killed at random moments: {', '.join(kinds)}",
         "`kill -9`, at a moment drawn evenly over all that each does. Servers are asked by six "
         "clients, a third of them swap a model meanwhile, and start again on the same port. A "
         f"training writes a checkpoint after each iteration. One export or training in "
