@@ -81,6 +81,7 @@ class _Connection(asyncio.Protocol):
         if self._shot is not None:
             self._shot = None
             self._volley.lost()
+        self._volley.forget(self)
 
     def close(self) -> None:
         self._shot = None
@@ -129,6 +130,11 @@ class _Volley:
     def over(self, connection: _Connection) -> None:
         self._free.append(connection)
         self.lost()
+
+    def forget(self, connection: _Connection) -> None:
+        """The server has closed it, perhaps since nothing came on it for so long."""
+        if connection in self._free:
+            self._free.remove(connection)
 
     def lost(self) -> None:
         self._left -= 1
