@@ -11,7 +11,7 @@ from serve.engine.ending import own
 from serve.engine.events import Event, FailedEvent
 from serve.engine.generation import Generation
 from serve.engine.sampling import FloatArray, choose_tokens
-from serve.engine.work import Work
+from serve.engine.work import Work, work_as
 from serve.errors import ModelFailure
 from serve.scheduler.job import Job, State
 
@@ -23,7 +23,7 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
     finite: list[bool] = np.logical_and.reduce(np.isfinite(logits), axis=1).tolist()  # (B,)
     live = [index for index, job in enumerate(jobs) if job.state is not State.ENDED]
     good = [index for index in live if finite[index]]
-    works = [_generation(jobs[index]) for index in good]
+    works = [work_as(Generation, jobs[index]) for index in good]
     events: list[tuple[Job[Work], Event]] = [
         (jobs[index], FailedEvent(ModelFailure(_NO_NUMBERS))) for index in live if not finite[index]
     ]
@@ -41,8 +41,3 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
         except Exception as error:
             events.append((jobs[index], FailedEvent(own(error, jobs[index]))))
     return events
-
-
-def _generation(job: Job[Work]) -> Generation:
-    assert isinstance(job.work, Generation)
-    return job.work

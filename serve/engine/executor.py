@@ -6,7 +6,7 @@ It deliberately knows neither when to run nor who is told: it returns the events
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 from serve.engine.classification import Classification, Row, scores_of
 from serve.engine.ending import Ending, own, span
@@ -17,7 +17,7 @@ from serve.engine.rechecks import RecheckCall, Rechecks
 from serve.engine.runner import Runner
 from serve.engine.sampling import FloatArray
 from serve.engine.translation import Translation
-from serve.engine.work import Deliveries, Work
+from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.writing import Writing
 from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.metrics import Metrics
@@ -32,8 +32,6 @@ from serve.scheduler.job import (
 )
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.scheduler import Scheduler
-
-WorkT = TypeVar("WorkT", Classification, Translation)
 
 
 class Executor:
@@ -94,7 +92,7 @@ class Executor:
 
     def _classify(self, call: ClassifyCall[Work]) -> Deliveries:
         begun_s = self._clock()
-        rows = [(job, _as(Classification, job), row) for job, row in call.rows]
+        rows = [(job, work_as(Classification, job), row) for job, row in call.rows]
         rung = call.rung
         try:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
@@ -145,7 +143,7 @@ class Executor:
 
     def _step(self, lane: LaneKey, job: Job[Work]) -> Deliveries:
         begun_s = self._clock()
-        work = _as(Translation, job)
+        work = work_as(Translation, job)
         prefixes = work.prefixes  # (B, N)
         try:
             logits = self._runner.search(lane, job.number, work.wish.prompt, prefixes)  # (B, V)
@@ -221,8 +219,3 @@ class Executor:
             labels = job.lane.name, str(job.lane.steps)
             self._metrics.tokens.labels(job.lane.name).inc(event.completion_tokens)
             self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
-
-
-def _as(kind: type[WorkT], job: Job[Work]) -> WorkT:
-    assert isinstance(job.work, kind)
-    return job.work

@@ -15,7 +15,7 @@ from serve.engine.pace import CallTimes
 from serve.engine.runner import Runner
 from serve.engine.sampling import FloatArray
 from serve.engine.ways import Ways
-from serve.engine.work import Deliveries, Work
+from serve.engine.work import Deliveries, Work, work_as
 from serve.metrics import Metrics
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
@@ -62,7 +62,7 @@ class Writing:
         self._runner.forget(call.over)
         if call.job is None:
             return []
-        lane, job, work = call.lane, call.job, _generation(call.job)
+        lane, job, work = call.lane, call.job, work_as(Generation, call.job)
         begun_s = self._clock()
         try:
             logits = self._runner.read(lane, job.number, work.prompt)  # (V,)
@@ -143,7 +143,7 @@ class Writing:
     def _run(self, parts: Sequence[Part], single: bool) -> dict[LaneKey, FloatArray]:
         """Logits (B, V) of the lanes whose token ends."""
         tokens = {
-            part.lane: [_generation(job).last_token for job in part.jobs]
+            part.lane: [work_as(Generation, job).last_token for job in part.jobs]
             for part in parts
             if part.begins
         }
@@ -163,7 +163,7 @@ class Writing:
         leads = self._ways.leads(lane)
         lead, begun_s = leads.way, self._clock()
         if lead:
-            logits = self._run_ahead(lane, _generation(jobs[0]), lead)
+            logits = self._run_ahead(lane, work_as(Generation, jobs[0]), lead)
         else:
             logits = self._runner.decode(lane, tokens)
         leads.observe(1, self._clock() - begun_s)
@@ -198,7 +198,7 @@ class Writing:
         with self._lock:
             self._take_in(events, now_s, deliveries)
             for job, length in zip(part.jobs, cached, strict=True):
-                if length >= _generation(job).wish.window and job.state is not State.ENDED:
+                if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
                     self._scheduler.read_again(job)
             evict = self._scheduler.evict(part.lane)
         self._runner.remove(part.lane, evict)
@@ -218,7 +218,7 @@ class Writing:
             if isinstance(event, FailedEvent):
                 self._ending.end(job, event, deliveries)
                 continue
-            work = _generation(job)
+            work = work_as(Generation, job)
             self._observe_token(job, work, now_s)
             if work.wish.stream:
                 deliveries.append((work.deliver, event))
@@ -278,8 +278,3 @@ class Writing:
             self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
         work.last_token_s = now_s
         job.tokens_left -= 1
-
-
-def _generation(job: Job[Work]) -> Generation:
-    assert isinstance(job.work, Generation)
-    return job.work
