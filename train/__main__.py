@@ -10,6 +10,8 @@ from train.full_disk import in_words
 from train.loop import Diverged, train
 from train.recipe_file import load_recipe, recipe_names
 
+MOST_STEPS = 1000  # of one answer
+
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
@@ -125,8 +127,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         check_plot(path)
     if arguments.json:
         check_file(arguments.json)
-    methods = methods_named(arguments.method) if arguments.method else None
-    steps = parse_steps(arguments.steps) if arguments.steps else None
+    if arguments.bleu is not None:
+        from train.bleu import check_bleu
+
+        check_bleu(arguments.run, arguments.beams, arguments.bleu)
+    elif arguments.beams != 1:
+        raise RecipeError(f"--beams {arguments.beams} is for --bleu: add that too")
+    methods = None if arguments.method is None else methods_named(arguments.method)
+    steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
     print_report(report)
     plot_quality(report, path)
@@ -147,8 +155,8 @@ def parse_steps(text: str) -> list[int]:
         steps = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise RecipeError(f"--steps {text!r}: write counts like 1,2,4,8") from None
-    if not steps or steps[0] < 1:
-        raise RecipeError(f"--steps {text!r}: counts start at 1")
+    if steps[0] < 1 or steps[-1] > MOST_STEPS:
+        raise RecipeError(f"--steps {text!r}: counts are from 1 to {MOST_STEPS}")
     return steps
 
 

@@ -104,8 +104,17 @@ def _names(config: DataConfig, parts: list[Examples]) -> tuple[str, ...]:
             f"{config.train_labels}: classes from {low} to {high}, but {len(names)} data.labels: "
             "count classes from 0 and name each"
         )
+    absent = set(range(len(names))).difference(*(p.classes.tolist() for p in parts))
+    if absent and not config.labels:
+        raise DataError(
+            f"{config.train_labels}: classes up to {high}, but no row of class {min(absent)}: "
+            "count classes from 0 without gaps, or name them all in data.labels"
+        )
     if len(names) < 2 or len(set(names)) != len(names):
-        raise DataError("data.labels must differ, and a classifier needs two or more")
+        raise DataError(
+            f"{config.train_labels}: a classifier needs two classes or more, and data.labels that "
+            "differ"
+        )
     return names
 
 
@@ -120,6 +129,11 @@ def read_array(config: DataConfig, name: str, key: str) -> np.ndarray:
     except DataError:
         raise
     except UNREADABLE as error:
+        if "Object arrays" in str(error):
+            raise DataError(
+                f"{path}: {array} is an array of Python objects: give every row the same shape, "
+                "images one size, and store plain numbers"
+            ) from None
         raise DataError(f"{path} cannot be read: {error}. Is the file whole?") from None
 
 

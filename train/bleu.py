@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from train.checkpoint import Run, load_run
+from train.checkpoint import Run, load_run, read_facts
 from train.data import open_dataset
 from train.ode import method_named
 from train.pairs import PairDataset
@@ -87,6 +87,14 @@ def open_translator(folder: Path, data: str = "") -> tuple[Run, PairDataset]:
     return run, dataset
 
 
+def check_bleu(folder: Path, beams: int, samples: int) -> None:
+    """Before the work, not after it: whether that can be translated."""
+    if beams < 1 or samples < 0:
+        raise ValueError("--beams must be at least 1, and the sentences of --bleu not below 0")
+    if read_facts(folder)["recipe"].get("data", {}).get("kind") != "pairs":
+        raise ValueError(f"BLEU is for translators: {folder} is none")
+
+
 def print_bleu(
     folder: Path,
     steps: list[int],
@@ -96,8 +104,6 @@ def print_bleu(
     data: str = "",
 ) -> None:
     """The table of `stepdial evaluate RUN --bleu`."""
-    if beams < 1 or samples < 0:
-        raise ValueError("--beams must be at least 1, and the sentences of --bleu not below 0")
     run, dataset = open_translator(folder, data)
     search = "greedy" if beams == 1 else f"beams {beams}"
     counts = [1] if run.model.discrete else steps

@@ -65,7 +65,10 @@ def start_run(
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """One training in a folder at a time; the lock goes with the process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError):
+        raise RunError(f"{folder} cannot be made a folder: choose another --out") from None
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,6 +83,8 @@ def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
     """The tokenizer to go on with, if the run has one; refuses a run of another recipe."""
     kept, now = read_facts(folder)["recipe"], recipe.to_json()
     now["data"]["path"] = kept["data"]["path"]  # it may have moved; its digest is checked
+    # How it is run and watched may change with the machine; only the seed makes another run.
+    now["run"] = kept.get("run", {}) | {"seed": now["run"]["seed"]}
     differs = [
         f"{section}.{key}" if isinstance(value, dict) else section
         for section, value in now.items()

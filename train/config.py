@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LONGEST_PARITY = 16
+MOST_THREADS = 1024  # far more of them crash the libraries below torch
 
 
 Scheme = Literal[
@@ -219,6 +221,10 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
         "data.longest must be at least 1 and data.rows at least 20": not made
         or (data.longest >= 1 and data.rows >= 20),
+        f"data.longest must be at most {LONGEST_PARITY} for parity: every string of bits is made": (
+            data.kind != "parity" or data.longest <= LONGEST_PARITY
+        ),
+        "data.vocabulary must be at least 3": data.vocabulary >= 3,
         "data.shortest must be from 0 to data.longest": 0 <= data.shortest <= data.longest,
         "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
         and data.head + data.tail <= model.window,
@@ -275,6 +281,9 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         "optim.token_dropout and smoothing must be in [0, 1)": 0 <= optim.token_dropout < 1
         and 0 <= optim.smoothing < 1,
         "run.seed must be from 0 to 2147483647": 0 <= run.seed < 2**31,
+        f"run.threads must be from 1 to {MOST_THREADS}, or 0 for as many as torch picks": (
+            0 <= run.threads <= MOST_THREADS
+        ),
         "run.checkpoint_every, evaluate_every and evaluate_batches must be at least 1": min(
             run.checkpoint_every, run.evaluate_every, run.evaluate_batches
         )

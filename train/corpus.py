@@ -29,7 +29,8 @@ def read_corpus(data: DataConfig) -> Corpus:
     path = Path(data.path)
     if not data.path or not path.exists():
         what = f"FOLDER, where {data.train} is" if data.train else "FILE.txt, any plain text"
-        raise DataError(f"{data.path or 'no corpus'}: pass --data {what}, of 10 kB or more")
+        missing = f"{data.path} does not exist" if data.path else "this recipe needs a text"
+        raise DataError(f"{missing}: pass --data {what}, of 10 kB or more")
     if data.train:
         text = _text(path / data.train)
         held = _text(path / data.validation) if data.validation else ""

@@ -73,7 +73,9 @@ def evaluate_run(
     model, recipe, tokenizer, facts = load_run(folder)
     if data:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
-    steps, methods = steps or ladder_of(recipe), methods or [recipe.steps.method]
+    # Each once: a way that is measured twice would count its rows twice.
+    steps = list(dict.fromkeys(steps or ladder_of(recipe)))
+    methods = list(dict.fromkeys(methods or [recipe.steps.method]))
     if model.discrete:
         steps, methods = [1], ["discrete"]
     dataset = open_dataset(recipe, tokenizer)
@@ -89,7 +91,8 @@ def evaluate_run(
 
 def methods_named(text: str) -> list[str]:
     """`all`, or methods separated by commas."""
-    return list(METHODS) if text == "all" else [method_named(name).name for name in text.split(",")]
+    names = METHODS if text == "all" else text.split(",")
+    return list(dict.fromkeys(method_named(name).name for name in names))
 
 
 def rows_at_once(recipe: Recipe, sizes: Sizes) -> int:

@@ -62,6 +62,8 @@ def _percent(share: float) -> str:
 
 def check_file(path: Path) -> None:
     """Before the work, not after it: whether a file can be written there."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
 

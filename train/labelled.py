@@ -37,6 +37,11 @@ class LabelledDataset:
             raise DataError("data.labels must differ, and be as many as data.values")
         if len(values) < 2:
             raise DataError(f"every row has the label {values[0]!r}: a classifier needs two")
+        if len(values) > max(2, len(train) / 2):
+            raise DataError(
+                f"{len(values)} different labels in {len(train)} rows: is data.label, "
+                f"{config.label!r}, the right column?"
+            )
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")
         self.tokenizer = tokenizer or train_tokenizer(

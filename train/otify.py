@@ -30,6 +30,11 @@ def otify(
     module: nn.Module, T: float = 1.0, depth: Depth = "ode", final_norm: FinalNorm = "outside"
 ) -> "OtifiedTransformer":
     """An OT-Transformer of a transformers model, its last norm in the velocity or in the head."""
+    if not T > 0 or depth not in ("ode", "discrete") or final_norm not in ("inside", "outside"):
+        raise ValueError(
+            f"otify got T={T}, depth={depth!r}, final_norm={final_norm!r}: T must be above 0, "
+            'depth "ode" or "discrete", final_norm "inside" or "outside"'
+        )
     wrap = _wrappers().get(type(module).__name__)
     if wrap is None or not isinstance(module, _pretrained_model()):
         raise TypeError(

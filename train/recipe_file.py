@@ -4,6 +4,7 @@ Knows how settings are written, not what they mean.
 """
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -30,7 +31,7 @@ def load_recipe(source: str, overrides: list[str] | None = None, data: str = "")
         )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     for override in overrides or []:
         apply_override(table, override)
@@ -42,6 +43,8 @@ def load_recipe(source: str, overrides: list[str] | None = None, data: str = "")
 def recipe_from(table: dict[str, Any], where: str) -> Recipe:
     recipe = _build(Recipe, table, where, "")
     assert isinstance(recipe, Recipe)
+    if recipe.data.kind == "pairs" and table["data"].get("tokenizer", "bpe") != "bpe":
+        raise RecipeError(f'{where}: data.tokenizer must be "bpe" for pairs of texts')
     if "tokenizer" in table["data"] or recipe.data.kind in _READ_BY_CHARACTER:
         return recipe
     data = dataclasses.replace(recipe.data, tokenizer="bpe")
@@ -102,12 +105,16 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple:
         inner = typing.get_args(hint)[0]
+        if isinstance(value, str) and inner is not str:
+            raise RecipeError(f"{where} must be a list like [1, 2], not {value!r}")
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_coerce(inner, item, where) for item in items)
     if origin in (dict, types.GenericAlias) and isinstance(value, dict):
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{where} must be a finite number, not {value}")
     expected = origin or hint
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise RecipeError(f"{where} must be {expected.__name__}, not {value!r}")

@@ -4,7 +4,6 @@ Trajectories of an ideal model are straight and run at constant speed; then one 
 jump to the end give the answer of any number of steps. Nothing here knows data or files.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -12,32 +11,43 @@ from torch import Tensor, nn
 
 from train.batch import IGNORED
 from train.model import Output, Stepped
-from train.ode import mean_square
 
 
 class Trail:
-    """An observer that keeps the states at which steps begin, and some jumps to the end."""
+    """An observer that keeps how far each step moves the state, and some jumps to the end."""
 
     def __init__(self, T: float, jumps: tuple[int, ...] = ()) -> None:
         self.T, self.wanted = T, jumps
-        self.legs: list[list[Tensor]] = []  # of each trajectory, in the order of its steps
+        self.moved: list[list[Tensor]] = []  # of each trajectory, squares (B, N) of its steps
+        self.starts: list[Tensor] = []  # of each trajectory, where its latest step began
         self.jumps: dict[int, Tensor] = {}  # by evaluations spent: x_k + (T - t_k) v_k
 
     def __call__(self, evaluation: int, t: float, x: Tensor, v: Tensor) -> None:
         if evaluation == 0:
-            self.legs.append([])
-        self.legs[-1].append(x)
+            self.moved.append([])
+            self.starts.append(x)
+        else:
+            # States themselves would fill the memory: a path may have hundreds of steps.
+            self.moved[-1].append(_squares(x - self.starts[-1]))
+            self.starts[-1] = x
         if evaluation + 1 in self.wanted:
             self.jumps[evaluation + 1] = x + (self.T - t) * v
 
     def displacements(self, output: Output) -> list[float]:
         """Mean squares of each step's displacement, leg by leg; a leg not observed is one step."""
         moved = []
-        observed = self.legs or [[leg.start] for leg in output.legs]
-        for starts, leg in zip(observed, output.legs, strict=True):
-            for begin, end in itertools.pairwise([*starts, leg.end]):
-                moved.append(float(mean_square(end - begin, leg.present)))
+        starts = self.starts or [leg.start for leg in output.legs]
+        before = self.moved or [[] for _ in output.legs]
+        for squares, start, leg in zip(before, starts, output.legs, strict=True):
+            for each in (*squares, _squares(leg.end - start)):  # (B, N)
+                kept = each if leg.present is None else each[leg.present]
+                moved.append(float(kept.mean()))
         return moved
+
+
+def _squares(change: Tensor) -> Tensor:
+    """The mean square (B, N) of each position of a change of state (B, N, D)."""
+    return change.float().square().mean(-1)
 
 
 @dataclass(frozen=True, slots=True)

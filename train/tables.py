@@ -93,7 +93,10 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
     csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(file, delimiter=separator)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
-    header = None if by_number else next(reader, [])
+    header = None if by_number else [name.strip() for name in next(reader, [])]
+    for column in (*config.text, config.label):
+        if header is not None and header.count(column) > 1:
+            raise DataError(f"{path}: two columns are called {column}: rename one")
     for number, cells in enumerate(reader, 1):
         if header is not None and cells and len(cells) != len(header):
             raise DataError(
@@ -111,26 +114,36 @@ def _json_line(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from None
+        raise DataError(
+            f"{where}: not valid JSON: {error}; write one object a line, as .jsonl has it"
+        ) from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object with text and label")
+        raise DataError(f"{where}: expected one object a line, with text and label")
     return record
 
 
 def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
     try:
         texts = [_cell(record, column, where) for column in config.text]
-        return " ".join(texts), _cell(record, config.label, where)
+        label = _cell(record, config.label, where).strip()
     except (KeyError, IndexError):
         known = ", ".join(record) if isinstance(record, dict) else f"0 to {len(record) - 1}"
         raise DataError(
             f"{where}: no columns {', '.join(config.text)} and {config.label}; there are {known}. "
-            "Set data.text and data.label."
+            "Set data.text and data.label. Commas separate columns, tabs in .tsv."
         ) from None
+    if not label:
+        raise DataError(f"{where}: {config.label} is empty; give it a value or remove the row")
+    return " ".join(texts), label
 
 
 def _cell(record: Any, column: str, where: str) -> str:
     value = record[column] if isinstance(record, dict) else record[int(column)]
     if value is None:
         raise DataError(f"{where}: {column} is null; give it a value or remove the row")
-    return str(value)
+    if isinstance(value, list | dict):
+        raise DataError(f"{where}: {column} is a {type(value).__name__}; give a text or a number")
+    cell = str(value)
+    if not cell.isascii() and any("\ud800" <= character <= "\udfff" for character in cell):
+        raise DataError(f"{where}: {column} has half a character (a lone surrogate); repair it")
+    return cell

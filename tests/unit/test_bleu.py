@@ -1,5 +1,6 @@
 """BLEU of a translator: the answers are those to the sources, in order, whatever the batches."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from sacrebleu.metrics.bleu import BLEU
 
 from tests.unit.test_translator import small
 from train import bleu
-from train.bleu import bleu_of, print_bleu, translate
+from train.__main__ import main
+from train.bleu import bleu_of, check_bleu, translate
 from train.checkpoint import Run
 from train.config import DataConfig, ModelConfig, Recipe
 from train.pairs import PairDataset
@@ -56,11 +58,18 @@ def test_bleu_is_what_sacrebleu_says_of_the_answers(
 
 
 def test_a_run_that_does_not_translate_is_refused(
-    translator: tuple[Run, PairDataset], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = translator[0]._replace(recipe=load_recipe("parity"))
-    monkeypatch.setattr(bleu, "load_run", lambda folder: run)
+    facts = {"recipe": load_recipe("parity").to_json(), "sizes": {}}
+    (tmp_path / "recipe.json").write_text(json.dumps(facts))
     with pytest.raises(ValueError, match="BLEU is for translators"):
-        print_bleu(Path("run"), [1], None, 1, 0)
+        check_bleu(tmp_path, 1, 0)
     with pytest.raises(ValueError, match="--beams must be at least 1"):
-        print_bleu(Path("run"), [1], None, 0, 0)
+        check_bleu(tmp_path, 0, 0)
+    # Before the run is measured: there is none here.
+    assert main(["evaluate", str(tmp_path), "--bleu"]) == 2
+    assert "BLEU is for translators" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--beams", "2"]) == 2
+    assert "--beams 2 is for --bleu" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--steps", "1001"]) == 2
+    assert "counts are from 1 to 1000" in capsys.readouterr().err

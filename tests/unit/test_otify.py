@@ -148,6 +148,9 @@ def test_a_model_can_be_made_again_from_what_it_remembers() -> None:
 def test_what_is_not_supported_is_said() -> None:
     with pytest.raises(TypeError, match=r"GPT2LMHeadModel, .*ViTForImageClassification"):
         otify(nn.Linear(2, 2))
+    for settings in ({"T": -1.0}, {"depth": "chain"}, {"final_norm": "none"}):
+        with pytest.raises(ValueError, match="T must be above 0, depth"):
+            otify(original("BertModel"), **settings)
     with pytest.raises(ValueError, match="cross-attention"):
         otify(original("GPT2Model", add_cross_attention=True))
     with pytest.raises(ValueError, match="encoder"):

@@ -74,6 +74,13 @@ def test_overrides_reach_every_type(small: str) -> None:
         ("optim.beta2=1.0", "optim.beta2 must be in"),
         ("data.held_out=1.0", "data.held_out"),
         ("data.head=1000", "must not exceed model.window"),
+        ("data.longest=17", "data.longest must be at most 16 for parity"),
+        ("data.vocabulary=-1", "data.vocabulary must be at least 3"),
+        ("run.threads=-1", "run.threads must be from 1 to 1024"),
+        ("run.threads=99999", "run.threads must be from 1 to 1024"),
+        ("optim.lr=inf", "optim.lr must be a finite number"),
+        ("data.std=[nan]", "data.std must be a finite number"),
+        ("steps.short=1,2", "steps.short must be a list like"),
     ],
 )
 def test_bad_settings_are_refused_by_name(small: str, override: str, sentence: str) -> None:
@@ -85,6 +92,11 @@ def test_bad_settings_are_refused_by_name(small: str, override: str, sentence: s
 def test_tokens_are_hidden_from_classifiers_of_text_only(name: str) -> None:
     with pytest.raises(RecipeError, match=r"optim\.token_dropout needs model\.family"):
         load_recipe(name, ["optim.token_dropout=0.1"])
+
+
+def test_pairs_are_read_by_byte_pairs_only() -> None:
+    with pytest.raises(RecipeError, match=r'data\.tokenizer must be "bpe" for pairs'):
+        load_recipe("multi30k", ["data.tokenizer=chars"])
 
 
 def test_a_missing_recipe_lists_the_known_ones() -> None:

@@ -22,7 +22,7 @@ from train.blocks import Conditioned
 from train.build import build_model
 from train.checkpoint import RunError, load_run, lock_run
 from train.config import ModelConfig
-from train.evaluate import evaluate_run
+from train.evaluate import evaluate_run, methods_named
 from train.loop import Diverged, Loop, learning_rate, train
 from train.metrics import MetricsLog, read_metrics
 from train.model import OTTransformer
@@ -107,6 +107,20 @@ def test_another_recipe_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     run = tiny_label_run(tmp_path)
     with pytest.raises(RunError, match=r"differs in optim\.lr"):
         train(tiny_label_recipe("optim.lr=0.5"), run, quiet=True)
+
+
+def test_a_run_goes_on_watched_otherwise_but_not_with_another_seed(tmp_path: Path) -> None:
+    run = tiny_label_run(tmp_path)
+    train(tiny_label_recipe("run.evaluate_every=7", "run.checkpoint_every=7"), run, quiet=True)
+    with pytest.raises(RunError, match=r"differs in run\.seed\)"):
+        train(tiny_label_recipe("run.seed=9"), run, quiet=True)
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        with pytest.raises(RunError, match="choose another --out"):
+            train(tiny_label_recipe(), folder, quiet=True)
 
 
 def test_other_data_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -201,6 +215,14 @@ def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None
         assert quality.metric == "accuracy" and quality.samples == 510
         assert 0 <= quality.low <= quality.value <= quality.high <= 1
         assert quality.cost > 0
+
+
+def test_a_way_that_is_named_twice_is_measured_once(tmp_path: Path) -> None:
+    once, twice = (
+        evaluate_run(tiny_label_run(tmp_path), steps, methods).rows
+        for steps, methods in (([2], ["euler"]), ([2, 2], ["euler", "euler"]))
+    )
+    assert once == twice and methods_named("rk4,euler,rk4") == ["rk4", "euler"]
 
 
 def decoder_of(config: ModelConfig) -> OTTransformer:

@@ -111,6 +111,8 @@ def labelled(count: int = 200) -> LabelledDataset:
         (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
         (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
         (b'text,label\n"   ",pos\n', "no rows"),
+        (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
+        (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
     ],
 )
 def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
@@ -154,8 +156,8 @@ def test_one_class_and_repeated_labels_are_refused() -> None:
 
 
 def test_strings_longer_than_the_window_are_refused() -> None:
-    with pytest.raises(DataError, match=r"model\.window 16 is too small for data\.longest 100"):
-        open_dataset(load_recipe("parity", ["data.longest=100"]))
+    with pytest.raises(DataError, match=r"model\.window 16 is too small for data\.longest 15"):
+        open_dataset(load_recipe("parity", ["data.longest=15"]))
 
 
 def test_an_epoch_shows_every_row_once() -> None:
