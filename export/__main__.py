@@ -101,10 +101,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    if arguments.target != "onnx" and (arguments.run / MANIFEST_FILE).is_file():
+    if (arguments.run / MANIFEST_FILE).is_file():
+        if arguments.target == "onnx":
+            raise ValueError(
+                f"{arguments.run} is a bundle already: name the run that it was made of, or make "
+                "something else of it with --target"
+            )
         write_target(read_bundle(arguments.run), arguments)
         return 0
     return _export_run(arguments)
+
+
+def _rows(samples: int | None) -> int | None:
+    """So many held-out rows, if any can be that many."""
+    if samples is not None and samples < 1:
+        raise ValueError(f"--samples {samples}: use at least 1, or leave it out for all rows")
+    return samples
 
 
 def _export_run(arguments: argparse.Namespace) -> int:
@@ -114,6 +126,9 @@ def _export_run(arguments: argparse.Namespace) -> int:
     from train.__main__ import parse_steps
 
     steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
+    for file in (arguments.card, arguments.chat_template):
+        if file is not None and not file.is_file():
+            raise ValueError(f"there is no file {file}")
     card = _read_card(arguments.card) if arguments.card else {}
     default = Path("bundles") / (arguments.name or arguments.run.name)
     # Of another target, --out is where that goes; the bundle it is made of stays beside the others.
@@ -124,7 +139,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         arguments.method,
         arguments.name,
         check_precision(arguments.precision),
-        samples=1 if arguments.no_calibrate else arguments.samples,
+        samples=1 if arguments.no_calibrate else _rows(arguments.samples),
         latency=not arguments.no_calibrate,
         card=card,
         chat_template=arguments.chat_template,
@@ -179,7 +194,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     bundle = read_bundle(arguments.bundle)
     steps = parse_steps(arguments.steps) if arguments.steps else None
-    rows = evaluate_bundle(bundle, steps, arguments.data, arguments.samples)
+    rows = evaluate_bundle(bundle, steps, arguments.data, _rows(arguments.samples))
     print_beside_manifest(bundle, rows)
     return 0
 

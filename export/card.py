@@ -35,6 +35,7 @@ def model_card(manifest: Manifest) -> str:
         ("data", "Data"),
         ("baselines", "Measured beside it"),
         ("intended_use", "Intended use"),
+        ("precision", "Precision"),
         ("limits", "Limits"),
         ("license", "Licence"),
         ("made_with", "Made with"),

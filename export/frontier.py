@@ -57,6 +57,8 @@ def describe(bundle: Bundle) -> str:
         f"{input_in_words(m)}, {solved_in_words(m)}",
         f"  {m.precision}, {step}, {size_mb(m):.1f} MB",
     ]
+    if m.card.get("precision"):
+        lines.append(f"  {m.precision}: {m.card['precision']}")
     if m.labels:
         lines.append(f"  labels: {', '.join(m.labels)}")
     lines += _ladder(bundle)

@@ -5,22 +5,26 @@ Puts the other modules in order; how each does its part is theirs.
 
 import dataclasses
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from export.card import model_card
 from export.draft import TOKENIZER, draft_manifest
+from export.expected import Answers, torch_threads
 from export.graphs import Ladder, write_graphs
 from export.latency import measure_latency
 from export.parts import trace
-from export.ranges import unseen_rows
+from export.pieces import load_exporter
+from export.ranges import NOTHING_UNSEEN, unseen_rows
 from export.samples import samples_of
-from export.trial import Origin, Trial
+from export.trial import Origin, Trial, threads_each
 from serve.bundle import (
     Bundle,
     Manifest,
     Precision,
+    Task,
     open_staging,
     read_bundle,
     seal_bundle,
@@ -28,6 +32,8 @@ from serve.bundle import (
 )
 from serve.runtime import open_model
 from serve.runtime.ort_session import usable_cores
+from serve.runtime.protocol import RowArray
+from train.batch import Dataset
 from train.checkpoint import load_run
 from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
@@ -80,8 +86,17 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     _check_target(request.target)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
+        answers = Answers(model, samples.edges(), ladder.method)
+        # Not while the model is traced: then torch changes how every module is called.
+        with torch_threads(threads_each(len(ladder.steps))), answers.ahead(ladder.steps):
+            load_exporter()
         say(f"tracing one evaluation of {recipe.name}")
         traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+        unseen = _unseen(request.precision, traced.task, dataset)
+        card = {"title": recipe.title, **recipe.card, **request.card}
+        if unseen == []:
+            print(f"{recipe.name}: {NOTHING_UNSEEN}", file=sys.stderr)
+            card["precision"] = NOTHING_UNSEEN
         draft = draft_manifest(
             request.name or recipe.name,
             recipe,
@@ -91,15 +106,15 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             ladder.steps,
             ladder.method,
             request.precision,
-            {"title": recipe.title, **recipe.card, **request.card},
+            card,
             origin.iteration,
         )
         if request.chat_template is not None:
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
-        write_graphs(staging, traced, ladder, request.precision, unseen_rows(dataset))
-        trial = Trial(draft, origin, samples.edges(), request.samples, say)
+        write_graphs(staging, traced, ladder, request.precision, unseen or ())
+        trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if request.precision == "fp32":
                 tried = trial.run(opened)
@@ -121,10 +136,17 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     return read_bundle(bundle.folder)
 
 
+def _unseen(precision: Precision, task: Task, dataset: Dataset) -> list[RowArray] | None:
+    """Rows to measure layers on, if their bytes need that."""
+    return list(unseen_rows(dataset)) if precision == "int8" and task == "classify" else None
+
+
 def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manifest:
     """The manifest with this file, which lies in the staging folder then."""
-    if draft.tokenizer is None:
-        raise ValueError(f"{draft.name} reads no text, so it takes no chat template: leave it out")
+    if draft.tokenizer is None or draft.task != "generate":
+        raise ValueError(
+            f"{draft.name} does not generate text, so it takes no chat template: leave it out"
+        )
     tokenizer = dataclasses.replace(draft.tokenizer, chat_template=CHAT_TEMPLATE)
     manifest = dataclasses.replace(draft, tokenizer=tokenizer)
     shutil.copyfile(template, staging / CHAT_TEMPLATE)
@@ -148,6 +170,9 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
 
 def _check_target(target: Path) -> None:
     """Before the work, not after it: whether a bundle can be sealed there."""
+    above = next((one for one in target.parents if one.exists()), target.parent)
+    if above.exists() and not above.is_dir():
+        raise ValueError(f"{above} is a file, so no folder can be made in it: choose another --out")
     if not target.exists() or (target / "manifest.json").is_file():
         return
     if not target.is_dir() or any(target.iterdir()):

@@ -4,6 +4,8 @@ Knows torch's exporter; not what the functions compute or how they will be joine
 """
 
 import contextlib
+import gc
+import importlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,11 @@ from export.sums import sum_by_products
 from export.weights import Contents, contents_of
 
 OPSET = 21
+# What torch's exporter loads when it is first called.
+EXPORTER = (
+    *("torch.export._trace", "torch.onnx._internal.exporter._compat"),
+    "onnxscript.function_libs.torch_lib.ops",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,13 @@ def open_sizes(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[tuple[in
         tuple(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n)
         for a, b in zip(one, other, strict=True)
     )
+
+
+def load_exporter() -> None:
+    """Load what takes seconds to load, while something else can be done beside it."""
+    with _no_collections():
+        for name in EXPORTER:
+            importlib.import_module(name)
 
 
 def trace_functions(functions: Sequence[Function]) -> list[Piece]:
@@ -116,7 +130,7 @@ def _export(
     module: nn.Module, arguments: tuple[Tensor, ...], sizes: tuple[tuple[int, ...], ...]
 ) -> onnx.GraphProto:
     shapes: list[Any] = [dict.fromkeys(open_, torch.export.Dim.DYNAMIC) for open_ in sizes]
-    with _quiet():
+    with _quiet(), _no_collections():
         program = torch.onnx.export(
             module,
             arguments,
@@ -145,3 +159,15 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python would look for cycles among all objects of the exporter, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

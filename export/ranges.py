@@ -16,6 +16,11 @@ from serve.runtime.protocol import RowArray
 from train.batch import Dataset
 
 ROWS, ROWS_AT_ONCE = 32, 8
+NOTHING_UNSEEN = (
+    "the data has no validation rows to measure activations on, so its 8-bit weights are blocks "
+    "with scales, as of a decoder, which can be slower than float32 here. Give it validation rows "
+    "(data.held_out) and export again, or use --precision fp32"
+)
 
 
 def unseen_rows(dataset: Dataset) -> Iterator[RowArray]:

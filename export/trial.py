@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from export.against import compare
 from export.calibrate import (
     Measured,
@@ -23,10 +21,9 @@ from export.calibrate import (
     named_rungs,
 )
 from export.disagreement import certify
-from export.expected import References, expected_answers, references_of
+from export.expected import Answers, torch_threads
 from export.graphs import Ladder, write_graphs
 from export.parts import Traced
-from export.samples import Inputs
 from export.verify import verify_rung
 from export.verify_mix import verify_mix
 from serve.bundle import Calibration, Manifest, Rung, Verified, open_staging, seal_bundle
@@ -67,7 +64,7 @@ class Trial:
 
     draft: Manifest
     origin: Origin
-    edges: list[Inputs]
+    answers: Answers
     samples: int | None
     say: Callable[[str], None]
 
@@ -93,12 +90,11 @@ class Trial:
 
     def run(self, opened: OpenedModel, reference: OpenedModel | None = None) -> Tried:
         """Every rung, verified and measured; the reference too, if there is one."""
-        references = references_of(self.origin.model, self.edges)
-        attempt = partial(self._attempt, references, opened, reference)
+        attempt = partial(self._attempt, opened, reference)
         for one in (opened, reference):
             if one is not None:
                 _open_shared(one)
-        with _torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
+        with torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 mixing = pool.submit(self._mix, opened)
                 found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
@@ -113,13 +109,9 @@ class Trial:
         )
 
     def _attempt(
-        self,
-        references: References,
-        opened: OpenedModel,
-        reference: OpenedModel | None,
-        rung: Rung,
+        self, opened: OpenedModel, reference: OpenedModel | None, rung: Rung
     ) -> tuple[Rung, Measured]:
-        expected = expected_answers(references, rung)
+        expected = self.answers.at(rung.steps)
         verified = verify_rung(opened, rung, expected)
         if reference is None:
             against = None
@@ -136,13 +128,12 @@ class Trial:
     def _mix(self, opened: OpenedModel) -> None:
         """With sessions of its own, since rungs are tried meanwhile."""
         if self.draft.task == "generate":
-            tokens = max((edge[0] for edge in self.edges), key=len).numpy()
+            tokens = max((edge[0] for edge in self.answers.samples), key=len).numpy()
             verify_mix(open_model(opened.bundle, self._threads), tokens)
 
     @property
     def _threads(self) -> int:
-        """Of each of the rungs that are tried at once."""
-        return max(1, usable_cores() // min(AT_ONCE, len(self.draft.rungs)))
+        return threads_each(len(self.draft.rungs))
 
     def _batches(self) -> Iterable[Batch]:
         return held_out_batches(self.origin.dataset, self.draft, self.samples)
@@ -163,6 +154,11 @@ class Trial:
                 yield classifier.jumps(batch.inputs[0].contiguous().numpy())
 
         return certify(jumps(), CALIBRATION_SOURCE, self.say)
+
+
+def threads_each(rungs: int) -> int:
+    """Of each of the rungs that are tried at once."""
+    return max(1, usable_cores() // min(AT_ONCE, rungs))
 
 
 @contextmanager
@@ -188,16 +184,6 @@ def _open_shared(opened: OpenedModel) -> None:
         opened.step_classifier(manifest.full_steps)
     else:
         opened.classifier(manifest.full_steps)
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _report(rung: Rung, verified: Verified, say: Callable[[str], None]) -> None:
