@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.find_capacity:
         return _find_capacity(options)
     _announce(options, plan)
+    del plan  # Locust makes it again, and a long schedule need not be kept twice
     return run(locust_command(options, options.url)).status
 
 

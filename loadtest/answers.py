@@ -4,11 +4,13 @@ It deliberately knows nothing of sockets and of streams, which loadtest/stream.p
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.ask import Ask
 
+_WAIT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _MOST = 1e12  # beyond what any count or quality is
 
 
@@ -20,6 +22,8 @@ class AnswerError(Exception):
 class Facts:
     """What one answer told; None and empty where it did not. Moments are of a monotonic clock."""
 
+    status: int | None = None  # of HTTP
+    retry_after_s: float | None = None  # when a refused caller may come back
     steps: float | None = None
     reason: str | None = None
     expected: float | None = None  # the quality of such answers, as the server states it
@@ -93,6 +97,14 @@ def describe_refusal(status: int, body: bytes) -> str:
         return f"HTTP {status} {error['code']}: {error['message']}"
     except (AnswerError, KeyError, TypeError):
         return f"HTTP {status}"
+
+
+def read_wait(in_ms: object, in_s: object) -> float | None:
+    """Of the headers retry-after-ms and Retry-After: when to come back; None if neither says."""
+    for said, unit_s in ((in_ms, 1e-3), (in_s, 1.0)):
+        if isinstance(said, str) and _WAIT.fullmatch(said):
+            return float(said) * unit_s
+    return None
 
 
 # One answer of nonsense is one failed request: it must not reach the sums that are made of all.

@@ -18,9 +18,9 @@ from loadtest.files import write_text, write_whole
 from loadtest.launch import locust_command, run
 from loadtest.objective import Objective, parse_objective
 from loadtest.page import page, table
-from loadtest.say import say
+from loadtest.say import room, say
 from loadtest.search import Capacity, MeasuringEndedError, Point, Search
-from loadtest.tables import Cells, markdown_table, number, text_table
+from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
 from loadtest.terms import parse_duration, parse_levels
 
 _HEADINGS = ("rate/s", "requests", "good/s", "p50", "p99", "objective", "sure", "what")
@@ -71,7 +71,8 @@ def write_capacity(capacity: Capacity, objective: str, folder: Path) -> None:
 
 def render_capacity(capacity: Capacity) -> str:
     """For a terminal."""
-    return text_table(_table(capacity)) + "\n\n" + capacity.sentence
+    width = room(UNLIMITED)
+    return text_table(_table(capacity), width) + "\n\n" + wrapped(capacity.sentence, width)
 
 
 def _tell(point: Point) -> None:

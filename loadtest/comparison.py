@@ -10,20 +10,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from loadtest.charts import Chart, Line
 from loadtest.drawing import draw_png, draw_svg
+from loadtest.files import write_text, write_whole
+from loadtest.kept import Kept, KeptError, KeptRow, read_report
 from loadtest.page import page, table
-from loadtest.report import SCHEMA_VERSION
-from loadtest.tables import Cells, markdown_table, number, text_table
-
-Record = dict[str, Any]
+from loadtest.say import room, say
+from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
 
 # What is compared, its name, and where its interval is kept if there is one.
 _FIGURES = (
     ("requests_per_s", "req/s", None),
     ("errors", "errors", None),
+    ("refused", "refused", None),
     ("p50_ms", "p50 ms", "p50_interval_ms"),
     ("p95_ms", "p95 ms", None),
     ("p99_ms", "p99 ms", "p99_interval_ms"),
@@ -34,7 +34,7 @@ _FIGURES = (
     ("steps_mean", "steps used", None),
     ("accuracy", "accuracy", "accuracy_interval"),
 )
-_TERMS = ("url", "mix", "arrivals", "users", "seed", "objective", "client")
+_ABSENT_WHEN_NONE = ("errors", "refused")
 _HEADINGS = ("rate", "operation", "what", "A", "B", "B / A", "differ")
 
 
@@ -70,34 +70,24 @@ def main(argv: Sequence[str]) -> int:
     try:
         a, b = read_report(options.a), read_report(options.b)
         changes = compare(a, b)
-    except ComparisonError as error:
-        print(error, file=sys.stderr)
+    except (KeptError, ComparisonError) as error:
+        say(str(error), sys.stderr)
         return 2
     notes = differences(a, b)
-    print("\n".join([text_table(cells(changes)), "", *notes]))
+    width = room(UNLIMITED)
+    noted = [wrapped(note, width) for note in notes]
+    say("\n".join([text_table(cells(changes), width), "", *noted]))
     if options.out:
-        write_comparison(a, b, changes, notes, options.out)
-        print(f"Comparison written to {options.out}.")
+        try:
+            write_comparison(a, b, changes, notes, options.out)
+        except OSError as error:
+            say(f"The comparison could not be written to {options.out}: {error}.", sys.stderr)
+            return 2
+        say(f"Comparison written to {options.out}.")
     return 0
 
 
-def read_report(path: Path) -> Record:
-    """A report.json of this version."""
-    file = path / "report.json" if path.is_dir() else path
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        version = record["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ComparisonError(f"{file} is no report of a load test: {error}") from None
-    if version != SCHEMA_VERSION:
-        raise ComparisonError(
-            f"{file} has schema version {version}, not {SCHEMA_VERSION}: run that test again."
-        )
-    found: Record = record
-    return found
-
-
-def compare(a: Record, b: Record) -> list[Change]:
+def compare(a: Kept, b: Kept) -> list[Change]:
     """Every figure that both have: by stage where both went through the same rates."""
     rows_a, rows_b = _rows(a), _rows(b)
     if [*rows_a] != [*rows_b]:  # other rates: only the whole tests can be compared
@@ -108,22 +98,28 @@ def compare(a: Record, b: Record) -> list[Change]:
     changes = []
     for key in shared:
         for name, what, interval in _FIGURES:
-            one, other = rows_a[key].get(name), rows_b[key].get(name)
-            if one is None or other is None or (name == "errors" and not one and not other):
+            one, other = (rows[key].figures.get(name) for rows in (rows_a, rows_b))
+            if one is None or other is None:
                 continue
-            pair = [rows[key].get(interval) for rows in (rows_a, rows_b)] if interval else [None]
-            differ = None if None in pair else _apart(*pair)
+            if name in _ABSENT_WHEN_NONE and not one and not other:
+                continue
+            first, second = (rows[key].intervals.get(interval or "") for rows in (rows_a, rows_b))
+            differ = None if first is None or second is None else _apart(first, second)
             changes.append(Change(key[0], key[1], what, one, other, differ))
     return changes
 
 
-def differences(a: Record, b: Record) -> list[str]:
+def differences(a: Kept, b: Kept) -> list[str]:
     """What makes the two tests less comparable."""
-    notes = [f"{name}: A {a[name]}, B {b[name]}" for name in _TERMS if a.get(name) != b.get(name)]
+    notes = [
+        f"{name}: A {a.terms[name]}, B {b.terms[name]}"
+        for name in a.terms
+        if a.terms[name] != b.terms[name]
+    ]
     notes += [
         f"{name} was SATURATED in what sent it: its figures are not about the server"
         for name, record in (("A", a), ("B", b))
-        if record["saturated"]
+        if record.saturated
     ]
     return notes
 
@@ -134,16 +130,16 @@ def cells(changes: Sequence[Change]) -> Cells:
 
 
 def write_comparison(
-    a: Record, b: Record, changes: Sequence[Change], notes: Sequence[str], folder: Path
+    a: Kept, b: Kept, changes: Sequence[Change], notes: Sequence[str], folder: Path
 ) -> None:
     """Keep it in every form."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"schema_version": 1, "notes": notes, "changes": [asdict(each) for each in changes]}
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
-    (folder / "comparison.json").write_text(text, encoding="utf-8")
+    write_text(folder / "comparison.json", text)
     listed = "\n".join(f"* {note}" for note in notes)
     markdown = f"# Two load tests\n\n{markdown_table(cells(changes))}\n\n{listed}\n"
-    (folder / "comparison.md").write_text(markdown, encoding="utf-8")
+    write_text(folder / "comparison.md", markdown)
     drawn = [chart for chart in _charts(a, b) if chart.lines]
     figures = "".join(
         f"<figure><h3>{html.escape(chart.title)}</h3>{draw_svg(chart)}</figure>" for chart in drawn
@@ -153,21 +149,21 @@ def write_comparison(
     whole = page(
         "Stepdial load tests compared", [*parts, "<h2>Figures</h2>", table(cells(changes))]
     )
-    (folder / "comparison.html").write_text(whole, encoding="utf-8")
-    draw_png("Two load tests", drawn, folder / "comparison.png")
+    write_text(folder / "comparison.html", whole)
+    write_whole(folder / "comparison.png", lambda part: draw_png("Two load tests", drawn, part))
 
 
-def _rows(record: Record) -> dict[tuple[float | None, str], Record]:
+def _rows(report: Kept) -> dict[tuple[float | None, str], KeptRow]:
     return {
-        (stage["rate_per_s"], _name(row)): row
-        for stage in record["stages"]
-        for row in stage["rows"]
-        if row["requests"]
+        (stage.rate_per_s, row.name): row
+        for stage in report.stages
+        for row in stage.rows
+        if row.requests
     }
 
 
-def _whole(record: Record) -> dict[tuple[float | None, str], Record]:
-    return {(None, _name(row)): row for row in record["rows"] if row["requests"]}
+def _whole(report: Kept) -> dict[tuple[float | None, str], KeptRow]:
+    return {(None, row.name): row for row in report.rows if row.requests}
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -182,19 +178,19 @@ def _cells(change: Change) -> list[str]:
     return [rate, change.operation, change.what, *values, ratio, differ]
 
 
-def _charts(a: Record, b: Record) -> list[Chart]:
+def _charts(a: Kept, b: Kept) -> list[Chart]:
     """Latency of both: against rate where there are several, else by how many requests."""
-    several = any(len(record["stages"]) > 1 for record in (a, b))
+    several = any(len(report.stages) > 1 for report in (a, b))
     found = []
-    for operation in dict.fromkeys(_name(row) for row in a["rows"]):
+    for operation in dict.fromkeys(row.name for row in a.rows):
         lines = []
-        for label, record in (("A", a), ("B", b)):
+        for label, report in (("A", a), ("B", b)):
             for what, dashed in (("p50_ms", False), ("p99_ms", True)):
                 points = sorted(
-                    (stage["offered_per_s"], row[what])
-                    for stage in record["stages"]
-                    for row in stage["rows"]
-                    if _name(row) == operation and row[what] is not None
+                    (stage.offered_per_s, row.figures[what])
+                    for stage in report.stages
+                    for row in stage.rows
+                    if row.name == operation and what in row.figures
                 )
                 x, y = [rate for rate, _ in points], [value for _, value in points]
                 if points:
@@ -202,7 +198,3 @@ def _charts(a: Record, b: Record) -> list[Chart]:
         label = "requests a second, offered" if several else "requests a second"
         found.append(Chart(f"Latency: {operation}", "", label, "ms", lines, y_scale="log"))
     return found
-
-
-def _name(row: Record) -> str:
-    return f"{row['endpoint']} {row['model']} {row['ask']}"

@@ -18,6 +18,7 @@ from loadtest.answers import (
     read_classification,
     read_completion,
     read_generation,
+    read_wait,
 )
 from loadtest.outcomes import Outcome
 from loadtest.plan import Plan
@@ -70,6 +71,8 @@ class Line:
             started_s=started_s,
             total_ms=total_ms,
             error=_plain(error),
+            status=facts.status,
+            retry_after_s=facts.retry_after_s,
             first_token_ms=(moments[0] - due_s) * 1e3 if moments else None,
             gaps_ms=tuple((after - before) * 1e3 for before, after in pairs),
             tokens=facts.tokens,
@@ -87,8 +90,11 @@ class Line:
         endpoint, ask = ENDPOINTS[shot.operation.endpoint], shot.operation.ask
         response = self._client.post(self._prefix + endpoint.path, body=body, headers=self._headers)
         openai = endpoint.path == "/v1/completions"
+        facts.status = response.status_code
         try:
             if response.status_code != 200:
+                told = response.get("retry-after-ms"), response.get("retry-after")
+                facts.retry_after_s = read_wait(*told)
                 raise AnswerError(describe_refusal(response.status_code, response.read()))
             if endpoint.streams:
                 _read_stream(response, TokenStream(ask, facts, openai))

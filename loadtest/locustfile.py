@@ -1,7 +1,6 @@
-"""The simulated callers. Works by itself: `locust -f loadtest/locustfile.py --host URL`.
+"""A test from its begin to its end. By itself: `locust -f loadtest/locustfile.py --host URL`.
 
-In a closed loop each user sends one request after another; in an open loop one user in each
-process sends its share of the schedule.
+Locust finds its users here, which loadtest/caller.py describes.
 Only the process that Locust starts imports this file: it patches sockets and threads.
 It deliberately knows nothing of what is asked and of how a report looks.
 """
@@ -15,21 +14,18 @@ from typing import Any
 import gevent
 from gevent.event import Event
 from gevent.hub import get_hub
-from locust import User, events, task
+from locust import events
 from locust.env import Environment
-from locust.exception import StopTest, StopUser
+from locust.exception import StopTest
 from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
-from locust.user.task import LOCUST_STATE_RUNNING
 
-from loadtest.answers import AnswerError
+from loadtest.caller import OVER, Caller, plans, shares
 from loadtest.crew import END, ENDED, SENT, SHARE, Crew
-from loadtest.exchange import CUT_SHORT, Line
 from loadtest.files import unwritable
 from loadtest.generator import Gauge
-from loadtest.open_loop import OpenLoop, Share
+from loadtest.open_loop import Share
 from loadtest.options import add_shared, complaint, terms_of
-from loadtest.outcomes import Outcome
 from loadtest.plan import REFUSALS, Plan
 from loadtest.publishing import publish
 from loadtest.report import Report
@@ -37,64 +33,14 @@ from loadtest.say import say
 from loadtest.target import read_key, read_offers
 from loadtest.watch import keep_gauge, show_progress
 
+__all__ = ["Caller"]  # what Locust looks for
+
 _LEAD_S, _LEAD_OF_WORKERS_S = 0.5, 2.0  # before the first request is due
 _PATIENCE_S = 10.0  # with workers, beyond what they wait for their answers
-_OVER = ("stopping", "stopped", "cleanup")
 
-_plans: dict[Environment, Plan] = {}
 _gauges: dict[Environment, Gauge] = {}
-_shares: dict[Environment, Share] = {}
 _crews: dict[Environment, Crew] = {}
 _refusals: dict[Environment, str] = {}
-
-
-class Caller(User):
-    """One client with kept-alive connections."""
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self._plan = _plans[environment]
-        self._line = Line(self._plan, connections=1)
-
-    @task
-    def ask(self) -> None:
-        """Send one request after another until told to stop, or the whole of a schedule."""
-        if self._plan.terms.open:
-            self._send_share()
-            raise StopUser
-        # A task that comes back would be between tasks for a moment, in which Locust ends a user at
-        # once: by then in the midst of its next request, whose answer would be lost.
-        error = None
-        while self._state == LOCUST_STATE_RUNNING and error != CUT_SHORT:
-            shot, body = self._plan.next_request()
-            outcome = self._line.send(shot, body, time.monotonic(), time.time())
-            self._take(outcome)
-            error = outcome.error
-        raise StopUser
-
-    def on_stop(self) -> None:
-        """Leave no connection behind."""
-        self._line.close()
-
-    def _send_share(self) -> None:
-        environment, runner = self.environment, self.environment.runner
-        assert runner is not None, "users are run by a runner"
-        share = _shares.pop(environment, None)
-        if share is None:  # a user who was added from the page: another sends all of it
-            return
-        OpenLoop(self._plan, share, self._take).run(lambda: runner.state in _OVER)
-        runner.send_message(SENT)
-
-    def _take(self, outcome: Outcome) -> None:
-        self._plan.outcomes.append(outcome)
-        self.environment.events.request.fire(
-            request_type="POST",
-            name=str(outcome.operation),
-            response_time=outcome.total_ms,
-            response_length=0,
-            exception=AnswerError(outcome.error) if outcome.error else None,
-            context={},
-        )
 
 
 def _prepare(environment: Environment, **_: Any) -> None:
@@ -115,7 +61,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 
 
 def _report_page(environment: Environment) -> str:
-    plan = _plans.get(environment)
+    plan = plans.get(environment)
     if plan is None:
         return html.escape(_refusals.get(environment, "No test has been started yet."))
     # Draws pictures, which takes a second to load: only who looks at them waits for it.
@@ -125,7 +71,7 @@ def _report_page(environment: Environment) -> str:
 
 
 def _start(environment: Environment, **_: Any) -> None:
-    for kept in (_plans, _gauges, _crews, _refusals):
+    for kept in (plans, _gauges, _crews, _refusals):
         kept.pop(environment, None)
     options, runner = environment.parsed_options, environment.runner
     assert options is not None, "Locust always parses its command line"
@@ -143,12 +89,12 @@ def _start(environment: Environment, **_: Any) -> None:
         environment.process_exit_code = 2
         _refusals[environment] = str(error)
         raise StopTest(str(error)) from None
-    _plans[environment] = plan
+    plans[environment] = plan
     if not isinstance(runner, MasterRunner):
         _gauges[environment] = gauge = Gauge()
-        gevent.spawn(keep_gauge, gauge, lambda: _plans.get(environment) is plan)
+        gevent.spawn(keep_gauge, gauge, lambda: plans.get(environment) is plan)
     if sys.stderr.isatty() and not isinstance(runner, WorkerRunner):
-        gevent.spawn(show_progress, plan, lambda: _plans.get(environment) is plan)
+        gevent.spawn(show_progress, plan, lambda: plans.get(environment) is plan)
 
 
 def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> None:
@@ -169,14 +115,14 @@ def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> Non
     lead_s = _LEAD_OF_WORKERS_S + 2 * took_s if crew else _LEAD_S
     plan.begin_s = time.time() + lead_s
     if crew is None:
-        _shares[environment] = Share(0, 1, plan.begin_s)
+        shares[environment] = Share(0, 1, plan.begin_s)
     else:
         crew.share_out(plan.begin_s)
         gevent.spawn(_finish_when_sent, environment, plan, crew)
 
 
 def _take_share(environment: Environment, msg: Message, **_: Any) -> None:
-    _shares[environment] = Share.from_wire(msg.data)
+    shares[environment] = Share.from_wire(msg.data)
 
 
 def _take_sent(environment: Environment, msg: Message, **_: Any) -> None:
@@ -194,17 +140,17 @@ def _finish_when_sent(environment: Environment, plan: Plan, crew: Crew) -> None:
 
 def _finish(environment: Environment) -> None:
     runner = environment.runner
-    if runner is not None and runner.state not in _OVER:
+    if runner is not None and runner.state not in OVER:
         (runner.quit if environment.web_ui is None else runner.stop)()
 
 
 def _count_users(user_count: int, **_: Any) -> None:
-    for plan in _plans.values():
+    for plan in plans.values():
         plan.users = max(plan.users, user_count)
 
 
 def _stopping(environment: Environment, **_: Any) -> None:
-    plan, crew = _plans.get(environment), _crews.get(environment)
+    plan, crew = plans.get(environment), _crews.get(environment)
     if plan is None or plan.ended_s is not None:
         return
     plan.ended_s = time.time()
@@ -232,14 +178,14 @@ def _take_ended(environment: Environment, msg: Message, **_: Any) -> None:
 
 
 def _stop(environment: Environment, **_: Any) -> None:
-    plan = _plans.get(environment)
+    plan = plans.get(environment)
     if plan is not None and not isinstance(environment.runner, WorkerRunner):
         _publish(environment, plan)
         plan.published = True
 
 
 def _quit(environment: Environment, **_: Any) -> None:
-    plan, runner = _plans.get(environment), environment.runner
+    plan, runner = plans.get(environment), environment.runner
     if runner is None or isinstance(runner, WorkerRunner):
         return
     if plan is None:
@@ -273,12 +219,12 @@ def _publish(environment: Environment, plan: Plan) -> None:
 
 
 def _hand_over(data: dict[str, Any], **_: Any) -> None:
-    for environment, plan in _plans.items():
+    for environment, plan in plans.items():
         data |= plan.hand_over(_gauges[environment].read())
 
 
 def _take_over(data: dict[str, Any], client_id: str, **_: Any) -> None:
-    for plan in _plans.values():
+    for plan in plans.values():
         plan.take_over(data, client_id)
 
 

@@ -141,9 +141,11 @@ class Rota:
     def __init__(self, weights: dict[Operation, float], seed: int = 0) -> None:
         if not weights:
             raise MixError("There is nothing to send.")
-        self._weights = dict(weights)
-        self._total = sum(weights.values())
-        self._credit = dict.fromkeys(weights, 0.0)
+        # By position, since a long schedule would take most of its time to hash operations.
+        self._operations = [*weights]
+        self._weights = [*weights.values()]
+        self._total = sum(self._weights)
+        self._credit = [0.0] * len(weights)
         self._random = random.Random(seed)
         self._hand: list[Operation] = []
 
@@ -155,8 +157,8 @@ class Rota:
         return self._hand.pop()
 
     def _draw(self) -> Operation:
-        for operation, weight in self._weights.items():
-            self._credit[operation] += weight
-        turn = max(self._credit, key=lambda operation: self._credit[operation])
+        for at, weight in enumerate(self._weights):
+            self._credit[at] += weight
+        turn = self._credit.index(max(self._credit))
         self._credit[turn] -= self._total
-        return turn
+        return self._operations[turn]

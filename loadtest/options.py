@@ -26,7 +26,7 @@ from loadtest.terms import (
 _SHARED = (
     *("mix", "max_tokens", "prompt_tokens", "labels", "seed", "answer_timeout"),
     *("shape", "rate", "duration", "burstiness", "period", "trace", "speed", "length_scale"),
-    *("warm_up", "pause", "drain", "objective", "max_lag_ms", "out", "api_key_file"),
+    *("warm_up", "pause", "drain", "objective", "max_lag_ms", "max_rest", "out", "api_key_file"),
 )
 _SWITCHES = ("apart", "keep_requests")
 
@@ -76,6 +76,11 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
     add("--objective", checked(_check_objective), "", OBJECTIVE_SYNTAX, metavar="LIMITS")
     about = "of 1 %% of the requests, before the sender counts as too slow (%(default)s)"
     add("--max-lag-ms", above_0, 10.0, about, metavar="MS")
+    about = (
+        "a refused caller of a closed loop comes back when the server says (Retry-After), and "
+        "after so long at the latest; 0: at once (%(default)s)"
+    )
+    add("--max-rest", not_below_0, 10.0, about, metavar="SECONDS")
     about = (
         "folder for report.json, report.md, report.html and report.png; FILE.json for that alone"
     )
@@ -151,6 +156,7 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
         labels=options.labels and str(Path(options.labels).absolute()),
         objective=options.objective,
         max_lag_ms=options.max_lag_ms,
+        max_rest_s=options.max_rest,
         api_key_file=options.api_key_file and str(Path(options.api_key_file).absolute()),
     )
 

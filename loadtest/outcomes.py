@@ -15,6 +15,7 @@ from typing import Any
 from loadtest.mix import Operation
 
 WARM_UP = -1  # the stage of requests that are sent and not counted
+REFUSING = (429, 503)  # the answers of a server that may take the same request later
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Outcome:
     gaps_ms: tuple[float, ...] = ()  # between tokens
     tokens: int = 0
     prompt_tokens: int | None = None
+    status: int | None = None  # of HTTP; None where none came
+    retry_after_s: float | None = None  # when a refused caller was told to come back
     lag_ms: float = 0.0  # from when it was due to when it was sent
     stage: int = 0
     steps: float | None = None  # that were used
@@ -43,6 +46,11 @@ class Outcome:
     @property
     def ended_s(self) -> float:
         return self.started_s + self.total_ms / 1e3
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server was there, and said that it had no time for it now."""
+        return self.status in REFUSING
 
     @property
     def gap_ms(self) -> float | None:

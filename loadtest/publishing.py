@@ -9,13 +9,13 @@ from pathlib import Path
 
 from loadtest.outcomes import Outcome
 from loadtest.report import Report
-from loadtest.say import say
-from loadtest.tables import render_text
+from loadtest.say import room, say
+from loadtest.tables import UNLIMITED, render_text
 
 
 def publish(report: Report, outcomes: Sequence[Outcome] | None, path: Path | None) -> int:
     """Tell it, and keep it where it is wanted, with each request if given; the exit status."""
-    say("\n" + render_text(report))
+    say("\n" + render_text(report, room(UNLIMITED)))
     if path is not None:
         # Draws pictures, which takes a second to load: only who wants them waits for it.
         from loadtest.writing import keep

@@ -77,6 +77,10 @@ class Report:
         return sum(row.errors for row in self.rows)
 
     @property
+    def refused(self) -> int:
+        return sum(row.refused for row in self.rows)
+
+    @property
     def passed(self) -> bool:
         """Something was answered, nothing went wrong, and the objective was met if there was one.
 
@@ -184,6 +188,7 @@ def render_json(report: Report) -> str:
         "schema_version": SCHEMA_VERSION,
         "requests": report.requests,
         "errors": report.errors,
+        "refused": report.refused,
         "passed": report.passed,
         "saturated": report.health.saturated,
         "client": {"platform": platform.platform(), "cores": os.cpu_count()},

@@ -5,8 +5,14 @@ It deliberately knows nothing of what is said.
 """
 
 import os
+import shutil
 import sys
 from typing import TextIO
+
+
+def room(otherwise: int) -> int:
+    """Columns of the terminal; what is written to a file or to another program has `otherwise`."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -28,6 +28,7 @@ class Row:
     steps: int | None  # that were asked for
     requests: int
     errors: int
+    refused: int  # of the errors: 429 and 503
     requests_per_s: float  # right answers, while it was sent and until the last had come
     good: int  # right and within every time limit of the objective
     mean_ms: float | None
@@ -125,6 +126,7 @@ def _row(
         steps=operation.ask.steps,
         requests=len(outcomes),
         errors=len(outcomes) - len(right),
+        refused=sum(outcome.refused for outcome in outcomes),
         requests_per_s=len(right) * per_s,
         good=sum(map(objective.good, outcomes)),
         mean_ms=statistics.fmean(total_ms) if total_ms else None,

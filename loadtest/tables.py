@@ -3,6 +3,7 @@
 It deliberately knows nothing of pictures and of pages.
 """
 
+import textwrap
 from collections.abc import Sequence
 
 from loadtest.outcomes import Failure
@@ -10,21 +11,24 @@ from loadtest.report import Report, StageReport
 from loadtest.summary import Row
 
 Cells = Sequence[Sequence[str]]  # the first row holds the headings
+UNLIMITED = 100_000  # columns of what is no terminal
+_GAP = "  "
 
 LEGEND = (
     "Times are of right answers only, in milliseconds, from when a request was due (in a closed "
-    "loop: sent). first: to the first token. gap: between two tokens. tok/s: tokens a second of "
-    "the median stream, and of all answers together. used: the mean of the steps that were used. "
-    "good/s: right and within the time limits of the objective. quality: the share of right "
-    "answers with its 95 % interval, or what the server states of such answers."
+    "loop: sent). refused: errors by which the server says that it has no time now (429, 503). "
+    "first: to the first token. gap: between two tokens. tok/s: tokens a second of the median "
+    "stream, and of all answers together. used: the mean of the steps that were used. good/s: "
+    "right and within the time limits of the objective. quality: the share of right answers with "
+    "its 95 % interval, or what the server states of such answers."
 )
 _ROW_HEADINGS = (
-    *("endpoint", "model", "budget", "requests", "errors", "req/s", "p50", "p95", "p99"),
+    *("endpoint", "model", "budget", "requests", "errors", "refused", "req/s", "p50", "p95", "p99"),
     *("first p50", "first p99", "gap p50", "gap p99", "tok/s each", "tok/s all"),
     *("used", "quality"),
 )
 _STAGE_HEADINGS = (
-    *("rate/s", "budget", "requests", "errors", "offered/s", "answered/s", "good/s"),
+    *("rate/s", "budget", "requests", "errors", "refused", "offered/s", "answered/s", "good/s"),
     *("p50", "p95", "p99", "first p99", "gap p99", "used", "quality", "carried", "objective"),
 )
 _MOST_FAILURES = 20
@@ -34,6 +38,8 @@ LEFT = {"endpoint", "model", "budget", "objective", "limit", "", "what"}
 def verdict(report: Report) -> str:
     """The whole test in a sentence."""
     outcome = "no errors" if report.errors == 0 else count(report.errors, "ERROR", "ERRORS")
+    if report.refused:
+        outcome += f", {report.refused} of them refusals"
     if report.requests == 0:
         outcome = "NOTHING WAS ANSWERED"
     senders = ("sender", "senders") if report.open else ("user", "users")
@@ -107,16 +113,18 @@ def verdict_table(report: Report) -> Cells:
     return [("limit", "measured", ""), *lines]
 
 
-def render_text(report: Report) -> str:
-    """For a terminal."""
-    parts = [text_table(row_table(report.rows))]
+def render_text(report: Report, width: int = UNLIMITED) -> str:
+    """For a terminal of so many columns."""
+    parts = [text_table(row_table(report.rows), width)]
     if len(report.stages) > 1:
-        parts += ["", text_table(stage_table(report))]
-    parts += ["", LEGEND, "", verdict(report), report.arrivals]
+        parts += ["", text_table(stage_table(report), width)]
+    parts += ["", wrapped(LEGEND, width), "", wrapped(verdict(report), width), report.arrivals]
     if report.verdicts:
-        parts += ["", text_table(verdict_table(report)), f"good: {report.good_per_s:.2f} a second"]
-    parts += [f"  {each}" for each in failure_lines(report.failures)]
-    parts += ["", health_line(report), *(f"WARNING: {each}" for each in warnings(report))]
+        parts += ["", text_table(verdict_table(report), width)]
+        parts.append(f"good: {report.good_per_s:.2f} a second")
+    parts += [wrapped(f"  {each}", width) for each in failure_lines(report.failures)]
+    parts += ["", wrapped(health_line(report), width)]
+    parts += [wrapped(f"WARNING: {each}", width) for each in warnings(report)]
     return "\n".join(parts)
 
 
@@ -137,18 +145,42 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def text_table(cells: Cells) -> str:
-    """Columns side by side; numbers to the right."""
+def text_table(cells: Cells, width: int = UNLIMITED) -> str:
+    """Columns side by side; those that find no room come below, beside the first ones again."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # The first columns, up to three, say what a line is about.
+    naming = max((at + 1 for at in range(min(3, len(widths))) if cells[0][at] in LEFT), default=1)
+    blocks = [[*range(naming)]]
+    for at in range(naming, len(widths)):
+        if len(blocks[-1]) > naming and _extent(widths, [*blocks[-1], at]) > width:
+            blocks.append([*range(naming)])
+        blocks[-1].append(at)
+    return "\n\n".join(_block(cells, widths, shown) for shown in blocks)
+
+
+def wrapped(text: str, width: int) -> str:
+    """A sentence in lines that a terminal has room for; what goes on is indented as it began."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    lines = textwrap.wrap(
+        text.strip(), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+    )
+    return "\n".join(lines)
+
+
+def _extent(widths: Sequence[int], shown: Sequence[int]) -> int:
+    return sum(widths[at] for at in shown) + len(_GAP) * (len(shown) - 1)
+
+
+def _block(cells: Cells, widths: Sequence[int], shown: Sequence[int]) -> str:
     lines = []
     for index, row in enumerate(cells):
         padded = [
-            cell.ljust(width) if heading in LEFT else cell.rjust(width)
-            for cell, width, heading in zip(row, widths, cells[0], strict=True)
+            row[at].ljust(widths[at]) if cells[0][at] in LEFT else row[at].rjust(widths[at])
+            for at in shown
         ]
-        lines.append("  ".join(padded))
+        lines.append(_GAP.join(padded))
         if index == 0:
-            lines.append("  ".join("-" * width for width in widths))
+            lines.append(_GAP.join("-" * widths[at] for at in shown))
     return "\n".join(lines)
 
 
@@ -182,6 +214,7 @@ def failure_lines(failures: Sequence[Failure]) -> list[str]:
 def _row_cells(row: Row) -> list[str]:
     return [
         *(row.endpoint, row.model, row.ask, str(row.requests), str(row.errors)),
+        str(row.refused or "–"),
         *(number(row.requests_per_s), number(row.p50_ms), number(row.p95_ms), number(row.p99_ms)),
         *(number(row.first_token_p50_ms), number(row.first_token_p99_ms)),
         *(number(row.gap_p50_ms, 2), number(row.gap_p99_ms, 2)),
@@ -194,7 +227,7 @@ def _stage_cells(stage: StageReport, row: Row) -> list[str]:
     alone = row.requests == stage.requests
     return [
         *(number(stage.rate_per_s), f"{row.endpoint} {row.model} {row.ask}"),
-        *(str(row.requests), str(row.errors)),
+        *(str(row.requests), str(row.errors), str(row.refused or "–")),
         number(stage.offered_per_s if alone else row.requests / max(stage.duration_s, 1e-9)),
         number(stage.answered_per_s if alone else row.requests_per_s),
         number(row.good / stage.duration_s if stage.duration_s else None),

@@ -40,6 +40,7 @@ class Terms:
     labels: str = ""
     objective: str = ""
     max_lag_ms: float = 10.0
+    max_rest_s: float = 10.0  # of a caller who was refused
     api_key_file: str = ""
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 LADDER = (1, 4)
 NO_FAULTS: Mapping[int, str] = {}
+NO_HEADERS: Mapping[str, str] = {}
 CHOSEN_STEPS = 2  # where a request leaves the choice to the server
 MODELS = (
     {"id": "talker", "task": "generate", "max_tokens": 64},
@@ -35,11 +36,12 @@ class Stub(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, faults: Mapping[int, str], service_s: float) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, faults: Mapping[int, str], service_s: float, port: int) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.faults = faults
         self.ladder = sorted({*LADDER, *faults})
         self.service_s = service_s
+        self.dead = False  # no connection that is open is answered any more
         self._turn = threading.Lock()
         self._free_s = 0.0  # when the one server in the queue will be
         self.bodies: list[dict[str, Any]] = []
@@ -81,12 +83,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
+        if self.server.dead:
+            self.close_connection = True
+            return
         steps = body.get("steps", CHOSEN_STEPS)
         fault = self.server.faults.get(steps)
         if self.server.service_s:
             self.server.serve_in_turn()
         if fault == "refuse":
             self._answer(429, {"error": {"code": "queue_full", "message": "try later"}})
+        elif fault == "refuse_for_a_second":
+            self._answer(429, {"error": {"code": "queue_full"}}, {"retry-after-ms": "1000"})
         elif fault == "hang":
             time.sleep(30)
         elif self.path == "/v1/classify":
@@ -138,11 +145,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(text.encode()):x}\r\n{text}\r\n".encode())
         self.wfile.flush()
 
-    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+    def _answer(
+        self, status: int, answer: dict[str, Any], headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -151,9 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_stub(faults: Mapping[int, str] = NO_FAULTS, service_s: float = 0.0) -> Iterator[Stub]:
-    """A stub that answers on a free port of 127.0.0.1; with `service_s`, one request at a time."""
-    with Stub(faults, service_s) as stub:
+def running_stub(
+    faults: Mapping[int, str] = NO_FAULTS, service_s: float = 0.0, port: int = 0
+) -> Iterator[Stub]:
+    """A stub that answers on a port of 127.0.0.1, 0 being a free one; with `service_s`, one
+    request at a time."""
+    with Stub(faults, service_s, port) as stub:
         thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

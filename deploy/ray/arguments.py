@@ -63,6 +63,9 @@ class Arguments(BaseModel):
     front_resource: Annotated[
         str, Field(min_length=1, description="Ray resource of the nodes that take HTTP")
     ] = "node:__internal_head__"
+    replica_host: Annotated[
+        str, Field(description="address of the port that Serve opens in each replica; none: node's")
+    ] = ""
     first_answer_s: Annotated[
         float, Field(gt=0, le=86400, description="time for an answer to begin before 503")
     ] = 120.0

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.ray.arguments import Arguments, catalog_of
 from deploy.ray.exchange import MODEL_KEY, Asked, Head, Part, Piece, exchanged
+from deploy.ray.listening import listen_at
 from deploy.ray.scaling import reported
 from deploy.ray.shelf import Shelf
 from serve.app import create_app
@@ -62,6 +63,7 @@ class Engines:
     """One replica."""
 
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]  # as Serve allows
+        listen_at(arguments.replica_host)
         keep_memory_low()
         sys.setswitchinterval(_SWITCH_S)
         settings = arguments.read_settings()

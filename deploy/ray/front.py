@@ -24,6 +24,7 @@ from deploy.ray.choice import model_of
 from deploy.ray.engines import Whole
 from deploy.ray.exchange import Asked, Head, Headers, Part, Piece
 from deploy.ray.gathered import one_page
+from deploy.ray.listening import listen_at
 from deploy.ray.losses import CUT_OFF, BrokenOff, ReplicaLost, lost_stream
 from serve.errors import AdminOff, InternalError, NotReady, ServeError
 from serve.wire.body import read_body
@@ -42,6 +43,7 @@ class Front:
     """The ingress."""
 
     def __init__(self, engines: DeploymentHandle[Any], arguments: Arguments) -> None:
+        listen_at(arguments.replica_host)
         self._arguments = arguments
         self._settings = arguments.read_settings()
         self._catalog = catalog_of(arguments.read_cards(self._settings))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,20 @@ def test_an_open_loop_ends_though_a_worker_was_killed(tmp_path: Path) -> None:
     assert "1 of the processes that send were lost" in kept(file)["health"]["complaints"][0]
 
 
+def test_refused_callers_come_back_when_they_were_told_to(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    with running_stub({1: "refuse_for_a_second"}) as stub:
+        for rest, most in (("10", 9), ("0.01", 10_000)):
+            flags = ("--users", "3", "--duration", "3s", "--max-rest", rest, "--out", str(file))
+            with started(stub.url, *flags) as test:
+                printed, said = test.communicate(timeout=60)
+            record = kept(file)
+            assert record["requests"] == record["errors"] == record["refused"], printed + said
+            assert "of them refusals" in printed
+            assert 3 <= record["requests"] <= most
+        assert record["requests"] > 30, "they did not rest for longer than they should"
+
+
 def test_an_interrupted_search_tells_what_it_found(tmp_path: Path) -> None:
     flags = ["--find-capacity", "--objective", "latency_p50_ms<3000", "--duration", "1s"]
     with (
@@ -147,6 +161,30 @@ def test_an_interrupted_search_tells_what_it_found(tmp_path: Path) -> None:
     assert "Looking for" in lines[0] and "met" in lines[1]
     assert "; interrupted" in rest
     assert len(kept(tmp_path / "kept" / "capacity.json")["points"]) == 1
+
+
+@pytest.mark.parametrize("flags", [("--users", "4"), ("--shape", "constant", "--rate", "20")])
+def test_a_server_that_was_away_is_told_by_kind_and_met_again(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    with ExitStack() as first:
+        gone = first.enter_context(running_stub())
+        port = gone.server_address[1]
+        with started(gone.url, *flags, "--duration", "6s", "--out", str(file)) as test:
+            wait_until(lambda: len(gone.bodies) > 20)
+            gone.dead = True
+            first.close()
+            time.sleep(2.0)
+            with running_stub(port=port) as back:
+                printed, said = test.communicate(timeout=60)
+                assert len(back.bodies) > 10, printed + said
+    record = kept(file)
+    kinds = [failure["message"] for failure in record["failures"]]
+    assert any("Connection refused" in kind for kind in kinds), kinds
+    assert record["timeline"][-2]["errors"] == 0
+    # Four callers knock once a second each; an open loop goes on as it was planned.
+    assert 3 <= record["errors"] <= 100
 
 
 def test_a_report_that_cannot_be_kept_is_refused_before_anything_is_sent(tmp_path: Path) -> None:

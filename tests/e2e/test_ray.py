@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -62,6 +63,19 @@ def test_answers_are_those_of_a_server_without_ray(ask: httpx.Client) -> None:
         assert _lasting(listed[0]) == _lasting(listed[1])
     assert ask.get("/health/ready").json() == {"status": "ready"}
     assert ask.post("/admin/models", json={}).json()["error"]["code"] == "admin_off"
+
+
+def test_nothing_listens_beyond_this_machine(cluster: RayCluster) -> None:
+    first = cluster.nodes()[0].raylet.parent()
+    assert first is not None
+    listening = {
+        (process.name(), socket.laddr.ip)
+        for process in (first, *first.children(recursive=True))
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    assert {name for name, _ in listening if "ServeReplica" in name}
+    assert {address for _, address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_a_stream_is_whole_and_ends_once(ask: httpx.Client) -> None:

@@ -11,9 +11,15 @@ from loadtest.answers import (
     read_classification,
     read_completion,
     read_generation,
+    read_wait,
 )
 from loadtest.ask import Ask
+from loadtest.mix import Operation
+from loadtest.outcomes import Outcome
+from loadtest.resting import rest_s
 from loadtest.stream import TokenStream
+
+CLASSIFY = Operation("classify", "judge", Ask(4))
 
 
 def token(index: int, steps: int = 4) -> bytes:
@@ -154,6 +160,43 @@ def test_a_refusal_is_told_in_the_words_of_the_server() -> None:
     body = b'{"error": {"code": "queue_full", "message": "try later"}}'
     assert describe_refusal(429, body) == "HTTP 429 queue_full: try later"
     assert describe_refusal(502, b"<html>") == "HTTP 502"
+
+
+@pytest.mark.parametrize(
+    ("in_ms", "in_s", "wait_s"),
+    [
+        ("250", "1", 0.25),
+        (None, "3", 3.0),
+        (None, "Wed, 21 Oct 2015 07:28:00 GMT", None),
+        ("-5", None, None),
+        ("inf", "nan", None),
+        (None, ["1", "2"], None),
+        (None, None, None),
+    ],
+)
+def test_when_to_come_back_is_read_from_either_header(
+    in_ms: object, in_s: object, wait_s: float | None
+) -> None:
+    assert read_wait(in_ms, in_s) == wait_s
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds"),
+    [
+        (Outcome(CLASSIFY, 0.0, 5.0, status=200), 0.0),
+        (Outcome(CLASSIFY, 0.0, 5.0, "full", status=429, retry_after_s=3.0), 3.0),
+        (Outcome(CLASSIFY, 0.0, 5.0, "full", status=429, retry_after_s=99.0), 4.0),
+        (Outcome(CLASSIFY, 0.0, 5.0, "full", status=429), 0.0),
+        (Outcome(CLASSIFY, 0.0, 5.0, "broken", status=500), 0.0),
+        (Outcome(CLASSIFY, 0.0, 200.0, "nobody there"), 0.8),
+        (Outcome(CLASSIFY, 0.0, 3000.0, "nobody in time"), 0.0),
+    ],
+)
+def test_callers_rest_as_they_were_told_and_knock_once_a_second(
+    outcome: Outcome, seconds: float
+) -> None:
+    assert rest_s(outcome, 4.0) == pytest.approx(seconds)
+    assert rest_s(outcome, 0.0) == 0.0
 
 
 @pytest.mark.parametrize(

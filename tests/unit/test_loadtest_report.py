@@ -10,8 +10,9 @@ import pytest
 
 from loadtest.ask import Ask
 from loadtest.charts import charts
-from loadtest.comparison import ComparisonError, compare, differences, main, read_report
+from loadtest.comparison import ComparisonError, compare, differences, main
 from loadtest.generator import Generator, Health, judge
+from loadtest.kept import read_report
 from loadtest.mix import Operation
 from loadtest.objective import parse_objective
 from loadtest.outcomes import Outcome, elapsed_s, group_failures, write_requests
@@ -19,7 +20,7 @@ from loadtest.page import render_html
 from loadtest.report import Report, build_report, render_json
 from loadtest.schedule import Stage
 from loadtest.summary import summarise, timeline
-from loadtest.tables import render_text
+from loadtest.tables import render_text, row_table, text_table, verdict_table
 from loadtest.terms import Terms, parse_levels
 from loadtest.writing import keep
 
@@ -145,6 +146,24 @@ def test_the_table_shows_numbers_failures_and_gaps() -> None:
     assert "NOTHING WAS ANSWERED" in render_text(report([]))
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_tables_fold_to_the_width_of_the_terminal_and_lose_nothing(width: int) -> None:
+    made = two_rates()
+    whole = row_table(made.rows)
+    folded = text_table(whole, width)
+    blocks = [block.splitlines() for block in folded.split("\n\n")]
+    assert max(len(line) for block in blocks for line in block) <= width
+    for block in blocks:
+        assert block[0].split()[:3] == ["endpoint", "model", "budget"]
+        assert len(block) == len(whole) + 1
+    headings = [heading for block in blocks for heading in block[0].split()[3:]]
+    assert headings == [*whole[0][3:]]
+    assert (len(blocks) == 1) == (width == 120)
+    assert "MISSED" in text_table(verdict_table(made), width)
+    printed = render_text(made, width)
+    assert max(map(len, printed.splitlines())) <= max(width, 70)  # of stages, three columns
+
+
 def test_seconds_follow_the_moment_a_request_was_due() -> None:
     slices = timeline(outcomes(), 10.0)
     assert [one.due for one in slices][:4] == [1, 3, 2, 1]
@@ -177,7 +196,7 @@ def test_a_sender_that_did_not_keep_up_says_so_loudly(
 def test_what_is_kept_can_be_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     keep(report(outcomes()), None, folder)
-    record = read_report(folder)
+    record = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert (record["requests"], record["errors"], record["users"]) == (7, 2, 3)
     assert record["rows"][2]["p50_ms"] == 200.0
     assert record["failures"][0]["operation"] == "generate talker steps=8"
