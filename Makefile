@@ -25,7 +25,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check audit e2e bench load image clean
+.PHONY: help setup demo test check lint types audit e2e bench load image clean
 
 help:
 	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
@@ -58,6 +58,8 @@ $(VENV)/.created:
 		echo 'Creating a virtual environment failed. On Debian and Ubuntu: apt install python3-venv'; \
 		exit 1; \
 	}
+	@# The pip that comes with Python may be years old: a new one needs half the time.
+	@$(PIP) install --quiet --upgrade pip || echo 'pip could not be renewed: the old one is used.'
 	@touch $@
 
 # The development extras contain the serving ones: with them installed, serving needs no install.
@@ -81,11 +83,16 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed-serve
 	$(PY) -m stepdial demo --host $(HOST) --port $(PORT) $(ARGS)
 
-check: $(VENV)/.installed-dev
+check: lint types
+
+# Of `check`, what takes seconds, and what takes a minute or more.
+lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict --num-workers 2 $(SOURCES)
 	$(VENV)/bin/lint-imports
+
+types: $(VENV)/.installed-dev
+	$(PY) -m mypy --strict --num-workers 2 $(SOURCES)
 
 audit: $(VENV)/.installed-dev
 	@PYTHON=$(PY) .ci/audit $(ARGS)
