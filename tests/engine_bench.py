@@ -106,6 +106,8 @@ class Bench:
             Translation(what, codec, caller.deliver),
             (len(tokens),),
             len(tokens),
+            tokens_left=max_tokens,
+            beams=num_beams,
         )
         self.engine.submit(job)
         return job, caller

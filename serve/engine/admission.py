@@ -44,7 +44,7 @@ class Admission:
             if outlook is None:
                 self._check_classified(job, job.deadline, now_s)
             else:
-                asked = Asked(job.lengths[0], job.tokens_left, len(jobs))
+                asked = Asked(job.lengths[0], job.tokens_left, len(jobs), job.beams)
                 self._check_written(outlook, job.lane, asked, job.deadline, now_s)
         self._check_wait(now_s, len(jobs), outlook)
 
@@ -94,8 +94,10 @@ class Admission:
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
         """When those that are refused now should come back."""
-        wait_s = self._scheduler.prospects.wait_s(now_s)
-        return self._promises.turn_s(now_s, wait_s, self._scheduler.queued, jobs)
+        prospects = self._scheduler.prospects
+        # Those that come back are taken to be like those that wait.
+        each_s = prospects.waiting_s() / max(1, self._scheduler.queued)
+        return self._promises.turn_s(now_s, prospects.wait_s(now_s), each_s, jobs)
 
     def _check_places(self, now_s: float, jobs: int) -> None:
         queued = self._scheduler.queued

@@ -6,7 +6,6 @@ It deliberately knows neither when to run nor who is told: it returns the events
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from serve.engine.classification import Classification, Row, scores_of
 from serve.engine.ending import Ending, own, span
@@ -23,6 +22,7 @@ from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.metrics import Metrics
 from serve.scheduler.job import (
     Call,
+    CallKind,
     ClassifyCall,
     DecodeCall,
     Job,
@@ -117,7 +117,7 @@ class Executor:
                 self._ending.end(job, FailedEvent(failure), deliveries)
             for job, work, _ in rows:
                 if self._scheduler.row_done(job):
-                    self._observe_queue(job)
+                    self._observe_queue(job, rung.steps)
                     deliveries.append((work.deliver, self._classified(job, work, now_s)))
         # With what follows the call: the next one waits for that too.
         spent_s = self._clock() - begun_s
@@ -157,6 +157,7 @@ class Executor:
         except Exception as error:
             events = (FailedEvent(own(error, job)),)
         with self._lock:
+            job.tokens_left -= 1
             if events and self._scheduler.end(job):
                 self._observe_translation(job, events[-1], now_s)
                 deliveries = [
@@ -164,6 +165,8 @@ class Executor:
                     for event in events
                     if work.wish.stream or not isinstance(event, TokenEvent)
                 ]
+        # With what follows the call: the next one waits for that too.
+        self._observe_step(lane, job, prefixes.shape, self._clock() - begun_s)
         return deliveries
 
     def _check(self, lane: LaneKey) -> Deliveries:
@@ -197,7 +200,7 @@ class Executor:
     def _ran(
         self,
         lane: LaneKey,
-        kind: Literal["classify", "prefill", "decode", "search"],
+        kind: CallKind,
         begun_s: float,
         rows: int,
         evaluations: int | None = None,
@@ -208,13 +211,22 @@ class Executor:
         self._ending.ran(lane)
         return now_s
 
-    def _observe_queue(self, job: Job[Work]) -> None:
+    def _observe_step(
+        self, lane: LaneKey, job: Job[Work], shape: tuple[int, ...], seconds: float
+    ) -> None:
+        rows, length = shape
+        kind: CallKind = "search"
+        if length == 1:  # the source was read as well, which takes longer
+            kind, length = "prefill", job.lengths[0]
+        self._latency.observe(Series(lane.model, kind, lane.steps), rows, length, seconds)
+
+    def _observe_queue(self, job: Job[Work], steps: int) -> None:
         assert job.started_s is not None
-        labels = job.lane.name, str(job.lane.steps)
+        labels = job.lane.name, str(steps)
         self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
 
     def _observe_translation(self, job: Job[Work], event: Event, now_s: float) -> None:
-        self._observe_queue(job)
+        self._observe_queue(job, job.lane.steps)
         if isinstance(event, GeneratedEvent):
             labels = job.lane.name, str(job.lane.steps)
             self._metrics.tokens.labels(job.lane.name).inc(event.completion_tokens)

@@ -80,7 +80,8 @@ class Writing:
             return []
         del self._reading_s[lane]
         positions = self._runner.positions_read(job.number)
-        self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, positions, spent_s)
+        length = max(positions, len(work.prompt))  # a source is not among the positions
+        self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, length, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
         deliveries = []
         events = accept_tokens([job], logits[None])

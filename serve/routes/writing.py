@@ -82,7 +82,7 @@ class Order:
             steps = engine.steps_for(
                 LaneKey(served.key, _kind(wishes[0]), decision.steps),
                 decision.step_choices,
-                Asked(max(len(one.prompt) for one in wishes), wishes[0].max_tokens, len(wishes)),
+                _size(wishes),
                 deadline,
             )
             decision = decision.served_at(steps)
@@ -106,6 +106,7 @@ class Order:
             positions=positions_held(wish, self.served),
             deadline=self.deadline,
             tokens_left=wish.max_tokens,
+            beams=wish.num_beams,
             admitted=len(self.decision.choices) > 1,
         )
 
@@ -117,6 +118,21 @@ def check_max_tokens(asked: int, settings: Settings, param: str = "max_tokens") 
             f"{param} is {asked}, but this server writes at most {settings.max_tokens}: send less",
             param=param,
         )
+
+
+def check_texts(texts: int, settings: Settings) -> None:
+    """InvalidField if they could never wait together."""
+    if texts > settings.queue_limit:
+        raise InvalidField(
+            f"this asks for {texts} texts, but the queue of this server holds "
+            f"{settings.queue_limit}: send fewer in one request",
+            param="n",
+        )
+
+
+def _size(wishes: Sequence[Wish]) -> Asked:
+    longest, first = max(len(one.prompt) for one in wishes), wishes[0]
+    return Asked(longest, first.max_tokens, len(wishes), first.num_beams)
 
 
 def _kind(wish: Wish) -> Kind:

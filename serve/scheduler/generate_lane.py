@@ -58,6 +58,8 @@ class GenerateLane(Generic[WorkT]):
     def occupants(self) -> list[Job[WorkT]]:
         """Whoever holds, or is promised, cache memory. A row that left and returns counts once."""
         one = [] if self.reading is None else [self.reading]
+        if not (self.returning or self._over):
+            return [*self.rows, *self.joining, *one]
         again = [job for job in self.returning if job not in (*self.rows, *self._over)]
         return [*self.rows, *self.joining, *one, *again, *self._over]
 

@@ -74,7 +74,8 @@ class Job(Generic[WorkT]):
     may_pad: bool = True  # whether a row may be padded to the length of others
     deadline: Deadline | None = None
     choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending
-    tokens_left: int = 0  # that a generation may still write
+    tokens_left: int = 0  # that a generation or a search may still write
+    beams: int = 1  # of a search: the rows of its calls
     admitted: bool = False  # it was looked at when the server chose its steps, just now
     state: State = State.QUEUED
     request_id: str = ""  # for logs
@@ -82,10 +83,12 @@ class Job(Generic[WorkT]):
     queued_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
+    most_tokens: int = field(init=False)  # that were to be written at first
     rows_left: int = field(init=False)
     ends_s: float = field(init=False)  # its deadline, if it has one
 
     def __post_init__(self) -> None:
+        self.most_tokens = self.tokens_left
         self.rows_left = len(self.lengths)
         self.ends_s = math.inf if self.deadline is None else self.deadline.ends_s
 

@@ -10,25 +10,31 @@ from typing import Generic, NamedTuple
 
 from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import Job, LaneKey, WorkT
-from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Line, Series
+from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Line
+from serve.scheduler.rounds import Busy, Rounds
+from serve.scheduler.search_lane import SearchLane
+from serve.scheduler.searching import Searching
+from serve.scheduler.writing_prices import WritingPrices
 
 
 class Asked(NamedTuple):
-    """Generations that are asked for at once."""
+    """Generations, or searches, that are asked for at once."""
 
     prompt: int  # tokens to read of each
     tokens: int  # and to write
     jobs: int = 1
+    beams: int = 1  # of each
 
 
-class _Due(NamedTuple, Generic[WorkT]):
-    """Those of a lane that have a deadline, and run or are next."""
+class _New(NamedTuple):
+    """Those that are asked for: when they would be ready, and what they take from others."""
 
     steps: int
-    length: int
-    token_s: float  # from one to the next, as long as nobody comes
-    pressing: list[Job[WorkT]]  # in whose place no other of them could be late
-    jobs: list[Job[WorkT]]
+    ready_s: float
+    read_s: float = 0.0  # of their prompts
+    more: Line = (0.0, 0.0)  # for each token of others
+    calls: int = 0  # of searches, in turn with those of others
+    each_s: float = 0.0  # of those calls
 
 
 class Outlook(Generic[WorkT]):
@@ -38,48 +44,35 @@ class Outlook(Generic[WorkT]):
         self,
         model: str,
         lanes: Iterable[GenerateLane[WorkT]],
+        searches: Iterable[SearchLane[WorkT]],
         latency: LatencyModel,
         max_rows: int,
         usual_s: Callable[[LaneKey], float | None],
         beside_s: float,
     ) -> None:
         self.model = model
-        self._latency = latency
+        self._caution, self._answer_s = latency.caution, latency.answer_s
         self._max_rows = max_rows
-        self._usual_s = usual_s  # a token of a lane
+        self._prices = WritingPrices(latency, usual_s)
+        self._rounds: Rounds[WorkT] = Rounds(lanes, self._prices, max_rows, beside_s)
+        self._searching: Searching[WorkT] = Searching(searches, self._prices, max_rows)
         self._beside_s = beside_s  # other models, between two calls
-        self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
-        self._occupants: dict[LaneKey, list[Job[WorkT]]] = {}
-        self._unread: dict[LaneKey, float] = {}  # seconds, of prompts that tokens wait for
-        self._rows: dict[LaneKey, int] = {}
-        self._tokens: dict[LaneKey, Line] = {}  # of the rows there are
-        self._rounds: dict[int, Line] = {}  # by steps
-        self._places: dict[LaneKey, float] = {}  # seconds until there is one
-        self._behind: list[_Due[WorkT]] | None = None
-        for lane in lanes:
-            occupants, waiting = lane.occupants(), len(lane.waiting)
-            rows = min(max_rows, len(occupants) + waiting)
-            if rows:
-                key = lane.key
-                self._lanes[key], self._occupants[key], self._rows[key] = lane, occupants, rows
-                self._unread[key] = self._unread_s(lane, waiting)
-                self._tokens[key] = self._token(key, lane.decode_series, rows)
-        self._all_unread_s = sum(self._unread.values())
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
         """A token of a lane, if so many rows decode together; 0 if nothing is known."""
-        fixed_s, each_s = self._token(key, _decode(key), rows)
+        fixed_s, each_s = self._prices.token(key, rows)
         return fixed_s + each_s * length
 
     def alone_s(self, key: LaneKey, asked: Asked) -> float:
         """The time of whole answers on an idle server."""
+        if key.kind == "search":
+            return asked.jobs * self._searched_s(key, asked) + IDLE_ANSWER_S
         each_s = self.token_s(key, min(self._max_rows, asked.jobs), _length(asked))
         return self._read_s(key, asked) + self._waves(asked) * each_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, asked: Asked) -> float:
         """The time until the last token of all; seldom longer."""
-        read_s = self._all_unread_s + self._read_s(key, asked)
-        return self._ready_s(key, asked, read_s, self._more(key, asked.jobs))
+        return self._new(key, asked).ready_s
 
     def late_s(
         self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
@@ -89,135 +82,156 @@ class Outlook(Generic[WorkT]):
         Each is to take a share of the time that is left to it. Not above 0: in time. Who will be
         late in any case does not count.
         """
-        return max(self._late_s(key, asked, ends_s, now_s, share))
+        new = self._new(key, asked)
+        own_s = new.ready_s - share * (ends_s - now_s)
+        return max(own_s, max(self._pushed_s(new, now_s, share), default=own_s))
 
     def in_time(
         self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
     ) -> bool:
         """Whether none of those would be late."""
-        return all(late_s <= 0 for late_s in self._late_s(key, asked, ends_s, now_s, share))
+        left_s = share * (ends_s - now_s)
+        if self._rounds.place(key)[1] * self._caution > left_s:
+            return False  # whatever else there is to do
+        new = self._new(key, asked)
+        if new.ready_s > left_s:
+            return False
+        return all(late_s <= 0 for late_s in self._pushed_s(new, now_s, share))
 
     def wait_s(self, key: LaneKey) -> float:
         """The time until a place is free for one more of this lane, behind those that wait."""
-        return self._place_s(key) + self._unread[key] if key in self._lanes else 0.0
+        if key.kind == "search":
+            place = self._searching.until_place(key)
+            return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
+        busy = self._rounds.busy.get(key)
+        if busy is None:
+            return 0.0
+        tokens, place_s = self._rounds.place(key)
+        if not self._searching.idle:
+            place_s += self._searches_s(tokens)
+        return place_s + busy.unread_s
 
     def all_begin_s(self) -> float:
         """The time until nobody waits for a place any more."""
-        waits_s = [self.wait_s(key) for key, lane in self._lanes.items() if lane.waiting]
-        return max(waits_s, default=0.0)
+        keys = [key for key, busy in self._rounds.busy.items() if busy.lane.waiting]
+        return max(map(self.wait_s, [*keys, *self._searching.waiting()]), default=0.0)
 
-    def _late_s(
-        self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float
-    ) -> Iterator[float]:
-        """Of these, then of each lane at worst."""
-        more = more_fixed_s, more_each_s = self._more(key, asked.jobs)
-        read_s = self._all_unread_s + self._read_s(key, asked)
-        yield self._ready_s(key, asked, read_s, more) - share * (ends_s - now_s)
-        caution, unread_s = self._latency.caution, self._all_unread_s
-        begin_s = now_s + self._latency.answer_s
-        if self._behind is None:
-            self._behind = list(map(self._due, self._lanes.values()))
-        for steps, length, before_s, pressing, due in self._behind:
-            if not due:
+    def waiting_s(self) -> float:
+        """The share that those who wait have in it: of what runs already, no more will come."""
+        generations = (
+            busy.unread_s + self._rounds.place(key)[1] * busy.waiting_share
+            for key, busy in self._rounds.busy.items()
+            if busy.lane.waiting
+        )
+        return max([*generations, *map(self.wait_s, self._searching.waiting())], default=0.0)
+
+    def _new(self, key: LaneKey, asked: Asked) -> _New:
+        if key.kind == "search":
+            calls = asked.jobs * asked.tokens
+            seconds = asked.jobs * self._searched_s(key, asked)
+            until = self._searching.until_done(key, asked.tokens, asked.jobs, seconds)
+            work_s = until.seconds + self._beside_search_s(key, until.calls)
+            ready_s = work_s * self._caution + self._answer_s
+            return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
+        more = more_fixed_s, more_each_s = self._rounds.more(key, asked.jobs)
+        fixed_s, each_s = self._rounds.round(key.steps)
+        round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * _length(asked)
+        tokens, place_s = self._rounds.place(key)
+        waves = self._waves(asked)
+        read_s = self._read_s(key, asked)
+        work_s = place_s + (self._rounds.unread_s + read_s) + waves * round_s
+        if not self._searching.idle:
+            work_s += self._searches_s(tokens + waves)
+        return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
+
+    def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
+        """By how much others would be late in each lane at worst, where one might be."""
+        begin_s, read_s = now_s + self._answer_s, self._rounds.unread_s + new.read_s
+        more_fixed_s, more_each_s = new.more
+        alone = not new.calls and self._searching.idle
+        for busy in self._rounds.busy.values():
+            lane, pressing = busy.lane, busy.lane.pressing
+            running = [job for job in busy.occupants if job.ends_s < math.inf]
+            if not pressing and not running:
                 continue
-            often = math.sqrt(steps / key.steps) if steps > key.steps else 1.0
-            after_s = before_s + often * (more_fixed_s + more_each_s * length)
-            late_s = [
-                caution * (read_s + job.tokens_left * after_s) - share * (job.ends_s - begin_s)
-                for job in pressing
-            ]
-            if max(late_s) > 0:
-                late_s = [
-                    caution * (read_s + job.tokens_left * after_s) - share * (job.ends_s - begin_s)
-                    for job in due
-                    if caution * (unread_s + job.tokens_left * before_s) <= job.ends_s - begin_s
-                ]
-            yield max(late_s, default=0.0)
+            steps, length = lane.key.steps, (running or lane.next_due)[0].positions // 2
+            fixed_s, each_s = self._rounds.round(steps)
+            token_s = fixed_s + each_s * length
+            often = math.sqrt(steps / new.steps) if steps > new.steps else 1.0
+            after_s = token_s + often * (more_fixed_s + more_each_s * length)
+            # Of those that press, the first ends first and the last has most to write.
+            some = [*running, pressing[0], pressing[-1]] if pressing else running
+            tokens = max([job.tokens_left for job in some])
+            searches_s = 0.0 if alone else self._searches_s(tokens, new)
+            least_s = share * (min([job.ends_s for job in some]) - begin_s)
+            if (read_s + tokens * after_s + searches_s) * self._caution > least_s:
+                yield self._late_in_lane_s(busy, running, new, (token_s, after_s), begin_s, share)
+        if not self._searching.idle:
+            yield from self._searches_pushed_s(new, begin_s, share)
 
-    def _due(self, lane: GenerateLane[WorkT]) -> "_Due[WorkT]":
-        running = [job for job in self._occupants[lane.key] if job.ends_s < math.inf]
-        pressing, due = running + lane.pressing, running + lane.next_due
-        length = due[0].positions // 2 if due else 0
-        fixed_s, each_s = self._round(lane.key.steps)
-        return _Due(lane.key.steps, length, fixed_s + each_s * length, pressing, due)
+    def _late_in_lane_s(
+        self,
+        busy: Busy[WorkT],
+        running: list[Job[WorkT]],
+        new: _New,
+        token_s: tuple[float, float],
+        begin_s: float,
+        share: float,
+    ) -> float:
+        """The same in one lane, whose tokens take so long without the new ones and with them."""
+        caution, unread_s = self._caution, self._rounds.unread_s
+        read_s = unread_s + new.read_s
 
-    def _ready_s(self, key: LaneKey, asked: Asked, read_s: float, more: Line) -> float:
-        fixed_s, each_s = self._round(key.steps)
-        round_s = fixed_s + more[0] + (each_s + more[1]) * _length(asked)
-        work_s = self._place_s(key) + read_s + self._waves(asked) * round_s
-        return work_s * self._latency.caution + self._latency.answer_s
+        def late_s(job: Job[WorkT]) -> float:
+            searches_s = self._searches_s(job.tokens_left, new)
+            work_s = read_s + job.tokens_left * token_s[1] + searches_s
+            return caution * work_s - share * (job.ends_s - begin_s)
 
-    def _place_s(self, key: LaneKey) -> float:
-        """The time until a place is free, without the prompts that are read until then."""
-        place_s = self._places.get(key)
-        if place_s is None:
-            lane = self._lanes.get(key)
-            place_s = self._places[key] = 0.0 if lane is None else self._lane_place_s(lane)
-        return place_s
+        def before_s(job: Job[WorkT]) -> float:
+            work_s = unread_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
+            return caution * work_s - (job.ends_s - begin_s)
 
-    def _lane_place_s(self, lane: GenerateLane[WorkT]) -> float:
-        occupants = self._occupants[lane.key]
-        behind = len(lane.waiting) + len(occupants) - self._max_rows
-        if behind < 0:
+        if max(map(late_s, running + busy.lane.pressing)) <= 0:
             return 0.0
-        fixed_s, each_s = self._round(lane.key.steps)
-        round_s = fixed_s + each_s * (1 + (occupants or lane.waiting)[0].positions // 2)
-        left = [job.tokens_left for job in occupants]
-        if behind < len(left):
-            return sorted(left)[behind] * round_s
-        return (sum(left) + lane.waiting_tokens) / self._max_rows * round_s
+        jobs = running + busy.lane.next_due
+        return max((late_s(job) for job in jobs if before_s(job) <= 0), default=0.0)
 
-    def _round(self, steps: int) -> Line:
-        """From one token of a lane of so many steps to the next, with the rows of all lanes.
-
-        Fewer steps have a token more often: see Decoding.
-        """
-        line = self._rounds.get(steps)
-        if line is None:
-            fixed_s, each_s = self._beside_s, 0.0
-            for other, (other_fixed_s, other_each_s) in self._tokens.items():
-                often = math.sqrt(steps / other.steps) if steps > other.steps else 1.0
-                fixed_s += often * other_fixed_s
-                each_s += often * other_each_s
-            line = self._rounds[steps] = fixed_s, each_s
-        return line
-
-    def _more(self, key: LaneKey, jobs: int) -> Line:
-        """By how much longer a token of a lane takes with so many more rows."""
-        had = self._rows.get(key, 0)
-        if had == self._max_rows:
-            return 0.0, 0.0
-        fixed_s, each_s = self._token(key, _decode(key), min(self._max_rows, had + jobs))
-        before_fixed_s, before_each_s = self._tokens.get(key, (0.0, 0.0))
-        return fixed_s - before_fixed_s, each_s - before_each_s
-
-    def _token(self, key: LaneKey, series: Series, rows: int) -> Line:
-        """A token of so many rows of a lane."""
-        line = self._latency.decode_line(series, rows)
-        return line or (self._usual_s(key) or 0.0, 0.0)
+    def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
+        """By how much each search would be late that has a deadline and would not be before."""
+        more_s = new.more[0] / self._rounds.calls
+        for due in self._searching.due():
+            calls, seconds = due.until
+            before_s = self._caution * (seconds + self._beside_search_s(due.lane, calls))
+            if before_s <= due.ends_s - begin_s:
+                with_s = min(calls, new.calls) * new.each_s + calls * more_s + new.read_s
+                yield before_s + self._caution * with_s - share * (due.ends_s - begin_s)
 
     def _waves(self, asked: Asked) -> int:
         """Tokens come for all rows that there may be; the first is that of the prompt."""
         return -(-asked.jobs // self._max_rows) * (asked.tokens - 1)
 
     def _read_s(self, key: LaneKey, asked: Asked) -> float:
-        series = Series(key.model, "prefill", key.steps)
-        return self._prompts_s(series, asked.jobs * asked.prompt, asked.jobs)
+        return self._prices.prompts_s(key, asked.jobs * asked.prompt, asked.jobs)
 
-    def _unread_s(self, lane: GenerateLane[WorkT], waiting: int) -> float:
-        """The time to read the prompts of a lane that are not read yet."""
-        tokens, prompts = lane.waiting_prompt_tokens, waiting
-        if lane.reading is not None:
-            tokens, prompts = tokens + lane.reading.lengths[0], prompts + 1
-        return self._prompts_s(lane.prefill_series, tokens, prompts) if prompts else 0.0
+    # Beside searches.
 
-    def _prompts_s(self, series: Series, tokens: int, prompts: int) -> float:
-        """The time to read so many prompts of so many tokens in all, one after the other."""
-        return prompts * (self._latency.call_s(series, 1, round(tokens / prompts)) or 0.0)
+    def _searched_s(self, key: LaneKey, asked: Asked) -> float:
+        """All calls of one search."""
+        return self._prices.search_s(key, asked.prompt, asked.tokens, asked.beams)
 
+    def _searches_s(self, tokens: float, new: _New | None = None) -> float:
+        """What searches take while so many tokens are written, new ones included."""
+        seconds = 0.0
+        if not self._searching.idle:
+            seconds = self._searching.seconds(tokens * self._rounds.calls)
+        if new is not None and new.calls:
+            seconds += min(new.calls, tokens * self._rounds.calls) * new.each_s
+        return seconds
 
-def _decode(key: LaneKey) -> Series:
-    return Series(key.model, "decode", key.steps)
+    def _beside_search_s(self, key: LaneKey, calls: float) -> float:
+        """What all but this lane of searches takes beside so many calls of it."""
+        others_s = self._searching.seconds(calls, but=key) + calls * self._beside_s
+        return others_s + self._rounds.unread_s + self._rounds.seconds(calls)
 
 
 def _length(asked: Asked) -> int:

@@ -13,6 +13,7 @@ from serve.scheduler.job import Job, LaneKey, Turn, WorkT
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.limits import Limits
 from serve.scheduler.outlook import Outlook
+from serve.scheduler.search_lane import SearchLane
 
 # The usual time of a call, if one has run.
 CallSeconds = Callable[[Turn], float | None]
@@ -28,14 +29,16 @@ class Prospects(Generic[WorkT]):
         usual_s: CallSeconds,
         classifying: Classifying[WorkT],
         generate: Mapping[LaneKey, GenerateLane[WorkT]],
-        busy_turns: Callable[[], list[Turn]],
+        search: Mapping[LaneKey, SearchLane[WorkT]],
+        busy_turns: Callable[[str], list[Turn]],
     ) -> None:
         self._limits = limits
         self._latency = latency
         self._usual_s = usual_s
         self._classifying = classifying
         self._generate = generate
-        self._busy_turns = busy_turns
+        self._search = search
+        self._busy_turns = busy_turns  # of all models but one
         self._busy_until_s = 0.0
 
     def begin(self, turn: Turn, now_s: float, seconds: float | None) -> None:
@@ -48,7 +51,7 @@ class Prospects(Generic[WorkT]):
 
     def beside_s(self, key: LaneKey) -> float:
         """What all other turns take between two calls of a lane of classifications."""
-        others = (turn for turn in self._busy_turns() if turn != (key, "classify"))
+        others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
         return sum(self._usual_s(turn) or 0.0 for turn in others)
 
     def alone_s(self, job: Job[WorkT]) -> float:
@@ -75,7 +78,7 @@ class Prospects(Generic[WorkT]):
         call_s = call_s or self._usual_s(own)
         if call_s is None:
             return None
-        others = (turn for turn in self._busy_turns() if turn != own)
+        others = (turn for turn in self._busy_turns("") if turn != own)
         round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
         return round_s * (self._classifying.calls_ahead(key) + 1)
 
@@ -86,23 +89,33 @@ class Prospects(Generic[WorkT]):
 
         The outlook of one model may be known already.
         """
-        models = {key.model for key, lane in self._generate.items() if lane.waiting}
-        outlooks = [
+        outlooks = (
             known if known is not None and known.model == model else self.outlook(model)
-            for model in models
-        ]
+            for model in self._models_waiting()
+        )
         writing_s = max((outlook.all_begin_s() for outlook in outlooks), default=0.0)
         work_s = (self._classifying.wait_s(least) + writing_s) * self._latency.lasting
         return max(0.0, self._busy_until_s - now_s) + work_s
 
+    def waiting_s(self) -> float:
+        """The same without what runs already: the share of those that wait."""
+        outlooks = map(self.outlook, self._models_waiting())
+        writing_s = max((outlook.waiting_s() for outlook in outlooks), default=0.0)
+        return (self._classifying.wait_s(least=False) + writing_s) * self._latency.lasting
+
     def outlook(self, model: str) -> Outlook[WorkT]:
         """What is predicted of generations of this model."""
-        others = (turn for turn in self._busy_turns() if turn[0].model != model)
         return Outlook(
             model,
             [lane for key, lane in self._generate.items() if key.model == model],
+            [lane for key, lane in self._search.items() if key.model == model],
             self._latency,
             self._limits.decode_rows,
             lambda lane: self._usual_s((lane, "decode" if lane.kind == "generate" else "search")),
-            sum(self._usual_s(turn) or 0.0 for turn in others),
+            sum(self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)),
         )
+
+    def _models_waiting(self) -> set[str]:
+        """Those that write, and for which somebody waits."""
+        models = {key.model for key, lane in self._generate.items() if lane.waiting}
+        return models | {key.model for key, searches in self._search.items() if searches.waiting}

@@ -63,7 +63,13 @@ class Scheduler(Generic[WorkT]):
         self._turns: deque[Turn] = deque()
         self._arrivals = 0
         self.prospects: Prospects[WorkT] = Prospects(
-            limits, latency, usual_s, self._classifying, self._generate, self.busy_turns
+            limits,
+            latency,
+            usual_s,
+            self._classifying,
+            self._generate,
+            self._search,
+            self.busy_turns,
         )
 
     @property
@@ -160,16 +166,16 @@ class Scheduler(Generic[WorkT]):
         """How much cache memory the lane's batch holds now: buffers outlive the rows in them."""
         self._generate[key].held_bytes = held_bytes
 
-    def busy_turns(self) -> list[Turn]:
-        """The turns that have something to do, or will once there is room."""
+    def busy_turns(self, but: str = "") -> list[Turn]:
+        """The turns with something to do, now or once there is room, of all models but one."""
         busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
         for key, lane in self._generate.items():
-            if lane.rows:
+            if lane.rows and key.model != but:
                 busy.append((key, "decode"))
-            if lane.reading or lane.returning or lane.waiting:
+            if key.model != but and (lane.reading or lane.returning or lane.waiting):
                 busy.append((key, "prefill"))
         busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
-        return busy
+        return [turn for turn in busy if turn[0].model != but]
 
     def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
         """The jobs in the lane's decode batch, in the order of its rows."""
@@ -288,6 +294,6 @@ class Scheduler(Generic[WorkT]):
 
     def _search_lane(self, key: LaneKey) -> SearchLane[WorkT]:
         if key not in self._search:
-            self._search[key] = SearchLane(partial(self._cache_bytes, key))
+            self._search[key] = SearchLane(key, partial(self._cache_bytes, key))
             self._turns.append((key, "search"))
         return self._search[key]

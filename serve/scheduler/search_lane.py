@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic
 
-from serve.scheduler.job import Job, State, WorkT
+from serve.scheduler.job import Job, LaneKey, State, WorkT
 
 
 class SearchLane(Generic[WorkT]):
     """Searches that wait, those that run in turn, and those whose memory is still to be freed."""
 
-    def __init__(self, cache_bytes: Callable[[int, int], int]) -> None:
+    def __init__(self, key: LaneKey, cache_bytes: Callable[[int, int], int]) -> None:
+        self.key = key
         self.waiting: deque[Job[WorkT]] = deque()
         self.running: deque[Job[WorkT]] = deque()
         self._over: list[Job[WorkT]] = []

@@ -15,7 +15,7 @@ def outlook() -> Outlook[object]:
     latency = LatencyModel()
     latency.observe(Series("m", "prefill", 1), 1, PROMPT, 0.5)
     latency.observe(Series("m", "decode", 1), 1, PROMPT, 0.01)
-    return Outlook("m", [], latency, max_rows=2, usual_s=lambda key: None, beside_s=0.0)
+    return Outlook("m", [], [], latency, max_rows=2, usual_s=lambda key: None, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])

@@ -200,3 +200,17 @@ def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> No
     # The call would fit, but its answer would not have left.
     assert simulation.scheduler.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]
     assert simulation.scheduler.lapsed(0.05) == [job]
+
+
+def test_who_comes_back_does_not_wait_again_for_what_ran_when_it_was_refused() -> None:
+    simulation = Simulation(Limits(queue_requests=1, degrade_wait_s=0.5))
+    simulation.run(poisson(RATE, 3.0, 3, None, steps=8))
+    now_s = simulation.now_s
+    long = Request(now_s, (128,) * 4, steps=8)
+    waits, first, second = (Request(now_s + 1e-3 * place, (32,), steps=8) for place in (1, 2, 3))
+    simulation.run([long, waits, first, second])
+    assert [one.outcome for one in (first, second)] == ["queue_full"] * 2
+    assert first.retry_after_s == pytest.approx(waits.ended_s - first.at_s, rel=0.25)
+    assert [job.work for job, _ in simulation.calls[-2].rows] == [long] * 4
+    again_s = waits.ended_s + (waits.ended_s - long.ended_s)
+    assert second.retry_after_s == pytest.approx(again_s - second.at_s, rel=0.25)

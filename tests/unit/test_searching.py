@@ -11,6 +11,7 @@ import pytest
 from serve.engine.beams import Beams
 from serve.engine.events import TokenEvent
 from serve.errors import Unprocessable
+from serve.scheduler.latency_model import Series
 from tests.engine_bench import generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
 
@@ -74,13 +75,18 @@ def test_one_beam_is_greedy_and_an_answer_without_end_is_cut() -> None:
 
 def test_a_search_answers_in_one_piece() -> None:
     with running() as bench:
-        event = generated(bench.search("abc", 4)[1])
+        job, caller = bench.search("abc", 4)
+        event = generated(caller)
         assert (event.text, event.finish_reason, event.completion_tokens) == ("defg", "length", 4)
         _, caller = bench.search("abc", 4, stream=True, stops=("f",))
         assert (generated(caller).text, generated(caller).finish_reason) == ("de", "stop")
         assert caller.events[:-1] == [TokenEvent(0, "de")]
         shapes = [shape for kind, _, shape in bench.mood.calls if kind == "search"]
         assert shapes == 2 * [(1, 1), (3, 2), (3, 3), (3, 4)]
+        assert (job.most_tokens, job.tokens_left) == (4, 0)
+        key = job.lane
+        assert bench.engine.latency.knows(Series(key.model, "search", key.steps))
+        assert bench.engine.latency.knows(Series(key.model, "prefill", key.steps))
         assert bench.idle()
         text = bench.metrics.exposition().decode()
         assert 'stepdial_tokens_total{model="tiny-translate"} 8.0' in text
