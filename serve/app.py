@@ -102,6 +102,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
+        openapi_url=None,  # it would be made while others wait: see serve.routes.page
         docs_url=None,  # it would load scripts from another host: see serve.wire.reference
         redoc_url=None,
         redirect_slashes=False,

@@ -7,7 +7,7 @@ nor time: where those decide, a decision names the rungs from which the server m
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from serve.bundle import Effort, Level, Manifest, Rung
+from serve.bundle import EFFORTS, Effort, Level, Manifest, Rung
 from serve.errors import ImpossibleBudget, NotCalibrated, StepsForbidden
 
 Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default"]
@@ -23,6 +23,7 @@ class Ask:
     deadline_ms: float | None = None
     min_steps: int | None = None
     max_steps: int | None = None
+    effort_or_more: bool = False  # where no rung has that name: the next above, else the greatest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def decide(ask: Ask, manifest: Manifest) -> Decision:
     if ask.steps is not None:
         return Decision(_within(ask, _rung_of(ask.steps, manifest), "steps"), full, "exact")
     if ask.effort is not None:
-        return Decision(_within(ask, _rung_named(ask.effort, manifest), "effort"), full, "effort")
+        named = _rung_named(ask.effort, manifest, ask.effort_or_more)
+        return Decision(_within(ask, named, "effort"), full, "effort")
     allowed = _allowed(ask, manifest)
     if ask.deadline_ms is not None:
         return Decision(allowed[-1], full, "deadline", choices=allowed)
@@ -122,11 +124,14 @@ def _rung_of(steps: int, manifest: Manifest) -> Rung:
     raise ImpossibleBudget(message, param="steps", ladder=ladder)
 
 
-def _rung_named(effort: Effort, manifest: Manifest) -> Rung:
-    for rung in manifest.rungs:
-        if rung.effort == effort:
-            return rung
-    efforts = {rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None}
+def _rung_named(effort: Effort, manifest: Manifest, or_more: bool) -> Rung:
+    rungs = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
+    if effort in rungs:
+        return rungs[effort]
+    if rungs and or_more:
+        greater = EFFORTS[EFFORTS.index(effort) :]
+        return next((rungs[word] for word in greater if word in rungs), [*rungs.values()][-1])
+    efforts = {word: rung.steps for word, rung in rungs.items()}
     named = _listed([f"{word} ({steps})" for word, steps in efforts.items()])
     raise ImpossibleBudget(
         f"{manifest.name} has no rung for effort {effort}; "

@@ -4,6 +4,7 @@ Knows names; deliberately not which settings there are.
 """
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 
 PREFIX = "STEPDIAL_"
@@ -19,6 +20,9 @@ OTHER_VARIABLES = {
 # Named like settings, but read by the tests: the browser that drives the page, and the description
 # of the Open Inference Protocol.
 _NOT_SETTINGS = frozenset({*OTHER_VARIABLES, "STEPDIAL_CHROMIUM", "STEPDIAL_OIP_DESCRIPTION"})
+
+# What Kubernetes tells every pod of a Service that is named stepdial.
+_OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
 
 
 class SettingsError(ValueError):
@@ -50,6 +54,11 @@ def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:
     for name in environ:
         if not name.upper().startswith(PREFIX) or name.upper() in known:
             continue
+        if _OF_KUBERNETES.fullmatch(name):
+            raise SettingsError(
+                f"the environment variable {name} is no setting: Kubernetes sets it for a Service "
+                "named stepdial: give the pod enableServiceLinks: false, or rename the Service"
+            )
         close = nearest(name.upper().removeprefix(PREFIX), rests)
         hint = (
             f"did you mean {PREFIX}{close}?"

@@ -12,9 +12,14 @@ from serve.errors import InvalidField
 
 MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant")
-# Parts of an assistant's message that clients send back as they got them: without a value.
+# Parts of an assistant's message that clients send back as they got them: without a value, or as
+# an empty list, depending on who answered.
 _NEVER = ("refusal", "audio", "function_call", "tool_calls", "annotations")
+_LISTS = ("tool_calls", "annotations")
 _KEYS = ("role", "content", "name")
+
+
+NoItems = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class TextPart(BaseModel):
@@ -39,8 +44,8 @@ class ChatMessage(BaseModel):
     refusal: None = Field(None, description="Only null, as answers have it.")
     audio: None = Field(None, description="Only null, as answers have it.")
     function_call: None = Field(None, description="Only null: there are no tools.")
-    tool_calls: None = Field(None, description="Only null: there are no tools.")
-    annotations: None = Field(None, description="Only null, as answers have it.")
+    tool_calls: NoItems = Field(None, description="Only null or empty: there are no tools.")
+    annotations: NoItems = Field(None, description="Only null or empty, as answers have it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,16 @@ def check_messages(value: object) -> tuple[Message, ...]:
 def _message(value: object, param: str) -> Message:
     if not isinstance(value, dict):
         raise InvalidField(f'{param} must be {{"role": ..., "content": ...}}', param=param)
+    role, name = value.get("role"), value.get("name")
+    if role in ("tool", "function"):
+        raise InvalidField(
+            f"{param}.role is {role!r}, but there are no tools here: send one of "
+            f"{', '.join(ROLES)}",
+            param=f"{param}.role",
+        )
     for key in value:
-        if key in _NEVER and value[key] is not None:
+        empty: tuple[object, ...] = (None, []) if key in _LISTS else (None,)
+        if key in _NEVER and value[key] not in empty:
             raise InvalidField(
                 f"{param}.{key} is not supported: leave it out", param=f"{param}.{key}"
             )
@@ -84,13 +97,6 @@ def _message(value: object, param: str) -> Message:
                 f"{param} has an unknown field {str(key)[:80]!r}: there are {', '.join(_KEYS)}",
                 param=param,
             )
-    role, name = value.get("role"), value.get("name")
-    if role in ("tool", "function"):
-        raise InvalidField(
-            f"{param}.role is {role!r}, but there are no tools here: send one of "
-            f"{', '.join(ROLES)}",
-            param=f"{param}.role",
-        )
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidField(f"{param}.role must be one of {', '.join(ROLES)}", param=f"{param}.role")
     if name is not None and not isinstance(name, str):

@@ -13,13 +13,12 @@ from serve.errors import WrongTask
 from serve.routes.openai import (
     OPENAI_PROBLEMS,
     STREAM_ABOUT,
-    check_texts,
     decide,
     exchange_of,
     wishes_of,
 )
 from serve.routes.shared import Encoding, takes
-from serve.routes.writing import check_max_tokens
+from serve.routes.writing import check_max_tokens, check_texts
 from serve.settings import Settings
 from serve.wire.body import read_json
 from serve.wire.openai_answers import ChatResponse

@@ -3,6 +3,8 @@
 They never wait for the engine's thread, so they answer under any load.
 """
 
+import asyncio
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -47,7 +49,9 @@ def health_routes(engine: Engine) -> APIRouter:
         responses={200: {"content": {"text/plain": {}}, "description": "Prometheus text format."}},
     )
     async def metrics() -> Response:
-        return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        # Long enough to write that streams would be seen to halt meanwhile.
+        text = await asyncio.to_thread(engine.metrics.exposition)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
 

@@ -23,7 +23,7 @@ from serve.inputs.tensors import cloud_rows, image_rows
 from serve.routes.labelling import labelled, ranked
 from serve.routes.oip_models import find_version, oip_problems
 from serve.routes.shared import Encoding, decide_budget, request_id, timing
-from serve.routes.writing import Order, check_max_tokens
+from serve.routes.writing import Order, check_max_tokens, check_texts
 from serve.settings import Settings
 from serve.wire.answers import Budget, budget_of, server_timing
 from serve.wire.oip_answer import Values, Wanted, facts_of, wanted_outputs, written
@@ -128,7 +128,7 @@ class Inference:
         asked = classify_request(self.sent.asked.parameters)
         decision = decide_budget(self.request, self.served, asked)
         taken = await self.encoding.run(
-            self.request, self._characters(), lambda: self._rows(asked.truncate)
+            self.request, self._characters(), lambda: self._rows(asked.truncate is not False)
         )
         event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
         budgets = [
@@ -155,6 +155,7 @@ class Inference:
         decision = decide_budget(self.request, self.served, asked)
         max_tokens = asked.limit(self.settings.max_tokens)
         check_max_tokens(max_tokens, self.settings)
+        check_texts(self.sent.asked.inputs[0].shape[0], self.settings)
         check_beams(asked, self.served)
         prompts = await self.encoding.run(self.request, self._characters(), self._prompts)
         seed = drawn_seed() if asked.seed is None else asked.seed

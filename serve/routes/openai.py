@@ -18,10 +18,9 @@ from serve.engine.engine import Engine
 from serve.engine.events import FailedEvent, GeneratedEvent, Span
 from serve.engine.generation import Wish
 from serve.engine.sampling import MAX_SEED
-from serve.errors import ImpossibleBudget, InvalidField
+from serve.errors import ImpossibleBudget
 from serve.routes.shared import RUN_PROBLEMS, answer, decide_budget, request_id, timing
 from serve.routes.writing import Order, Running
-from serve.settings import Settings
 from serve.wire.answers import Usage, budget_of, server_timing
 from serve.wire.openai_answers import ChoiceWork, DialReport, OpenAIError
 from serve.wire.openai_fields import OpenAIFields
@@ -183,16 +182,6 @@ def wishes_of(
         for prompt in prompts
         for number in range(candidates)
     ]
-
-
-def check_texts(texts: int, settings: Settings) -> None:
-    """InvalidField if they could never wait together."""
-    if texts > settings.queue_limit:
-        raise InvalidField(
-            f"this asks for {texts} texts, but the queue of this server holds "
-            f"{settings.queue_limit}: send fewer in one request",
-            param="n",
-        )
 
 
 async def _ends(running: Running) -> list[GeneratedEvent]:

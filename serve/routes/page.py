@@ -1,11 +1,14 @@
-"""The playground at /, its files below /static, and the reference at /docs.
+"""The playground at /, its files below /static, and the reference at /docs and /openapi.json.
 
 Knows where the files are; deliberately nothing of what is in them.
 """
 
+import asyncio
+import json
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from html import escape
 from mimetypes import guess_type
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
 from serve.errors import NotFound
-from serve.wire.reference import STYLE_FILE, render
+from serve.wire.reference import EXAMPLE_URL, STYLE_FILE, render
 
 _WEB = Path(__file__).resolve().parent.parent / "web"
 # Browsers ask again each time, and get 304 while nothing has changed.
@@ -79,12 +82,22 @@ def add_page(app: FastAPI) -> None:
         return await files.get_response("index.html", request.scope)
 
     @cache
+    def document() -> bytes:
+        return json.dumps(app.openapi()).encode()
+
+    @cache
     def reference() -> str:
         return render(app.openapi())
 
+    # Made on another thread: the first time takes so long that streams would be seen to halt.
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(await asyncio.to_thread(document), media_type="application/json")
+
     @router.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(reference())
+    async def docs(request: Request) -> Response:
+        page = await asyncio.to_thread(reference)
+        return HTMLResponse(page.replace(EXAMPLE_URL, escape(str(request.base_url))))
 
     @router.get("/docs.css")
     async def style() -> Response:

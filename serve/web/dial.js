@@ -24,6 +24,7 @@ export function createDial(onTurn, callsOf) {
   const radios = [...element("ways").querySelectorAll("input")];
   let [ladder, levels, task] = [{ metric: "", rungs: [] }, [], "classify"];
   let [way, index, deadlineMs, level, span] = ["steps", 0, null, 0, null];
+  let settled = false; // whether the deadline was seen: until then it follows its scale
   let taken = null; // by the last answer, until the dial is turned
 
   const rungs = () => ladder.rungs;
@@ -54,6 +55,7 @@ export function createDial(onTurn, callsOf) {
     const near = levels.findLastIndex((one) => one <= (wanted.level ?? USUAL_LEVEL));
     level = Math.max(0, near);
     deadlineMs = wanted.deadlineMs ?? null;
+    settled = deadlineMs !== null;
     element("way-agreement").hidden = !levels.length;
     if (WAYS.includes(wanted.way)) way = wanted.way;
     if (way === "agreement" && !levels.length) way = "steps";
@@ -93,7 +95,8 @@ export function createDial(onTurn, callsOf) {
     for (const radio of radios) radio.checked = radio.value === way;
     for (const one of WAYS) element(`control-${one}`).hidden = one !== way;
     span = deadline.rangeFor(ladder, callsOf(), span);
-    if (span) deadlineMs ??= deadline.timeAt(span, 85);
+    if (span && !settled) deadlineMs = deadline.timeAt(span, 85);
+    settled ||= way === "deadline";
     deadlineMs ??= 1000;
     const chosen = rung();
     place(range, index / Math.max(1, rungs().length - 1), index);

@@ -6,8 +6,8 @@ deliberately knows no route.
 
 import asyncio
 import difflib
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -44,6 +44,9 @@ async def read_json(
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise BadRequest("the body is compressed: send it without content-encoding")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -83,23 +86,44 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
     """What is wrong with the first field that is, in words."""
     problems = error.errors(include_url=False)
-    first = problems[0]
+    first = _worst(problems)
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not JSON that can be read: {json_problem_in_words(first)}")
     if not first["loc"]:
         return InvalidField("the body must be a JSON object")
-    to_blame = _to_blame(problems)
+    members = _members(schema, first["loc"])
+    if members is not None:
+        param = ".".join(_shown(str(part)) for part in first["loc"])
+        return InvalidField(_sentence(param, [first], members), param=param)
+    to_blame = _to_blame(problems, first["loc"][0])
     param = _param(to_blame[0]["loc"])
-    return InvalidField(_sentence(param, to_blame, schema), param=param)
+    return InvalidField(_sentence(param, to_blame, schema.model_fields), param=param)
 
 
-def _to_blame(problems: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Of what is wrong with the first field, the reasons that say most.
+def _worst(problems: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first problem; but a field that is missing may have come under another name."""
+    if problems[0]["type"] != "missing":
+        return problems[0]
+    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+
+
+def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[str] | None:
+    """If what is wrong lies within a field that is an object: the names that it may have there."""
+    field = schema.model_fields.get(str(loc[0])) if len(loc) > 1 else None
+    for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind.model_fields
+        if get_origin(kind) is dict:
+            return ()
+    return None
+
+
+def _to_blame(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorDetails]:
+    """Of what is wrong with this field, the reasons that say most.
 
     A field that takes several types has a reason for each: that it is not a string says little
     of a list whose third item is wrong.
     """
-    field = problems[0]["loc"][0]
     reasons = [problem for problem in problems if problem["loc"][0] == field]
     inner = [one for one in reasons if any(isinstance(part, int) for part in one["loc"][1:])]
     fitting = [one for one in reasons if not one["type"].endswith("_type")]
@@ -112,11 +136,10 @@ def _param(loc: tuple[int | str, ...]) -> str:
     return f"{_shown(str(loc[0]))}{indices}"
 
 
-def _sentence(param: str, reasons: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
+def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Iterable[str]) -> str:
     first = reasons[0]
     if first["type"] == "extra_forbidden":
-        known = list(schema.model_fields)
-        close = difflib.get_close_matches(str(first["loc"][0]), known, n=1)
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
         return f"unknown field {param!r}: {hint}"
     if first["type"] == "missing":

@@ -36,9 +36,6 @@ class Sent:
 
 async def read_inference(request: Request, max_bytes: int, timeout_s: float) -> Sent:
     """The request in a body; BadRequest or InvalidField saying what is wrong with it."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise BadRequest("the body is compressed: send it without content-encoding")
     body = await read_body(request, max_bytes, timeout_s)
     length = _header_length(request, len(body))
     asked = parse(body if length is None else body[:length], InferRequest)

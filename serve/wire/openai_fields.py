@@ -86,8 +86,8 @@ class OpenAIFields(BudgetFields):
         Field(
             None,
             description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`, "
-            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Not together with steps "
-            "or effort.",
+            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Where no rung has that "
+            "name, the next above it, else the greatest. Not together with steps or effort.",
         )
     )
     n: int | None = Field(
@@ -147,7 +147,7 @@ class OpenAIFields(BudgetFields):
         asked = super().ask
         if self.reasoning_effort is None:
             return asked
-        return replace(asked, effort=EFFORT_OF[self.reasoning_effort])
+        return replace(asked, effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
 
     @property
     def answers(self) -> int:

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+EXAMPLE_URL = "http://127.0.0.1:8000/"  # whoever serves the page knows a better one
 STYLE_FILE = Path(__file__).resolve().parent / "reference.css"
 
 Document = dict[str, Any]
@@ -56,7 +57,7 @@ def _operation(path: str, method: str, operation: Document, document: Document) 
 
 
 def _example(path: str, schema: Document) -> str:
-    url = f"http://127.0.0.1:8000{escape(path)}"
+    url = EXAMPLE_URL + escape(path.removeprefix("/"))
     examples = (escape(json.dumps(data)) for data in schema.get("examples", ()))
     return "".join(f"<pre>curl {url} -d '{data}'</pre>" for data in examples)
 

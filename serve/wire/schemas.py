@@ -113,7 +113,7 @@ class ClassifyRequest(BudgetFields):
         description="How many labels to list with their scores, at most as many as the model has; "
         "by default up to 5.",
     )
-    truncate: bool = Field(
+    truncate: bool | None = Field(
         True,
         description="Cut a text that is too long for the model as it was cut in training; if "
         "false, such a text is refused with 422. Means nothing for images and points.",
@@ -155,7 +155,7 @@ class GenerateRequest(BudgetFields):
     top_k: int | None = Field(
         None, ge=1, description="Choose among the k likeliest tokens only, after temperature."
     )
-    top_p: float = Field(
+    top_p: float | None = Field(
         1.0,
         gt=0.0,
         le=1.0,
@@ -172,7 +172,7 @@ class GenerateRequest(BudgetFields):
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
         None, description="A text, or up to 4, before the first of which the answer ends."
     )
-    stream: bool = Field(
+    stream: bool | None = Field(
         False,
         description="Send each token as it is chosen, as server-sent events, then exactly one "
         "event `done` or `error`.",

@@ -67,11 +67,11 @@ def wish_of(
         max_tokens=max_tokens,
         temperature=asked.temperature,
         top_k=asked.top_k,
-        top_p=asked.top_p,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
         seed=seed if asked.seed is None else asked.seed,
         stops=asked.stops,
         logprobs=asked.logprobs,
-        stream=asked.stream,
+        stream=bool(asked.stream),
         num_beams=asked.num_beams or 1,
     )
     return wish_in(manner, served, prompt)

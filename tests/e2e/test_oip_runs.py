@@ -1,5 +1,7 @@
 """Open Inference Protocol: models that fail, clients that leave, and a queue that is full."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 from tritonclient.http import InferenceServerClient
@@ -42,12 +44,24 @@ def test_leaving_takes_every_row_out_of_the_engine() -> None:
 
 
 def test_an_overloaded_server_says_when_to_come_back() -> None:
-    with fake_server(queue_limit=2) as fake:
+    with fake_server(queue_limit=2) as fake, ThreadPoolExecutor(2) as pool:
+
+        def ask(rows: int) -> httpx.Response:
+            tensor = {"name": "text", "datatype": "BYTES", "shape": [rows], "data": ["a"] * rows}
+            body = {"inputs": [tensor], "parameters": {"max_tokens": 2}}
+            return httpx.post(f"{fake.url}/v2/models/tiny-generate/infer", json=body, timeout=30)
+
         fake.mood.gate.clear()
-        body = {
-            "inputs": [{"name": "text", "datatype": "BYTES", "shape": [4], "data": ["a"] * 4}],
-        }
-        response = httpx.post(f"{fake.url}/v2/models/tiny-generate/infer", json=body)
+        asked = [pool.submit(ask, 1)]
+        fake.wait_for(running=1)
+        asked.append(pool.submit(ask, 2))
+        fake.wait_for(running=1, queued=2)
+        response = ask(1)
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         assert list(response.json()) == ["error"]
-        fake.wait_for(running=0, queued=0)
+        # So many rows would find no place however often they came back.
+        response = ask(3)
+        assert response.status_code == 400 and "retry-after" not in response.headers
+        assert "3 texts, but the queue of this server holds 2" in response.json()["error"]
+        fake.mood.gate.set()
+        assert [one.result().status_code for one in asked] == [200, 200]

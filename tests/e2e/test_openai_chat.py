@@ -103,6 +103,27 @@ def test_a_chat_goes_on(client: OpenAI) -> None:
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + 8
 
 
+def test_an_answer_of_another_server_may_be_sent_back(raw: httpx.Client) -> None:
+    """Others have empty lists where this one has null."""
+    plain: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "Me."},
+        {"role": "user", "content": "Who ?"},
+    ]
+    full: dict[str, Any] = plain[0] | {
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": [],
+        "audio": None,
+    }
+    texts = set()
+    for messages in (plain, [full, plain[1]]):
+        body = {"model": PLAIN, "messages": messages, "max_tokens": 8, "seed": 1}
+        response = raw.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        texts.add(response.json()["choices"][0]["message"]["content"])
+    assert len(texts) == 1
+
+
 def test_the_default_is_128_tokens(raw: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "Who?"}]}
     answer = raw.post("/v1/chat/completions", json=body).json()

@@ -96,7 +96,7 @@ def test_the_default_is_16_tokens_and_the_drawn_seed_gives_the_answer_again(
 
 @pytest.mark.parametrize(
     ("word", "steps"),
-    [("none", 1), ("minimal", 1), ("low", 1), ("medium", 2), ("xhigh", 4), ("max", 4)],
+    [("none", 1), ("minimal", 1), ("low", 1), ("medium", 2), ("high", 4), ("xhigh", 4), ("max", 4)],
 )
 def test_reasoning_effort_names_a_rung(raw: httpx.Client, word: str, steps: int) -> None:
     body = {"prompt": PROMPT, "reasoning_effort": word, "max_tokens": 2}

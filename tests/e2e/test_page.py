@@ -220,6 +220,21 @@ def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) ->
     expect(mark).to_have_attribute("aria-label", re.compile("1 step: .*, 2.50 ms, measured "))
 
 
+def test_the_first_deadline_lies_on_the_scale_of_what_is_asked(page: Page) -> None:
+    pick(page, "critic")
+    page.route("**/ladder", lambda route: predictions(route, 1))
+    pick(page, "writer")
+    slider = page.get_by_role("slider", name="Deadline", include_hidden=True)
+    page.get_by_role("spinbutton", name="Tokens").fill("4000")
+    page.get_by_role("spinbutton", name="Tokens").fill("5")
+    turn(page, "Deadline")
+    expect(slider).to_have_value("85")
+    told = slider.get_attribute("aria-valuetext")
+    page.get_by_role("spinbutton", name="Tokens").fill("4")  # what was seen is kept
+    assert told is not None
+    expect(slider).to_have_attribute("aria-valuetext", told)
+
+
 def test_an_answer_within_a_deadline_says_why_it_got_its_steps(page: Page) -> None:
     pick(page, "writer")
     turn(page, "Deadline")

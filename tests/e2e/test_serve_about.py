@@ -1,6 +1,7 @@
 """What the real process tells of itself: models, ladders, health, metrics, page, documents."""
 
 import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -72,6 +73,23 @@ def test_metrics(client: httpx.Client) -> None:
     assert 'stepdial_requests_total{code="200",model="tiny-generate"' in response.text
 
 
+def test_the_wait_of_a_classification_counts_for_the_steps_it_got(client: httpx.Client) -> None:
+    def waits() -> dict[str, float]:
+        name = r'stepdial_queue_seconds_count{model="tiny-classify",steps="(\d+)"} (\S+)'
+        return {steps: float(n) for steps, n in re.findall(name, client.get("/metrics").text)}
+
+    before = waits()
+    for asked, steps in (({"max_steps": 2}, 2), ({"max_steps": 1}, 1), ({}, 4), ({"steps": 1}, 1)):
+        answer = client.post("/v1/classify", json={"input": "warm", **asked}).json()
+        assert answer["results"][0]["budget"]["steps"] == steps
+    after = waits()
+    assert {steps: after[steps] - before.get(steps, 0) for steps in after} == {
+        "1": 2,
+        "2": 1,
+        "4": 1,
+    }
+
+
 def test_the_page_and_the_documents_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     for path in ("/", "/docs"):
         response = client.get(path)
@@ -122,6 +140,8 @@ def test_openapi_documents_every_field(client: httpx.Client) -> None:
 
 def test_the_reference_page_lists_every_operation(client: httpx.Client) -> None:
     page = client.get("/docs").text
+    assert f"<pre>curl {client.base_url}/v1/classify -d " in page  # of this server
+    assert client.get("/docs", headers={"host": "a.example"}).text.count("http://a.example/v1/")
     for path in client.get("/openapi.json").json()["paths"]:
         assert f" {path}</code>" in page
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from serve.wire import answers
+from serve.wire.schemas import BudgetFields, ClassifyRequest, GenerateRequest
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_folders import classify_bundle, generate_bundle
@@ -122,6 +123,24 @@ def test_temperature_zero_needs_no_seed(client: httpx.Client) -> None:
     body = {"prompt": "To be", "max_tokens": 20, "temperature": 0, "steps": 1}
     texts = {post(client, "/v1/generate", **body)["text"] for _ in range(3)}
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "schema"),
+    [
+        ("/v1/generate", {"prompt": "To be", "max_tokens": 4, "seed": 1}, GenerateRequest),
+        ("/v1/classify", {"input": "good " * 99}, ClassifyRequest),
+    ],
+)
+def test_null_is_as_good_as_nothing(
+    client: httpx.Client, path: str, body: dict[str, Any], schema: type[BudgetFields]
+) -> None:
+    nulls = {name: None for name in schema.model_fields if name not in body}
+    # Of two models that could answer, the first does, whether none is named or null.
+    found = [post(client, path, **body, **more) for more in ({}, nulls)]
+    for answer in found:
+        del answer["id"], answer["timing"]
+    assert found[0] == found[1]
 
 
 def test_top_k_one_is_greedy(client: httpx.Client) -> None:

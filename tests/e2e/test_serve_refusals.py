@@ -1,5 +1,6 @@
 """What the real process refuses: always a 4xx of one shape that says what to do."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,8 @@ def test_impossible_budgets(
     [
         (CLASSIFY, {}, "input", "missing"),
         (GENERATE, {}, "prompt", "missing"),
+        (CLASSIFY, {"inputs": "x"}, "inputs", "did you mean input?"),
+        (GENERATE, {"promt": "x", "max_tokens": 0}, "promt", "did you mean prompt?"),
         (CLASSIFY, TEXT | {"step": 2}, "step", "did you mean steps?"),
         (CLASSIFY, TEXT | {"zzzzzz": 2}, "zzzzzz", "there are"),
         (CLASSIFY, {"input": ""}, "input", "input is empty"),
@@ -163,6 +166,16 @@ def test_bodies_that_are_not_json(client: httpx.Client, body: bytes) -> None:
     for path in (CLASSIFY, GENERATE):
         error = refused(client.post(path, content=body), 400, "invalid_json")
         assert "JSON" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CLASSIFY, GENERATE, "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "Deflate"])
+def test_a_compressed_body_is_named_as_such(client: httpx.Client, path: str, encoding: str) -> None:
+    body = gzip.compress(json.dumps(TEXT | PROMPT).encode())
+    response = client.post(path, content=body, headers={"content-encoding": encoding})
+    assert "the body is compressed" in refused(response, 400, "invalid_json")["message"]
+    plain = client.post(GENERATE, json=PROMPT, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 def test_half_a_character_is_explained(client: httpx.Client) -> None:

@@ -48,6 +48,23 @@ def test_an_unknown_variable_lists_those_there_are() -> None:
         check_names({"STEPDIAL_XYZZY": "1"}, Settings.model_fields)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "STEPDIAL_SERVICE_HOST",
+        "STEPDIAL_SERVICE_PORT",
+        "STEPDIAL_SERVICE_PORT_HTTP",
+        "STEPDIAL_PORT_8000_TCP",
+        "STEPDIAL_PORT_8000_TCP_ADDR",
+    ],
+)
+def test_variables_of_kubernetes_say_how_to_be_rid_of_them(name: str) -> None:
+    # Beside it there always is one that has the name of a setting.
+    service = {"STEPDIAL_PORT": "tcp://10.0.0.1:8000", name: "10.0.0.1"}
+    with pytest.raises(SettingsError, match="enableServiceLinks: false"):
+        Settings.read(environ=service)
+
+
 def test_other_variables_are_nobodys_business() -> None:
     known = {name: "1" for name in OTHER_VARIABLES}
     others = {"PATH": "/bin", "MYSTEPDIAL_X": "1", "STEPDIAL_PORT": "1", "stepdial_host": "x"}
