@@ -7,7 +7,6 @@ measured first. Three servers: Stepdial, which chooses the steps; the same, told
 and one that takes every request in turn at full steps. Knows HTTP, not how the server decides.
 """
 
-import json
 import random
 import statistics
 import sys
@@ -131,10 +130,6 @@ def measure(
                 rows.append(_row(arm, load, outcome))
                 if arm is arms[0]:
                     targets += _targets(load, outcome)
-    waits = _retry_after(bundle, texts, 60 if chosen.quick else 300)
-    if waits:
-        error = _quantile(sorted(abs(said / true - 1) for said, true in waits), 0.5)
-        targets.append(Target("Retry-After: median error", error, "<=", 0.25))
     caption = (
         f"Deadline {given_s * 1000:g} ms, counted from when a request was due; {rate:.0f} requests "
         f"a second are what the server sustains at {bundle.manifest.full_steps} steps. `in time`: "
@@ -145,7 +140,7 @@ def measure(
         "Deadlines under overload",
         f"Requests to `{bundle.manifest.name}` that come by chance, whatever became of those "
         "before.",
-        [Table(caption, _COLUMNS, rows), _wait_table(waits)],
+        [Table(caption, _COLUMNS, rows)],
         targets,
     )
 
@@ -187,32 +182,6 @@ def _capacity(
     return burst(min(240, max(48, round(rate * seconds))))
 
 
-def _retry_after(
-    bundle: Bundle, texts: Sequence[LabelledText], count: int
-) -> list[tuple[float, float]]:
-    """What refusals said, and how long it then took until all that was taken in had its answer."""
-    chance = random.Random(5)
-    body = {"model": bundle.manifest.name, "steps": bundle.manifest.full_steps}
-    found = []
-    with running_server([bundle.folder], "--queue-limit", str(count // 3)) as server:
-        _capacity(server, bundle, texts, 2.0)
-        shots = [
-            Shot(index * 0.002, body | {"input": chance.choice(texts).text})
-            for index in range(count)
-        ]
-        fire(server, PATH, shots, patience_s=60.0)
-    for shot in shots:
-        if shot.status == 429 and shot.ended_s is not None:
-            before = [
-                one.ended_s
-                for one in shots
-                if one.status == 200 and one.sent_s <= shot.sent_s and one.ended_s is not None
-            ]
-            said_s = json.loads(shot.answer)["error"]["retry_after_ms"] / 1000
-            found.append((said_s, max(before) - shot.ended_s))
-    return [(said, true) for said, true in found if true > 0]
-
-
 def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
     times = sorted(1000 * shot.latency_s for shot in outcome.answered)
     return [
@@ -235,20 +204,6 @@ def _targets(load: int, outcome: Outcome) -> list[Target]:
     if outcome.refusal_p99_ms is not None:
         made.append(Target(f"{load} x: refusals, p99", outcome.refusal_p99_ms, "<=", 10.0, "ms"))
     return made
-
-
-def _wait_table(waits: Sequence[tuple[float, float]]) -> Table:
-    caption = (
-        "`Retry-After` of requests that found the queue full, and the time until all that was "
-        "ahead of them had been answered."
-    )
-    errors = sorted(abs(said / true - 1) for said, true in waits)
-    row: list[Cell] = [len(waits), None, None, None, None]
-    if waits:
-        said, true = (statistics.median(times) * 1000 for times in zip(*waits, strict=True))
-        row = [len(waits), said, true, _quantile(errors, 0.5), _quantile(errors, 0.95)]
-    columns = ("refusals", "said, median ms", "true, median ms", "median error", "p95 error")
-    return Table(caption, columns, [row])
 
 
 def _percent(share: float, digits: int = 1) -> str:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from export.targets import add_arguments, write_target
-from serve.bundle import MANIFEST_FILE, read_bundle
+from export.targets import add_arguments, check_target, write_target
+from serve.bundle import MANIFEST_FILE, check_name, read_bundle
 from train.full_disk import in_words
 
 
@@ -125,6 +125,9 @@ def _export_run(arguments: argparse.Namespace) -> int:
     from export.quantise import check_precision
     from train.__main__ import parse_steps
 
+    if arguments.name is not None:
+        check_name(arguments.name)
+    check_target(arguments)
     steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
     for file in (arguments.card, arguments.chat_template):
         if file is not None and not file.is_file():

@@ -5,9 +5,10 @@ export.triton.
 """
 
 import argparse
+import os
 from pathlib import Path
 
-from serve.bundle import Bundle
+from serve.bundle import Bundle, BundleError
 
 TARGETS = ("onnx", "tensorrt", "triton")
 
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="the most rows in one call of an engine (default: %(default)s)",
     )
+
+
+def check_target(arguments: argparse.Namespace) -> None:
+    """Before a run is exported for it: whether it can be written where it was asked for."""
+    if arguments.target != "onnx" and arguments.out is not None and os.path.lexists(arguments.out):
+        raise BundleError("exists: remove it, or name another folder", file=str(arguments.out))
 
 
 def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:

@@ -60,7 +60,8 @@ def read_completion(body: bytes, ask: Ask, facts: Facts) -> None:
     answer = parse(body)
     choices = answer.get("choices")
     one = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
-    if not isinstance(one, dict) or "text" not in one:
+    said = one if isinstance(one, dict) else {}
+    if not isinstance(said.get("text", _record(said, "message").get("content")), str):
         raise AnswerError("the answer does not hold exactly one choice with a text")
     read_usage(answer, facts)
     read_budget(openai_budget(answer), ask, facts)

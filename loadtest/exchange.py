@@ -89,7 +89,6 @@ class Line:
     def _exchange(self, shot: Shot, body: bytes, facts: Facts) -> None:
         endpoint, ask = ENDPOINTS[shot.operation.endpoint], shot.operation.ask
         response = self._client.post(self._prefix + endpoint.path, body=body, headers=self._headers)
-        openai = endpoint.path == "/v1/completions"
         facts.status = response.status_code
         try:
             if response.status_code != 200:
@@ -97,10 +96,10 @@ class Line:
                 facts.retry_after_s = read_wait(*told)
                 raise AnswerError(describe_refusal(response.status_code, response.read()))
             if endpoint.streams:
-                _read_stream(response, TokenStream(ask, facts, openai))
+                _read_stream(response, TokenStream(ask, facts, endpoint.openai))
             elif endpoint.task == "classify":
                 read_classification(response.read(), ask, facts)
-            elif openai:
+            elif endpoint.openai:
                 read_completion(response.read(), ask, facts)
             else:
                 read_generation(response.read(), ask, facts)

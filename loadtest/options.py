@@ -24,7 +24,7 @@ from loadtest.terms import (
 
 # What both commands know, in the words of their flags; `forwarded` hands them on.
 _SHARED = (
-    *("mix", "max_tokens", "prompt_tokens", "labels", "seed", "answer_timeout"),
+    *("mix", "max_tokens", "prompt_tokens", "prompts", "labels", "seed", "answer_timeout"),
     *("shape", "rate", "duration", "burstiness", "period", "trace", "speed", "length_scale"),
     *("warm_up", "pause", "drain", "objective", "max_lag_ms", "max_rest", "out", "api_key_file"),
 )
@@ -45,6 +45,8 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
     add("--max-tokens", positive, DEFAULT_MAX_TOKENS, about, metavar="N")
     about = "length of prompts: 64, or 16..200 drawn evenly (example texts)"
     add("--prompt-tokens", checked(parse_lengths), "", about, metavar="N")
+    about = 'a prompt a line, plain or as {"prompt": "..."}, for the models that write'
+    add("--prompts", str, "", about, metavar="FILE")
     about = "text<TAB>label lines to classify, so that right answers are known"
     add("--labels", str, "", about, metavar="FILE")
     add("--seed", whole, 0, "the same seed sends the same at the same moments (%(default)s)")
@@ -153,6 +155,7 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
         length_scale=options.length_scale,
         prompt_tokens=options.prompt_tokens,
         seed=options.seed,
+        prompts=options.prompts and str(Path(options.prompts).absolute()),
         labels=options.labels and str(Path(options.labels).absolute()),
         objective=options.objective,
         max_lag_ms=options.max_lag_ms,

@@ -15,6 +15,7 @@ from loadtest.labelled import LabelledError, LabelledText, read_labelled
 from loadtest.mix import MixError, Rota, resolve_mix
 from loadtest.objective import ObjectiveError, parse_objective
 from loadtest.outcomes import WARM_UP, Outcome
+from loadtest.prompts import PromptsError, read_prompts
 from loadtest.report import Report, build_report
 from loadtest.schedule import Schedule, Scheduler, Shot, Stage
 from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token, read_key
@@ -23,7 +24,7 @@ from loadtest.texts import PROMPTS, TEXTS, lengthened
 from loadtest.trace import TraceError, read_trace
 
 # Every way in which a test can be refused before its first request.
-REFUSALS = (LabelledError, MixError, ObjectiveError, TargetError, TraceError)
+REFUSALS = (LabelledError, MixError, ObjectiveError, PromptsError, TargetError, TraceError)
 _CLASSIFY_CHARACTERS = 4.0  # of English, to a token: answers of classifiers do not say
 
 
@@ -48,6 +49,7 @@ class Plan:
         self._offers = {offer.model: offer for offer in offers}
         self._objective = parse_objective(terms.objective)
         self._labelled = self._read_labelled()
+        self._prompts = read_prompts(Path(terms.prompts)) if terms.prompts else ()
         self._objective.check(self.weights, bool(self._labelled))
         self._rota = Rota(self.weights, terms.seed)
         self._turns = itertools.count()
@@ -71,8 +73,11 @@ class Plan:
             fields["input"] = self._text(offer, shot)
         else:
             prompt, tokens = self._prompt(offer, shot)
-            fields |= {"prompt": prompt, "max_tokens": tokens, "seed": turn}
-            if ENDPOINTS[operation.endpoint].streams:
+            endpoint = ENDPOINTS[operation.endpoint]
+            chat = {"messages": [{"role": "user", "content": prompt}]}
+            fields |= chat if endpoint.chats else {"prompt": prompt}
+            fields |= {"max_tokens": tokens, "seed": turn}
+            if endpoint.streams:
                 fields["stream"] = True
         return json.dumps(fields).encode()
 
@@ -178,7 +183,7 @@ class Plan:
 
     def _prompt(self, offer: Offer, shot: Shot) -> tuple[str, int]:
         """The prompt, and the most tokens of its answer: together within the window."""
-        prompts = offer.examples or PROMPTS
+        prompts = self._prompts or offer.examples or PROMPTS
         prompt = prompts[shot.turn % len(prompts)]
         window = offer.max_tokens
         half = max(window // 2, 1) if window else None

@@ -91,8 +91,11 @@ class TokenStream:
         if not all(isinstance(choice, dict) for choice in choices):
             raise AnswerError("the stream holds choices that are no objects")
         for choice in choices:
-            # The chunk that says why it ended may carry no token.
-            if choice.get("text") or choice.get("finish_reason") is None:
+            delta = choice.get("delta")
+            said = delta if isinstance(delta, dict) else choice
+            # The chunk that says who speaks, or why it ended, may carry no token.
+            silent = "role" in said or choice.get("finish_reason") is not None
+            if said.get("text") or said.get("content") or not silent:
                 self._facts.token_moments_s.append(at_s)
                 self._facts.tokens += 1
         if payload.get("usage"):

@@ -25,6 +25,16 @@ class Endpoint:
     path: str
     streams: bool = False
 
+    @property
+    def openai(self) -> bool:
+        """Whether answers have the shape of OpenAI."""
+        return self.path.endswith("/completions")
+
+    @property
+    def chats(self) -> bool:
+        """Whether a prompt is sent as a message."""
+        return "/chat/" in self.path
+
 
 ENDPOINTS = {
     "classify": Endpoint("classify", "/v1/classify"),
@@ -32,6 +42,8 @@ ENDPOINTS = {
     "generate-whole": Endpoint("generate", "/v1/generate"),
     "completions": Endpoint("generate", "/v1/completions", streams=True),
     "completions-whole": Endpoint("generate", "/v1/completions"),
+    "chat": Endpoint("generate", "/v1/chat/completions", streams=True),
+    "chat-whole": Endpoint("generate", "/v1/chat/completions"),
 }
 _TASKS = {endpoint.task for endpoint in ENDPOINTS.values()}
 _PROBE = "The quick brown fox jumps over the lazy dog, and then it sleeps. "

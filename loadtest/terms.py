@@ -38,6 +38,7 @@ class Terms:
     prompt_tokens: str = ""
     seed: int = 0
     labels: str = ""
+    prompts: str = ""
     objective: str = ""
     max_lag_ms: float = 10.0
     max_rest_s: float = 10.0  # of a caller who was refused

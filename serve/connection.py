@@ -7,6 +7,7 @@ memory or a connection without end. Knows bytes and time; deliberately neither r
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,7 +20,7 @@ from serve.errors import BadHttp, Crowded, HeadersTooLarge, RequestTimeout, Serv
 from serve.whole_answer import refusal, write_whole
 from serve.wire.body import WHOLE_BODY_KEY
 from serve.wire.departure import DEPARTURE_KEY, Departure
-from serve.wire.envelope import CROWDED_KEY, WHOLE_KEY
+from serve.wire.envelope import ARRIVED_KEY, CROWDED_KEY, WHOLE_KEY
 from serve.wire.origin import HeaderList
 
 # Connections beyond the limit on which probes are answered all the same.
@@ -130,6 +131,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _HEAD
         self._head_bytes = 0
         scope = cast(dict[str, object], self.scope)
+        # The application is told later: after whatever else the loop has read by then.
+        scope[ARRIVED_KEY] = time.perf_counter()
         scope[DEPARTURE_KEY] = Departure()
         scope[WHOLE_KEY] = self._write_whole
         if self._crowded:

@@ -13,6 +13,7 @@ from serve.bundle.manifest import (
     SCHEMA_VERSION,
     Manifest,
     Precision,
+    check_name,
 )
 from serve.bundle.reading import Bundle, check_file, read_bundle, read_checked
 from serve.bundle.rung import (
@@ -69,6 +70,7 @@ __all__ = [
     "Truncation",
     "Verified",
     "check_file",
+    "check_name",
     "open_staging",
     "read_bundle",
     "read_checked",

@@ -80,12 +80,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         check_version(self.schema_version, SCHEMA_VERSION)
-        if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
-            raise BundleError(
-                f"is {shown(self.name)}; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit "
-                "first",
-                field="name",
-            )
+        check_name(self.name)
         check_choice("task", self.task, TASKS)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("method", self.method, METHODS)
@@ -265,3 +260,12 @@ _KEYS = (
     "provenance",
     "files",
 )
+
+
+def check_name(name: object) -> None:
+    """BundleError unless a model can have this name."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise BundleError(
+            f"is {shown(name)}; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first",
+            field="name",
+        )

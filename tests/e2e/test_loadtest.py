@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.target import ENDPOINTS
 from tests.e2e.browser import served
 from tests.loadtest_stub import LADDER, running_stub
 from tests.tiny_bundles import STEPS, build_classify, build_generate
@@ -52,13 +53,20 @@ def test_the_real_server_answers_every_rung_rightly(tmp_path: Path) -> None:
     folders = [tmp_path / "writer", tmp_path / "critic"]
     build_generate(folders[0], name="writer")
     build_classify(folders[1], name="critic")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a b"}\nb a\n', encoding="utf-8")
+    writing = [name for name, endpoint in ENDPOINTS.items() if endpoint.task == "generate"]
+    mix = ",".join(f"{name}:*" for name in ("classify", *writing))
     with served(folders) as server:
-        done = run(server.url, "--out", str(tmp_path / "report"), duration="2s")
+        flags = ("--mix", mix, "--prompts", str(prompts), "--max-tokens", "4")
+        done = run(server.url, *flags, "--out", str(tmp_path / "report"), duration="3s")
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "report" / "report.json").read_text())
-    measured = {(row["model"], row["steps"]) for row in record["rows"] if row["requests"] > 0}
-    assert measured == {(model, steps) for model in ("writer", "critic") for steps in STEPS}
+    measured = {(row["endpoint"], row["steps"]): row for row in record["rows"] if row["requests"]}
+    assert measured.keys() == {(name, step) for name in ("classify", *writing) for step in STEPS}
     assert record["errors"] == 0
+    # A stream has as many tokens as its whole answer says: none is taken for one that is none.
+    assert {row["tokens"] for (name, _), row in measured.items() if name in writing} == {4}
 
 
 def test_a_wrong_answer_is_an_error_of_its_rung_alone() -> None:

@@ -56,6 +56,14 @@ def complete(received: bytes) -> bool:
     return False
 
 
+def divided(received: bytes) -> tuple[bytes, bytes]:
+    """The first answer, which is whole, and what came behind it."""
+    start = received.partition(b"\r\n\r\n")[0]
+    lengths = [line for line in start.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    end = len(start) + 4 + int(lengths[0].partition(b":")[2])
+    return received[:end], received[end:]
+
+
 def status(received: bytes) -> int:
     assert received.startswith(b"HTTP/1.1 "), received[:100]
     return int(received.split(b" ", 2)[1])

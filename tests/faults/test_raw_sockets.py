@@ -1,5 +1,6 @@
 """Bytes that no client library would send: never a 5xx, and the server goes on."""
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -7,7 +8,16 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.faults.raw_http import GOOD, error_code, exchange, head, status
+from tests.faults.raw_http import (
+    GOOD,
+    complete,
+    divided,
+    error_code,
+    exchange,
+    head,
+    one_answer,
+    status,
+)
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle
 
@@ -121,3 +131,18 @@ def test_a_shorter_body_than_declared_is_a_client_that_left(server: ServerProces
 def test_more_body_than_declared_is_another_bad_request(server: ServerProcess) -> None:
     received = exchange(server, head(len(GOOD)) + GOOD + b"garbage garbage\r\n\r\n", wait_s=1.5)
     assert status(received) in (200, 400)
+
+
+def test_time_counts_from_when_a_request_came_not_from_when_its_turn_came(
+    server: ServerProcess,
+) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 100, "seed": 1}).encode()
+    one = head(len(body), path="/v1/generate") + body
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(one * 2)  # the second waits until the first has been answered
+        first, rest = divided(one_answer(connection))
+        second = rest if complete(rest) else rest + one_answer(connection)
+    spent_ms = [
+        json.loads(answer.partition(b"\r\n\r\n")[2])["timing"] for answer in (first, second)
+    ]
+    assert spent_ms[1]["total_ms"] > spent_ms[0]["total_ms"] + 0.5 * spent_ms[1]["compute_ms"]

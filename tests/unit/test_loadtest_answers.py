@@ -88,6 +88,14 @@ def test_a_stream_of_openai_ends_with_its_own_mark_and_names_its_budget() -> Non
     last = chunk(choices=[{"text": "", "finish_reason": "stop"}], stepdial={"budget": {"steps": 4}})
     facts = read(text + text + last + b"data: [DONE]\n\n", openai=True)
     assert (facts.tokens, facts.steps) == (2, 4)
+    opening = chunk(choices=[{"delta": {"role": "assistant", "content": ""}}])
+    said = chunk(choices=[{"delta": {"content": "a"}, "finish_reason": None}])
+    nothing = chunk(choices=[{"delta": {"content": ""}, "finish_reason": None}])  # half a character
+    over = chunk(
+        choices=[{"delta": {}, "finish_reason": "stop"}], stepdial={"budget": {"steps": 4}}
+    )
+    chat = read(opening + said + nothing + over + b"data: [DONE]\n\n", openai=True)
+    assert (chat.tokens, chat.steps) == (2, 4)
     with pytest.raises(AnswerError, match="broke off"):
         read(text + last, openai=True)
     with pytest.raises(AnswerError, match="says None steps"):
@@ -112,6 +120,10 @@ def test_whole_texts_say_what_they_took() -> None:
     for reader, answer in (
         (read_generation, {"usage": usage, "text": "ab", **told}),
         (read_completion, {"usage": usage, "choices": [{"text": "ab"}], "stepdial": told}),
+        (
+            read_completion,
+            {"usage": usage, "choices": [{"message": {"content": "ab"}}], "stepdial": told},
+        ),
     ):
         facts = Facts()
         reader(json.dumps(answer).encode(), Ask(4), facts)

@@ -14,6 +14,7 @@ from loadtest.ask import Ask
 from loadtest.labelled import LabelledError
 from loadtest.mix import MixError, Operation, Rota, Wish, parse_mix, resolve_mix
 from loadtest.plan import Plan
+from loadtest.prompts import PromptsError
 from loadtest.target import Offer
 from loadtest.terms import Terms
 
@@ -134,6 +135,19 @@ def test_a_budget_is_sent_as_its_fields_and_nothing_else() -> None:
 def test_a_model_is_asked_with_its_own_examples() -> None:
     offer = Offer("listops", "classify", (1,), max_tokens=None, examples=("[MAX 1 2]",))
     assert bodies(Terms(), [offer], 1) == [{"model": "listops", "steps": 1, "input": "[MAX 1 2]"}]
+
+
+def test_prompts_of_ones_own_are_sent_in_their_order(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('one\r\n\n{"prompt": "two\\nlines"}\n{"text": "three"}\n', encoding="utf-8")
+    sent = bodies(Terms(mix="generate:1,chat-whole:1", prompts=str(file)), count=6)
+    said = [body.get("prompt") or body["messages"][0]["content"] for body in sent]
+    assert said == ["one", "two\nlines", "three"] * 2
+    assert sum("messages" in body for body in sent) == 3
+    for text, says in (("\n", "no prompt"), ("a\n{", "Line 2.*no JSON"), ('{"a": 1}', "must be")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(PromptsError, match=says):
+            Plan(Terms(prompts=str(file)), OFFERS)
 
 
 def test_known_labels_make_answers_right_or_wrong(tmp_path: Path) -> None:
