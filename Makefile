@@ -9,6 +9,8 @@ VENV := .venv
 # Two at a time, since timing is part of what is tested. Each module in one process, so that its
 # fixtures are made once; in the order of tests/conftest.py.
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
+# None (TYPE_WORKERS=) where other work comes first: they must be started within seconds.
+TYPE_WORKERS := --num-workers 2
 HOST := 127.0.0.1
 PORT := 8000
 RUNTIME := cpu
@@ -92,7 +94,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
 
 types: $(VENV)/.installed-dev
-	$(PY) -m mypy --strict --num-workers 2 $(SOURCES)
+	$(PY) -m mypy --strict $(TYPE_WORKERS) $(SOURCES)
 
 audit: $(VENV)/.installed-dev
 	@PYTHON=$(PY) .ci/audit $(ARGS)
