@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from serve.budget import Ask, decide
-from serve.bundle import Calibration, Level
+from serve.bundle import Calibration, Effort, Level
 from serve.errors import ImpossibleBudget, NotCalibrated
 from tests.tiny_folders import classify_bundle
 
@@ -44,6 +44,28 @@ def test_a_missing_effort_is_refused_with_the_efforts() -> None:
         decide(Ask(effort="high"), MANIFEST)
     assert error.value.param == "effort"
     assert error.value.details["efforts"] == {"low": 1, "medium": 2, "max": 4}
+
+
+@pytest.mark.parametrize(
+    ("named", "asked", "steps"),
+    [
+        ({"low": 1, "medium": 2, "max": 4}, "high", 4),
+        ({"low": 1, "medium": 2}, "max", 2),
+        ({"medium": 2, "max": 4}, "low", 2),
+        ({"low": 1, "medium": 2, "max": 4}, "medium", 2),
+    ],
+)
+def test_a_word_of_those_who_know_no_ladder_finds_the_next_rung(
+    named: dict[Effort, int], asked: Effort, steps: int
+) -> None:
+    words = {count: word for word, count in named.items()}
+    rungs = tuple(replace(rung, effort=words.get(rung.steps)) for rung in MANIFEST.rungs)
+    manifest = replace(MANIFEST, rungs=rungs)
+    decision = decide(Ask(effort=asked, effort_or_more=True), manifest)
+    assert (decision.steps, decision.reason) == (steps, "effort")
+    if asked not in named:
+        with pytest.raises(ImpossibleBudget):
+            decide(Ask(effort=asked), manifest)
 
 
 def test_a_ladder_without_efforts_says_so() -> None:
