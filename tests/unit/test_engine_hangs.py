@@ -94,10 +94,15 @@ def test_while_a_call_hangs_none_is_taken_and_its_own_end_is_well() -> None:
 
 def test_a_call_that_never_ends_ends_the_process_and_everybody_is_told() -> None:
     left = threading.Event()
-    with watched(leave=left.set) as bench:
+    with watched(Patience(1, 1, 0.3), leave=left.set) as bench:
+
+        def hang_after_three(called: str, tokens: Any) -> None:
+            if len(bench.mood.calls) == 3:
+                bench.mood.gate.clear()
+
+        bench.mood.fail = hang_after_three
         stream = bench.generate("a", 100, stream=True)[1]
         wait_until(lambda: len(stream.events) > 2)
-        bench.mood.gate.clear()
         callers = [stream, bench.classify(5)[1], bench.generate("b", 5)[1]]
         assert {caller.error().code for caller in callers} == {"model_failure"}
         assert all(isinstance(event, TokenEvent) for event in stream.events[:-1])
