@@ -3,7 +3,7 @@
 Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from serve.bundle import Bundle, BundleError, Manifest
 from serve.bundle.fields import inside_file
 from serve.errors import Unprocessable
-from serve.inputs.tokens import check_tokenizer, encode, encode_ends
+from serve.inputs.encoder import Encoder
+from serve.inputs.tokens import check_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -44,9 +45,11 @@ class TextCodec:
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
         special = {self._tokenizer.id_to_token(token) for token in self._spec.special_ids}
-        self._characters = (
-            frozenset(self._tokenizer.get_vocab()) - special if self._spec.kind == "chars" else None
-        )
+        self._encoder = Encoder(self._tokenizer)
+        self._characters: dict[str, int] | None = None
+        if self._spec.kind == "chars":
+            vocab = self._tokenizer.get_vocab()
+            self._characters = {text: token for text, token in vocab.items() if text not in special}
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
@@ -119,12 +122,11 @@ class TextCodec:
         if not text:
             raise Unprocessable(f"{param} is empty: send some text", param=param)
         if self._characters is not None:
-            self._check_characters(text, self._characters, param)
-            return self._encode_characters(text, head, tail)
-        ends = encode_ends(self._tokenizer, text, head, tail)
+            return self._encode_characters(text, self._characters, param, head, tail)
+        ends = self._encoder.ends(text, head, tail)
         if ends is not None:
             return Encoded(ends[0] + ends[1], truncated=True)
-        tokens = encode(self._tokenizer, text)
+        tokens = self._encoder.encode(text)
         if not tokens:
             raise Unprocessable(f"{param} holds no text that the model can read", param=param)
         if len(tokens) <= head + tail:
@@ -132,12 +134,15 @@ class TextCodec:
         kept = tokens[:head] + tokens[len(tokens) - tail :]
         return Encoded(kept, truncated=True, counted=len(tokens))
 
-    def _encode_characters(self, text: str, head: int, tail: int) -> Encoded:
+    def _encode_characters(
+        self, text: str, known: Mapping[str, int], param: str, head: int, tail: int
+    ) -> Encoded:
         """A token is a character, so a long text is cut before it is encoded."""
+        self._check_characters(text, known, param)
         if len(text) <= head + tail:
-            return Encoded(encode(self._tokenizer, text))
-        kept = encode(self._tokenizer, text[:head] + text[len(text) - tail :])
-        return Encoded(kept, truncated=True, counted=len(text))
+            return Encoded([known[character] for character in text])
+        kept = text[:head] + text[len(text) - tail :]
+        return Encoded([known[character] for character in kept], truncated=True, counted=len(text))
 
     @property
     def _shorter(self) -> str:
@@ -158,8 +163,8 @@ class TextCodec:
             **known,
         )
 
-    def _check_characters(self, text: str, known: frozenset[str], param: str) -> None:
-        if known.issuperset(text):
+    def _check_characters(self, text: str, known: Mapping[str, int], param: str) -> None:
+        if known.keys() >= set(text):
             return
         index, character = next(
             (index, character) for index, character in enumerate(text) if character not in known

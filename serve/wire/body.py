@@ -44,12 +44,11 @@ async def read_json(
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise BadRequest("the body is compressed: send it without content-encoding")
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+    for name, value in request.scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise BadRequest("the body is compressed: send it without content-encoding")
+        if name == b"content-length" and value.isdigit() and int(value[:20]) > max_bytes:
+            raise _too_large(max_bytes)
     if request.scope.get(WHOLE_BODY_KEY):
         return await _chunks(request, max_bytes)
     try:

@@ -11,13 +11,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.errors import ServeError
+from serve.wire.envelope import WRITE_KEY
 from serve.wire.mailbox import ClientGone
 
+_WHOLE = (Response, JSONResponse)  # whose body is there, and which do nothing afterwards
 Handle = Callable[[Request, Exception], Awaitable[Response]]
 
 
@@ -58,4 +60,5 @@ class DirectApplication(FastAPI):
             response: Response = await scope["route"].endpoint(request)
         except (ServeError, ClientGone) as error:
             response = await self._handle(request, error)
-        await response(scope, receive, send)
+        if type(response) not in _WHOLE or not scope[WRITE_KEY](response):
+            await response(scope, receive, send)

@@ -10,9 +10,10 @@ import logging
 import random
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.catalog import Guests
@@ -28,6 +29,8 @@ ARRIVED_KEY = "stepdial.arrived_s"
 GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
 CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
 WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer in one piece
+# How a route writes one; False if it has to go the usual way.
+WRITE_KEY = "stepdial.write"
 CLIENT_GONE = 499  # nobody reads this status; it is only counted
 
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -76,7 +79,7 @@ class Envelope:
             return
         # Whoever took the request in before this process may have said when.
         arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
-        request_id = scope[ID_KEY] = _request_id(scope)
+        request_id = scope[ID_KEY] = request_id_of(scope)
         extra: HeaderList = ((b"x-request-id", request_id.encode()), *SECURITY_HEADERS)
         if self._origins:
             extra += cross_origin_headers(scope, self._origins)
@@ -86,23 +89,25 @@ class Envelope:
         if method == "HEAD":  # the same answer as to GET, without its body
             scope = {**scope, "method": "GET"}
 
-        start: Message | None = None  # of an answer that may be written with its body
-        write_whole = None if method == "HEAD" else scope.get(WHOLE_KEY)
+        write_whole = scope.get(WHOLE_KEY)
+
+        def write(response: Response) -> bool:
+            nonlocal status
+            headers = response.raw_headers
+            if write_whole is None or any(name == b"connection" for name, _ in headers):
+                return False
+            if not write_whole(response.status_code, (*headers, *extra), response.body):
+                return False
+            status = response.status_code
+            return True
+
+        scope[WRITE_KEY] = write
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status, start
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = message["headers"] = [*message.get("headers", ()), *extra]
-                if write_whole is not None and _is_plain(headers):
-                    start = message
-                    return
-            elif start is not None:
-                begun, start = start, None
-                body, more = message.get("body", b""), message.get("more_body", False)
-                if write_whole and not more and write_whole(status, begun["headers"], body):
-                    return
-                await send(begun)
+                message["headers"] = [*message.get("headers", ()), *extra]
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
@@ -160,18 +165,12 @@ def stay(scope: Scope, guests: Guests) -> None:
     scope[GUESTS_KEY].append(guests)
 
 
-def _request_id(scope: Scope) -> str:
+def request_id_of(scope: Scope) -> str:
     """The caller's own id where it sent one that can be repeated safely, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _SENT_ID.fullmatch(value):
             return str(value, "ascii")
     return f"{_ids.getrandbits(64):016x}"
-
-
-def _is_plain(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether an answer has a length, and nothing is asked of its connection."""
-    names = {name for name, _ in headers}
-    return b"content-length" in names and b"connection" not in names
 
 
 async def _send_error(send: Any, error: ServeError, path: str) -> None:

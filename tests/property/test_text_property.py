@@ -5,11 +5,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from serve.engine.stop import StopFilter
+from serve.inputs.encoder import Encoder
 from serve.inputs.text import TextCodec, TextStream
-from serve.inputs.tokens import encode, encode_ends
+from serve.inputs.words import Words
 from tests.tiny_bundles import bpe_tokenizer
 from tests.tiny_folders import classify_bundle
 
@@ -89,11 +90,56 @@ def test_the_ends_of_a_long_text_are_those_of_the_whole(
 ) -> None:
     piece = glue.join(words) + glue
     text = piece * (4000 // len(piece) + 1)
-    ends = encode_ends(tokenizer, text, head, tail)
-    whole = encode(tokenizer, text)
+    ends = Encoder(tokenizer).ends(text, head, tail)
+    whole = tokenizer.encode(text).ids
     if ends is not None:
         assert ends == (whole[:head], whole[len(whole) - tail :])
         assert len(whole) > head + tail
+
+
+def _gpt2() -> Tokenizer:
+    """Without a space before, with another order of rewriting, and a marker of ends."""
+    tokenizer = bpe_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Sequence([normalizers.Replace("O", "<br />")]), normalizers.Replace("ab", "")]
+    )
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def _special(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+PLAIN = [_special(tokenizer) for tokenizer in (bpe_tokenizer(), _lower(), _gpt2())]
+# Every ASCII character, and what the expression and the normalizers look for.
+ASCII = st.lists(
+    st.one_of(
+        st.characters(max_codepoint=127),
+        st.sampled_from(
+            ["'s", "'LL", "'re", "<br />", "<pad>", "  ", "\n\n", "\x1c", "Good", "42"]
+        ),
+    ),
+    min_size=1,
+    max_size=30,
+).map("".join)
+
+
+@pytest.mark.parametrize("tokenizer", PLAIN, ids=["plain", "lowercase", "gpt2"])
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(ASCII, min_size=1, max_size=4))
+def test_words_that_are_remembered_give_the_tokens_of_the_library(
+    tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    words = Words.of(tokenizer)
+    assert words is not None
+    for text in (*texts, *texts):
+        found = words.encode(text)
+        if found is None:
+            assert tokenizer.normalizer.normalize_str(text) == ""
+        else:
+            assert found == tokenizer.encode(text).ids
 
 
 @settings(deadline=None)
