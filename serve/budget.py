@@ -1,20 +1,19 @@
 """Budgets: from what a caller asked to a rung of the ladder, or to several that may serve it.
 
 Pure: the same ask and the same ladder give the same decision. It deliberately knows neither load
-nor time: where those decide, a decision names the rungs from which the server may choose.
+nor time: where those decide, a decision names the rungs from which the server may choose. Both are
+tuples, since every request makes one of each.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from serve.bundle import EFFORTS, Effort, Level, Manifest, Rung
+from serve.bundle import EFFORTS, Effort, Level, Manifest, Rung, steps_in_words
 from serve.errors import ImpossibleBudget, NotCalibrated, StepsForbidden
 
 Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What a request says about its budget."""
 
     steps: int | None = None
@@ -26,8 +25,7 @@ class Ask:
     effort_or_more: bool = False  # where no rung has that name: the next above, else the greatest
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The rung that serves a request, or the best of those that may, and why."""
 
     rung: Rung
@@ -55,7 +53,7 @@ class Decision:
             return self
         rung = next(rung for rung in self.choices if rung.steps == steps)
         reason: Reason = "deadline" if self.reason == "deadline" else "load"
-        return replace(self, rung=rung, reason=reason)
+        return self._replace(rung=rung, reason=reason)
 
 
 def decide(ask: Ask, manifest: Manifest) -> Decision:
@@ -91,7 +89,7 @@ def decide_within(ask: Ask, manifest: Manifest, most: int | None) -> Decision:
     if ask.steps is None and ask.effort is None and ask.max_disagreement is None:
         limit = most if ask.max_steps is None else min(most, ask.max_steps)
         if any((ask.min_steps or 1) <= rung.steps <= limit for rung in manifest.rungs):
-            capped = replace(ask, max_steps=limit)
+            capped = ask._replace(max_steps=limit)
     decision = decide(capped, manifest)
     if decision.steps > most:
         named = next(
@@ -103,8 +101,8 @@ def decide_within(ask: Ask, manifest: Manifest, most: int | None) -> Decision:
             "steps",
         )
         raise StepsForbidden(
-            f"this asks for {decision.steps} steps, and the API key may have {most} at most: "
-            "ask for fewer",
+            f"this asks for {steps_in_words(decision.steps)}, and the API key may have {most} at "
+            "most: ask for fewer",
             param=named,
             max_steps=most,
         )
@@ -116,7 +114,8 @@ def _rung_of(steps: int, manifest: Manifest) -> Rung:
         if rung.steps == steps:
             return rung
     ladder = list(manifest.steps)
-    message = f"{manifest.name} has no rung of {steps} steps; its ladder has {_listed(ladder)}"
+    wanted = steps_in_words(steps)
+    message = f"{manifest.name} has no rung of {wanted}; its ladder has {_listed(ladder)}"
     if manifest.depth == "fixed":
         message += (
             ": the weights of this model differ by depth, so it has one rung; leave steps out"
@@ -160,7 +159,8 @@ def _within(ask: Ask, rung: Rung, named: str) -> Rung:
     ):
         if broken:
             raise ImpossibleBudget(
-                f"{named} asks for {rung.steps} steps, which {field} forbids: leave {field} out",
+                f"{named} asks for {steps_in_words(rung.steps)}, which {field} forbids: leave "
+                f"{field} out",
                 param=field,
             )
     return rung

@@ -53,6 +53,16 @@ class Served:
     loaded_at_s: float = field(default_factory=time.time)
     guests: Guests = field(default_factory=Guests, compare=False)
     chat: ChatTemplate | None = None  # of a generator
+    # Looked at several times for every request, hence no properties.
+    manifest: Manifest = field(init=False, repr=False)
+    name: str = field(init=False)
+    key: str = field(init=False)  # what the engine calls it
+
+    def __post_init__(self) -> None:
+        manifest = self.bundle.manifest
+        object.__setattr__(self, "manifest", manifest)
+        object.__setattr__(self, "name", manifest.name)
+        object.__setattr__(self, "key", model_key(manifest.name, self.edition))
 
     @classmethod
     def open(cls, bundle: Bundle, model: Model, edition: int = 0) -> "Served":
@@ -63,23 +73,10 @@ class Served:
         return cls(bundle, model, text, edition, chat=chat)
 
     @property
-    def key(self) -> str:
-        """What the engine calls it."""
-        return model_key(self.name, self.edition)
-
-    @property
     def codec(self) -> TextCodec:
         """The tokenizer of a model that is known to read text."""
         assert self.text is not None, f"{self.name} reads no text"
         return self.text
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.bundle.manifest
-
-    @property
-    def name(self) -> str:
-        return self.manifest.name
 
     def measured(self, steps: int) -> LatencyEntry | None:
         """The measured time of one call at these steps: one row, the greatest length there is."""

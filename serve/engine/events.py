@@ -1,19 +1,19 @@
 """What the engine tells whoever waits for an answer.
 
-Plain data; deliberately nothing of HTTP, and nothing that the engine goes on changing.
+Plain data; deliberately nothing of HTTP, and nothing that the engine goes on changing. What every
+request makes is tuples, which are made several times as quickly as frozen dataclasses.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from serve.errors import ServeError
 
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When the work of a request ran, on the engine's clock."""
 
     queued_s: float
@@ -59,8 +59,7 @@ class GeneratedEvent:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifiedEvent:
+class ClassifiedEvent(NamedTuple):
     """The end of a classification: the probability of every label, for each row."""
 
     scores: tuple[tuple[float, ...], ...]

@@ -4,7 +4,7 @@ Knows which kind a model reads; each kind's own module knows how.
 """
 
 from collections.abc import Sized
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve.bundle import ImageInput, Manifest, PointsInput
 from serve.catalog import Served
@@ -23,8 +23,7 @@ _SHOWS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
+class Intake(NamedTuple):
     """One row, and whether some of the text was left out to make it fit."""
 
     row: Row

@@ -4,7 +4,7 @@ Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -17,8 +17,7 @@ from serve.inputs.tokens import check_tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """The tokens of one input, and whether some were left out to make it fit."""
 
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready and /metrics: for whoever watches over this process.
+"""GET /health, /health/live, /health/ready and /metrics: for whoever watches over this process.
 
 They never wait for the engine's thread, so they answer under any load.
 """
@@ -41,6 +41,17 @@ def health_routes(engine: Engine) -> APIRouter:
     async def ready() -> Response:
         check_ready(engine)
         return answer(Health(status="ready"))
+
+    @router.get(
+        "/health",
+        summary="The same as /health/ready",
+        description="Where load balancers, and users of other servers, look first.",
+        response_model=Health,
+        response_description="Requests are welcome.",
+        responses=problems(e503="Starting, shutting down, or a model hangs or fails."),
+    )
+    async def health() -> Response:
+        return await ready()
 
     @router.get(
         "/metrics",

@@ -22,6 +22,7 @@ from serve.wire.answers import ErrorResponse, Timing
 from serve.wire.envelope import ARRIVED_KEY, stay
 from serve.wire.gate import steps_allowed
 from serve.wire.mailbox import ClientGone
+from serve.wire.ready import ReadyAnswer
 from serve.wire.schemas import BudgetFields
 
 T = TypeVar("T")
@@ -92,12 +93,10 @@ class Encoding:
             return await asyncio.to_thread(work)
 
 
-def answer(
-    body: BaseModel | Mapping[str, object], headers: dict[str, str] | None = None
-) -> Response:
+def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]) -> Response:
     """A 200 with this body; fields without a value are left out where they are optional."""
-    text = body.model_dump_json() if isinstance(body, BaseModel) else to_json(body)
-    return Response(text, media_type="application/json", headers=headers)
+    text = body.model_dump_json().encode() if isinstance(body, BaseModel) else to_json(body)
+    return ReadyAnswer(text, *headers)
 
 
 def problems(**reasons: str) -> dict[int | str, dict[str, Any]]:

@@ -6,7 +6,7 @@ deliberately knows no route.
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -25,7 +25,8 @@ from serve.wire.wording import json_problem_in_words, problem_in_words
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-WHOLE_BODY_KEY = "stepdial.whole_body"  # it has come already: there is nothing to wait for
+# Takes a body that has come already; None if the client has left. There is nothing to wait for.
+WHOLE_BODY_KEY = "stepdial.whole_body"
 _MAX_SHOWN = 80
 
 
@@ -44,13 +45,15 @@ async def read_json(
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
-    for name, value in request.scope["headers"]:
-        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise BadRequest("the body is compressed: send it without content-encoding")
-        if name == b"content-length" and value.isdigit() and int(value[:20]) > max_bytes:
-            raise _too_large(max_bytes)
-    if request.scope.get(WHOLE_BODY_KEY):
-        return await _chunks(request, max_bytes)
+    headers = dict(request.scope["headers"])
+    if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
+        raise BadRequest("the body is compressed: send it without content-encoding")
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    take: Callable[[], bytes | None] | None = request.scope.get(WHOLE_BODY_KEY)
+    if take is not None:
+        return _fitting(take(), max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             return await _chunks(request, max_bytes)
@@ -58,6 +61,14 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise RequestTimeout(
             f"the body did not arrive within {timeout_s:g} s: send it at once"
         ) from None
+
+
+def _fitting(body: bytes | None, max_bytes: int) -> bytes:
+    if body is None:
+        raise ClientGone
+    if len(body) > max_bytes:
+        raise _too_large(max_bytes)
+    return body
 
 
 async def _chunks(request: Request, max_bytes: int) -> bytes:

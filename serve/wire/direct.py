@@ -18,8 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve.errors import ServeError
 from serve.wire.envelope import WRITE_KEY
 from serve.wire.mailbox import ClientGone
+from serve.wire.ready import ReadyAnswer
 
-_WHOLE = (Response, JSONResponse)  # whose body is there, and which do nothing afterwards
+# Whose body is there, and which do nothing afterwards.
+_WHOLE = (ReadyAnswer, JSONResponse, Response)
 Handle = Callable[[Request, Exception], Awaitable[Response]]
 
 

@@ -80,9 +80,9 @@ class Envelope:
         # Whoever took the request in before this process may have said when.
         arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
         request_id = scope[ID_KEY] = request_id_of(scope)
-        extra: HeaderList = ((b"x-request-id", request_id.encode()), *SECURITY_HEADERS)
+        own: HeaderList = ((b"x-request-id", request_id.encode()),)
         if self._origins:
-            extra += cross_origin_headers(scope, self._origins)
+            own += cross_origin_headers(scope, self._origins)
         staying: list[Guests] = []
         scope[GUESTS_KEY] = staying
         method, status = scope["method"], 0
@@ -94,12 +94,14 @@ class Envelope:
         def write(response: Response) -> bool:
             nonlocal status
             headers = response.raw_headers
-            if write_whole is None or any(name == b"connection" for name, _ in headers):
+            if write_whole is None or b"connection" in dict(headers):
                 return False
-            if not write_whole(response.status_code, (*headers, *extra), response.body):
-                return False
-            status = response.status_code
-            return True
+            written: bool = write_whole(
+                response.status_code, [*headers, *own], SECURITY_HEADERS, response.body
+            )
+            if written:
+                status = response.status_code
+            return written
 
         scope[WRITE_KEY] = write
 
@@ -107,7 +109,7 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *extra]
+                message["headers"] = [*message.get("headers", ()), *own, *SECURITY_HEADERS]
             elif method == "HEAD" and message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
@@ -167,9 +169,9 @@ def stay(scope: Scope, guests: Guests) -> None:
 
 def request_id_of(scope: Scope) -> str:
     """The caller's own id where it sent one that can be repeated safely, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _SENT_ID.fullmatch(value):
-            return str(value, "ascii")
+    sent: bytes | None = dict(scope["headers"]).get(b"x-request-id")
+    if sent is not None and _SENT_ID.fullmatch(sent):
+        return str(sent, "ascii")
     return f"{_ids.getrandbits(64):016x}"
 
 

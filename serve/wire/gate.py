@@ -18,7 +18,9 @@ HOLDER_KEY = "stepdial.holder"
 OWN_KEYS = "/admin/"
 # How browsers mark what a script of a page asks for.
 _OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
-PROBES = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+PROBES = frozenset(
+    {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+)
 
 
 def enter(scope: Scope, keys: Keys) -> Holder | None:

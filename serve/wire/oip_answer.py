@@ -26,6 +26,7 @@ from serve.wire.oip_schemas import (
     RequestedOutput,
 )
 from serve.wire.oip_tensors import bytes_of
+from serve.wire.ready import ReadyAnswer
 
 Values = list[str] | list[float] | list[int]
 
@@ -87,7 +88,7 @@ def written(
     facts: InferFacts,
     wanted: Sequence[Wanted],
     columns: Mapping[str, Values],
-    headers: Mapping[str, str],
+    *headers: tuple[bytes, bytes],
 ) -> Response:
     """The answer on the wire: JSON, and behind it the outputs that are wanted as bytes."""
     tensors, binary = [], []
@@ -105,12 +106,14 @@ def written(
     )
     text = response.model_dump_json().encode()
     if not binary:
-        return Response(text, media_type="application/json", headers=dict(headers))
-    return Response(
+        return ReadyAnswer(text, *headers)
+    answered = Response(
         b"".join([text, *binary]),
         media_type="application/octet-stream",
-        headers={**headers, HEADER_LENGTH: str(len(text))},
+        headers={HEADER_LENGTH: str(len(text))},
     )
+    answered.raw_headers += headers
+    return answered
 
 
 def _tensor(one: Wanted, values: Values, size: int | None) -> OutputTensor:

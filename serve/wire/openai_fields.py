@@ -3,7 +3,7 @@
 Knows shapes only; deliberately neither models nor how requests are answered.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -147,7 +147,7 @@ class OpenAIFields(BudgetFields):
         asked = super().ask
         if self.reasoning_effort is None:
             return asked
-        return replace(asked, effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
+        return asked._replace(effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
 
     @property
     def answers(self) -> int:

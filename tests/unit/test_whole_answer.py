@@ -45,9 +45,11 @@ def cycle_on(wire: Wire, *, keep_alive: bool = True) -> RequestResponseCycle:
 def test_head_and_body_are_one_piece() -> None:
     wire = Wire()
     cycle = cycle_on(wire)
-    assert write_whole(cycle, cycle.flow, 200, ((b"content-length", b"2"),), b"{}")
+    assert write_whole(
+        cycle, cycle.flow, 200, [(b"content-length", b"2")], ((b"x-a", b"b"),), b"{}"
+    )
     assert wire.written == [
-        b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}",
     ]
     assert cycle.response_complete and cycle.message_event.is_set() and not wire.closed
 
@@ -55,7 +57,7 @@ def test_head_and_body_are_one_piece() -> None:
 def test_a_connection_that_does_not_stay_is_closed_and_told_so() -> None:
     wire = Wire()
     cycle = cycle_on(wire, keep_alive=False)
-    assert write_whole(cycle, cycle.flow, 404, (), b"")
+    assert write_whole(cycle, cycle.flow, 404, (), (), b"")
     assert wire.written[0].startswith(b"HTTP/1.1 404 Not Found\r\n")
     assert b"\r\nconnection: close\r\n" in wire.written[0] and wire.closed
 
@@ -65,7 +67,7 @@ def test_nothing_is_written_where_it_cannot_be(state: str) -> None:
     wire = Wire()
     cycle = cycle_on(wire)
     setattr(cycle, state, True)
-    assert not write_whole(cycle, cycle.flow, 200, (), b"{}")
+    assert not write_whole(cycle, cycle.flow, 200, (), (), b"{}")
     assert not wire.written
 
 
@@ -74,5 +76,5 @@ def test_a_header_of_several_lines_is_never_written(value: bytes) -> None:
     wire = Wire()
     cycle = cycle_on(wire)
     with pytest.raises(RuntimeError):
-        write_whole(cycle, cycle.flow, 200, ((b"x-name", value),), b"")
+        write_whole(cycle, cycle.flow, 200, [(b"x-name", value)], (), b"")
     assert not wire.written
