@@ -1,6 +1,7 @@
 """How much two replicas on Ray do of what one does, beside what the machine allows at all.
 
-Each replica is pinned to a core. The same calls in two bare processes say what two cores of this
+Each replica is pinned to a core; the cluster that is not asked stands still, since even an idle one
+takes a tenth of a core. The same calls in two bare processes say what two cores of this
 machine are worth; a model that only waits says what Ray costs. Knows processes and cores;
 deliberately nothing of nodes that die.
 """
@@ -69,7 +70,7 @@ def ratios(bundle: Bundle, quick: bool) -> list[Ratio]:
     pairs, seconds = (2, 2.0) if quick else (PAIRS, SECONDS)
     manifest = bundle.manifest
     text = text_of(TextCodec(bundle), window_of(manifest))
-    asked = {"model": manifest.name, "steps": manifest.full_steps}
+    asked = {"model": manifest.name, "steps": manifest.steps[0]}
     full = json.dumps(asked | {"input": [text] * ROWS}).encode()
     short = json.dumps(asked | {"input": "a good film"}).encode()
     bare = _bare(bundle, pairs, seconds)
@@ -111,11 +112,18 @@ def _on_ray(
             _pin(cluster)
         return [
             (
-                _asked(one, body, CLIENTS_EACH, seconds),
-                _asked(two, body, 2 * CLIENTS_EACH, seconds),
+                _alone(one, two, body, CLIENTS_EACH, seconds),
+                _alone(two, one, body, 2 * CLIENTS_EACH, seconds),
             )
             for _ in range(pairs)
         ]
+
+
+def _alone(
+    cluster: RayCluster, other: RayCluster, body: bytes, clients: int, seconds: float
+) -> float:
+    with other.halted():
+        return _asked(cluster, body, clients, seconds)
 
 
 def _asked(cluster: RayCluster, body: bytes, clients: int, seconds: float) -> float:
@@ -163,7 +171,7 @@ def _call(end: Connection, core: int, folder: Path) -> None:
     """A process that calls the model for as long as it is told, again and again."""
     os.sched_setaffinity(0, {core})
     bundle = read_bundle(folder)
-    rung = open_model(bundle, threads=1).classifier(bundle.manifest.full_steps)
+    rung = open_model(bundle, threads=1).classifier(bundle.manifest.steps[0])
     high = bundle.manifest.text_tokenizer.vocab_size
     shape = (ROWS, window_of(bundle.manifest))
     tokens = np.random.default_rng(0).integers(1, high, shape)  # (B, N)

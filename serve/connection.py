@@ -8,43 +8,33 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from serve.errors import BadHttp, Crowded, HeadersTooLarge, RequestTimeout, ServeError, UrlTooLong
+from serve.connection_limits import ConnectionLimits
+from serve.errors import BadHttp, Crowded, RequestTimeout, ServeError
+from serve.old_http import without_chunks
 from serve.whole_answer import refusal, write_whole
+from serve.whole_body import whole_body
 from serve.wire.body import WHOLE_BODY_KEY
 from serve.wire.departure import DEPARTURE_KEY, Departure
 from serve.wire.envelope import ARRIVED_KEY, CROWDED_KEY, WHOLE_KEY
-from serve.wire.origin import HeaderList
+from serve.wire.origin import Header, HeaderList
 
 # Connections beyond the limit on which probes are answered all the same.
 _FOR_PROBES = 64
 # Requests that may wait behind another on one connection; no client that is known sends so many.
 _MAX_PIPELINED = 64
+# What has no body that could still be on its way, and asks no model.
+_LOOKING = ("GET", "HEAD")
 # When the server ends, for what was answered to reach clients; less than uvicorn waits.
 _LAST_READ_S = 1.5
 # On, for no time: closing drops what was not sent.
 _NO_LINGER = struct.pack("ii", 1, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What a client may send and how long it may take."""
-
-    connections: int
-    headers: int
-    header_bytes: int
-    header_timeout_s: float
-    body_bytes: int
-    body_timeout_s: float
-    send_timeout_s: float
-    count_refusal: Callable[[str], None]  # told the code of the error
 
 
 class _Reading(Enum):
@@ -116,13 +106,27 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
             return
         if self._reading is _HEAD:
-            problem = self._problem_of_head(self._head_bytes)
+            problem = self.limits.problem_of_head(self.url, self.headers, self._head_bytes)
             if problem is not None:
                 self._refuse(problem)
             elif self._read_timer is None:
                 self._await_bytes(self.limits.header_timeout_s)
         elif self._reading is _NOTHING and self._idle:
             self._await_next_request()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
+        """Whether to stay open for a client that sends no more.
+
+        One that left looks the same, so no model works for either; to look something up costs
+        next to nothing, and is answered.
+        """
+        unanswered = [self._answering, *(cycle for cycle, _ in self.pipeline)]
+        stay = not self._idle and all(
+            cycle is not None and cycle.scope["method"] in _LOOKING for cycle in unanswered
+        )
+        if stay:
+            self._end_after_answer()
+        return stay
 
     # Parser
 
@@ -142,7 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
         size = self._head_bytes + self._chunk_bytes
         if size > self.limits.header_bytes:  # perhaps, since a chunk may hold other things too
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        self._problem = self._problem_of_head(size)
+        self._problem = self.limits.problem_of_head(self.url, self.headers, size)
         if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
             self._problem = BadHttp("too many requests were sent ahead: wait for answers")
         if self._problem is not None:
@@ -163,7 +167,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        cast(dict[str, object], self.scope)[WHOLE_BODY_KEY] = True
+        cast(dict[str, object], self.scope)[WHOLE_BODY_KEY] = self._take_body
         self._reading = _NOTHING
         self._ignored_bytes = 0
         self._stop_reading_timer()
@@ -179,11 +183,22 @@ class LimitedProtocol(HttpToolsProtocol):
             # Answered before its body had come, which nobody reads any more.
             self._await_bytes(self.limits.body_timeout_s)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(cycle, app)
+        super()._start_asgi_task(cycle, app)
+
+    def _take_body(self) -> bytes | None:
+        assert self._answering is not None  # an application asks
+        return whole_body(self._answering, self.flow)
+
     # Writing
 
-    def _write_whole(self, status: int, headers: HeaderList, body: bytes) -> bool:
+    def _write_whole(
+        self, status: int, headers: Sequence[Header], always: HeaderList, body: bytes
+    ) -> bool:
         assert self._answering is not None  # an application asks
-        return write_whole(self._answering, self.flow, status, headers, body)
+        return write_whole(self._answering, self.flow, status, headers, always, body)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -208,17 +223,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def _idle(self) -> bool:
         """Whether every request that came is answered."""
         return self.cycle is None or self.cycle.response_complete
-
-    def _problem_of_head(self, size: int) -> ServeError | None:
-        if len(self.headers) > self.limits.headers:
-            return HeadersTooLarge(f"a request may have {self.limits.headers} headers: send fewer")
-        if size <= self.limits.header_bytes:
-            return None
-        if len(self.url) > self.limits.header_bytes // 2:
-            return UrlTooLong("the URL is too long: send what it holds in the body")
-        return HeadersTooLarge(
-            f"the headers are larger than {self.limits.header_bytes} bytes: send less"
-        )
 
     def _refuse(self, problem: ServeError) -> None:
         """Say what is wrong with what came, after the answers to what came before, and close."""

@@ -16,7 +16,8 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from serve.connection import ConnectionLimits, limited
+from serve.connection import limited
+from serve.connection_limits import ConnectionLimits
 from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings

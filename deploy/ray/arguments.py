@@ -63,6 +63,13 @@ class Arguments(BaseModel):
     front_resource: Annotated[
         str, Field(min_length=1, description="Ray resource of the nodes that take HTTP")
     ] = "node:__internal_head__"
+    host: Annotated[str, Field(min_length=1, description="address that fronts listen on")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int | None,
+        Field(ge=1, le=65535, description="port that fronts listen on; none: Serve's proxy does"),
+    ] = None
     replica_host: Annotated[
         str, Field(description="address of the port that Serve opens in each replica; none: node's")
     ] = ""

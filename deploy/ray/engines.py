@@ -5,18 +5,17 @@ together, and what Ray Serve asks of a replica; deliberately nothing of where re
 """
 
 import json
-import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ray import serve
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.ray.arguments import Arguments, catalog_of
-from deploy.ray.exchange import MODEL_KEY, Asked, Head, Part, Piece, exchanged
+from deploy.ray.exchange import MODEL_KEY, SIGNATURE, Asked, Head, Part, Whole, exchanged, whole_of
 from deploy.ray.listening import listen_at
 from deploy.ray.scaling import reported
 from deploy.ray.shelf import Shelf
@@ -34,16 +33,6 @@ from serve.wire.gate import secret_of
 
 # The engine's thread and the event loop take turns at the interpreter, as in `stepdial serve`.
 _SWITCH_S = 0.0005
-_log = logging.getLogger("stepdial")
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """An answer of one replica, for those who ask all of them."""
-
-    replica: str
-    head: Head
-    body: bytes
 
 
 class Held:
@@ -69,8 +58,7 @@ class Engines:
         settings = arguments.read_settings()
         cards = arguments.read_cards(settings)
         self._folders = {card.name: card.bundle.folder for card in catalog_of(cards)}
-        self._replica = serve.get_replica_context().replica_id.unique_id
-        self._name = self._replica.encode()
+        self._name = serve.get_replica_context().replica_id.unique_id.encode()
         shelf = Shelf()
         self._engine = Engine(
             shelf,
@@ -97,17 +85,14 @@ class Engines:
     # What the fronts ask.
 
     async def answer(self, asked: Asked) -> AsyncIterator[list[Part]]:
-        """The answer, in pieces as they come."""
+        """The answer in pieces as they come, each of which is a message of its own."""
         async for parts in exchanged(self._run, asked):
             yield [self._signed(part) if isinstance(part, Head) else part for part in parts]
 
     async def whole(self, asked: Asked) -> Whole:
-        """The answer in one, with the name of this replica."""
-        parts = [part async for several in exchanged(self._run, asked) for part in several]
-        body = b"".join(part.body for part in parts if isinstance(part, Piece))
-        head = parts[0]
-        assert isinstance(head, Head), "an answer without a head"
-        return Whole(self._replica, head, body)
+        """The answer in one."""
+        answer = await whole_of(self._run, asked)
+        return replace(answer, head=self._signed(answer.head))
 
     # What Ray Serve asks.
 
@@ -126,7 +111,7 @@ class Engines:
     # A request.
 
     def _signed(self, head: Head) -> Head:
-        return replace(head, headers=(*head.headers, (b"x-stepdial-replica", self._name)))
+        return replace(head, headers=(*head.headers, (SIGNATURE, self._name)))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope[MODEL_KEY]

@@ -5,15 +5,19 @@ Plain data, since Ray pickles it. Knows ASGI; deliberately neither Ray nor what 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
-from serve.wire.envelope import ARRIVED_KEY
+from serve.wire.body import WHOLE_BODY_KEY
+from serve.wire.departure import DEPARTURE_KEY, Departure
+from serve.wire.envelope import ARRIVED_KEY, WHOLE_KEY
+from serve.wire.origin import Header, HeaderList
 
 MODEL_KEY = "stepdial.model"  # the model that the request was sent here for
+SIGNATURE = b"x-stepdial-replica"  # the header that names the replica
 _LEAVE_S = 10.0
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -81,46 +85,100 @@ class Piece:
 Part = Head | Piece
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer with its body."""
+
+    head: Head
+    body: bytes
+
+
 async def exchanged(app: ASGIApp, asked: Asked) -> AsyncGenerator[list[Part], None]:
     """The answer in pieces as they come; those that come together are together.
 
     Whoever stops before the end has left: the application is told, and waited for.
     """
-    parts: list[Part] = []
-    came, gone = asyncio.Event(), asyncio.Event()
-    read = False
-
-    async def receive() -> Message:
-        nonlocal read
-        if not read:
-            read = True
-            return {"type": "http.request", "body": asked.body, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        parts.append(_part(message))
-        came.set()
-
-    scope: Scope = asked.scope()
-    running = asyncio.ensure_future(app(scope, receive, send))
-    running.add_done_callback(lambda _: came.set())
+    exchange = _Exchange(app, asked)
     try:
         while True:
-            await came.wait()
-            came.clear()
-            if parts:
-                together, parts = parts, []
-                yield together
-                last = together[-1]
-                if isinstance(last, Piece) and last.over:
-                    return
-            elif running.done():
-                running.result()
+            together = await exchange.take()
+            if not together:
+                return
+            yield together
+            last = together[-1]
+            if isinstance(last, Piece) and last.over:
                 return
     finally:
-        gone.set()
-        await asyncio.wait([running], timeout=_LEAVE_S)
+        await exchange.end()
+
+
+async def whole_of(app: ASGIApp, asked: Asked) -> Whole:
+    """The answer once it is there. Whoever is cancelled meanwhile has left, as above."""
+    exchange = _Exchange(app, asked)
+    try:
+        head, *pieces = await exchange.all()
+    finally:
+        await exchange.end()
+    assert isinstance(head, Head), "an answer without a head"
+    return Whole(head, b"".join(piece.body for piece in pieces if isinstance(piece, Piece)))
+
+
+class _Exchange:
+    """An application that runs, and what it has said."""
+
+    def __init__(self, app: ASGIApp, asked: Asked) -> None:
+        self._parts: list[Part] = []
+        self._came, self._gone = asyncio.Event(), asyncio.Event()
+        self._departure = Departure()
+        self._body: bytes | None = asked.body
+        scope = asked.scope() | {
+            DEPARTURE_KEY: self._departure,
+            WHOLE_BODY_KEY: lambda: asked.body,
+            WHOLE_KEY: self._send_whole,
+        }
+        self._running = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self._running.add_done_callback(lambda _: self._came.set())
+
+    async def take(self) -> list[Part]:
+        """What has come since, at least one part; none once all has been taken."""
+        while not self._parts and not self._running.done():
+            self._came.clear()
+            await self._came.wait()
+        if not self._parts:
+            self._running.result()
+        together, self._parts = self._parts, []
+        return together
+
+    async def all(self) -> list[Part]:
+        await asyncio.shield(self._running)
+        return self._parts
+
+    async def end(self) -> None:
+        """Nobody listens any more."""
+        if not self._running.done():
+            self._gone.set()
+            self._departure.happen()
+            await asyncio.wait([self._running], timeout=_LEAVE_S)
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self._say(_part(message))
+
+    def _send_whole(
+        self, status: int, headers: Sequence[Header], always: HeaderList, body: bytes
+    ) -> bool:
+        self._say(Head(status, (*headers, *always)), Piece(body, True))
+        return True
+
+    def _say(self, *parts: Part) -> None:
+        self._parts += parts
+        self._came.set()
 
 
 def _part(message: Message) -> Part:

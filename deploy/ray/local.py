@@ -23,7 +23,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.config import ProxyLocation
 from ray.serve.schema import LoggingConfig
 
 from deploy.ray.app import build
@@ -88,7 +88,7 @@ def local_cluster(
     replica: type[Engines] = Engines,
 ) -> Iterator[tuple[str, Nodes]]:
     """A cluster that serves at the address it gives."""
-    port = port or _free_port()
+    port = _free_port(port)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -108,12 +108,11 @@ def local_cluster(
         running = Nodes(cluster, nodes, arguments.cpus, replace_s)
         running.fill()
         serve.start(
-            proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(host=_ADDRESS, port=port),
+            proxy_location=ProxyLocation.Disabled,  # the front listens itself
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )
         serve.run(
-            build(arguments, replica),
+            build(arguments.model_copy(update={"host": _ADDRESS, "port": port}), replica),
             name="stepdial",
             route_prefix="/",
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
@@ -163,9 +162,11 @@ def _raylet(node: Any) -> Any:
     return node.all_processes["raylet"][0].process
 
 
-def _free_port() -> int:
+def _free_port(wanted: int) -> int:
+    """This one, if nobody has it; any for 0."""
     with socket.socket() as probe:
-        probe.bind((_ADDRESS, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((_ADDRESS, wanted))
         return int(probe.getsockname()[1])
 
 

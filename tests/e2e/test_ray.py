@@ -1,10 +1,11 @@
 """Stepdial on a Ray cluster of three nodes on this machine; one is killed while it streams."""
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.tiny_folders import classify_bundle, generate_bundle, points_bundle
 
 BUNDLES = [generate_bundle(), classify_bundle(), points_bundle()]
 GENERATE: dict[str, Any] = {"model": "tiny-generate", "prompt": "the story ", "seed": 7}
-STREAMS, TOKENS = 8, 1000
+STREAMS, WHOLES, TOKENS = 8, 6, 1000
 BACK_S = 10.0
 
 
@@ -69,10 +70,10 @@ def test_nothing_listens_beyond_this_machine(cluster: RayCluster) -> None:
     first = cluster.nodes()[0].raylet.parent()
     assert first is not None
     listening = {
-        (process.name(), socket.laddr.ip)
+        (process.name(), end.laddr.ip)
         for process in (first, *first.children(recursive=True))
-        for socket in process.net_connections("inet")
-        if socket.status == psutil.CONN_LISTEN
+        for end in process.net_connections("inet")
+        if end.status == psutil.CONN_LISTEN
     }
     assert {name for name, _ in listening if "ServeReplica" in name}
     assert {address for _, address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -87,6 +88,27 @@ def test_a_stream_is_whole_and_ends_once(ask: httpx.Client) -> None:
     assert [data["index"] for _, data in tokens] == list(range(200))
     assert "".join(data["text"] for _, data in tokens) == whole["text"]
     assert name == "done" and done["budget"] == whole["budget"]
+
+
+def test_an_answer_has_one_id_and_its_clients_own(ask: httpx.Client) -> None:
+    for path in ("/v1/classify", "/admin/models", "/v1/none"):
+        body, sent = {"input": "a film", "steps": 1}, {"x-request-id": "mine"}
+        headers = ask.post(path, json=body, headers=sent).headers
+        assert headers.get_list("x-request-id") == ["mine"], path
+        assert headers.get_list("x-frame-options") == ["DENY"], path
+        assert len(ask.post(path, json=body).headers["x-request-id"]) == 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_leaves_ends_the_work(cluster: RayCluster, ask: httpx.Client, stream: bool) -> None:
+    before = _total(ask, "stepdial_cancelled_total")
+    body = json.dumps({**GENERATE, "steps": 4, "max_tokens": 4000, "stream": stream})
+    with socket.create_connection((cluster.host, cluster.port)) as client:
+        head = f"POST /v1/generate HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        assert _comes(lambda: _total(ask, "stepdial_in_flight") == 1)
+    assert _comes(lambda: _total(ask, "stepdial_cancelled_total") == before + 1)
+    assert _total(ask, "stepdial_in_flight") == 0
 
 
 def test_replicas_hold_no_more_models_than_they_may(ask: httpx.Client) -> None:
@@ -110,6 +132,10 @@ def test_a_killed_node_takes_only_its_own_streams_with_it(
         reader.start()
     for reader in readers:
         assert reader.begun.wait(30)
+    wholes = [Whole(cluster.url) for _ in range(WHOLES)]
+    for whole in wholes:
+        whole.start()
+    assert _comes(lambda: _total(ask, "stepdial_in_flight") >= WHOLES)
     victim = next(node for node in cluster.nodes() if node.replicas())
     lost = victim.replica_names()
     assert {reader.replica for reader in readers} > lost
@@ -122,9 +148,12 @@ def test_a_killed_node_takes_only_its_own_streams_with_it(
         reader.join(60)
     for reader in readers:
         assert reader.end == ("replica_lost" if reader.replica in lost else "done")
-    whole = next(reader.text for reader in readers if reader.end == "done")
-    assert all(whole.startswith(reader.text) for reader in readers)
-    assert all(reader.text == whole for reader in readers if reader.end == "done")
+    text = next(reader.text for reader in readers if reader.end == "done")
+    assert all(text.startswith(reader.text) for reader in readers)
+    assert all(reader.text == text for reader in readers if reader.end == "done")
+    for whole in wholes:  # those that the replica had are answered by the other
+        whole.join(60)
+        assert (whole.status, whole.text) == (200, text)
 
 
 @dataclass(eq=False)  # threads are told apart by what they are
@@ -155,6 +184,39 @@ class Reader(threading.Thread):
             self.end = last["error"]["code"] if name == "error" else name
         except Exception as error:
             self.end = repr(error)
+
+
+@dataclass(eq=False)
+class Whole(threading.Thread):
+    """Waits for the same text in one answer."""
+
+    url: str
+    status: int = 0
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+
+    def run(self) -> None:
+        body = {**GENERATE, "steps": 4, "max_tokens": TOKENS}
+        answer = httpx.post(f"{self.url}/v1/generate", json=body, timeout=60)
+        self.status, self.text = answer.status_code, answer.json().get("text", "")
+
+
+def _comes(holds: Callable[[], bool]) -> bool:
+    """Whether this holds within some seconds."""
+    end_s = time.monotonic() + BACK_S
+    while not holds():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _total(ask: httpx.Client, name: str) -> float:
+    """Of this sample, over all replicas."""
+    families = text_string_to_metric_families(ask.get("/metrics").text)
+    return sum(one.value for family in families for one in family.samples if one.name == name)
 
 
 def _held(ask: httpx.Client) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ with warnings.catch_warnings():
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from ray.exceptions import RayActorError
 from ray.serve.schema import ServeDeploySchema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from deploy.ray.arguments import Arguments, catalog_of
-from deploy.ray.choice import model_of
-from deploy.ray.exchange import Asked, Head, Piece, exchanged
+from deploy.ray.choice import Choice, choice_of
+from deploy.ray.exchange import Asked, Head, Piece, Whole, exchanged, whole_of
+from deploy.ray.front import Front
 from deploy.ray.gathered import one_page
 from deploy.ray.losses import lost_stream
 from deploy.ray.routing import ranked
@@ -28,6 +33,8 @@ from deploy.ray.scaling import Load, Wanted, load_of
 from deploy.ray.shelf import Shelf, card_of
 from serve.errors import ModelGone, UnknownModel
 from serve.metrics import Metrics
+from serve.wire.departure import DEPARTURE_KEY
+from serve.wire.envelope import WHOLE_KEY
 from tests.sse import parse_events
 from tests.tiny_folders import classify_bundle, generate_bundle, points_bundle, translate_bundle
 
@@ -69,8 +76,20 @@ def test_the_config_is_one_that_serve_takes_and_its_arguments_are_ours() -> None
 def test_a_request_names_its_model_as_the_routes_would(
     method: str, path: str, body: Any, model: str | None
 ) -> None:
-    assert model_of(catalog_of(CARDS), method, path, json.dumps(body).encode()) == model
-    assert model_of(catalog_of(CARDS), method, path, b"{") in (None, model)
+    catalog = catalog_of(CARDS)
+    assert choice_of(catalog, method, path, json.dumps(body).encode()).model == model
+    assert choice_of(catalog, method, path, b"{").model in (None, model)
+
+
+def test_a_request_for_a_stream_is_told_from_others() -> None:
+    def streams(path: str, body: Any) -> bool:
+        return choice_of(catalog_of(CARDS), "POST", path, json.dumps(body).encode()).streams
+
+    assert streams("/v1/generate", {"stream": True})
+    assert streams("/v1/chat/completions", {"stream": True, "model": "none"})
+    assert not streams("/v1/completions", {"stream": False})
+    assert not streams("/v1/classify", {"input": "stream"})
+    assert choice_of(catalog_of(CARDS), "POST", "/v1/generate", b"[1") == Choice(None)
 
 
 def test_requests_stay_with_their_model_until_its_replicas_are_much_busier() -> None:
@@ -155,23 +174,110 @@ def test_a_lost_stream_ends_as_its_path_has_it() -> None:
     assert name == "message" and data["error"]["type"] == "server_error"
 
 
+async def _endless(
+    heard: list[str], scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]
+) -> None:
+    scope[DEPARTURE_KEY].watch(lambda: heard.append("gone"))
+    assert (await receive())["body"] == b"x"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body", "body": b"1", "more_body": True})
+    heard.append((await receive())["type"])
+
+
+ASKED = Asked("POST", "http", "/v1/classify", b"/v1/classify", b"", (), None, b"x")
+
+
 def test_whoever_leaves_an_exchange_is_noticed_by_the_application() -> None:
     heard: list[str] = []
 
-    async def endless(
-        scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        assert (await receive())["body"] == b"x"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-        await send({"type": "http.response.body", "body": b"1", "more_body": True})
-        heard.append((await receive())["type"])
-
-    async def leave() -> list[Any]:
-        asked = Asked("POST", "http", "/", b"/", b"", (), None, b"x")
-        exchange = exchanged(endless, asked)
+    async def leave_a_stream() -> list[Any]:
+        exchange = exchanged(partial(_endless, heard), ASKED)
         first = await anext(aiter(exchange))
         await exchange.aclose()
         return first
 
-    assert asyncio.run(leave()) == [Head(200, ((b"a", b"b"),)), Piece(b"1", False)]
-    assert heard == ["http.disconnect"]
+    async def leave_a_whole_answer() -> None:
+        waiting = asyncio.create_task(whole_of(partial(_endless, heard), ASKED))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    assert asyncio.run(leave_a_stream()) == [Head(200, ((b"a", b"b"),)), Piece(b"1", False)]
+    asyncio.run(leave_a_whole_answer())
+    assert heard == 2 * ["gone", "http.disconnect"]
+
+
+def test_a_whole_answer_comes_as_one_however_it_is_sent() -> None:
+    async def in_pieces(scope: Any, receive: Any, send: Callable[..., Any]) -> None:
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"1", "more_body": True})
+        await send({"type": "http.response.body", "body": b"2"})
+
+    async def at_once(scope: Any, receive: Any, send: Any) -> None:
+        assert scope[WHOLE_KEY](201, [(b"a", b"b")], (), b"12")
+
+    for app in (in_pieces, at_once):
+        assert asyncio.run(whole_of(app, ASKED)) == Whole(Head(201, ((b"a", b"b"),)), b"12")
+
+
+class Calls:
+    """Stands for a handle of the engines: calls of it end in turn as they are told."""
+
+    def __init__(self, *ends: Whole | Exception) -> None:
+        self.asked: list[str] = []
+        self.cancelled = 0
+        self._ends = [*ends]
+
+    def options(self, **chosen: Any) -> "Calls":
+        self.asked += [chosen["method_name"]] if "method_name" in chosen else []
+        return self
+
+    def remote(self, asked: Asked) -> "Calls":
+        return self
+
+    def __await__(self) -> Generator[Any, None, Whole]:
+        if not self._ends:
+            yield from asyncio.sleep(60).__await__()
+        end = self._ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class _Front(Front):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Only Ray Serve awaits the other."""
+
+
+async def _answered(calls: Calls, leave_after_s: float | None = None) -> Response:
+    arguments = Arguments(bundles=(classify_bundle().folder,), replica_host="127.0.0.1")
+    front = object.__new__(_Front)
+    await front.__init__(calls, arguments)  # type: ignore[misc]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps({"input": "a film"}).encode()}
+
+    async with asyncio.timeout(leave_after_s):
+        return await front(Request(ASKED.scope(), receive))
+
+
+def test_a_whole_answer_is_one_call_which_another_replica_takes_over() -> None:
+    there = Whole(Head(200, ((b"x-request-id", b"theirs"), (b"a", b"b"))), b"{}")
+    calls = Calls(RayActorError(), there)
+    answer = asyncio.run(_answered(calls))
+    assert (answer.status_code, answer.body, calls.asked) == (200, b"{}", ["whole"])
+    assert answer.raw_headers == [(b"a", b"b")]  # Serve's proxy adds the id
+    lost = asyncio.run(_answered(Calls(*(RayActorError() for _ in range(4)))))
+    assert json.loads(bytes(lost.body))["error"]["code"] == "replica_lost"
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
+
+
+def test_the_replica_is_told_when_nobody_waits_for_a_whole_answer() -> None:
+    calls = Calls()
+    with pytest.raises(TimeoutError):
+        asyncio.run(_answered(calls, leave_after_s=0.05))
+    assert calls.cancelled == 1

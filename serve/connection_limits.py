@@ -1,0 +1,33 @@
+"""What a client may send and how long it may take, and what is wrong with the head of a request.
+
+Knows numbers; deliberately neither sockets nor how requests are read.
+"""
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+
+from serve.errors import HeadersTooLarge, ServeError, UrlTooLong
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of each connection; `connections` is how many there may be."""
+
+    connections: int
+    headers: int
+    header_bytes: int
+    header_timeout_s: float
+    body_bytes: int
+    body_timeout_s: float
+    send_timeout_s: float
+    count_refusal: Callable[[str], None]  # told the code of the error
+
+    def problem_of_head(self, url: bytes, headers: Sized, size: int) -> ServeError | None:
+        """What is too much in a head of so many bytes; None if nothing is."""
+        if len(headers) > self.headers:
+            return HeadersTooLarge(f"a request may have {self.headers} headers: send fewer")
+        if size <= self.header_bytes:
+            return None
+        if len(url) > self.header_bytes // 2:
+            return UrlTooLong("the URL is too long: send what it holds in the body")
+        return HeadersTooLarge(f"the headers are larger than {self.header_bytes} bytes: send less")
