@@ -1,20 +1,20 @@
 """The model card of a bundle: README.md, written from the manifest alone."""
 
-from export.words import depth_in_words, input_in_words, metric_in_words
+from export.words import depth_in_words, input_in_words, metric_in_words, shape_in_words
 from serve.bundle import Manifest
 
 
 def model_card(manifest: Manifest) -> str:
     m = manifest
-    metric = m.rungs[0].quality.metric
+    metric, heads = m.rungs[0].quality.metric, m.shape.heads
     title = str(m.card.get("title") or m.name)
     lines = [
         f"# {m.name}: {title}",
         "",
         str(m.card.get("description", "")),
         "",
-        f"{depth_in_words(m)} {m.shape.parameters:,} parameters, {m.shape.layers} blocks of width "
-        f"{m.shape.width}, {m.shape.heads} heads, {input_in_words(m)}, {m.precision}.",
+        f"{depth_in_words(m)} {m.shape.parameters:,} parameters, {shape_in_words(m)}, "
+        f"{heads} head{'' if heads == 1 else 's'}, {input_in_words(m)}, {m.precision}.",
         "",
         f"| steps | effort | evaluations | {metric_in_words(metric)} | 95 % interval | default |",
         "|---:|---|---:|---:|---|---|",

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from serve.bundle import Bundle, BundleError
+from train.checkpoint import read_facts
 
 TARGETS = ("onnx", "tensorrt", "triton")
 
@@ -38,15 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_target(arguments: argparse.Namespace) -> None:
-    """Before a run is exported for it: whether it can be written where it was asked for."""
-    if arguments.target != "onnx" and arguments.out is not None and os.path.lexists(arguments.out):
+    """Before a run is exported for it: whether it can be made of that run, here, and there."""
+    if arguments.target == "onnx":
+        return
+    if arguments.out is not None and os.path.lexists(arguments.out):
         raise BundleError("exists: remove it, or name another folder", file=str(arguments.out))
+    facts = read_facts(arguments.run)
+    name = arguments.name or str(facts["recipe"].get("name"))
+    folder = _folder(name, arguments)
+    if arguments.target == "triton":
+        from export.triton import check_repository
+
+        check_repository(name, facts.get("labels"), folder)
+    else:
+        from export.tensorrt_build import EngineRequest, check_engines
+
+        EngineRequest(arguments.engine_precision, arguments.engine_rows)
+        check_engines(name, arguments.precision, folder)
 
 
 def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:
     """Make what was asked for; in --out, or beside the other bundles under the model's name."""
-    name = f"{bundle.manifest.name}-{arguments.target}"
-    folder = arguments.out or Path("bundles") / name
+    folder = _folder(bundle.manifest.name, arguments)
     if arguments.target == "triton":
         from export.triton import write_repository
 
@@ -56,3 +70,7 @@ def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:
 
         request = EngineRequest(arguments.engine_precision, arguments.engine_rows)
         build_engines(bundle, folder, request)
+
+
+def _folder(name: str, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.out or Path("bundles") / f"{name}-{arguments.target}")

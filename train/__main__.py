@@ -1,12 +1,13 @@
 """The commands of training: `stepdial train`, `retrofit` and `evaluate`; also `python -m train`."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from train.adaptive import SolverError
 from train.config import RecipeError
-from train.full_disk import in_words
+from train.full_disk import in_words, reader_gone
 from train.loop import Diverged, train
 from train.recipe_file import load_recipe, recipe_names
 
@@ -16,7 +17,11 @@ MOST_STEPS = 1000  # of one answer
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        return _COMMANDS[arguments.command](arguments)
+        status = _COMMANDS[arguments.command](arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return reader_gone()
     except (ValueError, OSError, Diverged, SolverError) as error:
         print(f"stepdial {arguments.command}: {in_words(error)}", file=sys.stderr)
         return 2
@@ -95,7 +100,8 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
-    print(f"trained: {folder}\nnext: stepdial export {folder} --out bundles/{folder.name}")
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
+        print(f"trained: {folder}\nnext: stepdial export {folder} --out bundles/{folder.name}")
     return 0
 
 
@@ -136,6 +142,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
+    if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
+        print("the weights of this model differ by depth: it has one answer, with 1 step\n")
     print_report(report)
     plot_quality(report, path)
     print(f"plot: {path}")

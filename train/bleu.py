@@ -4,7 +4,6 @@ The texts that come out are compared as they are by sacrebleu, with its default 
 signature says how, so that figures can be compared with others'.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from train.checkpoint import Run, load_run, read_facts
 from train.data import open_dataset
 from train.ode import method_named
 from train.pairs import PairDataset
+from train.recipe_file import data_at
 from train.search import Hypothesis, Target, Translates, beam, greedy
 from train.translator import Translator
 
@@ -80,9 +80,7 @@ def open_translator(folder: Path, data: str = "") -> tuple[Run, PairDataset]:
     recipe = run.recipe
     if recipe.data.kind != "pairs":
         raise ValueError(f"BLEU is for translators: {folder} is none")
-    if data:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
-    dataset = open_dataset(recipe, run.tokenizer)
+    dataset = open_dataset(data_at(recipe, data), run.tokenizer)
     assert isinstance(dataset, PairDataset)
     return run, dataset
 

@@ -81,18 +81,20 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
     """The tokenizer to go on with, if the run has one; refuses a run of another recipe."""
-    kept, now = read_facts(folder)["recipe"], recipe.to_json()
+    # Of an older release it may lack settings: those have their defaults.
+    kept = recipe_from(read_facts(folder)["recipe"], str(folder / RECIPE)).to_json()
+    now = recipe.to_json()
     now["data"]["path"] = kept["data"]["path"]  # it may have moved; its digest is checked
     # How it is run and watched may change with the machine; only the seed makes another run.
-    now["run"] = kept.get("run", {}) | {"seed": now["run"]["seed"]}
+    now["run"] = kept["run"] | {"seed": now["run"]["seed"]}
     differs = [
         f"{section}.{key}" if isinstance(value, dict) else section
         for section, value in now.items()
         for key in (value if isinstance(value, dict) else [section])
         if (
-            kept.get(section, {}).get(key) != value[key]
+            kept[section].get(key) != value[key]
             if isinstance(value, dict)
-            else kept.get(section) != value
+            else kept[section] != value
         )
     ]
     if differs:
@@ -105,7 +107,12 @@ def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / TOKENIZER
-    return Tokenizer.from_file(str(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers has no narrower one
+        raise RunError(_damaged(path, error)) from None
 
 
 def check_same_data(folder: Path, digest: str) -> None:
@@ -128,7 +135,11 @@ def read_facts(folder: Path) -> dict[str, Any]:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return {**facts, "recipe": dict(facts["recipe"]), "sizes": dict(facts["sizes"])}
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error}): train again or restore the file") from None
+        raise RunError(_damaged(path, error)) from None
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is damaged ({error}): train again or restore the file"
 
 
 class Reached(NamedTuple):
@@ -160,8 +171,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
     state, iteration = _read(folder / STATE)
     weights = {k.removeprefix("model."): v for k, v in _under(state, "model.").items()}
     newest = folder / MODEL
-    if not newest.is_file() or _iteration(newest) != iteration:
-        # The run ended between the two files of its checkpoint.
+    if _reached(newest) != iteration:
+        # The run ended between the two files of its checkpoint, or this one was damaged.
         write_atomically(newest, save(weights, {"iteration": str(iteration)}))
     load_weights(model, weights)
     for name, parameter in model.named_parameters():
@@ -224,7 +235,11 @@ def load_run(folder: Path) -> Run:
     """The newest model of a run, in evaluation mode, with its recipe, tokenizer and facts."""
     content = read_facts(folder)
     recipe = recipe_from(content["recipe"], str(folder / RECIPE))
-    model = new_model(folder, recipe, Sizes(**content["sizes"]))
+    try:
+        sizes = Sizes(**content["sizes"])
+    except TypeError as error:
+        raise RunError(_damaged(folder / RECIPE, error)) from None
+    model = new_model(folder, recipe, sizes)
     weights, iteration = _read(folder / MODEL)
     load_weights(model, weights)
     return Run(model.eval(), recipe, read_tokenizer(folder), content | {"iteration": iteration})
@@ -236,7 +251,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], int]:
     try:
         return load_file(path), _iteration(path)
     except (SafetensorError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged ({error}): train again or restore the file") from None
+        raise RunError(_damaged(path, error)) from None
+
+
+def _reached(path: Path) -> int | None:
+    """The iteration of the weights in a file, if they can be read."""
+    try:
+        return _iteration(path)
+    except (OSError, SafetensorError, KeyError, TypeError):
+        return None
 
 
 def _iteration(path: Path) -> int:

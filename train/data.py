@@ -57,7 +57,7 @@ def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) 
             f"{', '.join(labels)}: pass data with the same classes, or train with data.values set"
         )
     measured = isinstance(dataset, ImageDataset) and not recipe.data.mean
-    if measured and dataset.digest != facts["data_sha256"]:
+    if measured and dataset.digest != facts.get("data_sha256"):
         raise DataError(
             "these are not the images it was trained on, and their mean and deviation were "
             "measured: pass the same --data, or train with data.mean and data.std set"

@@ -3,7 +3,6 @@
 Knows runs and how they are answered; neither tables nor pictures, and nothing of bundles.
 """
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
 from train.quality import Quality, Tally
+from train.recipe_file import data_at
 from train.schedule import ladder_of, steps_of
 from train.straightness import Stability, Trail, agreement, stability
 
@@ -53,6 +53,7 @@ class Spent:
 class Report:
     name: str
     full_steps: int
+    discrete: bool  # measured in the one way there is, whatever was asked for
     rows: tuple[Row, ...]
     jumps: dict[str, dict[int, float]]  # by method and evaluations: share that agrees with full
     stability: Stability
@@ -71,8 +72,7 @@ def evaluate_run(
     With `rows`, on the first so many held-out ones, in whole batches; otherwise on all.
     """
     model, recipe, tokenizer, facts = load_run(folder)
-    if data:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
+    recipe = data_at(recipe, data)
     # Each once: a way that is measured twice would count its rows twice.
     steps = list(dict.fromkeys(steps or ladder_of(recipe)))
     methods = list(dict.fromkeys(methods or [recipe.steps.method]))
@@ -149,7 +149,8 @@ class _Evaluation:
             for length, (rows, evaluations) in sorted(self.spent.items())
         )
         stable = stability(self.model, self.recipe.optim.transport)
-        return Report(self.recipe.name, self.full, rows, jumps, stable, lengths)
+        name, discrete = self.recipe.name, self.model.discrete
+        return Report(name, self.full, discrete, rows, jumps, stable, lengths)
 
     def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
         trail = Trail(self.model.T, JUMPS)

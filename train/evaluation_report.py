@@ -28,7 +28,7 @@ def print_report(report: "Report") -> None:
         if shares:
             spent, same = " / ".join(map(str, shares)), " / ".join(map(_percent, shares.values()))
             print(
-                f"jump after {spent} of {report.full_steps} steps: "
+                f"jump after {spent} of {report.full_steps} step{'s' * (report.full_steps > 1)}: "
                 f"{same} of answers as after all of them"
             )
         print()

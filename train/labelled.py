@@ -3,6 +3,7 @@
 Knows ids and classes; tables and generators are others' business.
 """
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,8 @@ from train.config import DataConfig
 from train.shuffle import Shuffle, digest_of
 from train.tables import DataError, Rows
 from train.tokens import cut, train_tokenizer
+
+_log = logging.getLogger("stepdial")
 
 
 class LabelledDataset:
@@ -44,6 +47,12 @@ class LabelledDataset:
             )
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")
+        unseen = set(values).difference(train[i][1] for i in used)
+        if unseen:
+            _log.warning(
+                "no row to train on has the label %s: it will not be learnt; give more rows of it",
+                ", ".join(sorted(unseen)),
+            )
         self.tokenizer = tokenizer or train_tokenizer(
             [train[i][0] for i in used], config.tokenizer, config.vocabulary, config.lowercase
         )

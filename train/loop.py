@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from train.batch import Batch, Dataset
-from train.build import PAD_ID
 from train.checkpoint import (
     STATE,
     Reached,
@@ -35,6 +34,7 @@ from train.checkpoint import (
 from train.config import OptimConfig, Recipe
 from train.data import open_dataset
 from train.devices import Devices, move_state
+from train.fitting import check_fits
 from train.interrupt import listen
 from train.metrics import MetricsLog
 from train.model import Stepped, count_parameters
@@ -76,7 +76,7 @@ def train(
         if model is None:
             model = new_model(folder if resumed else origin, recipe, dataset.sizes)
         else:
-            check_fits(model, dataset)
+            check_fits(model, dataset, recipe)
         model.to(devices.device)
         model.checkpoint = recipe.steps.checkpoint
         if recipe.steps.solver == "adaptive":
@@ -108,21 +108,6 @@ def train(
             teacher.to(devices.device)
         Loop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher).run(first)
     return model.eval()
-
-
-def check_fits(model: Stepped, dataset: Dataset) -> None:
-    """Refuse a model that was made for data of other sizes."""
-    sizes = dataset.sizes
-    try:
-        with torch.no_grad():
-            answers = model(*dataset.batch(0, 1, 0).inputs).logits.shape[-1]
-    except (IndexError, RuntimeError) as error:
-        raise ValueError(f"the model cannot read this data, of {sizes}: {error}") from None
-    if answers != (sizes.classes or sizes.vocabulary):
-        raise ValueError(f"the model has {answers} answers, but the data is of {sizes}")
-    pad = getattr(getattr(model, "embed", None), "pad_id", PAD_ID)
-    if sizes.vocabulary and sizes.classes and pad != PAD_ID:
-        raise ValueError(f"the data pads with id {PAD_ID}, the model with {pad}: set pad_token_id")
 
 
 def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
@@ -203,7 +188,7 @@ class Loop:
                     self._save(done)
                     bar.close()
                     if self.devices.main:
-                        print(f"stopped after {done} iterations; the same command goes on there")
+                        print(f"stopped after iteration {done}; the same command goes on there")
                     raise KeyboardInterrupt
 
     def iterate(self, iteration: int) -> dict[str, Any]:

@@ -63,6 +63,18 @@ class OtifiedTransformer(OTTransformer):
 
     origin: dict[str, Any]
 
+    @property
+    def blocks(self) -> int:
+        return self._size("num_hidden_layers", "n_layer")
+
+    @property
+    def heads(self) -> int:
+        return self._size("num_attention_heads", "n_head")
+
+    def _size(self, *names: str) -> int:
+        config = self.origin["config"]
+        return int(next(config[name] for name in names if name in config))
+
 
 def otified_from(origin: dict[str, Any]) -> OtifiedTransformer:
     """The model of a run again, with fresh weights."""

@@ -3,11 +3,13 @@
 Knows how settings are written, not what they mean.
 """
 
+import copy
 import dataclasses
 import math
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from train.config import Recipe, RecipeError
 
 RECIPES = Path(__file__).parent / "recipes"
 _READ_BY_CHARACTER = ("text", "stdlib")  # what has characters as tokens unless it says otherwise
+_MADE = ("parity", "listops", "stdlib")  # data that is made on the spot
 
 
 def recipe_names() -> list[str]:
@@ -33,11 +36,50 @@ def load_recipe(source: str, overrides: list[str] | None = None, data: str = "")
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
-    for override in overrides or []:
-        apply_override(table, override)
-    if data:
-        table.setdefault("data", {})["path"] = data
-    return recipe_from(table, str(path))
+    recipe = overridden(table, overrides or [], str(path))
+    return data_at(recipe, data or recipe.data.path)
+
+
+def data_at(recipe: Recipe, path: str) -> Recipe:
+    """The recipe with its data at a path, if one is given; refuses what would not be read."""
+    if not path:
+        return recipe
+    if recipe.data.kind in _MADE:
+        raise RecipeError(
+            f'{recipe.name} makes its own data (data.kind is "{recipe.data.kind}") and would not '
+            f"read {path}: leave that out; `stepdial train text` and `stepdial train classifier` "
+            "take data of your own"
+        )
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
+
+
+def overridden(table: dict[str, Any], overrides: list[str], where: str) -> Recipe:
+    """The recipe of a table with `key=value` overrides; a fault of theirs names those at fault."""
+    changed = _with(table, overrides)
+    try:
+        return recipe_from(changed, where)
+    except RecipeError as error:
+        if not overrides or not _loads(table):
+            raise
+        others = {one: [other for other in overrides if other != one] for one in overrides}
+        guilty = [one for one in others if _loads(table, others[one])]
+        named = ", ".join(f"--set {one!r}" for one in guilty or overrides)
+        raise RecipeError(f"{named}: {str(error).removeprefix(f'{where}: ')}") from None
+
+
+def _with(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    changed = copy.deepcopy(table)
+    for one in overrides:
+        apply_override(changed, one)
+    return changed
+
+
+def _loads(table: dict[str, Any], overrides: Sequence[str] = ()) -> bool:
+    try:
+        recipe_from(_with(table, overrides), "")
+    except RecipeError:
+        return False
+    return True
 
 
 def recipe_from(table: dict[str, Any], where: str) -> Recipe:

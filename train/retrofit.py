@@ -12,7 +12,7 @@ from typing import Any
 from train.checkpoint import RunError, read_facts
 from train.config import Recipe, StepsConfig
 from train.loop import train
-from train.recipe_file import apply_override, recipe_from
+from train.recipe_file import data_at, overridden, recipe_from
 
 SLOWER = 3  # how many times smaller lr is than in the original training
 DISTIL, JUMP = 1.0, 0.3
@@ -68,11 +68,7 @@ def retrofit_recipe(
             warmup=min(optim.warmup, iterations // 10),
         ),
     ).to_json()
-    for override in overrides:
-        apply_override(table, override)
-    if data:
-        table["data"]["path"] = data
-    recipe = recipe_from(table, where)
+    recipe = data_at(overridden(table, overrides, where), data)
     if recipe.model != original.model:
         raise RunError("--set model...: a retrofit keeps the model; train a new one instead")
     return recipe

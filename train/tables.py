@@ -40,7 +40,11 @@ def read_table(config: DataConfig, name: str) -> Rows:
             ]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
-    except (OSError, EOFError, lzma.LZMAError, csv.Error, json.JSONDecodeError) as error:
+    except csv.Error as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; is a quote of a text never closed?"
+        ) from None
+    except (OSError, EOFError, lzma.LZMAError, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     kept = [row for row in rows if row[0].strip()]
     if len(kept) < len(rows):

@@ -27,6 +27,7 @@ from serve.bundle.rung import (
     Quality,
     Rung,
     Verified,
+    steps_in_words,
 )
 from serve.bundle.seal import seal_bundle, write_latency
 from serve.bundle.spec import MIXED_GROUPS, FileEntry, Shape, StepFiles, TokenizerSpec
@@ -75,5 +76,6 @@ __all__ = [
     "read_bundle",
     "read_checked",
     "seal_bundle",
+    "steps_in_words",
     "write_latency",
 ]

@@ -23,7 +23,7 @@ from serve.bundle.fields import (
     shown,
 )
 from serve.bundle.inputs import InputSpec, TextInput, read_input
-from serve.bundle.rung import METHODS, Method, Rung, check_ladder
+from serve.bundle.rung import METHODS, Method, Rung, check_ladder, steps_in_words
 from serve.bundle.spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle.task import (
     CACHES,
@@ -119,7 +119,9 @@ class Manifest:
         for rung in self.rungs:
             if rung.steps == steps:
                 return rung
-        raise BundleError(f"{self.name} has no rung of {steps} steps; it has {self._ladder()}")
+        raise BundleError(
+            f"{self.name} has no rung of {steps_in_words(steps)}; it has {self._ladder()}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as the value of manifest.json."""
@@ -175,7 +177,7 @@ class Manifest:
         check_integer("default_steps", self.default_steps, 1, 1 << 30)
         if self.full_steps != self.steps[-1]:
             raise BundleError(
-                f"is {self.full_steps}, but the largest rung has {self.steps[-1]} steps",
+                f"is {self.full_steps}, but the largest rung has {steps_in_words(self.steps[-1])}",
                 field="full_steps",
             )
         if self.default_steps not in self.steps:

@@ -32,6 +32,11 @@ _HUGE = 1e30
 _RANGES = {"loss": (-_HUGE, _HUGE), "accuracy": (0.0, 1.0), "bleu": (0.0, 100.0)}
 
 
+def steps_in_words(steps: int) -> str:
+    """A count of steps as a person writes it."""
+    return "1 step" if steps == 1 else f"{steps} steps"
+
+
 @dataclass(frozen=True, slots=True)
 class Quality:
     """A rung's measured quality on held-out data, with its confidence interval."""

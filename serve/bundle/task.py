@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from serve.bundle.fields import BundleError, check_integer, check_text
 from serve.bundle.inputs import MAX_TOKENS, TextInput
+from serve.bundle.rung import steps_in_words
 
 if TYPE_CHECKING:
     from serve.bundle.manifest import Manifest
@@ -72,8 +73,8 @@ def check_depth(manifest: "Manifest") -> None:
             right, wanted = rung.nfe == spent, str(spent)
         if not right:
             raise BundleError(
-                f"is {rung.nfe}, but {rung.steps} steps of {rung.method} spend {wanted} "
-                "evaluations; export the bundle again",
+                f"is {rung.nfe}, but {steps_in_words(rung.steps)} of {rung.method} spend "
+                f"{wanted} evaluations; export the bundle again",
                 field=f"rungs[{index}].nfe",
             )
 

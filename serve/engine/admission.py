@@ -6,6 +6,7 @@ deliberately knows neither threads nor HTTP.
 
 from collections.abc import Sequence
 
+from serve.bundle import steps_in_words
 from serve.engine.work import Work
 from serve.errors import ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 from serve.scheduler.job import Deadline, Job, LaneKey
@@ -151,6 +152,6 @@ def too_large(job: Job[Work], needed_bytes: int) -> Unprocessable:
     """What is said of a generation that needs more cache memory than there is."""
     return Unprocessable(
         f"the prompt and max_tokens need {needed_bytes / 2**20:.1f} MiB of cache at "
-        f"{job.lane.steps} steps, more than this server has: lower max_tokens or steps",
+        f"{steps_in_words(job.lane.steps)}, more than this server has: lower max_tokens or steps",
         param="max_tokens",
     )

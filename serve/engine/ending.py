@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterable
 
+from serve.bundle import steps_in_words
 from serve.engine.events import Event, FailedEvent, Span
 from serve.engine.failing import Failing
 from serve.engine.generation import Generation
@@ -75,7 +76,7 @@ class Ending:
         self._metrics.runtime_failures.labels(lane.name).inc()
         self._failing.threw(lane)
         failure = ModelFailure(
-            f"{lane.name} failed at {lane.steps} steps: try again, or with other steps"
+            f"{lane.name} failed at {steps_in_words(lane.steps)}: try again, or with other steps"
         )
         deliveries: Deliveries = []
         with self._lock:

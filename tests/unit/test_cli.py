@@ -88,6 +88,17 @@ def test_a_package_with_several_commands_is_told_which(monkeypatch: pytest.Monke
     assert entry.seen == [["evaluate", "runs/x", "--steps", "1,2"]]
 
 
+def test_a_reader_who_has_gone_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["export", "inspect", str(ROOT / "zoo" / "topics"), "--plot", str(tmp_path / "x.svg")]
+    ended = subprocess.run(
+        [sys.executable, "-m", *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_evaluating_a_bundle_is_for_export_and_a_run_for_train(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

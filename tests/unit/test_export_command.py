@@ -18,6 +18,8 @@ SAID = {
     "export RUN --name ": "name is ''; use 1 to 64 of a-z",
     "export RUN --target triton --out BUNDLE": "exists: remove it, or name another folder",
     "export RUN --steps 0": "counts are from 1",
+    "export RUN --steps ": "write counts like 1,2,4,8",
+    "evaluate BUNDLE --steps ": "write counts like 1,2,4,8",
     "export RUN --precision int4": "choose one of fp32, int8",
     "export RUN": "is not a run",
     "inspect RUN": "is no folder",

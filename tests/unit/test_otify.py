@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the extra otify is not installed")
 
+from export.frontier import describe  # noqa: E402
 from export.pack import ExportRequest, export_run  # noqa: E402
-from tests.tiny_runs import tiny_text_recipe  # noqa: E402
+from tests.tiny_runs import TINY, tiny_text_recipe  # noqa: E402
 from train.blocks import Attention  # noqa: E402
 from train.checkpoint import RunError, load_run  # noqa: E402
 from train.config import Recipe  # noqa: E402
@@ -185,6 +186,34 @@ def test_gpt2_trains_resumes_loads_and_exports_with_caches(recipe: Recipe, tmp_p
     request = ExportRequest(tmp_path / "bundle", (1, 2), samples=2)
     bundle = export_run(run, request, say=lambda _: None)  # verifies each rung in the runtime
     assert (bundle.manifest.task, bundle.manifest.cache) == ("generate", "kv")
+
+
+def test_a_bundle_says_the_blocks_of_the_model_not_those_of_the_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe("parity", [*TINY, "data.rows=40", "optim.iterations=1"])
+    sizes = {"vocab_size": open_dataset(recipe).sizes.vocabulary, "num_labels": 2}
+    model = otify(original("BertForSequenceClassification", **sizes, num_hidden_layers=1))
+    train(recipe, tmp_path / "run", quiet=True, model=model)
+    request = ExportRequest(tmp_path / "bundle", (1,), samples=1, latency=False)
+    bundle = export_run(tmp_path / "run", request, say=lambda _: None)
+    shape = bundle.manifest.shape
+    assert (shape.layers, shape.heads, shape.head_width, shape.width) == (1, 3, 8, 24)
+    for text in (describe(bundle), (bundle.folder / "README.md").read_text()):
+        assert "1 block of width 24" in text
+
+
+def test_a_model_of_another_depth_than_is_trained_is_refused(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    model = otify(original("GPT2LMHeadModel"), depth="discrete")
+    with pytest.raises(ValueError, match=r"the recipe trains 'ode': set model\.depth"):
+        train(recipe, tmp_path, True, model=model)
+
+
+def test_a_model_too_short_for_the_longest_row_is_refused_at_the_start(tmp_path: Path) -> None:
+    recipe = load_recipe("parity", [*TINY, "data.rows=40", "model.window=32"])
+    model = otify(original("BertForSequenceClassification", vocab_size=300, num_labels=2))
+    with pytest.raises(ValueError, match="the model cannot read this data"):
+        train(recipe, tmp_path, True, model=model)
 
 
 def test_a_model_of_other_sizes_than_the_data_is_refused(recipe: Recipe, tmp_path: Path) -> None:

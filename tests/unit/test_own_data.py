@@ -9,7 +9,7 @@ from train.config import DataConfig
 from train.images import ImageDataset
 from train.labelled import LabelledDataset
 from train.points import PointDataset
-from train.tables import DataError, read_table
+from train.tables import LONGEST_CELL, DataError, read_table
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,20 @@ def test_spaces_around_columns_and_labels_make_no_classes(tmp_path: Path) -> Non
         ("good", "pos"),
         ("fine", "pos"),
     ]
+
+
+def test_a_quote_that_is_never_closed_is_guessed(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('text,label\n"good' + "x" * LONGEST_CELL + ",pos\n")
+    with pytest.raises(DataError, match=r"t\.csv cannot be read: .* is a quote .* never closed"):
+        read_table(DataConfig("table", str(tmp_path)), "t.csv")
+
+
+def test_a_label_that_only_the_held_out_rows_have_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for count, said in ((30, False), (1, True)):
+        rows = [("good", "pos")] * 30 + [("bad", "neg")] * count
+        # A seed that holds the only row of `neg` out.
+        LabelledDataset(rows, None, DataConfig("table", held_out=0.5), 16, None, seed=1)
+        assert ("has the label neg: it will not be learnt" in caplog.text) == said
 
 
 def test_a_column_of_other_things_than_labels_is_refused() -> None:

@@ -41,6 +41,7 @@ def test_overrides_reach_every_type(small: str) -> None:
             "steps.short=[1, 2]",
             "model.norm=none",
             "data.lowercase=true",
+            "data.kind=table",
             "optim.clip=2",
         ],
         data="somewhere",
@@ -86,6 +87,42 @@ def test_overrides_reach_every_type(small: str) -> None:
 def test_bad_settings_are_refused_by_name(small: str, override: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
         load_recipe(small, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "guilty"),
+    [
+        (["optim.lr=fast"], "--set 'optim.lr=fast': optim.lr must be float, not 'fast'"),
+        (["optim.lr=0.1", "optim.x=1"], "--set 'optim.x=1': unknown key 'optim.x'"),
+        (
+            ["run.seed=1", "model.heads=3"],
+            "--set 'model.heads=3': recipe 'small': model.width must",
+        ),
+        (["optim.lr=fast", "optim.batch=a"], "--set 'optim.lr=fast', --set 'optim.batch=a': optim"),
+        (["model=3"], "--set 'model=3': model must be a section"),
+        (["optim.lr"], "--set 'optim.lr': write it as key=value"),
+    ],
+)
+def test_a_bad_setting_is_blamed_on_the_argument_not_on_the_file(
+    small: str, overrides: list[str], guilty: str
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(small, overrides)
+    assert str(refused.value).startswith(guilty)
+
+
+def test_what_the_file_has_wrong_is_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(SMALL + "\n[optim]\nlr = 'fast'\n")
+    with pytest.raises(RecipeError, match=r"odd\.toml: optim\.lr must be float"):
+        load_recipe(str(path), ["optim.batch=4"])
+
+
+@pytest.mark.parametrize("name", ["parity", "listops", "stdlib"])
+def test_a_recipe_that_makes_its_data_takes_none(name: str) -> None:
+    for given in ({"data": "mine.csv"}, {"overrides": ["data.path=mine.csv"]}):
+        with pytest.raises(RecipeError, match=r"makes its own data .* mine\.csv: leave that out"):
+            load_recipe(name, **given)
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "mnist", "multi30k"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from export.__main__ import main as export
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.__main__ import main
 from train.batch import Sizes
@@ -157,13 +158,29 @@ def test_batches_of_long_rows_and_large_vocabularies_are_small(
     assert 1 <= rows <= max(1, (POSITIONS if sizes.classes else LOGITS) // numbers)
 
 
-def test_a_discrete_run_has_one_row(tmp_path: Path) -> None:
+def test_a_discrete_run_has_one_row_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tiny_label_run(
         tmp_path, "model.depth=discrete", "optim.iterations=4", "run.evaluate_every=4"
     )
     (row,) = evaluate_run(run, [1, 2, 4], ["euler", "heun"]).rows
     assert (row.method, row.steps, row.nfe, row.agreement) == ("discrete", 1, 1, 1)
     assert row.gap == pytest.approx(0)
+    only = "it has one answer, with 1 step"
+    for asked, said in ((["--steps", "1,2"], True), (["--method", "all"], True), ([], False)):
+        assert main(["evaluate", str(run), *asked]) == 0
+        assert (only in capsys.readouterr().out) == said
+
+
+def test_a_run_that_made_its_data_is_measured_on_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny_label_run(tmp_path, "optim.iterations=2", "run.evaluate_every=2")
+    assert main(["evaluate", str(run), "--data", "mine.csv"]) == 2
+    assert main(["retrofit", str(run), "--data", "mine.csv"]) == 2
+    assert export(["export", str(run), "--data", "mine.csv"]) == 2
+    assert capsys.readouterr().err.count("would not read mine.csv: leave that out") == 3
 
 
 def test_every_jump_of_a_straight_path_ends_where_the_path_does() -> None:
