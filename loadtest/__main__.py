@@ -5,6 +5,7 @@ It deliberately knows nothing of how requests are sent and measured.
 
 import argparse
 import importlib.util
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -93,15 +94,25 @@ def _complaint(options: argparse.Namespace) -> str | None:
             return "--find-capacity needs --objective, such as latency_p99_ms<200"
         if options.web or options.apart or shape_of(options) == "closed":
             return "--find-capacity goes with open shapes, without --web and --apart"
+        if options.requests:
+            return "--find-capacity measures each rate for --duration, so not with --requests"
         if options.keep_requests or options.out.endswith(".json"):
             return "--find-capacity keeps what it found in --out FOLDER, without --keep-requests"
+    closed = shape_of(options) == "closed"
+    if options.requests and closed and (options.workers or 1) > options.users:
+        return "--requests are shared by --workers, each of which needs one of --users at least"
+    if options.max_in_flight and (options.workers or 1) > options.max_in_flight:
+        return "--max-in-flight is shared by --workers: it must be as many at least"
     return None
 
 
 def _announce(options: argparse.Namespace, plan: Plan) -> None:
     schedule = plan.schedule
     if schedule is None:
-        say(f"{options.url}: users {options.users}, duration {options.duration}")
+        until = f"{options.requests} requests" if options.requests else ""
+        if math.isfinite(seconds := plan.terms.duration_s):
+            until += f"{', at most ' if until else ''}{seconds:g} s"
+        say(f"{options.url}: {options.users} users, {until}")
     else:
         say(f"{options.url}: {len(schedule.shots)} requests in {schedule.length_s:.0f} s")
         say(plan.terms.arrivals)

@@ -46,12 +46,15 @@ class Process:
     burstiness: float = 4.0  # variance of the gaps, where that of Poisson is 1; onoff: peak to mean
     period_s: float = 10.0  # of onoff
 
-    def due_s(self, rate: Rate, duration_s: float, seed: str) -> list[float]:
-        """The moments of all arrivals within `duration_s`, ascending."""
+    def due_s(
+        self, rate: Rate, duration_s: float, seed: str, most: int | None = None
+    ) -> list[float]:
+        """The moments of all arrivals within `duration_s`, ascending; of the first if there is a
+        limit."""
         moments: list[float] = []
         for count in self._counts(random.Random(seed)):
             moment_s = rate.moment_s(count, duration_s)
-            if moment_s >= duration_s:
+            if moment_s >= duration_s or len(moments) == most:
                 break
             moments.append(self._squeezed(moment_s) if self.shape == "onoff" else moment_s)
         return moments

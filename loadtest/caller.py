@@ -45,13 +45,21 @@ class Caller(User):
             raise StopUser
         # A task that comes back would be between tasks for a moment, in which Locust ends a user at
         # once: by then in the midst of its next request, whose answer would be lost.
-        error = None
-        while self._state == LOCUST_STATE_RUNNING and error != CUT_SHORT:
-            shot, body = self._plan.next_request()
+        plan, error = self._plan, None
+        share = shares.pop(self.environment, None)
+        if share is not None and plan.left is not None:
+            plan.left = share.of_count(plan.left)
+        while self._state == LOCUST_STATE_RUNNING and error != CUT_SHORT and plan.left != 0:
+            shot, body = plan.next_request()
+            plan.under_way += 1
             outcome = self._line.send(shot, body, time.monotonic(), time.time())
+            plan.under_way -= 1
             self._take(outcome)
             error = outcome.error
-            self._rest(rest_s(outcome, self._plan.terms.max_rest_s))
+            if plan.left != 0:
+                self._rest(max(rest_s(outcome, plan.terms.max_rest_s), plan.think_s()))
+        if plan.left == plan.under_way == 0:
+            self._tell_sent()
         raise StopUser
 
     def on_stop(self) -> None:
@@ -71,6 +79,11 @@ class Caller(User):
         if share is None:  # a user who was added from the page: another sends all of it
             return
         OpenLoop(self._plan, share, self._take).run(lambda: runner.state in OVER)
+        self._tell_sent()
+
+    def _tell_sent(self) -> None:
+        runner = self.environment.runner
+        assert runner is not None, "users are run by a runner"
         runner.send_message(SENT)
 
     def _take(self, outcome: Outcome) -> None:

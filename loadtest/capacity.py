@@ -17,11 +17,12 @@ from loadtest.drawing import draw_png, draw_svg
 from loadtest.files import write_text, write_whole
 from loadtest.launch import locust_command, run
 from loadtest.objective import Objective, parse_objective
+from loadtest.options import duration_s_of
 from loadtest.page import page, table
 from loadtest.say import room, say
 from loadtest.search import Capacity, MeasuringEndedError, Point, Search
 from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
-from loadtest.terms import parse_duration, parse_levels
+from loadtest.terms import parse_levels
 
 _HEADINGS = ("rate/s", "requests", "good/s", "p50", "p99", "objective", "sure", "what")
 _LONGER = 4  # times --duration, at most, for rates at which few requests come
@@ -32,7 +33,7 @@ _WARM_UP_S = 2.0
 def find_capacity(options: argparse.Namespace, start_per_s: float) -> Capacity:
     """Measure rates one after another, and say what each gave."""
     objective = parse_objective(options.objective)
-    longest_s = options.most_points * (_LONGER * parse_duration(options.duration) + 10)
+    longest_s = options.most_points * (_LONGER * duration_s_of(options) + 10)
     say(
         f"Looking for the highest rate that keeps {options.objective}: at most "
         f"{options.most_points} tests, at most {longest_s / 60:.0f} minutes."
@@ -88,7 +89,7 @@ def _measure(
 ) -> Point:
     shares = [limit.share or 0.0 for limit in objective.limits]
     wanted = max(5 / (1 - max(shares)), _LEAST_REQUESTS)
-    chosen_s = parse_duration(options.duration)
+    chosen_s = duration_s_of(options)
     seconds = min(max(chosen_s, wanted / rate_per_s), _LONGER * chosen_s)
     bounds_ms = [limit.bound for limit in objective.limits if limit.of_requests]
     drain_s = options.answer_timeout if options.drain is None else options.drain

@@ -208,11 +208,12 @@ def _frontier(report: Report) -> list[Chart]:
             if known
             else "As the server states it for the steps that were used."
         )
+        better = " Of a loss, less is better." if metric == "loss" and not known else ""
         label = "accuracy of answers" if known else f"stated {metric}"
         found.append(
             Chart(
                 f"Quality against latency under load: {model}",
-                f"Numbers beside points are steps. {source}",
+                f"Numbers beside points are steps. {source}{better}",
                 "ms, 99 of 100 requests",
                 label,
                 lines,

@@ -31,6 +31,8 @@ _FIGURES = (
     ("first_token_p99_ms", "first token p99 ms", None),
     ("gap_p50_ms", "gap p50 ms", None),
     ("gap_p99_ms", "gap p99 ms", None),
+    ("per_token_p50_ms", "tpot p50 ms", None),
+    ("per_token_p99_ms", "tpot p99 ms", None),
     ("steps_mean", "steps used", None),
     ("accuracy", "accuracy", "accuracy_interval"),
 )
@@ -112,7 +114,7 @@ def compare(a: Kept, b: Kept) -> list[Change]:
 def differences(a: Kept, b: Kept) -> list[str]:
     """What makes the two tests less comparable."""
     notes = [
-        f"{name}: A {a.terms[name]}, B {b.terms[name]}"
+        f"{name}: A {a.terms[name] or 'none'}, B {b.terms[name] or 'none'}"
         for name in a.terms
         if a.terms[name] != b.terms[name]
     ]
@@ -182,7 +184,8 @@ def _charts(a: Kept, b: Kept) -> list[Chart]:
     """Latency of both: against rate where there are several, else by how many requests."""
     several = any(len(report.stages) > 1 for report in (a, b))
     found = []
-    for operation in dict.fromkeys(row.name for row in a.rows):
+    both = {row.name for row in b.rows if row.requests}
+    for operation in (row.name for row in a.rows if row.requests and row.name in both):
         lines = []
         for label, report in (("A", a), ("B", b)):
             for what, dashed in (("p50_ms", False), ("p99_ms", True)):

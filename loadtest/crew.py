@@ -37,6 +37,11 @@ class Crew:
         """One has told all that it saw."""
         self._ended.add(name)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody is left of it."""
+        return all(map(self._is_gone, self.names))
+
     def await_sent(self, is_over: Callable[[], bool]) -> None:
         """Wait until everything is sent; a worker that is gone sends no more."""
         while not is_over() and not self._all(self._sent):

@@ -23,7 +23,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _INK, _FAINT, _LIMIT = "#1c2330", "#d9dee7", "#a3221b"
 _MOST_IN_LEGEND = 12
 _LONG_NAME = 44
-_TAIL = (1, 10, 50, 90, 95, 99, 99.9)  # percentiles that are marked
+_TAIL = (10, 50, 90, 95, 99, 99.9)  # percentiles that are marked
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -119,8 +119,15 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
 
 def _name_ticks(axis: Axis) -> None:
     """Plain numbers, also between powers of ten where there are few of those."""
-    axis.set_major_formatter(LogFormatter())
-    axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.2, 0.5)))
+    axis.set_major_formatter(_PlainNumbers())
+    axis.set_minor_formatter(_PlainNumbers(labelOnlyBase=False, minor_thresholds=(1.2, 0.5)))
+
+
+class _PlainNumbers(LogFormatter):
+    """Writes 0.1 where its base writes 1e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def _draw_line(axes: Axes, chart: Chart, line: Line, colour: str) -> None:

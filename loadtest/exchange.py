@@ -5,9 +5,11 @@ It deliberately knows nothing of when requests are sent and of what becomes of t
 
 import itertools
 import time
+from contextlib import nullcontext
 from urllib.parse import urlsplit
 
 import gevent
+from gevent.lock import BoundedSemaphore
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPSocketPoolResponse
 
@@ -34,9 +36,11 @@ _LONGEST_ERROR = 300  # characters
 class Line:
     """Connections to the server: opened when none is free, kept, and used again."""
 
-    def __init__(self, plan: Plan, connections: int) -> None:
+    def __init__(self, plan: Plan, connections: int, in_flight: int | None = None) -> None:
+        """So many may be under way at a time; others are held until one has ended."""
         terms = plan.terms
         self._plan = plan
+        self._places = nullcontext() if in_flight is None else BoundedSemaphore(in_flight)
         self._headers = headers(plan.key)
         self._prefix = urlsplit(terms.url).path.rstrip("/")
         self._client = HTTPClient.from_url(
@@ -54,22 +58,24 @@ class Line:
         """Send it now; `due_s` is when that should have been, of time.monotonic()."""
         facts = Facts()
         error: str | None = None
-        lag_ms = (time.monotonic() - due_s) * 1e3
+        ready_s, began_s = time.monotonic(), None
         try:
-            self._exchange(shot, body, facts)
+            with self._places:
+                began_s = time.monotonic()
+                self._exchange(shot, body, facts)
         except AnswerError as wrong:
             error = str(wrong)
         except gevent.GreenletExit:
             error = CUT_SHORT
         except Exception as broken:  # whatever a connection can do is one failed request
             error = f"{type(broken).__name__}: {broken}"
-        total_ms = (time.monotonic() - due_s) * 1e3
+        ended_s = time.monotonic()
         moments = facts.token_moments_s
         pairs = itertools.pairwise(moments)
         return Outcome(
             operation=shot.operation,
             started_s=started_s,
-            total_ms=total_ms,
+            total_ms=(ended_s - due_s) * 1e3,
             error=_plain(error),
             status=facts.status,
             retry_after_s=facts.retry_after_s,
@@ -77,7 +83,8 @@ class Line:
             gaps_ms=tuple((after - before) * 1e3 for before, after in pairs),
             tokens=facts.tokens,
             prompt_tokens=facts.prompt_tokens,
-            lag_ms=lag_ms,
+            lag_ms=(ready_s - due_s) * 1e3,
+            held_ms=((began_s or ended_s) - ready_s) * 1e3,
             stage=shot.stage,
             steps=facts.steps,
             reason=facts.reason,

@@ -15,6 +15,7 @@ from loadtest.report import SCHEMA_VERSION
 FIGURES = (
     *("requests_per_s", "errors", "refused", "p50_ms", "p95_ms", "p99_ms"),
     *("first_token_p50_ms", "first_token_p99_ms", "gap_p50_ms", "gap_p99_ms"),
+    *("per_token_p50_ms", "per_token_p99_ms"),
     *("steps_mean", "accuracy"),
 )
 INTERVALS = ("p50_interval_ms", "p99_interval_ms", "accuracy_interval")

@@ -14,9 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.options import forwarded, shape_of
+from loadtest.options import duration_s_of, forwarded, shape_of
 from loadtest.say import say
-from loadtest.terms import parse_duration
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,9 +32,9 @@ def locust_command(options: argparse.Namespace, url: str) -> list[str]:
     # Longer than a silent answer is waited for, so that silence is reported as such.
     patience_s = options.answer_timeout if options.drain is None else options.drain
     command.append(f"--stop-timeout={math.ceil(max(patience_s, options.answer_timeout)) + 1}")
-    if not is_open:
-        run_s = math.ceil(parse_duration(options.duration) + options.warm_up)
-        command.append(f"--run-time={run_s}s")
+    run_s = duration_s_of(options) + options.warm_up
+    if not is_open and math.isfinite(run_s):
+        command.append(f"--run-time={math.ceil(run_s)}s")
     if options.workers:
         command += [f"--processes={options.workers}", f"--expect-workers={options.workers}"]
         # Locust's own port is one for all tests of a machine, and open to other machines.

@@ -103,9 +103,16 @@ def _prepare_senders(environment: Environment, plan: Plan, took_s: float) -> Non
     crew = Crew(runner) if isinstance(runner, MasterRunner) else None
     if crew is not None:
         _crews[environment] = crew
-    if not plan.terms.open:
-        return
     senders = len(crew.names) if crew else 1
+    if not plan.terms.open:
+        if crew is not None and plan.terms.requests is not None:
+            if runner.target_user_count < senders:
+                raise StopTest(f"--requests needs a user in each process that sends: -u {senders}.")
+            crew.share_out(time.time())
+            gevent.spawn(_finish_when_sent, environment, plan, crew)
+        return
+    if senders > (plan.terms.max_in_flight or senders):
+        raise StopTest(f"--max-in-flight is shared by {senders} processes: it must be as many.")
     if runner.target_user_count != senders:
         raise StopTest(
             f"An open loop has one user in each process that sends: -u {senders}, "
@@ -182,6 +189,10 @@ def _stop(environment: Environment, **_: Any) -> None:
     if plan is not None and not isinstance(environment.runner, WorkerRunner):
         _publish(environment, plan)
         plan.published = True
+        crew, runner = _crews.get(environment), environment.runner
+        if crew is not None and crew.is_gone and runner is not None and not environment.web_ui:
+            # Locust would wait for workers that may come back.
+            gevent.spawn(runner.quit)
 
 
 def _quit(environment: Environment, **_: Any) -> None:

@@ -16,11 +16,13 @@ from loadtest.percentiles import is_sure, mean, percentile
 from loadtest.target import ENDPOINTS
 
 SYNTAX = (
-    "limits such as latency_p99_ms<1000,ttft_p95_ms<200,itl_p50_ms<20,error_share<0.01,"
-    "accuracy>0.8; latency, ttft (time to first token) and itl (time between tokens) with mean, "
-    "p50, p90, p95, p99 or p99.9"
+    "limits such as latency_p99_ms<1000,ttft_p95_ms<200,tpot_p99_ms<20,error_share<0.01,"
+    "accuracy>0.8; latency, ttft (time to first token), itl (time between tokens) and tpot (time "
+    "per output token of a stream) with mean, p50, p90, p95, p99 or p99.9"
 )
-_TIME = re.compile(r"(?P<what>latency|ttft|itl)_(?:p(?P<percent>[0-9]{1,2}(?:\.[0-9]+)?)|mean)_ms")
+_TIME = re.compile(
+    r"(?P<what>latency|ttft|itl|tpot)_(?:p(?P<percent>[0-9]{1,2}(?:\.[0-9]+)?)|mean)_ms"
+)
 
 
 class ObjectiveError(ValueError):
@@ -32,14 +34,14 @@ class Limit:
     """One condition; `share` is how many requests it must hold for, None if for their mean."""
 
     text: str
-    what: str  # latency, ttft, itl, error_share or accuracy
+    what: str  # latency, ttft, itl, tpot, error_share or accuracy
     bound: float
     share: float | None = None
 
     @property
     def of_requests(self) -> bool:
         """Whether each single request can keep it or not."""
-        return self.what in ("latency", "ttft", "itl")
+        return self.what in ("latency", "ttft", "itl", "tpot")
 
     def kept_by(self, outcome: Outcome) -> bool:
         """Whether one request kept it; one that has no such time does."""
@@ -80,7 +82,7 @@ class Objective:
         """ObjectiveError if there is nothing that a limit could be measured on."""
         streams = any(ENDPOINTS[operation.endpoint].streams for operation in operations)
         for limit in self.limits:
-            if limit.what in ("ttft", "itl") and not streams:
+            if limit.what in ("ttft", "itl", "tpot") and not streams:
                 raise ObjectiveError(f"{limit.text!r} needs a streamed endpoint in the mix.")
             if limit.what == "accuracy" and not labelled:
                 raise ObjectiveError(f"{limit.text!r} needs texts with labels: --labels FILE.")
@@ -141,6 +143,9 @@ def _measured(limit: Limit, outcomes: Sequence[Outcome]) -> list[tuple[float, fl
 def _time_ms(what: str, outcome: Outcome) -> float | None:
     if what == "itl":
         return outcome.gap_ms
+    if what == "tpot":
+        failed = outcome.error is not None and ENDPOINTS[outcome.operation.endpoint].streams
+        return math.inf if failed else outcome.gap_ms
     if what == "ttft":
         streamed = ENDPOINTS[outcome.operation.endpoint].streams
         if not streamed or (outcome.error is None and outcome.first_token_ms is None):

@@ -31,6 +31,10 @@ class Share:
     of: int
     begin_s: float  # of the epoch
 
+    def of_count(self, count: int) -> int:
+        """Its part of so many."""
+        return count // self.of + (self.index < count % self.of)
+
     @classmethod
     def from_wire(cls, data: dict[str, Any]) -> "Share":
         """As it was sent to a worker."""
@@ -46,7 +50,9 @@ class OpenLoop:
         self._shots: Sequence[Shot] = plan.schedule.share(share.index, share.of)
         self._begin_epoch_s = share.begin_s
         self._begin_s = time.monotonic() + share.begin_s - time.time()
-        self._line = Line(plan, _CONNECTIONS)
+        limit = plan.terms.max_in_flight
+        in_flight = None if limit is None else share.of_count(limit)
+        self._line = Line(plan, _CONNECTIONS, in_flight)
         self._flights = Group()
 
     def run(self, is_over: Callable[[], bool]) -> None:

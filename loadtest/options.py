@@ -4,6 +4,7 @@ It deliberately knows nothing of servers; that what is asked for exists is check
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from loadtest.arrivals import RATE_SYNTAX, SHAPES, Rate
 from loadtest.mix import SYNTAX as MIX_SYNTAX
 from loadtest.objective import SYNTAX as OBJECTIVE_SYNTAX
 from loadtest.objective import ObjectiveError, parse_objective
+from loadtest.resting import THINK_SYNTAX, parse_think_time
 from loadtest.terms import (
+    DEFAULT_DURATION_S,
     DEFAULT_MAX_TOKENS,
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
@@ -27,6 +30,7 @@ _SHARED = (
     *("mix", "max_tokens", "prompt_tokens", "prompts", "labels", "seed", "answer_timeout"),
     *("shape", "rate", "duration", "burstiness", "period", "trace", "speed", "length_scale"),
     *("warm_up", "pause", "drain", "objective", "max_lag_ms", "max_rest", "out", "api_key_file"),
+    *("requests", "think_time", "max_in_flight"),
 )
 _SWITCHES = ("apart", "keep_requests")
 
@@ -55,8 +59,17 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
     about = "closed, or an open loop of these arrivals (closed; with --rate poisson)"
     add("--shape", str, "", about, choices=("", *SHAPES), metavar="|".join(SHAPES))
     add("--rate", checked(parse_levels), "", RATE_SYNTAX, metavar="R")
-    about = "30s, 2m or 1h30m, for each level of --rate (%(default)s)"
-    add("--duration", checked(parse_duration), "30s", about)
+    about = "30s, 2m or 1h30m, for each level of --rate (30s; with --requests until all are sent)"
+    add("--duration", checked(parse_duration), None, about)
+    about = "end after so many requests, of each level of --rate; those of --warm-up come before"
+    add("--requests", positive, None, about, metavar="N")
+    about = f"from an answer to the next request of the same caller, {THINK_SYNTAX} (none)"
+    add("--think-time", checked(parse_think_time), None, about, metavar="SECONDS")
+    about = (
+        "requests of an open loop that may be under way at a time; others wait to be sent, and "
+        "that counts as latency (no limit)"
+    )
+    add("--max-in-flight", positive, None, about, metavar="N")
     about = (
         "variance of the gaps of bursty, where Poisson's is 1; peak to mean of onoff (%(default)s)"
     )
@@ -121,6 +134,12 @@ def complaint(options: argparse.Namespace) -> str | None:
         return "--apart is for an open loop: add --rate"
     if shape == "onoff" and options.burstiness < 1:
         return "--burstiness of onoff is peak to mean, so at least 1"
+    if shape != "closed" and options.think_time:
+        return "--think-time is for a closed loop: an open one sends when a request is due"
+    if shape == "closed" and options.max_in_flight:
+        return "--max-in-flight is for an open loop: in a closed one --users is that limit"
+    if options.requests and any(rate.begin_per_s != rate.end_per_s for rate in _rates(options)):
+        return "--requests does not go with a ramp, which --duration ends"
     if options.keep_requests and not options.out:
         return "--keep-requests needs --out FOLDER"
     return None
@@ -130,6 +149,13 @@ def shape_of(options: argparse.Namespace) -> str:
     """The shape that was named, or that follows from what else was."""
     implied = "replay" if options.trace else "poisson" if options.rate else "closed"
     return options.shape or implied
+
+
+def duration_s_of(options: argparse.Namespace) -> float:
+    """How long a level lasts at most; without end where only the number of requests ends it."""
+    if options.duration is None:
+        return math.inf if options.requests else DEFAULT_DURATION_S
+    return parse_duration(options.duration)
 
 
 def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
@@ -143,7 +169,8 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
         timeout_s=timeout_s,
         shape=shape,
         rates=_rates(options),
-        duration_s=parse_duration(options.duration),
+        duration_s=duration_s_of(options),
+        requests=options.requests,
         warm_up_s=options.warm_up,
         pause_s=options.pause,
         drain_s=timeout_s if options.drain is None else options.drain,
@@ -160,6 +187,8 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
         objective=options.objective,
         max_lag_ms=options.max_lag_ms,
         max_rest_s=options.max_rest,
+        think_time=options.think_time or "",
+        max_in_flight=options.max_in_flight,
         api_key_file=options.api_key_file and str(Path(options.api_key_file).absolute()),
     )
 

@@ -35,7 +35,8 @@ class Outcome:
     prompt_tokens: int | None = None
     status: int | None = None  # of HTTP; None where none came
     retry_after_s: float | None = None  # when a refused caller was told to come back
-    lag_ms: float = 0.0  # from when it was due to when it was sent
+    lag_ms: float = 0.0  # from when it was due to when it could be sent
+    held_ms: float = 0.0  # while as many were under way as may be
     stage: int = 0
     steps: float | None = None  # that were used
     reason: str | None = None

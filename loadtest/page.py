@@ -15,6 +15,7 @@ from loadtest.tables import (
     Cells,
     failure_lines,
     health_line,
+    held_line,
     number,
     row_table,
     stage_table,
@@ -26,7 +27,7 @@ from loadtest.tables import (
 STYLE = """
   :root { color-scheme: light; }
   body { font: 15px/1.5 system-ui, sans-serif; margin: 0; color: #1c2330; background: #f6f7f9; }
-  main { max-width: 84rem; margin: 0 auto; padding: 1.5rem 2rem 4rem; }
+  main { max-width: 92rem; margin: 0 auto; padding: 1.5rem 2rem 4rem; }
   h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
   h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
   .about { color: #4b5567; margin: 0; overflow-wrap: anywhere; }
@@ -46,10 +47,10 @@ STYLE = """
   figcaption { color: #4b5567; font-size: .85rem; margin-bottom: .4rem; }
   figure svg { width: 100%; height: auto; }
   .wide { overflow-x: auto; padding: .25rem .5rem; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
-  th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid #e8ebf0;
+  table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .83rem; }
+  th, td { padding: .35rem .42rem; text-align: right; border-bottom: 1px solid #e8ebf0;
     white-space: nowrap; }
-  th { font-weight: 600; color: #4b5567; }
+  th { font-weight: 600; color: #4b5567; white-space: normal; vertical-align: bottom; }
   tr:last-child td { border-bottom: 0; }
   .left { text-align: left; }
   .legend { color: #4b5567; font-size: .85rem; max-width: 60rem; }
@@ -77,7 +78,8 @@ def render_html(report: Report) -> str:
     parts += ["<h2>Operations</h2>", table(row_table(report.rows))]
     if len(report.stages) > 1:
         parts += ["<h2>Stages</h2>", table(stage_table(report))]
-    parts.append(f'<p class="legend">{html.escape(LEGEND)} {html.escape(health_line(report))}</p>')
+    told = (LEGEND, *held_line(report), health_line(report))
+    parts += [f'<p class="legend">{html.escape(each)}</p>' for each in told]
     if report.failures:
         lines = failure_lines(report.failures)
         listed = "".join(f"<li>{html.escape(each)}</li>" for each in lines)

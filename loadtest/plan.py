@@ -6,6 +6,7 @@ It deliberately knows nothing of Locust, gevent and sockets.
 import itertools
 import json
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from loadtest.objective import ObjectiveError, parse_objective
 from loadtest.outcomes import WARM_UP, Outcome
 from loadtest.prompts import PromptsError, read_prompts
 from loadtest.report import Report, build_report
+from loadtest.resting import parse_think_time
 from loadtest.schedule import Schedule, Scheduler, Shot, Stage
 from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token, read_key
 from loadtest.terms import Terms, parse_lengths
@@ -39,6 +41,9 @@ class Plan:
         self.due_of: dict[str, int] = {}
         self.lost = 0
         self.due = 0  # in this process, of an open loop
+        self.left = terms.requests  # in this process, of a closed loop; None: no limit
+        self.under_way = 0  # the same
+        self._warm_s: float | None = None  # when the warm-up of a closed loop is over
         self.users = 0  # at most at a time
         self.begin_s: float | None = None  # of an open loop; of the epoch, as is the end
         self.ended_s: float | None = None
@@ -55,14 +60,27 @@ class Plan:
         self._turns = itertools.count()
         self._draw = random.Random(f"{terms.seed}/lengths")
         self._lengths = parse_lengths(terms.prompt_tokens)
+        self._think_time = parse_think_time(terms.think_time) if terms.think_time else None
+        self._thinking = random.Random(f"{terms.seed}/thinking")
         self._characters = self._measure_characters()
         self.schedule = self._lay() if terms.open else None
 
     def next_request(self) -> tuple[Shot, bytes]:
-        """What a caller of a closed loop sends now."""
+        """What a caller of a closed loop sends now, unless none is `left`."""
+        now_s = time.monotonic()
+        if self._warm_s is None:
+            self._warm_s = now_s + self.terms.warm_up_s
+        counted = now_s >= self._warm_s
+        if counted and self.left is not None:
+            self.left -= 1
         length = self._draw.randint(*self._lengths) if self._lengths else None
-        shot = Shot(0.0, 0, self._rota.deal(), next(self._turns), length)
+        stage = 0 if counted else WARM_UP
+        shot = Shot(0.0, stage, self._rota.deal(), next(self._turns), length)
         return shot, self.body(shot)
+
+    def think_s(self) -> float:
+        """How long a caller of a closed loop thinks now."""
+        return self._think_time.draw_s(self._thinking) if self._think_time else 0.0
 
     def body(self, shot: Shot) -> bytes:
         """The body of a request; the same shot always says the same."""
@@ -107,15 +125,13 @@ class Plan:
     def report(self, now_s: float) -> Report:
         """The test so far; of stages that are not over, as much as there was."""
         stages: Sequence[Stage]
+        counted = [one for one in self.outcomes if one.stage != WARM_UP]
         if self.schedule is None:
-            first_s = min((one.started_s for one in self.outcomes), default=0.0)
-            begin_s = first_s + self.terms.warm_up_s
-            counted = [one for one in self.outcomes if one.started_s >= begin_s]
+            begin_s = min((one.started_s for one in counted), default=0.0)
             end_s = max((one.ended_s for one in counted), default=begin_s)
             stages = [Stage(0.0, end_s - begin_s, None)]
             due, short = None, self.interrupted
         else:
-            counted = [one for one in self.outcomes if one.stage != WARM_UP]
             begin_s = now_s if self.begin_s is None else self.begin_s
             until_s = (self.ended_s or now_s) - begin_s
             whole = [stage.until(until_s) for stage in self.schedule.stages]

@@ -14,11 +14,13 @@ from loadtest.generator import Health
 from loadtest.mix import Operation
 from loadtest.objective import Objective, Verdict
 from loadtest.outcomes import Failure, Outcome, elapsed_s, group_failures
+from loadtest.percentiles import percentile
 from loadtest.schedule import Stage
 from loadtest.summary import Row, Slice, summarise, timeline
 from loadtest.terms import Terms
 
 SCHEMA_VERSION = 2
+_HELD_MS = 1.0  # less is how long any request takes to be sent
 EVERYTHING = "every rung of every model equally"
 
 
@@ -59,6 +61,10 @@ class Report:
     finished_at: str
     elapsed_s: float
     ended_early: bool  # before all that was planned was sent
+    max_in_flight: int | None
+    held: int  # requests that waited to be sent since so many were under way
+    held_p99_ms: float | None  # of all requests
+    held_max_ms: float | None
     answered_per_s: float  # right answers, without the time between stages
     good_per_s: float
     rows: Sequence[Row]
@@ -106,7 +112,6 @@ def build_report(
     ended_early: bool = False,
 ) -> Report:
     """Sum up what was counted: the outcomes but those of the warm-up; `begin_s` of the epoch."""
-    duration_s = sum(stage.duration_s for stage in stages)
     by_stage = [[one for one in outcomes if one.stage == number] for number in range(len(stages))]
     # Until the last answer, but not less than was planned: few requests end before that.
     spans_s = [
@@ -122,6 +127,7 @@ def build_report(
         for operation in operations
     }
     right = sum(one.error is None for one in outcomes)
+    held_ms = [one.held_ms for one in outcomes] if terms.max_in_flight else []
     return Report(
         url=terms.url,
         users=users,
@@ -133,8 +139,12 @@ def build_report(
         finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         elapsed_s=elapsed_s(outcomes),
         ended_early=ended_early,
-        answered_per_s=right / sum(spans_s) if sum(spans_s) > 0 else 0.0,
-        good_per_s=sum(map(objective.good, outcomes)) / duration_s if duration_s > 0 else 0.0,
+        max_in_flight=terms.max_in_flight,
+        held=sum(one.held_ms >= _HELD_MS for one in outcomes),
+        held_p99_ms=percentile(held_ms, 99),
+        held_max_ms=max(held_ms, default=None),
+        answered_per_s=_per_s(right, sum(spans_s)),
+        good_per_s=_per_s(sum(map(objective.good, outcomes)), sum(spans_s)),
         rows=summarise(outcomes, sent_s, objective),
         stages=[
             _stage(
@@ -171,15 +181,17 @@ def _stage(
         only=str(stage.only) if stage.only else None,
         requests=len(within),
         errors=len(within) - right,
-        offered_per_s=len(within) / stage.duration_s if stage.duration_s > 0 else 0.0,
-        answered_per_s=right / span_s if span_s > 0 else 0.0,
-        good_per_s=sum(map(objective.good, within)) / stage.duration_s
-        if stage.duration_s > 0
-        else 0.0,
+        offered_per_s=_per_s(len(within), stage.duration_s),
+        answered_per_s=_per_s(right, span_s),
+        good_per_s=_per_s(sum(map(objective.good, within)), span_s),
         carried=carried,
         verdicts=objective.verdicts(within),
         rows=summarise(within, dict.fromkeys(planned, span_s), objective),
     )
+
+
+def _per_s(count: int, span_s: float) -> float:
+    return count / span_s if span_s > 0 else 0.0
 
 
 def render_json(report: Report) -> str:

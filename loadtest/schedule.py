@@ -4,6 +4,7 @@ The same terms give the same schedule in every process, so that workers can shar
 It deliberately knows nothing of what the requests say.
 """
 
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -77,24 +78,41 @@ class Scheduler:
         rates: Sequence[Rate | None] = terms.rates or (None,)
         if terms.warm_up_s:
             first = rates[0] and Rate(rates[0].begin_per_s, rates[0].begin_per_s)
-            self._add(self._arrivals(first, terms.warm_up_s, "warm-up"), WARM_UP, None)
+            self._add(self._arrivals(first, terms.warm_up_s, "warm-up", None), WARM_UP, None)
             self._at_s += terms.warm_up_s
         operations = sorted(self._weights, key=lambda each: each.place) if terms.apart else [None]
         levels = [(rate, only) for rate in rates for only in operations]
         for number, (rate, only) in enumerate(levels):
-            arrivals = self._arrivals(rate, terms.duration_s, str(number))
-            for part in self._parts(rate, arrivals):
+            arrivals, duration_s = self._level(rate, str(number))
+            for part in self._parts(rate, arrivals, duration_s):
                 self._stages.append(
                     Stage(self._at_s + part.begin_s, part.duration_s, part.rate_per_s, only)
                 )
                 within = _between(arrivals, part.begin_s, part.begin_s + part.duration_s)
                 self._add(within, len(self._stages) - 1, only)
-            self._at_s += terms.duration_s
+            self._at_s += duration_s
             if number < len(levels) - 1:
                 self._at_s += terms.pause_s
         return Schedule(tuple(self._stages), tuple(self._shots), self._at_s)
 
-    def _arrivals(self, rate: Rate | None, duration_s: float, name: str) -> list[Entry]:
+    def _level(self, rate: Rate | None, name: str) -> tuple[list[Entry], float]:
+        """What is due at one rate, and how long that takes."""
+        duration_s, most = self._terms.duration_s, self._terms.requests
+        if most is None:
+            return self._arrivals(rate, duration_s, name, None), duration_s
+        if self._terms.shape == "replay" and rate:  # stretched to it exactly
+            duration_s = min(duration_s, most / rate.mean_per_s)
+            return self._arrivals(rate, duration_s, name, None), duration_s
+        arrivals = self._arrivals(rate, duration_s, name, most + 1)
+        if len(arrivals) > most:  # it lasts until the next would have been due
+            return arrivals[:most], arrivals[most].at_s
+        if math.isinf(duration_s):  # a trace that holds no more
+            duration_s = arrivals[-1].at_s
+        return arrivals, duration_s
+
+    def _arrivals(
+        self, rate: Rate | None, duration_s: float, name: str, most: int | None
+    ) -> list[Entry]:
         terms = self._terms
         if terms.shape == "replay":
             mean = rate.mean_per_s if rate else None
@@ -102,16 +120,17 @@ class Scheduler:
             size = terms.length_scale
             return [
                 Entry(one.at_s, round(one.prompt_tokens * size), round(one.output_tokens * size))
-                for one in scaled
+                for one in scaled[:most]
             ]
         assert rate is not None, "only a trace has a pace of its own"
-        due_s = terms.process.due_s(rate, duration_s, f"{terms.seed}/{name}")
+        due_s = terms.process.due_s(rate, duration_s, f"{terms.seed}/{name}", most)
         return [Entry(moment_s, 0, 0) for moment_s in due_s]
 
-    def _parts(self, rate: Rate | None, arrivals: Sequence[Entry]) -> list[Stage]:
-        duration_s = self._terms.duration_s
+    def _parts(
+        self, rate: Rate | None, arrivals: Sequence[Entry], duration_s: float
+    ) -> list[Stage]:
         if rate is None:
-            return [Stage(0.0, duration_s, len(arrivals) / duration_s)]
+            return [Stage(0.0, duration_s, len(arrivals) / duration_s if duration_s else None)]
         if rate.begin_per_s == rate.end_per_s:
             return [Stage(0.0, duration_s, rate.mean_per_s)]
         part_s = duration_s / RAMP_PARTS

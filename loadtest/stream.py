@@ -104,4 +104,6 @@ class TokenStream:
     def _fail(self, payload: dict[str, Any]) -> None:
         self._ended = True
         error = payload.get("error", payload)
-        raise AnswerError(f"the stream ended with an error: {json.dumps(error)}")
+        told = isinstance(error, dict) and "code" in error and "message" in error
+        said = f"{error['code']}: {error['message']}" if told else json.dumps(error)
+        raise AnswerError(f"the stream ended with an error: {said}")

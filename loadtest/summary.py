@@ -31,6 +31,7 @@ class Row:
     refused: int  # of the errors: 429 and 503
     requests_per_s: float  # right answers, while it was sent and until the last had come
     good: int  # right and within every time limit of the objective
+    good_per_s: float
     mean_ms: float | None
     p50_ms: float | None
     p95_ms: float | None
@@ -44,6 +45,9 @@ class Row:
     gap_p50_ms: float | None
     gap_p95_ms: float | None
     gap_p99_ms: float | None
+    per_token_p50_ms: float | None  # of each stream: its mean time between tokens
+    per_token_p95_ms: float | None
+    per_token_p99_ms: float | None
     stream_tokens_per_s: float | None  # the median stream
     total_tokens_per_s: float | None  # all answers together
     prompt_tokens: float | None  # mean
@@ -114,10 +118,12 @@ def _row(
     total_ms = sorted(outcome.total_ms for outcome in right)
     first_ms = sorted(one.first_token_ms for one in right if one.first_token_ms is not None)
     gaps_ms = sorted(gap for one in right for gap in one.gaps_ms)
-    rates = [1e3 / one.gap_ms for one in right if one.gap_ms]
+    per_token_ms = sorted(one.gap_ms for one in right if one.gap_ms is not None)
+    rates = [1e3 / each for each in per_token_ms if each]
     tokens = sum(outcome.tokens for outcome in right)
     known = [one.correct for one in right if one.correct is not None]
     used = Counter(one.steps for one in right if one.steps is not None)
+    good = sum(map(objective.good, outcomes))
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return Row(
         endpoint=operation.endpoint,
@@ -128,7 +134,8 @@ def _row(
         errors=len(outcomes) - len(right),
         refused=sum(outcome.refused for outcome in outcomes),
         requests_per_s=len(right) * per_s,
-        good=sum(map(objective.good, outcomes)),
+        good=good,
+        good_per_s=good * per_s,
         mean_ms=statistics.fmean(total_ms) if total_ms else None,
         p50_ms=ranked(total_ms, 50),
         p95_ms=ranked(total_ms, 95),
@@ -144,6 +151,9 @@ def _row(
         gap_p50_ms=ranked(gaps_ms, 50),
         gap_p95_ms=ranked(gaps_ms, 95),
         gap_p99_ms=ranked(gaps_ms, 99),
+        per_token_p50_ms=ranked(per_token_ms, 50),
+        per_token_p95_ms=ranked(per_token_ms, 95),
+        per_token_p99_ms=ranked(per_token_ms, 99),
         stream_tokens_per_s=statistics.median(rates) if rates else None,
         total_tokens_per_s=tokens * per_s if tokens else None,
         prompt_tokens=_mean([one.prompt_tokens for one in right]),

@@ -17,22 +17,25 @@ _GAP = "  "
 LEGEND = (
     "Times are of right answers only, in milliseconds, from when a request was due (in a closed "
     "loop: sent). refused: errors by which the server says that it has no time now (429, 503). "
-    "first: to the first token. gap: between two tokens. tok/s: tokens a second of the median "
-    "stream, and of all answers together. used: the mean of the steps that were used. good/s: "
-    "right and within the time limits of the objective. quality: the share of right answers with "
-    "its 95 % interval, or what the server states of such answers."
+    "first: to the first token. gap: between two tokens. tpot: time per output token, the mean gap "
+    "of each stream. tok/s: tokens a second of the median stream, and of all answers together. "
+    "used: the mean of the steps that were used. good/s: right and within the time limits of the "
+    "objective. quality: the share of right answers with its 95 % interval, or what the server "
+    "states of such answers."
 )
 _ROW_HEADINGS = (
     *("endpoint", "model", "budget", "requests", "errors", "refused", "req/s", "p50", "p95", "p99"),
-    *("first p50", "first p99", "gap p50", "gap p99", "tok/s each", "tok/s all"),
+    *("first p50", "first p99", "gap p50", "gap p99", "tpot p50", "tpot p99"),
+    *("tok/s each", "tok/s all"),
     *("used", "quality"),
 )
 _STAGE_HEADINGS = (
     *("rate/s", "budget", "requests", "errors", "refused", "offered/s", "answered/s", "good/s"),
-    *("p50", "p95", "p99", "first p99", "gap p99", "used", "quality", "carried", "objective"),
+    *("p50", "p95", "p99", "first p99", "gap p99", "tpot p99"),
+    *("used", "quality", "carried", "objective"),
 )
 _MOST_FAILURES = 20
-LEFT = {"endpoint", "model", "budget", "objective", "limit", "", "what"}
+LEFT = {"endpoint", "model", "budget", "objective", "operation", "limit", "", "what"}
 
 
 def verdict(report: Report) -> str:
@@ -46,7 +49,7 @@ def verdict(report: Report) -> str:
     return (
         f"{report.url}: {count(report.requests, 'request', 'requests')} "
         f"in {report.elapsed_s:.1f} s from {count(report.users, *senders)}, "
-        f"{outcome} (mix: {report.mix})."
+        f"{outcome}, {number(report.answered_per_s)} right answers a second (mix: {report.mix})."
     )
 
 
@@ -87,6 +90,18 @@ def health_line(report: Report) -> str:
     return "Sender: " + ("; ".join(parts) or "not measured") + "."
 
 
+def held_line(report: Report) -> list[str]:
+    """What the limit of requests under way did, if there was one."""
+    if report.max_in_flight is None:
+        return []
+    return [
+        f"At most {report.max_in_flight} requests were under way at a time: {report.held} of "
+        f"{report.requests} waited to be sent, 99 % of all at most {number(report.held_p99_ms)} "
+        f"ms, the longest {number(report.held_max_ms)} ms. Latency counts from when a request was "
+        "due, so it holds this wait."
+    ]
+
+
 def row_table(rows: Sequence[Row]) -> Cells:
     """A line for each operation, without columns that say nothing."""
     return _without_empty([_ROW_HEADINGS, *map(_row_cells, rows)])
@@ -95,7 +110,9 @@ def row_table(rows: Sequence[Row]) -> Cells:
 def stage_table(report: Report) -> Cells:
     """A line for each stage, or for each operation of it."""
     lines = [
-        _stage_cells(stage, row) for stage in report.stages for row in stage.rows if row.requests
+        _stage_cells(stage, row, first=at == 0)
+        for stage in report.stages
+        for at, row in enumerate(row for row in stage.rows if row.requests)
     ]
     return _without_empty([_STAGE_HEADINGS, *lines])
 
@@ -105,12 +122,17 @@ def verdict_table(report: Report) -> Cells:
     lines = [
         [
             one.limit,
-            "never" if one.value is None else number(one.value, 3),
+            _never(report) if one.value is None else number(one.value, 3),
             "met" if one.met else "MISSED",
         ]
         for one in report.verdicts
     ]
     return [("limit", "measured", ""), *lines]
+
+
+def _never(report: Report) -> str:
+    """Why there is no value: failed requests are the slowest there are."""
+    return f"never ({report.errors} failed)" if report.errors else "nothing"
 
 
 def render_text(report: Report, width: int = UNLIMITED) -> str:
@@ -123,7 +145,7 @@ def render_text(report: Report, width: int = UNLIMITED) -> str:
         parts += ["", text_table(verdict_table(report), width)]
         parts.append(f"good: {report.good_per_s:.2f} a second")
     parts += [wrapped(f"  {each}", width) for each in failure_lines(report.failures)]
-    parts += ["", wrapped(health_line(report), width)]
+    parts += ["", *(wrapped(each, width) for each in (*held_line(report), health_line(report)))]
     parts += [wrapped(f"WARNING: {each}", width) for each in warnings(report)]
     return "\n".join(parts)
 
@@ -138,7 +160,7 @@ def render_markdown(report: Report) -> str:
     parts += ["## Operations", markdown_table(row_table(report.rows))]
     if len(report.stages) > 1:
         parts += ["## Stages", markdown_table(stage_table(report))]
-    parts += [LEGEND, health_line(report)]
+    parts += [LEGEND, *held_line(report), health_line(report)]
     if report.failures:
         listed = "\n".join(f"* {each}" for each in failure_lines(report.failures))
         parts += ["## Failures", listed]
@@ -218,23 +240,27 @@ def _row_cells(row: Row) -> list[str]:
         *(number(row.requests_per_s), number(row.p50_ms), number(row.p95_ms), number(row.p99_ms)),
         *(number(row.first_token_p50_ms), number(row.first_token_p99_ms)),
         *(number(row.gap_p50_ms, 2), number(row.gap_p99_ms, 2)),
+        *(number(row.per_token_p50_ms, 2), number(row.per_token_p99_ms, 2)),
         *(number(row.stream_tokens_per_s), number(row.total_tokens_per_s)),
         *(number(row.steps_mean, 2), quality(row)),
     ]
 
 
-def _stage_cells(stage: StageReport, row: Row) -> list[str]:
+def _stage_cells(stage: StageReport, row: Row, first: bool) -> list[str]:
+    """What is said of the whole stage stands in its first line only."""
     alone = row.requests == stage.requests
     return [
         *(number(stage.rate_per_s), f"{row.endpoint} {row.model} {row.ask}"),
         *(str(row.requests), str(row.errors), str(row.refused or "–")),
         number(stage.offered_per_s if alone else row.requests / max(stage.duration_s, 1e-9)),
         number(stage.answered_per_s if alone else row.requests_per_s),
-        number(row.good / stage.duration_s if stage.duration_s else None),
+        number(row.good_per_s),
         *(number(row.p50_ms), number(row.p95_ms), number(row.p99_ms)),
         *(number(row.first_token_p99_ms), number(row.gap_p99_ms, 2)),
-        *(number(row.steps_mean, 2), quality(row), str(stage.carried) if stage.carried else "–"),
-        ("met" if stage.met else "MISSED") if stage.verdicts else "–",
+        number(row.per_token_p99_ms, 2),
+        *(number(row.steps_mean, 2), quality(row)),
+        str(stage.carried) if stage.carried and first else "",
+        ("met" if stage.met else "MISSED") if stage.verdicts and first else "",
     ]
 
 

@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass
 
 from loadtest.arrivals import Process, Rate, parse_rates
+from loadtest.resting import parse_think_time
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MAX_TOKENS = 64
 DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_DURATION_S = 30.0
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 _LENGTHS = re.compile(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?")
 
@@ -25,7 +27,8 @@ class Terms:
     timeout_s: float = DEFAULT_TIMEOUT_S  # of silence, before a request counts as failed
     shape: str = "closed"
     rates: tuple[Rate, ...] = ()  # one level after another
-    duration_s: float = 30.0  # of each level
+    duration_s: float = DEFAULT_DURATION_S  # of each level; infinite where only `requests` ends it
+    requests: int | None = None  # of each level, at most; those of the warm-up are not counted
     warm_up_s: float = 0.0
     pause_s: float = 2.0  # between levels
     drain_s: float = DEFAULT_TIMEOUT_S  # for answers that are still due when all is sent
@@ -42,6 +45,8 @@ class Terms:
     objective: str = ""
     max_lag_ms: float = 10.0
     max_rest_s: float = 10.0  # of a caller who was refused
+    think_time: str = ""  # of a caller who was answered
+    max_in_flight: int | None = None  # of an open loop
     api_key_file: str = ""
 
     @property
@@ -58,7 +63,8 @@ class Terms:
     def arrivals(self) -> str:
         """When requests come, for people."""
         if not self.open:
-            return "closed loop: each user waits for its answer"
+            thinks = f", then {parse_think_time(self.think_time)}" if self.think_time else ""
+            return f"closed loop: each user waits for its answer{thinks}{self._end}"
         words = ", ".join(map(str, self.rates)) or f"at {self.speed:g} times its own pace"
         match self.shape:
             case "bursty":
@@ -69,7 +75,14 @@ class Terms:
                 how = "a replayed trace"
             case other:
                 how = f"{'Poisson' if other == 'poisson' else other} arrivals"
-        return f"open loop: {how}, {words}"
+        limit = f", at most {self.max_in_flight} under way at a time" if self.max_in_flight else ""
+        return f"open loop: {how}, {words}{limit}{self._end}"
+
+    @property
+    def _end(self) -> str:
+        if self.requests is None:
+            return ""
+        return f"; {self.requests} requests" + (" at each rate" if len(self.rates) > 1 else "")
 
 
 def parse_duration(text: str) -> float:

@@ -35,7 +35,7 @@ LIMITS = {
 }
 ADMIN = "sd-the-admin-of-these-tests"
 WRONG = "sd-a-key-that-nobody-has-given-out"
-OPEN = {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+OPEN = {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def routes(keys_file: Path) -> list[tuple[str, tuple[str, ...]]]:
         "/v2/",
         "/health/live/",
         "//health/live",
-        "/health",
+        "/health/",
         "/Health/live",
         "/administration",
     ]

@@ -53,7 +53,8 @@ def test_the_ladder(client: httpx.Client, model: str) -> None:
 
 def test_health(client: httpx.Client) -> None:
     assert client.get("/health/live").json() == {"status": "live"}
-    assert client.get("/health/ready").json() == {"status": "ready"}
+    for path in ("/health/ready", "/health"):
+        assert client.get(path).json() == {"status": "ready"}
 
 
 def test_metrics(client: httpx.Client) -> None:

@@ -112,8 +112,9 @@ def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays() -> None:
 def test_a_model_that_throws_turns_readiness_off_until_it_works(server: FakeServer) -> None:
     server.mood.fail = throw_on("classify")
     structured(post(server, "/v1/classify", CLASSIFY), "model_failure")
-    refusal = structured(httpx.get(f"{server.url}/health/ready"), "not_ready")
-    assert "the last call of tiny-classify failed" in refusal["message"]
+    for path in ("/health/ready", "/health"):
+        refusal = structured(httpx.get(server.url + path), "not_ready")
+        assert "the last call of tiny-classify failed" in refusal["message"]
     assert httpx.get(f"{server.url}/health/live").status_code == 200
     assert post(server, "/v1/generate", GENERATE).status_code == 200
     assert not ready(server), "another model works"

@@ -1,6 +1,8 @@
 """Which answers the load test accepts, and how it times a stream."""
 
 import json
+import random
+import statistics
 
 import pytest
 
@@ -16,7 +18,7 @@ from loadtest.answers import (
 from loadtest.ask import Ask
 from loadtest.mix import Operation
 from loadtest.outcomes import Outcome
-from loadtest.resting import rest_s
+from loadtest.resting import ThinkTime, parse_think_time, rest_s
 from loadtest.stream import TokenStream
 
 CLASSIFY = Operation("classify", "judge", Ask(4))
@@ -73,6 +75,10 @@ def test_a_stream_without_tokens_is_right_if_it_ends() -> None:
         (done() + done(), "went on after its terminal event"),
         (b'event: done\ndata: {"usage": {}}\n\n', "the answer says None steps"),
         (b'event: error\ndata: {"error": {"code": "lapsed"}}\n\n', "lapsed"),
+        (
+            b'event: error\ndata: {"error": {"code": "lapsed", "message": "late", "n": 1}}\n\n',
+            "with an error: lapsed: late$",
+        ),
         (b"event: pause\ndata: {}\n\n", "unknown event 'pause'"),
         (b"data: not json\n\n", "not JSON"),
         (b"data: [1]\n\n", "not a JSON object"),
@@ -209,6 +215,20 @@ def test_callers_rest_as_they_were_told_and_knock_once_a_second(
 ) -> None:
     assert rest_s(outcome, 4.0) == pytest.approx(seconds)
     assert rest_s(outcome, 0.0) == 0.0
+
+
+def test_callers_think_for_as_long_as_was_asked() -> None:
+    chance = random.Random(3)
+    assert parse_think_time("2") == ThinkTime(2.0, 2.0)
+    assert parse_think_time("2").draw_s(chance) == 2.0
+    drawn = [parse_think_time("1..5").draw_s(chance) for _ in range(500)]
+    assert 1.0 <= min(drawn) < 1.2 and 4.8 < max(drawn) <= 5.0
+    around = [parse_think_time("exp:2").draw_s(chance) for _ in range(2000)]
+    assert statistics.fmean(around) == pytest.approx(2.0, rel=0.1)
+    assert statistics.stdev(around) == pytest.approx(2.0, rel=0.15)
+    for text in ("", "x", "-1", "5..1", "nan", "inf", "exp:0", "exp:1..2"):
+        with pytest.raises(ValueError, match="no think time; write seconds: 2"):
+            parse_think_time(text)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import math
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -81,6 +82,20 @@ def test_levels_follow_each_other_with_pauses_and_a_warm_up_before() -> None:
     assert [stage.begin_s for stage in warm.stages] == [2.0, 7.5]
     assert [shot.stage for shot in warm.shots][:20] == [WARM_UP] * 20
     assert warm.length_s == 11.5
+
+
+def test_a_level_ends_after_so_many_requests_or_its_time() -> None:
+    terms = Terms(shape="constant", rates=parse_levels("10,20"), duration_s=math.inf, requests=15)
+    schedule = scheduled(terms)
+    assert Counter(shot.stage for shot in schedule.shots) == {0: 15, 1: 15}
+    assert [stage.duration_s for stage in schedule.stages] == [1.5, 0.75]
+    both = scheduled(replace(terms, duration_s=1.0))
+    assert Counter(shot.stage for shot in both.shots) == {0: 10, 1: 15}
+    assert [stage.duration_s for stage in both.stages] == [1.0, 0.75]
+    # The first of what a longer test would send.
+    drawn = replace(terms, shape="bursty", rates=parse_levels("10"))
+    longer = scheduled(replace(drawn, requests=None, duration_s=90.0))
+    assert scheduled(drawn).shots == longer.shots[:15]
 
 
 def test_apart_gives_each_operation_every_level_for_itself() -> None:

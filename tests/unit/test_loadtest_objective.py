@@ -42,6 +42,9 @@ def test_each_kind_of_limit_is_measured_on_what_it_is_about() -> None:
     outcomes = [stream, right, replace(right, correct=False), replace(right, error="broken")]
     assert verdict("ttft_p50_ms<40", outcomes).value == 30.0
     assert verdict("itl_p50_ms<15", outcomes).value == 10.0
+    assert verdict("tpot_p50_ms<20", outcomes).value == 15.0  # one figure for each stream
+    broken = replace(stream, error="broke off")
+    assert not verdict("tpot_p99_ms<20", [stream, broken]).met
     assert verdict("error_share<0.3", outcomes).value == 0.25
     assert verdict("accuracy>0.5", outcomes).met  # a broken answer with its label counts too
     assert not verdict("ttft_p50_ms<40", [right]).met

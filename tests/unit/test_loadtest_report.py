@@ -94,6 +94,7 @@ def test_each_operation_gets_a_row_of_its_right_answers() -> None:
     assert (slow.p50_ms, slow.p95_ms, slow.p99_ms, slow.mean_ms) == (200.0, 400.0, 400.0, 250.0)
     assert (slow.first_token_p50_ms, slow.first_token_p95_ms) == (20.0, 40.0)
     assert slow.gap_p50_ms == 10.0
+    assert (slow.per_token_p50_ms, fast.per_token_p99_ms) == (10.0, None)
     assert slow.stream_tokens_per_s == pytest.approx(100.0)
     # 44 tokens between the first request (10 s) and the last answer (20 s).
     assert slow.total_tokens_per_s == pytest.approx(4.4)

@@ -47,7 +47,7 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (classify_bundle, "step.mixed", "d.onnx", "step.mixed must be null for the depth ode and"),
     (prefix_bundle, "step", STEP, "step must be null for the task generate, the depth fixed"),
     (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),
-    (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 steps of euler spend 1"),
+    (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 step of euler spend 1"),
     (prefix_bundle, "rungs.0.quality.metric", "bleu", "is bleu, which measures translations"),
     (translate_bundle, "target_max_tokens", None, "target_max_tokens must be an integer"),
     (translate_bundle, "target_max_tokens", 1, "target_max_tokens must be from 2"),
