@@ -140,7 +140,7 @@ class Engine:
         """Raises unless requests are taken."""
         if self._draining:
             raise Draining("the server is shutting down: send the request to another")
-        if not self.alive:
+        if self._thread is None or self._dead:  # a thread that ends by itself says so
             raise NotReady("the engine is not running: the server must be restarted")
         late_s = self._watchdog.late_s
         if late_s is not None:

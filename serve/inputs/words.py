@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -64,11 +65,7 @@ class Words:
             return None
         if self._spaced and text[0] != " ":
             text = " " + text
-        known = self._known
-        tokens: list[int] = []
-        for word in _WORDS.findall(text):
-            tokens += known[word]
-        return tokens
+        return [*chain.from_iterable(map(self._known.__getitem__, _WORDS.findall(text)))]
 
 
 class _Known(dict[str, tuple[int, ...]]):

@@ -116,7 +116,7 @@ class Envelope:
 
         holder: Holder | None = None
         try:
-            preflight = preflight_headers(scope, self._origins)
+            preflight = preflight_headers(scope, self._origins) if self._origins else None
             if preflight is not None:  # before any key: browsers send none with it
                 await _send_empty(send_with_headers, preflight)
                 return
