@@ -20,7 +20,7 @@ _SPEED_WEIGHT = 0.12  # of the newest call in the speed of the machine
 _LASTING_WEIGHT = 0.02  # and in the speed that lasts beyond a moment
 _MOST_SURPRISE = 0.35  # a call that took longer or shorter by more counts as if by this much
 _TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
-_LEAST = 0.0, 1e-12, 0.0  # of the factors of a shape
+_LEAST = 1e-12  # of the factor of a token
 _LATE_SHARE, _LATE_STEP = 0.05, 0.02
 _MOST_CAUTION = 2.0
 _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # of answers on their way out
@@ -160,7 +160,7 @@ class _Shape:
         # Factors are known in parts of what would explain the whole call. What is known of them
         # sums up, is forgotten, and falls back to this: each may be wrong by one such part.
         self._parts = [seconds / feature for feature in features]
-        self._known = [[float(row == column) for column in range(3)] for row in range(3)]
+        self._known = 1.0, 0.0, 0.0, 1.0, 0.0, 1.0  # a symmetric matrix by rows
 
     def seconds(self, rows: int, length: int) -> float:
         a, b, c = self._factors  # asked for every request that comes: hence no call
@@ -191,39 +191,38 @@ class _Shape:
                 self._factors[index] = max(0.0, left / sum(one[index] ** 2 for one in shares))
 
     def learn(self, rows: int, length: int, seconds: float) -> None:
-        """One step of recursive least squares on seconds / prediction."""
+        """One step of recursive least squares on seconds / prediction.
+
+        Written out, since it follows every call: the symmetric matrix of what is known, and its
+        inverse but for a factor, are six numbers each.
+        """
         self.seen += 1
         predicted = self.seconds(rows, length)
-        features = self._features(rows, length)
-        share = [
-            part * feature / predicted for part, feature in zip(self._parts, features, strict=True)
-        ]
         error = seconds / predicted - 1
         weight = 1 / (_TRUSTED * max(_TRUSTED, abs(error)))
-        for index, row in enumerate(self._known):
-            for other in range(3):
-                row[other] = _FORGET * row[other] + weight * share[index] * share[other]
-            row[index] += 1 - _FORGET
-        gains = _solved(self._known, share)
+        first, second, third = self._features(rows, length)
+        base, token, cached = self._factors
+        base_part, token_part, cached_part = self._parts
+        u = base_part * first / predicted
+        v = token_part * second / predicted
+        w = cached_part * third / predicted
+        uu, uv, uw, vv, vw, ww = self._known
+        uu = _FORGET * uu + weight * u * u + (1 - _FORGET)
+        vv = _FORGET * vv + weight * v * v + (1 - _FORGET)
+        ww = _FORGET * ww + weight * w * w + (1 - _FORGET)
+        uv = _FORGET * uv + weight * u * v
+        uw = _FORGET * uw + weight * u * w
+        vw = _FORGET * vw + weight * v * w
+        self._known = uu, uv, uw, vv, vw, ww
+        uu_, uv_, uw_ = vv * ww - vw * vw, uw * vw - uv * ww, uv * vw - uw * vv
+        vv_, vw_, ww_ = uu * ww - uw * uw, uv * uw - uu * vw, uu * vv - uv * uv
+        gain = weight * error / (uu * uu_ + uv * uv_ + uw * uw_)
         self._factors = [
-            max(least, factor + part * gain * weight * error)
-            for least, factor, part, gain in zip(
-                _LEAST, self._factors, self._parts, gains, strict=True
-            )
+            max(0.0, base + base_part * gain * (uu_ * u + uv_ * v + uw_ * w)),
+            max(_LEAST, token + token_part * gain * (uv_ * u + vv_ * v + vw_ * w)),
+            max(0.0, cached + cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)),
         ]
 
     def _features(self, rows: int, length: int) -> tuple[float, float, float]:
         tokens = (rows if self._one_each else rows * length) / _SCALE
         return 1.0, tokens, tokens * length / _SCALE
-
-
-def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
-    """x of matrix x = right, for a symmetric matrix of three rows."""
-    (a, b, c), (_, d, e), (_, _, f) = matrix
-    rows = (
-        (d * f - e * e, c * e - b * f, b * e - c * d),
-        (c * e - b * f, a * f - c * c, b * c - a * e),
-        (b * e - c * d, b * c - a * e, a * d - b * b),
-    )
-    size = sum(map(mul, rows[0], matrix[0]))
-    return tuple(sum(map(mul, row, right)) / size for row in rows)
