@@ -38,7 +38,20 @@ class Watched(Protocol):
     def cache_bytes(self) -> int: ...
 
 
-InstrumentT = TypeVar("InstrumentT", Counter, Histogram)
+class Times(Histogram):
+    """Finds the bucket of a value at once, where the library goes through them one by one."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Count a value. There are no exemplars here."""
+        self.observe_all(amount, 1)
+
+    def observe_all(self, amount: float, times: int) -> None:
+        """Count a value that came so many times."""
+        self._sum.inc(amount * times)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
+
+
+InstrumentT = TypeVar("InstrumentT", Counter, Times)
 
 
 class Family(Generic[InstrumentT]):
@@ -54,15 +67,6 @@ class Family(Generic[InstrumentT]):
         if found is None:
             found = self._found[values] = self._instrument.labels(*values)
         return found
-
-
-class Times(Histogram):
-    """Finds the bucket of a value at once, where the library goes through them one by one."""
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count a value. There are no exemplars here."""
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 class Metrics:
@@ -225,7 +229,7 @@ class Metrics:
     def _counter(self, name: str, about: str, labels: str) -> Family[Counter]:
         return Family(Counter(f"stepdial_{name}", about, labels.split(), registry=self.registry))
 
-    def _seconds(self, name: str, about: str, labels: str) -> Family[Histogram]:
+    def _seconds(self, name: str, about: str, labels: str) -> Family[Times]:
         return Family(
             Times(
                 f"stepdial_{name}_seconds",

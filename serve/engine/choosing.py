@@ -21,12 +21,17 @@ _NO_NUMBERS = "the model's scores for the next token are not finite numbers"
 def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[Work], Event]]:
     """The next token of each job that still wants one, from logits (B, V)."""
     finite: list[bool] = np.logical_and.reduce(np.isfinite(logits), axis=1).tolist()  # (B,)
-    live = [index for index, job in enumerate(jobs) if job.state is not State.ENDED]
-    good = [index for index in live if finite[index]]
-    works = [work_as(Generation, jobs[index]) for index in good]
-    events: list[tuple[Job[Work], Event]] = [
-        (jobs[index], FailedEvent(ModelFailure(_NO_NUMBERS))) for index in live if not finite[index]
-    ]
+    good: list[int] = []
+    works: list[Generation] = []
+    events: list[tuple[Job[Work], Event]] = []
+    for index, job in enumerate(jobs):
+        if job.state is State.ENDED:
+            continue
+        if finite[index]:
+            good.append(index)
+            works.append(work_as(Generation, job))
+        else:
+            events.append((job, FailedEvent(ModelFailure(_NO_NUMBERS))))
     try:
         tokens = choose_tokens(
             [work.sampler for work in works],

@@ -45,6 +45,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._codec = codec
         self._tokens = list(wish.prompt)
+        self._prompt_tokens = len(wish.prompt)
         self.sampler = Sampler(wish.sampling, codec.banned_tokens)
         # Where nobody reads before the end, the text is made there, at once.
         self._by_pieces = wish.stream or bool(wish.stops) or wish.logprobs is not None
@@ -56,7 +57,7 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        return len(self._tokens) - len(self.wish.prompt)
+        return len(self._tokens) - self._prompt_tokens
 
     @property
     def text(self) -> str:
@@ -93,7 +94,7 @@ class Generation:
 
     def accept(self, token: int, logits: FloatArray) -> TokenEvent:
         """Take the next token, chosen from logits (V,); sets `finish_reason` if it is the last."""
-        index = self.completion_tokens
+        index = len(self._tokens) - self._prompt_tokens
         self._tokens.append(token)
         if token == self._codec.eos_id:
             self.finish_reason = "stop"

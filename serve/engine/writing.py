@@ -16,6 +16,7 @@ from serve.engine.runner import Runner
 from serve.engine.sampling import FloatArray
 from serve.engine.ways import Ways
 from serve.engine.work import Deliveries, Work, work_as
+from serve.engine.written import Written
 from serve.metrics import Metrics
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
@@ -212,7 +213,8 @@ class Writing:
         now_s: float,
         deliveries: Deliveries,
     ) -> None:
-        """Tell what became of jobs. The caller holds the lock."""
+        """Tell what became of jobs of one lane. The caller holds the lock."""
+        written = Written(self._metrics, now_s)
         for job, event in events:
             if job.state is State.ENDED:
                 continue  # the client left while the token was made
@@ -220,11 +222,12 @@ class Writing:
                 self._ending.end(job, event, deliveries)
                 continue
             work = work_as(Generation, job)
-            self._observe_token(job, work, now_s)
+            written.note(job, work)
             if work.wish.stream:
                 deliveries.append((work.deliver, event))
             if work.finish_reason is not None:
                 self._ending.end(job, work.finished(span(job, now_s)), deliveries)
+        written.count()
 
     def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
         """A call on a whole batch threw: its caches may be in any state, so it ends here."""
@@ -266,16 +269,3 @@ class Writing:
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
             total += len(part.jobs) * steps
         return total
-
-    def _observe_token(self, job: Job[Work], work: Generation, now_s: float) -> None:
-        labels = job.lane.name, str(job.lane.steps)
-        self._metrics.tokens.labels(job.lane.name).inc()
-        if work.last_token_s is None:
-            assert job.started_s is not None
-            job.first_token_s = now_s
-            self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
-            self._metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
-        else:
-            self._metrics.inter_token_seconds.labels(*labels).observe(now_s - work.last_token_s)
-        work.last_token_s = now_s
-        job.tokens_left -= 1

@@ -181,6 +181,8 @@ class GenerateLane(Generic[WorkT]):
         The indices are to be applied in order to the batch that these rows mirror.
         """
         assert self.calls == 0, "a row leaves between two tokens"
+        if not self.returning and all(job.state is not State.ENDED for job in self.rows):
+            return ()
         evicted = []
         row = 0
         while row < len(self.rows):
