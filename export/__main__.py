@@ -9,7 +9,7 @@ from typing import Any
 
 from export.targets import add_arguments, check_target, write_target
 from serve.bundle import MANIFEST_FILE, check_name, read_bundle
-from train.full_disk import in_words
+from train.full_disk import in_words, reader_gone
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,7 +17,11 @@ def main(argv: list[str] | None = None) -> int:
     # A supervisor's SIGTERM ends an export as Ctrl-C does: with nothing left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return int(arguments.run_command(arguments))
+        status = int(arguments.run_command(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        return reader_gone()
     except (ValueError, OSError) as error:
         print(f"stepdial {arguments.command}: {in_words(error)}", file=sys.stderr)
         return 2
@@ -128,7 +132,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None:
         check_name(arguments.name)
     check_target(arguments)
-    steps = tuple(parse_steps(arguments.steps)) if arguments.steps else ()
+    steps = () if arguments.steps is None else tuple(parse_steps(arguments.steps))
     for file in (arguments.card, arguments.chat_template):
         if file is not None and not file.is_file():
             raise ValueError(f"there is no file {file}")
@@ -196,7 +200,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from train.__main__ import parse_steps
 
     bundle = read_bundle(arguments.bundle)
-    steps = parse_steps(arguments.steps) if arguments.steps else None
+    steps = None if arguments.steps is None else parse_steps(arguments.steps)
     rows = evaluate_bundle(bundle, steps, arguments.data, _rows(arguments.samples))
     print_beside_manifest(bundle, rows)
     return 0

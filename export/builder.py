@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from export.pieces import OPSET, Piece
+from export.exporter import OPSET
+from export.pieces import Piece
 from export.ports import Port
 from export.weights import Content, Contents
 

@@ -29,10 +29,11 @@ from serve.bundle import (
 )
 from train.batch import Dataset
 from train.build import PAD_ID
-from train.config import DataConfig, Recipe
+from train.config import DataConfig, ModelConfig, Recipe
 from train.images import ImageDataset
 from train.model import Stepped, count_parameters
 from train.ode import method_named
+from train.otify import OtifiedTransformer
 from train.tokens import BEGIN, END
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
@@ -58,7 +59,6 @@ def draft_manifest(
     c, classifies = recipe.model, traced.task == "classify"
     translates = traced.task == "translate"
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
-    caches = traced.caches
     return Manifest(
         name=name,
         task=traced.task,
@@ -73,13 +73,7 @@ def draft_manifest(
         target_max_tokens=c.target_window if translates else None,
         labels=dataset.labels if classifies else None,
         tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates),
-        shape=Shape(
-            c.layers if caches is None else caches.pairs,
-            c.heads if caches is None else caches.heads,
-            max(1, traced.width // c.heads) if caches is None else caches.head_width,
-            traced.width,
-            count_parameters(model),
-        ),
+        shape=_shape(recipe.model, model, traced),
         weights=WEIGHTS,
         rungs=_rungs(traced, ladder, method, model.discrete, precision),
         step=step_files(traced),
@@ -90,6 +84,17 @@ def draft_manifest(
             "torch": torch.__version__,
         },
     )
+
+
+def _shape(config: ModelConfig, model: Stepped, traced: Traced) -> Shape:
+    """As the caches have it, or the model says: what was otified is not described by a recipe."""
+    caches, parameters = traced.caches, count_parameters(model)
+    if caches is not None:
+        return Shape(caches.pairs, caches.heads, caches.head_width, traced.width, parameters)
+    blocks, heads = config.layers, config.heads
+    if isinstance(model, OtifiedTransformer):
+        blocks, heads = model.blocks, model.heads
+    return Shape(blocks, heads, max(1, traced.width // heads), traced.width, parameters)
 
 
 def step_files(traced: Traced) -> StepFiles | None:

@@ -11,7 +11,7 @@ from serve.runtime import open_model
 from train.batch import Dataset
 from train.config import RecipeError
 from train.data import open_dataset
-from train.recipe_file import recipe_from
+from train.recipe_file import data_at, recipe_from
 
 
 def evaluate_bundle(
@@ -36,7 +36,7 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
     try:
         # Provenance is free: what is no recipe is caught below.
         kept = dict(manifest.provenance["recipe"])  # type: ignore[call-overload]  # JSON
-        read = {**kept["data"], "path": data}
+        read = {**kept["data"], "path": ""}
         if isinstance(manifest.input, ImageInput):  # else those of the images given are measured
             read |= {"mean": manifest.input.mean, "std": manifest.input.std}
         recipe = recipe_from({**kept, "data": read}, "provenance.recipe")
@@ -47,7 +47,7 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
             file=str(bundle.folder),
         ) from None
     tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path)) if manifest.tokenizer else None
-    return open_dataset(recipe, tokenizer)
+    return open_dataset(data_at(recipe, data), tokenizer)
 
 
 def print_beside_manifest(bundle: Bundle, rows: dict[int, Quality]) -> None:

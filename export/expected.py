@@ -66,13 +66,14 @@ class Answers:
         done.result()
 
     def _work_ahead(self, ladder: Sequence[int], ended: Event) -> None:
-        held_bytes = 0
+        held_bytes = sum(known.logits.nbytes for known in self._ahead.values())
         for steps in ladder:
             for index, inputs in enumerate(self.samples):
                 if ended.is_set() or held_bytes > MOST_AHEAD_BYTES:
                     return
-                self._ahead[steps, index] = answer = self.expect(steps, inputs)
-                held_bytes += answer.logits.nbytes
+                if (steps, index) not in self._ahead:
+                    self._ahead[steps, index] = answer = self.expect(steps, inputs)
+                    held_bytes += answer.logits.nbytes
 
     def expect(self, steps: int, inputs: Inputs) -> Expected:
         """The answer to one sample."""

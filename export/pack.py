@@ -13,10 +13,10 @@ from typing import Any
 from export.card import model_card
 from export.draft import TOKENIZER, draft_manifest
 from export.expected import Answers, torch_threads
+from export.exporter import load_exporter
 from export.graphs import Ladder, write_graphs
 from export.latency import measure_latency
 from export.parts import trace
-from export.pieces import load_exporter
 from export.ranges import NOTHING_UNSEEN, unseen_rows
 from export.samples import samples_of
 from export.trial import Origin, Trial, threads_each
@@ -39,6 +39,7 @@ from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
 from train.model import Stepped
 from train.ode import method_named
+from train.recipe_file import data_at
 from train.schedule import ladder_of
 
 CARD = "README.md"
@@ -64,13 +65,12 @@ class ExportRequest:
 def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
     """Export a run, whose data is now at `data` if that is given; the sealed bundle."""
     model, recipe, tokenizer, facts = load_run(run)
-    if data:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
+    recipe = data_at(recipe, data)
     _ladder(model, recipe, request)
     _check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
-    if dataset.digest != facts["data_sha256"]:
+    if facts.get("data_sha256") not in (None, dataset.digest):
         say("not the data it was trained on: quality is measured on the held-out part of this one")
     return export_model(Origin(model, recipe, dataset, facts["iteration"]), request, say)
 
@@ -87,8 +87,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
         answers = Answers(model, samples.edges(), ladder.method)
+        threads = threads_each(len(ladder.steps))
         # Not while the model is traced: then torch changes how every module is called.
-        with torch_threads(threads_each(len(ladder.steps))), answers.ahead(ladder.steps):
+        with torch_threads(threads), answers.ahead(ladder.steps):
             load_exporter()
         say(f"tracing one evaluation of {recipe.name}")
         traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
@@ -113,7 +114,8 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
-        write_graphs(staging, traced, ladder, request.precision, unseen or ())
+        with torch_threads(threads), answers.ahead(ladder.steps):
+            write_graphs(staging, traced, ladder, request.precision, unseen or ())
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if request.precision == "fp32":

@@ -1,31 +1,18 @@
 """Functions of torch, traced into plain ONNX nodes between named values.
 
-Knows torch's exporter; not what the functions compute or how they will be joined.
+Knows what is traced together; not what the functions compute or how they will be joined.
 """
 
-import contextlib
-import gc
-import importlib
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
-import torch
 from torch import Tensor, nn
 
+from export.exporter import to_onnx
 from export.marked import marked
 from export.sums import sum_by_products
 from export.weights import Contents, contents_of
-
-OPSET = 21
-# What torch's exporter loads when it is first called.
-EXPORTER = (
-    *("torch.export._trace", "torch.onnx._internal.exporter._compat"),
-    "onnxscript.function_libs.torch_lib.ops",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +43,6 @@ def open_sizes(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[tuple[in
     )
 
 
-def load_exporter() -> None:
-    """Load what takes seconds to load, while something else can be done beside it."""
-    with _no_collections():
-        for name in EXPORTER:
-            importlib.import_module(name)
-
-
 def trace_functions(functions: Sequence[Function]) -> list[Piece]:
     """A piece each, its attentions marked.
 
@@ -70,12 +50,13 @@ def trace_functions(functions: Sequence[Function]) -> list[Piece]:
     """
     sizes = _Sizes([len(function.arguments) for function in functions])
     together = _Together([marked(function.module) for function in functions], sizes)
-    graph = _export(
+    graph = to_onnx(
         together.eval(),
         # Copies: the exporter takes a tensor that stands twice for one input.
         tuple(a.clone() for function in functions for a in function.arguments),
         tuple(sizes for function in functions for sizes in function.open_sizes),
     )
+    sum_by_products(graph)
     given = [value.name for value in graph.output]
     taken = [value.name for value in graph.input]
     assert len(taken) == sum(sizes.inputs) and len(given) == sum(sizes.outputs)
@@ -124,50 +105,3 @@ def _piece(graph: onnx.GraphProto, inputs: list[str], outputs: list[str]) -> Pie
     found = {name: contents_of(tensor) for name, tensor in initializers.items()}
     contents = {name: one for name, one in found.items() if one is not None}
     return Piece(tuple(reversed(nodes)), initializers, tuple(inputs), tuple(outputs), contents)
-
-
-def _export(
-    module: nn.Module, arguments: tuple[Tensor, ...], sizes: tuple[tuple[int, ...], ...]
-) -> onnx.GraphProto:
-    shapes: list[Any] = [dict.fromkeys(open_, torch.export.Dim.DYNAMIC) for open_ in sizes]
-    with _quiet(), _no_collections():
-        program = torch.onnx.export(
-            module,
-            arguments,
-            dynamo=True,
-            dynamic_shapes=(tuple(shapes),),
-            opset_version=OPSET,
-            verbose=False,
-        )
-    assert program is not None
-    model = program.model_proto
-    if model.functions:
-        raise RuntimeError("the exporter left local functions in the graph; they are not stitched")
-    sum_by_products(model.graph)
-    return model.graph
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter warns of packages that no model here uses, and of its own deprecations."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python would look for cycles among all objects of the exporter, again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

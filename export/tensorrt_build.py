@@ -52,8 +52,7 @@ def build_engines(bundle: Bundle, target: Path, request: EngineRequest, say: Say
 
     Engines that lie at `target` already are replaced, and their timings used again.
     """
-    _check_bundle(bundle)
-    _check_target(target)
+    check_engines(bundle.manifest.name, bundle.manifest.precision, target)
     library, cuda = load_tensorrt(), open_cuda()
     timings = target / TIMING_FILE
     with open_staging(target) as staging:
@@ -129,15 +128,14 @@ def check_operators(model: onnx.ModelProto, file: str) -> None:
             )
 
 
-def _check_bundle(bundle: Bundle) -> None:
-    if bundle.manifest.precision != "fp32":
+def check_engines(name: str, precision: str, target: Path) -> None:
+    """BundleError unless engines of a model with weights of that precision can be built there."""
+    if precision != "fp32":
         raise BundleError(
-            f"{bundle.manifest.name} has {bundle.manifest.precision} weights, but engines are "
-            "built from fp32: export it with --precision fp32, and choose the engines' own "
-            "precision"
+            f"{name} has {precision} weights, but engines are built from fp32: export it with "
+            "--precision fp32, and choose the engines' own precision"
         )
-
-
-def _check_target(target: Path) -> None:
     if os.path.lexists(target) and not (target / ENGINES_FILE).is_file():
         raise BundleError("exists and holds no engines: name another folder", file=str(target))
+    load_tensorrt()
+    open_cuda()

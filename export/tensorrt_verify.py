@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.bundle import Bundle, BundleError, ImageInput, Manifest, PointsInput
+from serve.bundle import (
+    Bundle,
+    BundleError,
+    ImageInput,
+    Manifest,
+    PointsInput,
+    steps_in_words,
+)
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.protocol import FloatArray, IntArray, RowArray
 from serve.runtime.trt_manifest import Precision
@@ -25,13 +32,13 @@ def verify_engines(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> 
     engines, reference = TrtModel(bundle, folder), open_model(bundle)
     tolerance = TOLERANCES[engines.precision]
     for steps in bundle.manifest.steps:
-        error = largest_error(engines, reference, steps)
+        count, error = steps_in_words(steps), largest_error(engines, reference, steps)
         if not error <= tolerance:
             raise BundleError(
-                f"the engine of {steps} steps is off by {error:.2g} of the largest logit, more "
+                f"the engine of {count} is off by {error:.2g} of the largest logit, more "
                 f"than {tolerance:g}: build it with more bits, for example fp32"
             )
-        say(f"{steps} steps: off by {error:.1e} of the largest logit, at most {tolerance:g}")
+        say(f"{count}: off by {error:.1e} of the largest logit, at most {tolerance:g}")
 
 
 def largest_error(found: OpenedModel, reference: OpenedModel, steps: int) -> float:

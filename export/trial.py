@@ -26,7 +26,15 @@ from export.graphs import Ladder, write_graphs
 from export.parts import Traced
 from export.verify import verify_rung
 from export.verify_mix import verify_mix
-from serve.bundle import Calibration, Manifest, Rung, Verified, open_staging, seal_bundle
+from serve.bundle import (
+    Calibration,
+    Manifest,
+    Rung,
+    Verified,
+    open_staging,
+    seal_bundle,
+    steps_in_words,
+)
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import FloatArray
@@ -192,7 +200,7 @@ def _report(rung: Rung, verified: Verified, say: Callable[[str], None]) -> None:
         "" if against is None else f", {100 * against.top1_agreement:.2f} % answers as in float32"
     )
     say(
-        f"{rung.steps:>3} steps: verified within {verified.max_abs_error:.1e} "
+        f"{steps_in_words(rung.steps):>9}: verified within {verified.max_abs_error:.1e} "
         f"(tolerance {verified.tolerance:.1e}), {q.metric} {q.value:.4f} "
         f"[{q.low:.4f}, {q.high:.4f}] on {q.samples}{beside}"
     )

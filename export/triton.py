@@ -8,7 +8,7 @@ told by export.triton_config.
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
@@ -24,7 +24,15 @@ from export.triton_config import (
     tokenize_config,
     tokenize_name,
 )
-from serve.bundle import Bundle, BundleError, Manifest, Rung, TextInput, open_staging
+from serve.bundle import (
+    Bundle,
+    BundleError,
+    Manifest,
+    Rung,
+    TextInput,
+    open_staging,
+    steps_in_words,
+)
 from serve.runtime.warm_rows import largest_row
 
 _VERSION = "1"
@@ -34,21 +42,32 @@ _TOKENIZE = Path(__file__).with_name("triton_tokenize.py")
 def write_repository(bundle: Bundle, target: Path, say: Callable[[str], None] = print) -> None:
     """Write the repository; it is there whole or not at all. `target` must not exist yet."""
     manifest = bundle.manifest
-    if manifest.task != "classify":
-        raise BundleError(
-            f"{manifest.name} can {manifest.task}, but a Triton repository is for classifiers: "
-            "serve this one with stepdial serve, which keeps its caches"
-        )
-    if os.path.lexists(target):
-        raise BundleError("exists: remove it, or name another folder", file=str(target))
+    check_repository(manifest.name, manifest.labels, target)
     with open_staging(target) as staging:
         _fill(bundle, staging)
         os.rename(staging, os.path.realpath(target))
     for rung in manifest.rungs:
         taken = text_name(manifest, rung) if _reads_text(manifest) else rung_name(manifest, rung)
-        say(f"{taken}: {rung.steps} steps, {rung.quality.metric} {rung.quality.value:.4g}")
+        quality = f"{rung.quality.metric} {rung.quality.value:.4g}"
+        say(f"{taken}: {steps_in_words(rung.steps)}, {quality}")
     needs = " (its Python needs: pip install tokenizers)" if _reads_text(manifest) else ""
     say(f"next: tritonserver --model-repository={target}{needs}")
+
+
+def check_repository(name: str, labels: Sequence[str] | None, target: Path) -> None:
+    """BundleError unless a model of that name and these classes can be written there."""
+    if labels is None:
+        raise BundleError(
+            f"{name} writes text, but a Triton repository is for classifiers: serve this one with "
+            "stepdial serve, which keeps its caches"
+        )
+    if any(len(label.splitlines()) != 1 for label in labels):
+        raise BundleError(
+            f"{name} has a label of several lines, which a Triton label file cannot hold: train "
+            "with data.labels set to names of one line"
+        )
+    if os.path.lexists(target):
+        raise BundleError("exists: remove it, or name another folder", file=str(target))
 
 
 def _reads_text(manifest: Manifest) -> bool:
@@ -122,10 +141,7 @@ def _some_text(bundle: Bundle) -> bytes:
 
 
 def _write_labels(model: Path, manifest: Manifest) -> None:
-    labels = manifest.labels or ()
-    if any(len(label.splitlines()) != 1 for label in labels):
-        raise BundleError("has a label of several lines, which a Triton label file cannot hold")
-    _write(model / LABELS_FILE, "".join(f"{label}\n" for label in labels))
+    _write(model / LABELS_FILE, "".join(f"{label}\n" for label in manifest.labels or ()))
 
 
 def _write_warm_up(model: Path, name: str, data: bytes) -> None:

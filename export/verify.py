@@ -8,7 +8,7 @@ and activations of 8 bits are rounded as much more coarsely as they have fewer b
 import numpy as np
 
 from export.expected import Expected
-from serve.bundle import Precision, Rung, Verified
+from serve.bundle import Precision, Rung, Verified, steps_in_words
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
@@ -161,4 +161,4 @@ class _Check:
 
     @property
     def _where(self) -> str:
-        return f"the rung of {self.rung.steps} steps ({self.rung.method})"
+        return f"the rung of {steps_in_words(self.rung.steps)} ({self.rung.method})"

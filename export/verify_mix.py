@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from export.verify import VerificationError
+from serve.bundle import steps_in_words
 from serve.runtime import OpenedModel, SteppedBatch
 from serve.runtime.protocol import IntArray
 
@@ -35,6 +36,6 @@ def verify_mix(opened: OpenedModel, tokens: IntArray) -> None:
     for steps, batch in together.items():
         if not np.array_equal(batch.end(), alone[steps]):
             raise VerificationError(
-                f"the rung of {steps} steps answers otherwise when it shares calls with others: "
-                "no bundle was written; report this, with the recipe"
+                f"the rung of {steps_in_words(steps)} answers otherwise when it shares calls with "
+                "others: no bundle was written; report this, with the recipe"
             )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from export.exporter import OPSET
 from export.integers import LARGEST, Range, Ranges, to_integers, use_integers
 from export.layers import Layers
 from export.parts import Traced, trace
-from export.pieces import OPSET
 from export.ranges import measured_ranges
 from export.step_graphs import stitch_step
 from export.stitch import stitch

@@ -12,9 +12,9 @@ import pytest
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from export.exporter import OPSET
 from export.layers import LEAST_ELEMENTS
 from export.parts import trace
-from export.pieces import OPSET
 from export.quantise import BLOCK, check_precision, quantise, to_bytes
 from export.step_graphs import stitch_step
 from export.stitch import stitch

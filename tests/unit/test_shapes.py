@@ -4,7 +4,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from export.builder import IR_VERSION
-from export.pieces import OPSET
+from export.exporter import OPSET
 from export.shapes import keep_shapes
 
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_built_says_why_and_leaves_nothing(
     with pytest.raises(BundleError, match="exists and holds no engines"):
         build(bundle, tmp_path / "bundle")
     monkeypatch.setitem(TOLERANCES, "fp32", -1.0)
-    with pytest.raises(BundleError, match="the engine of 1 steps is off by"):
+    with pytest.raises(BundleError, match="the engine of 1 step is off by"):
         build(bundle, tmp_path / "engines")
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
