@@ -16,7 +16,7 @@ from serve.engine.events import (
     TokenEvent,
     TokenLogprob,
 )
-from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood
+from serve.engine.sampling import FloatArray, Sampler, Sampling, choose_tokens, likelihood
 from serve.engine.stop import StopFilter
 from serve.inputs.text import TextCodec, TextStream
 
@@ -82,15 +82,17 @@ class Generation:
             return self.wish.prompt
         return self._tokens[-max(1, self.wish.window // 2) :]
 
-    def draft(self, logits: FloatArray, ahead: int) -> int | None:
-        """The token that logits (V,) choose, so many behind the next one.
+    def drafts(self, logits: FloatArray, ahead: int) -> list[int]:
+        """The tokens that logits (P, V) choose, the first of them so many behind the next one.
 
-        None if they choose none, or if no token would be wanted after it.
+        Up to the first that choose none, or behind whose token none would be wanted.
         """
-        number = self.completion_tokens + ahead
-        if number + 1 >= self.wish.max_tokens or not np.isfinite(logits).all():
-            return None
-        return self.sampler.choose(logits, number)
+        first = self.completion_tokens + ahead
+        count = min(len(logits), max(0, self.wish.max_tokens - 1 - first))
+        finite = np.isfinite(logits[:count]).all(axis=1)
+        count = count if finite.all() else int(finite.argmin())
+        numbers = range(first, first + count)
+        return choose_tokens([self.sampler] * count, logits[:count], numbers)
 
     def accept(self, token: int, logits: FloatArray) -> TokenEvent:
         """Take the next token, chosen from logits (V,); sets `finish_reason` if it is the last."""

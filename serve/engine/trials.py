@@ -1,15 +1,20 @@
 """Which of several ways of doing the same is quickest, found while it is done.
 
-Each way is tried for a while now and then; the one that has taken the least time for its work is
+Now and then all ways are tried one right after the other, since what else runs on the machine
+changes their times more than they differ; the one that was quickest in most of the last rounds is
 used in between. Pure: it is told work and times, and asked what to do next.
 """
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Generic, TypeVar
 
 WayT = TypeVar("WayT")
 
-_WEIGHT = 0.3  # of the newest trial of a way
+_ROUNDS = 5  # that the choice is made from
+_SETTLING = 0.25  # of a trial: the change to another way has costs of its own
 
 
 @dataclass(slots=True)
@@ -18,39 +23,46 @@ class Trials(Generic[WayT]):
 
     ways: tuple[WayT, ...]
     trial_work: float
-    chosen_work: float  # of the quickest way, between two trials
-    seconds: dict[WayT, float] = field(default_factory=dict)  # for a unit of work
-    _turn: int = 0
-    _using: int = 0
+    chosen_work: float  # of the quickest way, between two rounds
+    _best: int = 0
+    _rounds: deque[Mapping[WayT, float]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
+    _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
     _work: float = 0.0
+    _counted: float = 0.0
     _spent_s: float = 0.0
 
     @property
     def way(self) -> WayT:
         """What to use now."""
-        return self.ways[self._using]
+        return self.best if self._all_tried else self.ways[len(self._round)]
 
     @property
     def best(self) -> WayT:
         """The quickest way that is known."""
-        return min(self.seconds, key=self.seconds.__getitem__, default=self.ways[0])
+        return self.ways[self._best]
 
     def observe(self, work: float, seconds: float) -> None:
         """So much has been done in the way that is used now, in such a time."""
+        settled = self._work >= _SETTLING * self.trial_work
         self._work += work
-        self._spent_s += seconds
-        known = len(self.seconds) == len(self.ways)
-        chosen = known and self.way == self.best
-        if self._work >= (self.chosen_work if chosen else self.trial_work):
-            self._keep()
-            if known and not chosen:
-                self._using = self.ways.index(self.best)
-            else:
-                self._turn = (self._turn + 1) % len(self.ways)
-                self._using = self._turn
+        if self._all_tried:
+            if self._work >= self.chosen_work:
+                self._round, self._work = {}, 0.0
+        elif settled:
+            self._counted += work
+            self._spent_s += seconds
+            if self._work >= self.trial_work:
+                self._keep()
+
+    @property
+    def _all_tried(self) -> bool:
+        return len(self._round) == len(self.ways)
 
     def _keep(self) -> None:
-        measured = self._spent_s / self._work
-        known = self.seconds.get(self.way, measured)
-        self.seconds[self.way] = known + _WEIGHT * (measured - known)
-        self._work, self._spent_s = 0.0, 0.0
+        self._round[self.way] = self._spent_s / self._counted
+        self._work = self._counted = self._spent_s = 0.0
+        if self._all_tried:
+            mean_s = sum(self._round.values()) / len(self.ways)
+            self._rounds.append({way: seconds / mean_s for way, seconds in self._round.items()})
+            shares = [median(one[way] for one in self._rounds) for way in self.ways]
+            self._best = shares.index(min(shares))

@@ -7,8 +7,9 @@ from serve.engine.trials import Trials
 from serve.runtime.protocol import MOST_AHEAD
 from serve.scheduler.job import LaneKey
 
-_LEADS = (1, 2, 4)  # steps before a draft; 0 runs nothing ahead
-_TRIAL_TOKENS, _CHOSEN_TOKENS = 32, 512
+# Under way at once, at most: with fewer, a position takes more steps before it drafts.
+_POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
+_TRIAL_TOKENS, _CHOSEN_TOKENS = 32, 1024
 _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
 
 
@@ -38,5 +39,5 @@ class Ways:
 
 
 def leads_of(steps: int) -> tuple[int, ...]:
-    """How far a row may run ahead: all positions under way must fit into one call."""
-    return (0, *(lead for lead in _LEADS if lead < steps <= lead * MOST_AHEAD))
+    """The steps before a draft that are worth a trial; 0 runs nothing ahead."""
+    return (0, *sorted({-(-steps // most) for most in _POSITIONS})) if steps > 1 else (0,)

@@ -18,6 +18,7 @@ from serve.engine.ways import Ways
 from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.written import Written
 from serve.metrics import Metrics
+from serve.runtime import Wave
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.scheduler import Scheduler
@@ -178,19 +179,28 @@ class Writing:
             drafted_right = wave.tokens[0] == work.last_token
             self._metrics.accepted.labels(lane.name).inc(drafted_right)
             if not drafted_right:
-                wave.drop()
+                wave.keep(0)
         if not wave.tokens:
             wave.begin(work.last_token)
         while True:
-            ahead = len(wave.tokens) - 1
             crossed = wave.cross()
-            if crossed.draft is not None and wave.room > 0:
-                token = work.draft(crossed.draft, ahead)
-                if token is not None:
-                    wave.begin(token)
-                    self._metrics.drafted.labels(lane.name).inc()
+            if crossed.drafts is not None:
+                self._draft(lane, work, wave, crossed.drafts, done=crossed.last is not None)
             if crossed.last is not None:
                 return crossed.last[None]
+
+    def _draft(
+        self, lane: LaneKey, work: Generation, wave: Wave, logits: FloatArray, done: bool
+    ) -> None:
+        """Go on from the first position whose draft, from logits (P, V), is new or another now."""
+        begun = wave.tokens
+        for behind, token in enumerate(work.drafts(logits, ahead=done), start=1):
+            if begun[behind : behind + 1] != [token]:
+                wave.keep(behind)
+                if wave.room > 0:
+                    wave.begin(token)
+                    self._metrics.drafted.labels(lane.name).inc()
+                return
 
     def _end_token(self, part: Part, logits: FloatArray, now_s: float) -> Deliveries:
         """Turn logits (B, V) into one token for each job, and let go of those that are done."""

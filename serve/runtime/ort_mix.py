@@ -14,7 +14,7 @@ import onnxruntime as ort
 from serve.bundle import MIXED_GROUPS, BundleError, Method
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.ort_wave import OrtWave
+from serve.runtime.ort_wave import OrtWave, WaveCalls
 from serve.runtime.protocol import DecodeBatch, FloatArray, Wave
 
 _KEPT_CALLS = 64
@@ -41,6 +41,7 @@ class OrtMix:
         self._mixed: ort.InferenceSession | None = None
         self._names = names
         self._calls: dict[Key, _Call] = {}
+        self._wave_calls: WaveCalls = {}
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
@@ -60,7 +61,7 @@ class OrtMix:
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        return OrtWave(batch, lead)
+        return OrtWave(batch, lead, self._wave_calls)
 
     def _mixing(self) -> ort.InferenceSession | None:
         """Opened when rungs first meet: it has a copy of the weights.

@@ -6,120 +6,141 @@ wrong is written over. The caches of steps a lead apart are neighbours, so the p
 the same graph that a batch runs. Which token a position drafts is chosen elsewhere.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from serve.runtime.ort_batch import OrtDecodeBatch
+from serve.runtime.ort_binding import bind_input, bind_output
+from serve.runtime.ort_steps import StepSessions
 from serve.runtime.protocol import MOST_AHEAD, Crossed, FloatArray
-
-_KEPT_CALLS = 64
 
 
 @final
 class OrtWave:
-    """Positions of one row. They are kept newest first, as the caches of their steps lie."""
+    """Places of positions of one row, newest first, as the caches of their steps lie.
 
-    def __init__(self, batch: OrtDecodeBatch, lead: int) -> None:
+    A place without a token is between two that have one. What is computed there is read by nobody,
+    and written where the position behind it will write.
+    """
+
+    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "WaveCalls") -> None:
         assert 0 < lead < batch.steps
         self.lead = lead
         self._batch = batch
-        self._tokens: list[int] = []
-        self._step = 0  # of the newest position; the next ones are a lead further each
+        self._places: list[int | None] = []  # the tokens
+        self._step = 0  # of the newest place; the next ones are a lead further each
         self._x: FloatArray = np.empty((0, 1, batch.width), dtype=np.float32)  # (P, 1, D)
-        self._calls: dict[tuple[int, int, int], _Call] = {}
+        self._calls = calls
 
     @property
     def tokens(self) -> list[int]:
-        return self._tokens[::-1]
+        return [token for token in reversed(self._places) if token is not None]
 
     @property
     def room(self) -> int:
-        under_way = len(self._tokens)
+        under_way = len(self.tokens)
         left = self._batch.max_tokens - self._batch.lengths[0] - under_way
         return min(MOST_AHEAD - under_way, left)
 
     def begin(self, token: int) -> None:
         assert self.room > 0, "too many positions"
-        assert not self._tokens or self._step == self.lead, "a position begins a lead later"
-        past = self._batch.lengths[0] + len(self._tokens)
+        leads, more = divmod(self._step, self.lead) if self._places else (1, 0)
+        assert leads > 0 and more == 0, "a position begins some leads later"
+        past = self._batch.lengths[0] + len(self.tokens)
         self._batch.reach(past + 1, self.lead)
         stand = self._batch.embed(np.array([token]), np.array([past], dtype=np.int32))
-        self._x = np.concatenate([stand.x, self._x])
-        self._tokens.insert(0, token)
+        self._x = np.concatenate([stand.x] * leads + [self._x])
+        self._places[:0] = [token] + [None] * (leads - 1)
         self._step = 0
 
     def cross(self) -> Crossed:
-        batch, count = self._batch, len(self._tokens)
-        key = (batch.version, self._step, count)
+        batch, places = self._batch, self._places
+        key = (batch.steps, self.lead, self._step, len(places))
         call = self._calls.get(key)
         if call is None:
-            if len(self._calls) >= _KEPT_CALLS:
-                self._calls.clear()
-            call = self._calls[key] = _Call(batch, self._step, count, self.lead)
-        y = call.run(self._x, batch.lengths[0])
+            call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
+        if call.version != batch.version:
+            call.bind(batch)
+        call.run(self._x, batch.lengths[0], places)
+        self._x = call.y.copy()  # another wave may come to this call before this one does
         self._step += 1
-        states: list[FloatArray] = []
-        drafts = self._step == self.lead
-        if drafts:
-            left = batch.steps - self.lead + 1  # steps to the end, the last one included
-            states.append(self._x[:1] + np.float32(left) * (y[:1] - self._x[:1]))
-        ends = self._step + (count - 1) * self.lead == batch.steps
-        if ends:
-            states.append(y[-1:])
-            y = y[:-1]
-            self._tokens.pop()
-            batch.lengthen()
-        self._x = y
-        if not states:
+        drafts = self._step % self.lead == 0
+        ends = self._step + (len(places) - 1) * self.lead == batch.steps
+        if not drafts and not ends:
             return Crossed(None, None)
-        logits = batch.read_off(np.concatenate(states))
-        return Crossed(logits[0] if drafts else None, logits[-1] if ends else None)
+        logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
+        known = [index for index, token in enumerate(reversed(places)) if token is not None]
+        if ends:
+            batch.lengthen()
+            places.pop()
+            while places and places[-1] is None:
+                places.pop()
+            self._x = self._x[: len(places)]
+        known = known[1:] if ends else known
+        return Crossed(logits[known] if drafts else None, logits[0] if ends else None)
 
-    def drop(self) -> None:
-        self._tokens.clear()
-        self._x = self._x[:0]
-        self._step = 0
+    def keep(self, count: int) -> None:
+        given_up = len(self.tokens) - count
+        while given_up > 0 or (self._places and self._places[0] is None):
+            given_up -= self._places.pop(0) is not None
+            self._step += self.lead
+        self._x = self._x[len(self._x) - len(self._places) :]
 
 
 @final
 class _Call:
-    """So many positions, the newest of which stands at this step, bound once."""
+    """So many places, the newest of which stands at this step; for one batch after another."""
 
-    def __init__(self, batch: OrtDecodeBatch, step: int, count: int, lead: int) -> None:
-        sessions = batch.sessions
-        self._session = sessions.step
-        self._binding = sessions.step.io_binding()
-        self._kept: list[ort.OrtValue] = []
-        self._x = np.empty((count, 1, batch.width), dtype=np.float32)  # (P, 1, D)
-        self._y = np.empty_like(self._x)
+    def __init__(
+        self, sessions: StepSessions, steps: int, lead: int, step: int, count: int, width: int
+    ) -> None:
+        self.version = -1  # of the batch whose caches are bound
+        self.x: FloatArray = np.empty((count, 1, width), dtype=np.float32)  # (P, 1, D)
+        self.y = np.empty_like(self.x)  # a step later; the next run of this call overwrites it
         self._seqlens: npt.NDArray[np.int32] = np.empty(count, dtype=np.int32)
         self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
-        self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)  # the first position
-        self._give("x", self._x)
-        self._give("y", self._y, out=True)
-        self._give("seqlens", self._seqlens)
-        self._give("total", self._total)
-        stands = [step + lead * older for older in range(count)]
-        told = [sessions.times(stand, batch.steps, 1) for stand in stands]
-        for name in told[0]:
-            self._give(name, np.concatenate([each[name] for each in told]))
-        for name, array in zip(batch.names, batch.along(step, count), strict=True):
-            self._give(name, array)
-            self._give(f"{name}_out", array, out=True)
+        self._stands = [step + lead * older for older in range(count)]
+        # Steps to the end with this one: as many times a jump goes along the velocity.
+        left = [steps - stand for stand in self._stands]
+        self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
+        told = [sessions.times(stand, steps, 1) for stand in self._stands]
+        self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
+        self._session = sessions.step
+        self._binding = self._session.io_binding()
+        for name, array in self._times.items():
+            bind_input(self._binding, name, array)
+        bind_input(self._binding, "x", self.x)
+        bind_input(self._binding, "seqlens", self._seqlens)
+        bind_input(self._binding, "total", self._total)
+        bind_output(self._binding, "y", self.y)
 
-    def run(self, x: FloatArray, past: int) -> FloatArray:
-        """The states (P, 1, D) a step later; the row has so many positions behind it."""
-        self._x[:] = x
-        self._seqlens[:] = past + self._behind
-        self._total[()] = past + len(x)
+    def bind(self, batch: OrtDecodeBatch) -> None:
+        """To the caches of the only row of a batch, which holds them until its next version."""
+        caches = batch.along(self._stands[0], len(self._stands))
+        for name, array in zip(batch.names, caches, strict=True):
+            bind_input(self._binding, name, array)
+            bind_output(self._binding, f"{name}_out", array)
+        self.version = batch.version
+
+    def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
+        """Take the states (P, 1, D) a step further; the row has so many positions behind it."""
+        self.x[:] = x
+        position = past
+        for index in range(len(places) - 1, -1, -1):
+            self._seqlens[index] = position
+            position += places[index] is not None
+        self._total[()] = position
         self._session.run_with_iobinding(self._binding)
-        return self._y.copy()
 
-    def _give(self, name: str, array: npt.NDArray[np.generic], out: bool = False) -> None:
-        value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._kept.append(value)
-        bind = self._binding.bind_ortvalue_output if out else self._binding.bind_ortvalue_input
-        bind(name, value)
+    def jumped(self) -> FloatArray:
+        """Where each state (P, 1, D) would be at the end, had its last velocity stayed the same."""
+        states: FloatArray = self.x + self._left * (self.y - self.x)
+        if self._left[-1] == 1.0:  # no jump: the state itself, to the last bit
+            states[-1] = self.y[-1]
+        return states
+
+
+WaveCalls = dict[tuple[int, int, int, int], _Call]  # of steps, lead, first step and places

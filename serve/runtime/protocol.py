@@ -146,7 +146,7 @@ class SteppedBatch(DecodeBatch, Protocol):
 class Crossed(NamedTuple):
     """What a step of a wave brought to light."""
 
-    draft: FloatArray | None  # (V,): of the token behind the last position, if it is known by now
+    drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
     last: FloatArray | None  # (V,): of the token behind the first position, which is done
 
 
@@ -154,12 +154,13 @@ class Wave(Protocol):
     """The only row of a batch, running ahead of itself.
 
     Positions that follow each other stand at different steps. Each was begun with a token that the
-    one before it drafted by a jump. It is lost when the batch is used otherwise.
+    one before it drafted by a jump; later jumps draft better. It is lost when the batch is used
+    otherwise.
     """
 
     @property
     def lead(self) -> int:
-        """Steps after which a position drafts the next token."""
+        """After every so many steps the positions draft what follows them."""
         ...
 
     @property
@@ -173,15 +174,15 @@ class Wave(Protocol):
         ...
 
     def begin(self, token: int) -> None:
-        """One position more, behind those that are under way."""
+        """One position more, behind those that are under way; only where these draft."""
         ...
 
     def cross(self) -> Crossed:
         """One step of every position; a first position that is done is under way no more."""
         ...
 
-    def drop(self) -> None:
-        """Give up all that is under way."""
+    def keep(self, count: int) -> None:
+        """Give up all positions but so many first ones."""
         ...
 
 

@@ -21,7 +21,8 @@ from tests.tiny_bundles import build_generate
 
 
 @pytest.mark.parametrize(
-    ("steps", "leads"), [(1, (0,)), (2, (0, 1)), (8, (0, 1, 2, 4)), (16, (0, 2, 4))]
+    ("steps", "leads"),
+    [(1, (0,)), (2, (0, 1)), (3, (0, 1)), (8, (0, 1, 2)), (10, (0, 2, 3)), (16, (0, 2, 4))],
 )
 def test_the_positions_of_a_lead_fit_into_a_call(steps: int, leads: tuple[int, ...]) -> None:
     assert leads_of(steps) == leads

@@ -1,5 +1,6 @@
 """The quickest of several ways is found, used most, and left when another becomes quicker."""
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 
@@ -50,3 +51,27 @@ def test_work_counts_and_not_how_often_it_is_told() -> None:
     for _ in range(200):
         tried.observe(10 if tried.way == "many" else 50, 1.0)
     assert tried.best == "few"
+
+
+def test_a_machine_that_is_slow_for_a_while_does_not_hide_the_quickest_way() -> None:
+    """Now and then all takes three times as long, which is far more than the ways differ."""
+    seconds, spent_s, units = {"a": 1.0, "b": 0.65, "c": 0.7}, 0.0, 20_000
+    for seed in range(10):
+        chance, tried = random.Random(seed), Trials(("a", "b", "c"), trial_work=32, chosen_work=500)
+        slower, left = 1.0, 0.0
+        for _ in range(units):
+            if left <= 0:
+                slower, left = chance.choice((1.0, 1.0, 3.0)), chance.expovariate(1 / 300)
+            left -= 1
+            spent_s += seconds[tried.way]
+            tried.observe(1, seconds[tried.way] * slower * chance.uniform(0.8, 1.4))
+    assert spent_s / (10 * units) < 1.05 * seconds["b"]
+
+
+def test_the_cost_of_a_change_is_not_counted() -> None:
+    tried, way, since = Trials((0, 1), trial_work=40, chosen_work=400), 0, 0
+    for _ in range(1000):
+        since = since + 1 if tried.way == way else 0
+        way = tried.way
+        tried.observe(1, (2.0, 1.5)[way] + (30.0 if way and since < 5 else 0.0))
+    assert tried.best == 1
