@@ -73,8 +73,8 @@ def check_depth(manifest: "Manifest") -> None:
             right, wanted = rung.nfe == spent, str(spent)
         if not right:
             raise BundleError(
-                f"is {rung.nfe}, but {steps_in_words(rung.steps)} of {rung.method} spend "
-                f"{wanted} evaluations; export the bundle again",
+                f"is {rung.nfe}, but must be {wanted} for {steps_in_words(rung.steps)} of "
+                f"{rung.method}; export the bundle again",
                 field=f"rungs[{index}].nfe",
             )
 

@@ -1,9 +1,11 @@
 """Open Inference Protocol: models that fail, clients that leave, and a queue that is full."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 
 import httpx
-import pytest
 from tritonclient.http import InferenceServerClient
 
 from tests.fake_server import fake_server
@@ -36,8 +38,9 @@ def test_leaving_takes_every_row_out_of_the_engine() -> None:
             "inputs": [{"name": "text", "datatype": "BYTES", "shape": [3], "data": ["a"] * 3}],
             "parameters": {"max_tokens": 4000, "steps": 2},
         }
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{fake.url}/v2/models/tiny-generate/infer", json=body, timeout=0.5)
+        with closing(HTTPConnection("127.0.0.1", fake.port)) as leaving:
+            leaving.request("POST", "/v2/models/tiny-generate/infer", json.dumps(body))
+            fake.wait_for(running=1, queued=2)
         fake.wait_for(running=0, queued=0)
         fake.mood.gate.set()
         assert fake.metric("stepdial_cancelled_total") == 3

@@ -69,7 +69,7 @@ def test_a_server_short_of_memory_refuses_loads_and_requests_and_recovers(tmp_pa
         assert "there is not enough memory" in refused.json()["error"]["message"]
         leave_memory(server.process.pid, 4 << 20)
         with ThreadPoolExecutor(12) as pool:
-            long = list(pool.map(lambda _: asked(client, "To be or not " * 60, 8), range(12)))
+            long = list(pool.map(lambda _: asked(client, "To be or not " * 150, 32), range(12)))
         assert {one.status_code for one in long} <= {200, 429, 503}
         failed = [one.json()["error"]["code"] for one in long if one.status_code == 503]
         assert failed and set(failed) <= {"model_failure", "not_ready", "out_of_memory"}

@@ -92,7 +92,7 @@ READER_ONLY = {
 }
 READER_ONLY_OF_FAMILIES = (
     "for 1 channels",
-    "steps of euler spend",
+    "of euler",
     "is 1, like bos_id",
     "tokenizer.bos_id must be from 0 to",
     "repeats encoder-1.onnx",

@@ -88,7 +88,10 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     "absurd steps": (put("rungs", 2, "steps", to=10**9), "rungs[2].steps must be from 1 to"),
     "steps are a float": (put("rungs", 0, "steps", to=1.0), "rungs[0].steps must be an integer"),
     "steps are a boolean": (put("rungs", 0, "steps", to=True), "rungs[0].steps must be an integer"),
-    "nfe inconsistent": (put("rungs", 1, "nfe", to=4), "rungs[1].nfe is 4, but 2 steps of euler"),
+    "nfe inconsistent": (
+        put("rungs", 1, "nfe", to=4),
+        "rungs[1].nfe is 4, but must be 2 for 2",
+    ),
     "two methods": (put("rungs", 1, "method", to="ab2"), "rungs[1].method is ab2, but the bundle"),
     "unknown effort": (put("rungs", 0, "effort", to="tiny"), "rungs[0].effort must be one of low"),
     "duplicate effort": (put("rungs", 1, "effort", to="low"), "rungs[1].effort repeats low"),

@@ -41,13 +41,13 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (classify_bundle, "depth", "fixed", "rungs must be one rung of 1 step for the depth fixed"),
     (classify_bundle, "rungs.1.quality.metric", "bleu", "is bleu, but the first rung's is"),
     (generate_bundle, "depth", "chain", "cache must be none for the depth chain"),
-    (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but 4 steps of euler spend 4"),
+    (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but must be 4 for 4 steps of euler"),
     (generate_bundle, "schema_version", 1, "is 1, but this release reads version 2"),
     (translate_bundle, "step", STEP, "step must be null for the task translate"),
     (classify_bundle, "step.mixed", "d.onnx", "step.mixed must be null for the depth ode and"),
     (prefix_bundle, "step", STEP, "step must be null for the task generate, the depth fixed"),
     (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),
-    (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but 1 step of euler spend 1"),
+    (prefix_bundle, "rungs.0.nfe", 2, "rungs[0].nfe is 2, but must be 1 for 1 step of euler"),
     (prefix_bundle, "rungs.0.quality.metric", "bleu", "is bleu, which measures translations"),
     (translate_bundle, "target_max_tokens", None, "target_max_tokens must be an integer"),
     (translate_bundle, "target_max_tokens", 1, "target_max_tokens must be from 2"),
@@ -58,7 +58,7 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (translate_bundle, "rungs.1.encoder", "encoder-1.onnx", "repeats encoder-1.onnx"),
     (translate_bundle, "rungs.1.encoder", "weights.bin", "which is weights already"),
     (translate_bundle, "rungs.1.encoder", "absent.onnx", "files does not list absent.onnx"),
-    (translate_bundle, "rungs.1.nfe", 2, "rungs[1].nfe is 2, but 2 steps of euler spend 4"),
+    (translate_bundle, "rungs.1.nfe", 2, "rungs[1].nfe is 2, but must be 4 for 2 steps of euler"),
     (classify_bundle, "tokenizer.chat_template", "c.jinja", "chat_template must be null for the"),
     (translate_bundle, "tokenizer.chat_template", "c.jinja", "chat_template must be null for the"),
     (generate_bundle, "tokenizer.chat_template", 3, "tokenizer.chat_template must be a string"),
@@ -98,5 +98,5 @@ def test_a_chain_spends_a_multiple_of_its_steps() -> None:
         rung["nfe"] = 3 * rung["steps"]
     assert Manifest.from_json(value).rungs[2].nfe == 12
     value["rungs"][2]["nfe"] = 11
-    with pytest.raises(BundleError, match="spend a multiple of 4 evaluations"):
+    with pytest.raises(BundleError, match="must be a multiple of 4 for"):
         Manifest.from_json(value)
