@@ -7,6 +7,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 
 from serve.errors import HeadersTooLarge, ServeError, UrlTooLong
+from serve.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,22 @@ class ConnectionLimits:
     body_timeout_s: float
     send_timeout_s: float
     count_refusal: Callable[[str], None]  # told the code of the error
+
+    @classmethod
+    def of(
+        cls, settings: Settings, connections: int, count_refusal: Callable[[str], None]
+    ) -> "ConnectionLimits":
+        """The part of the settings that concerns connections."""
+        return cls(
+            connections=connections,
+            headers=settings.max_headers,
+            header_bytes=settings.max_header_bytes,
+            header_timeout_s=settings.header_timeout_s,
+            body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+            send_timeout_s=settings.send_timeout_s,
+            count_refusal=count_refusal,
+        )
 
     def problem_of_head(self, url: bytes, headers: Sized, size: int) -> ServeError | None:
         """What is too much in a head of so many bytes; None if nothing is."""

@@ -38,8 +38,7 @@
         ├── Crowded           503  too many connections are open
         └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
 
-It deliberately knows neither HTTP frameworks nor the engine: an error is data that a route writes
-as a response or as the last event of a stream.
+Data that routes write, whole or as the end of a stream. Knows neither frameworks nor the engine.
 """
 
 import math
@@ -90,8 +89,7 @@ class Unauthorized(ServeError):
         self._of_script = of_script
 
     def headers(self) -> dict[str, str]:
-        # Basic makes a browser ask. The script of a page asks its reader itself, and programs send
-        # a bearer token without being told.
+        # Basic makes a browser ask; scripts ask their reader, programs send a token unasked.
         basic = 'Basic realm="Stepdial", charset="UTF-8"'
         return {"www-authenticate": 'Bearer realm="Stepdial"' if self._of_script else basic}
 

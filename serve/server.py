@@ -53,11 +53,15 @@ class Server(uvicorn.Server):
         reload: Callable[[], Coroutine[None, None, None]] | None = None,
     ) -> None:
         """`listening` is told the address; `reload` is run on SIGHUP."""
-        connections = allow_files(settings.max_connections)
+        limits = ConnectionLimits.of(
+            settings,
+            allow_files(settings.max_connections),
+            lambda code: engine.metrics.rejected.labels(code).inc(),
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limited(_limits(settings, engine, connections)),
+                http=limited(limits),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -111,20 +115,6 @@ class Server(uvicorn.Server):
             Draining("the server has shut down before the answer was complete: send it again")
         )
         self.should_exit = True
-
-
-def _limits(settings: Settings, engine: Engine, connections: int) -> ConnectionLimits:
-    """The part of the settings that concerns connections, so many of which there may be."""
-    return ConnectionLimits(
-        connections=connections,
-        headers=settings.max_headers,
-        header_bytes=settings.max_header_bytes,
-        header_timeout_s=settings.header_timeout_s,
-        body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
-        send_timeout_s=settings.send_timeout_s,
-        count_refusal=lambda code: engine.metrics.rejected.labels(code).inc(),
-    )
 
 
 def allow_files(connections: int) -> int:

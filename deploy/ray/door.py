@@ -26,12 +26,15 @@ class Door:
         self._app = app
         self._address = (host, port)
         self._drain_s = settings.drain_s
+        connections = allow_files(settings.max_connections)
+        # A front has no metrics in which to count what it refuses.
+        limits = ConnectionLimits.of(settings, connections, lambda code: None)
         self._inside = 0  # requests
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._counted,
                 interface="asgi3",
-                http=limited(_limits(settings)),
+                http=limited(limits),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -79,16 +82,3 @@ class Door:
             await self._app(scope, receive, send)
         finally:
             self._inside -= 1
-
-
-def _limits(settings: Settings) -> ConnectionLimits:
-    return ConnectionLimits(
-        connections=allow_files(settings.max_connections),
-        headers=settings.max_headers,
-        header_bytes=settings.max_header_bytes,
-        header_timeout_s=settings.header_timeout_s,
-        body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
-        send_timeout_s=settings.send_timeout_s,
-        count_refusal=lambda code: None,  # a front has no metrics
-    )

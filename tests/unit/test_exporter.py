@@ -50,7 +50,7 @@ def test_a_graph_answers_as_the_module_does(
 
     def counted(*arguments: object, **named: object) -> object:
         calls.append(arguments)
-        return prepare(*arguments, **named)  # type: ignore[arg-type]
+        return prepare(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
     monkeypatch.setattr(_core, "_prepare_exported_program_for_export", counted)
     graph = to_onnx(module.eval(), (torch.randn(1, 3, 8),), [(0, 1)])

@@ -249,14 +249,14 @@ class Calls:
 
 
 class _Front(Front):
-    def __del__(self) -> None:  # type: ignore[override]
+    def __del__(self) -> None:  # type: ignore[override]  # the other is awaited
         """Only Ray Serve awaits the other."""
 
 
 async def _answered(calls: Calls, leave_after_s: float | None = None) -> Response:
     arguments = Arguments(bundles=(classify_bundle().folder,), replica_host="127.0.0.1")
     front = object.__new__(_Front)
-    await front.__init__(calls, arguments)  # type: ignore[misc]
+    await front.__init__(calls, arguments)  # type: ignore[misc]  # as Serve does
 
     async def receive() -> Any:
         return {"type": "http.request", "body": json.dumps({"input": "a film"}).encode()}
