@@ -1,4 +1,5 @@
-"""Answers that are there as a whole leave in one piece, and nothing slips into their heads."""
+"""Answers that are there as a whole leave in one piece, bodies are taken in one, and nothing slips
+into heads."""
 
 import asyncio
 import logging
@@ -9,6 +10,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serve.whole_answer import write_whole
+from serve.whole_body import whole_body
 
 
 class Wire(asyncio.Transport):
@@ -78,3 +80,19 @@ def test_a_header_of_several_lines_is_never_written(value: bytes) -> None:
     with pytest.raises(RuntimeError):
         write_whole(cycle, cycle.flow, 200, [(b"x-name", value)], (), b"")
     assert not wire.written
+
+
+def test_a_whole_body_is_taken_once() -> None:
+    cycle = cycle_on(Wire())
+    cycle.body += b"{}"
+    cycle.message_event.set()
+    assert whole_body(cycle, cycle.flow) == b"{}"
+    assert cycle.body == b"" and not cycle.message_event.is_set()
+
+
+@pytest.mark.parametrize("state", ["disconnected", "response_complete"])
+def test_nobody_reads_the_body_of_a_client_that_has_left(state: str) -> None:
+    cycle = cycle_on(Wire())
+    cycle.body += b"{}"
+    setattr(cycle, state, True)
+    assert whole_body(cycle, cycle.flow) is None
