@@ -108,7 +108,7 @@ def measure(chosen: Options, threads: int, provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
     for bundle in chosen.read("generate"):
-        if bundle.manifest.method != "euler" or bundle.manifest.cache != "kv":
+        if bundle.manifest.method != "euler" or not bundle.manifest.keeps_caches:
             continue
         found = _measure(bundle, threads, chosen.quick)
         rows += found[0]

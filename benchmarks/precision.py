@@ -23,7 +23,7 @@ MOST_CHANGE = {"loss": 0.002, "accuracy": 0.002, "bleu": 0.2}
 def main(arguments: Sequence[str]) -> int:
     parsed = parser(__doc__.partition("\n")[0]).parse_args(arguments)
     bundles = [read_bundle(folder) for folder in parsed.bundles or _bundles_here()]
-    fewer_bits = [bundle for bundle in bundles if bundle.manifest.precision != "fp32"]
+    fewer_bits = [bundle for bundle in bundles if bundle.manifest.rounds]
     if not fewer_bits:
         print(
             "there is no bundle of another precision than fp32: make one with "
@@ -39,7 +39,7 @@ def measure(bundles: Sequence[Bundle], provenance: Provenance) -> Result:
     targets: list[Target] = []
     for bundle in bundles:
         agreements, changes = _add_rungs(bundle, rows)
-        what = f"{bundle.manifest.name}, {bundle.manifest.precision}"
+        what = f"{bundle.manifest.name}, {bundle.manifest.precision_in_words}"
         metric = bundle.manifest.rungs[0].quality.metric
         most = MOST_CHANGE[metric]
         targets += [
@@ -69,7 +69,7 @@ def _add_rungs(bundle: Bundle, rows: list[Sequence[Cell]]) -> tuple[list[float],
         )
         rows.append(
             [
-                f"{bundle.manifest.name}, {bundle.manifest.precision}",
+                f"{bundle.manifest.name}, {bundle.manifest.precision_in_words}",
                 rung.steps,
                 f"{against.top1_agreement:.2%}",
                 quality.metric,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from export.cache_scales import measured_scales
 from export.draft import TOKENIZER, draft_manifest
 from export.graphs import Ladder, write_graphs
 from export.parts import trace
@@ -54,21 +55,38 @@ def classifier(quick: bool) -> Origin:
     return _origin(recipe, LabelledDataset(rows, None, recipe.data, window, None, seed=0))
 
 
-def bundles(origin: Origin, folder: Path, steps: tuple[int, ...]) -> dict[Precision, Bundle]:
-    """A bundle of each precision, in folders of their own."""
+def bundles(
+    origin: Origin, folder: Path, steps: tuple[int, ...], small_caches: bool = False
+) -> dict[Precision, Bundle]:
+    """A bundle of each precision, in folders of their own; with 8-bit caches, if they are small."""
     model, recipe, dataset = origin.model, origin.recipe, origin.dataset
     assert dataset.tokenizer is not None
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+    scales = None
+    if small_caches:
+        assert traced.caches is not None
+        scales = measured_scales(model, dataset, steps, METHOD, traced.caches.pairs)
     made: dict[Precision, Bundle] = {}
     for precision in PRECISIONS:
-        name = f"{recipe.name}-{precision}"
+        name = f"{recipe.name}-{precision}{'-small-caches' if small_caches else ''}"
         draft = draft_manifest(
-            name, recipe, model, traced, dataset, steps, METHOD, precision, {}, iteration=0
+            name,
+            recipe,
+            model,
+            traced,
+            dataset,
+            steps,
+            METHOD,
+            precision,
+            {},
+            iteration=0,
+            small_caches=small_caches,
         )
         with open_staging(folder / name) as staging:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
-            write_graphs(staging, traced, Ladder(steps, METHOD), precision, unseen_rows(dataset))
+            ladder = Ladder(steps, METHOD)
+            write_graphs(staging, traced, ladder, precision, unseen_rows(dataset), scales)
             made[precision] = seal_bundle(staging, draft, folder / name)
     return made
 

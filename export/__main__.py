@@ -54,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         "--precision", default="fp32", help="fp32 (default), or int8: weights of 8 bits"
     )
     export.add_argument(
+        "--cache",
+        choices=("fp32", "int8"),
+        default="fp32",
+        help="of a generator: keys and values as float32 (default), or in a quarter of the memory",
+    )
+    export.add_argument(
         "--no-calibrate",
         action="store_true",
         help="measure quality on one batch only, no latency, and no thresholds",
@@ -146,6 +152,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         arguments.method,
         arguments.name,
         check_precision(arguments.precision),
+        arguments.cache,
         samples=1 if arguments.no_calibrate else _rows(arguments.samples),
         latency=not arguments.no_calibrate,
         card=card,

@@ -16,6 +16,7 @@ from export.marked import DOMAIN, NAME
 from export.pieces import Piece
 
 CONTRIB = "com.microsoft"
+CACHED = "GroupQueryAttention"
 # Added to a score it leaves nothing of it and, unlike infinity, never makes a NaN.
 NEVER = -1e30
 
@@ -80,7 +81,7 @@ def with_caches(piece: Piece) -> Piece:
         extended = [f"{cache}/extended" for cache in caches]
         nodes.append(
             helper.make_node(
-                "GroupQueryAttention",
+                CACHED,
                 [mark.qkv, "", "", *caches, "seqlens", "total"],
                 [mark.y, *extended],
                 name=mark.y,

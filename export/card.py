@@ -14,7 +14,7 @@ def model_card(manifest: Manifest) -> str:
         str(m.card.get("description", "")),
         "",
         f"{depth_in_words(m)} {m.shape.parameters:,} parameters, {shape_in_words(m)}, "
-        f"{heads} head{'' if heads == 1 else 's'}, {input_in_words(m)}, {m.precision}.",
+        f"{heads} head{'' if heads == 1 else 's'}, {input_in_words(m)}, {m.precision_in_words}.",
         "",
         f"| steps | effort | evaluations | {metric_in_words(metric)} | 95 % interval | default |",
         "|---:|---|---:|---:|---|---|",

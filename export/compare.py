@@ -45,7 +45,7 @@ def _facts(a: Manifest, b: Manifest) -> list[str]:
     facts: Sequence[tuple[str, str, str]] = (
         ("", "A", "B"),
         ("task", a.task, b.task),
-        ("precision", a.precision, b.precision),
+        ("precision", a.precision_in_words, b.precision_in_words),
         ("size", f"{sizes[0]:.1f} MB", f"{sizes[1]:.1f} MB, {sizes[1] / sizes[0]:.2f} of A"),
         ("parameters", f"{a.shape.parameters:,}", f"{b.shape.parameters:,}"),
         ("shape", shape_in_words(a), shape_in_words(b)),

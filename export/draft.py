@@ -54,6 +54,7 @@ def draft_manifest(
     precision: Precision,
     card: dict[str, Any],
     iteration: int,
+    small_caches: bool = False,
 ) -> Manifest:
     """The manifest with quality and verification still open."""
     c, classifies = recipe.model, traced.task == "classify"
@@ -68,14 +69,14 @@ def draft_manifest(
         full_steps=ladder[-1],
         default_steps=ladder[-1],
         depth=_depth(model),
-        cache=traced.cache,
+        cache="kv_int8" if small_caches else traced.cache,
         input=_input(recipe, dataset, classifies),
         target_max_tokens=c.target_window if translates else None,
         labels=dataset.labels if classifies else None,
         tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates),
         shape=_shape(recipe.model, model, traced),
         weights=WEIGHTS,
-        rungs=_rungs(traced, ladder, method, model.discrete, precision),
+        rungs=_rungs(traced, ladder, method, model.discrete, precision != "fp32" or small_caches),
         step=step_files(traced),
         card=card,
         provenance={
@@ -118,7 +119,7 @@ def _depth(model: Stepped) -> Depth:
 
 
 def _rungs(
-    traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool, precision: Precision
+    traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool, rounds: bool
 ) -> tuple[Rung, ...]:
     unknown = Quality("accuracy" if traced.task == "classify" else "loss", 0.0, 0.0, 0.0, 1)
     a_step = 1 if fixed else method_named(method).evaluations
@@ -132,7 +133,7 @@ def _rungs(
             unknown,
             UNMEASURED,
             encoder_name(steps) if traced.encoder else None,
-            against_fp32=None if precision == "fp32" else UNCOMPARED,
+            against_fp32=UNCOMPARED if rounds else None,
         )
         for steps in ladder
     )

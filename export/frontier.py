@@ -55,7 +55,7 @@ def describe(bundle: Bundle) -> str:
         f"{m.name}: {m.card.get('title', '')}".rstrip(": "),
         f"  {m.task}, {m.shape.parameters:,} parameters, {shape_in_words(m)}, "
         f"{input_in_words(m)}, {solved_in_words(m)}",
-        f"  {m.precision}, {step}, {size_mb(m):.1f} MB",
+        f"  {m.precision_in_words}, {step}, {size_mb(m):.1f} MB",
     ]
     if m.card.get("precision"):
         lines.append(f"  {m.precision}: {m.card['precision']}")
@@ -199,7 +199,7 @@ def _part_labels(figure: "Figure", notes: "list[Annotation]") -> None:
 
 def _ladder(bundle: Bundle) -> list[str]:
     m = bundle.manifest
-    beside = "" if m.precision == "fp32" else "as fp32    change "
+    beside = "" if not m.rounds else "as fp32    change "
     metric = m.rungs[0].quality.metric
     lines = [
         f"  {'steps':>5} {'effort':<7} {'nfe':>4} {metric:>9}  {'95 % interval':<16} {beside}"

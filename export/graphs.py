@@ -16,6 +16,7 @@ from export.parts import Traced
 from export.quantise import quantise
 from export.ranges import measured_ranges
 from export.shapes import keep_shapes
+from export.small_caches import Scales, cache_bytes
 from export.step_graphs import stitch_step
 from export.stitch import stitch
 from export.weights import WeightsFile
@@ -37,10 +38,12 @@ def write_graphs(
     ladder: Ladder,
     precision: Precision,
     unseen: Iterable[RowArray] = (),
+    scales: Scales | None = None,
 ) -> None:
     """Write all graphs and the weights; each graph is checked as it then lies there.
 
-    Unseen are the rows on which a classifier of fewer bits is measured.
+    Unseen are the rows on which a classifier of fewer bits is measured, scales those of its caches
+    if a decoder keeps them as bytes.
     """
     weights = WeightsFile(WEIGHTS)
     ranges: Ranges = {}
@@ -50,6 +53,8 @@ def write_graphs(
     files = step_files(traced)
     if traced.step is not None and files is not None:
         graphs = stitch_step(traced.graph, traced.step, ladder.method)._asdict()
+        if scales is not None:
+            cache_bytes(graphs["step"].graph, scales)
         if files.mixed is not None:
             graphs["mixed"] = mixed_step(graphs["step"])
         for field, name in files.graphs.items():

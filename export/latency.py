@@ -88,7 +88,7 @@ def _write(run: Batches, steps: int, manifest: Manifest) -> Iterator[LatencyEntr
         while rows.lengths[0] < context:
             rows.step(token)
         # Every call makes the rows one position longer; without a cache, that much slower too.
-        runs = min(room - context - 1, MOST_RUNS if manifest.cache == "kv" else 2 * ENOUGH_RUNS)
+        runs = min(room - context - 1, MOST_RUNS if manifest.keeps_caches else 2 * ENOUGH_RUNS)
         if runs > 0:
             yield _entry(partial(rows.step, token), steps, "decode", batch, context, runs)
 

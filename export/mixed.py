@@ -13,11 +13,11 @@ import copy
 import onnx
 from onnx import TensorProto, helper
 
+from export.attention import CACHED
 from export.builder import CONTRIB
 from export.layers import node_of
 from serve.bundle import MIXED_GROUPS
 
-ATTENTION = "GroupQueryAttention"
 _LENGTHS = ("seqlens", "total")
 
 
@@ -31,7 +31,7 @@ def mixed_step(step: onnx.ModelProto, groups: int = MIXED_GROUPS) -> onnx.ModelP
         node_of("Shape", ["x"], "rows.shape", start=0, end=1),
     ]
     for node in graph.node:
-        if node.op_type != ATTENTION:
+        if node.op_type != CACHED:
             nodes.append(node)
             continue
         own |= {*node.input[3:5], *node.output[1:3]}
@@ -64,8 +64,8 @@ def _by_group(node: onnx.NodeProto, groups: int) -> list[onnx.NodeProto]:
     for group in range(groups):
         own = [f"{name}_{group}" for name in (*past, *_LENGTHS)]
         made = helper.make_node(
-            ATTENTION,
-            [parts[group], "", "", *own],
+            CACHED,
+            [parts[group], "", "", *own, *node.input[7:]],
             [attended[group], *(f"{name}_{group}" for name in present)],
             name=f"{answer}/group_{group}",
             domain=CONTRIB,

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from export.cache_scales import measured_scales
 from export.card import model_card
 from export.draft import TOKENIZER, draft_manifest
 from export.expected import Answers, torch_threads
 from export.exporter import load_exporter
 from export.graphs import Ladder, write_graphs
 from export.latency import measure_latency
-from export.parts import trace
+from export.parts import Traced, trace
 from export.ranges import NOTHING_UNSEEN, unseen_rows
 from export.samples import samples_of
+from export.small_caches import CachePrecision, Scales
 from export.trial import Origin, Trial, threads_each
 from serve.bundle import (
     Bundle,
@@ -56,6 +58,7 @@ class ExportRequest:
     method: str | None = None  # None: as trained
     name: str | None = None
     precision: Precision = "fp32"
+    cache: CachePrecision = "fp32"  # of a generator
     samples: int | None = None  # held-out rows to measure quality on; None: all of them
     latency: bool = True  # measure it here, when the bundle is sealed
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -94,6 +97,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         say(f"tracing one evaluation of {recipe.name}")
         traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
         unseen = _unseen(request.precision, traced.task, dataset)
+        scales = _scales(origin, request, traced, ladder)
         card = {"title": recipe.title, **recipe.card, **request.card}
         if unseen == []:
             print(f"{recipe.name}: {NOTHING_UNSEEN}", file=sys.stderr)
@@ -109,16 +113,17 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             request.precision,
             card,
             origin.iteration,
+            small_caches=scales is not None,
         )
         if request.chat_template is not None:
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
         with torch_threads(threads), answers.ahead(ladder.steps):
-            write_graphs(staging, traced, ladder, request.precision, unseen or ())
+            write_graphs(staging, traced, ladder, request.precision, unseen or (), scales)
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
-            if request.precision == "fp32":
+            if not draft.rounds:
                 tried = trial.run(opened)
             else:
                 with trial.opened_fp32(staging, request.target, traced, ladder) as reference:
@@ -141,6 +146,22 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
 def _unseen(precision: Precision, task: Task, dataset: Dataset) -> list[RowArray] | None:
     """Rows to measure layers on, if their bytes need that."""
     return list(unseen_rows(dataset)) if precision == "int8" and task == "classify" else None
+
+
+def _scales(
+    origin: Origin, request: ExportRequest, traced: Traced, ladder: Ladder
+) -> Scales | None:
+    """Those of 8-bit caches, if they are asked for."""
+    if request.cache == "fp32":
+        return None
+    if traced.caches is None:
+        raise ValueError(
+            f"{origin.recipe.name} keeps no keys and values between tokens, so there is nothing "
+            "for --cache int8 to make smaller: leave it out"
+        )
+    return measured_scales(
+        origin.model, origin.dataset, ladder.steps, ladder.method, traced.caches.pairs
+    )
 
 
 def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manifest:

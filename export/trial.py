@@ -88,7 +88,7 @@ class Trial:
     ) -> Iterator[OpenedModel]:
         """The same model in float32, to compare with."""
         rungs = tuple(dataclasses.replace(rung, against_fp32=None) for rung in self.draft.rungs)
-        draft = dataclasses.replace(self.draft, precision="fp32", rungs=rungs)
+        draft = dataclasses.replace(self.draft, precision="fp32", cache=traced.cache, rungs=rungs)
         with open_staging(target) as folder:
             if draft.tokenizer is not None:
                 os.link(staging / draft.tokenizer.file, folder / draft.tokenizer.file)

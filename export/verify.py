@@ -1,14 +1,14 @@
 """Verification of a rung in the runtime that serves it, against the model in float64.
 
 The tolerance follows from how far torch's own float32 is from float64 at that rung, so a long rung
-of an ill-conditioned velocity is not failed for what no float32 runtime could do better. Weights
-and activations of 8 bits are rounded as much more coarsely as they have fewer bits.
+of an ill-conditioned velocity is not failed for what no float32 runtime could do better. Weights,
+activations and caches of 8 bits are rounded as much more coarsely as they have fewer bits.
 """
 
 import numpy as np
 
 from export.expected import Expected
-from serve.bundle import Precision, Rung, Verified, steps_in_words
+from serve.bundle import Rung, Verified, steps_in_words
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
@@ -23,8 +23,8 @@ from train.build import PAD_ID
 
 COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
 # Times torch's own float32 error, and times the largest logit: a few units in the last place.
-SLACK: dict[Precision, float] = {"fp32": 16.0, "int8": COARSER}
-FLOOR: dict[Precision, float] = {"fp32": 2e-6, "int8": 8 * 2.0**-8}
+SLACK, COARSE_SLACK = 16.0, COARSER
+FLOOR, COARSE_FLOOR = 2e-6, 8 * 2.0**-8
 CONTINUED_TOKENS = 24
 EXTENDED_TOKENS = 3
 ALONE_TOKENS = 5
@@ -37,7 +37,7 @@ class VerificationError(ValueError):
 def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Verified:
     """Every kind of call that serving makes, and every graph of the rung, on each sample."""
     manifest, steps = opened.bundle.manifest, rung.steps
-    check = _Check(rung, manifest.precision)
+    check = _Check(rung, manifest.rounds)
     whole = None if manifest.task == "translate" else opened.unrolled(steps)
     for expected in answers:
         check.begin(expected)
@@ -118,8 +118,8 @@ def _continue(batch: DecodeBatch, tokens: IntArray, logits: FloatArray, count: i
 class _Check:
     """The differences seen so far at one rung."""
 
-    def __init__(self, rung: Rung, precision: Precision) -> None:
-        self.rung, self.precision = rung, precision
+    def __init__(self, rung: Rung, coarse: bool) -> None:
+        self.rung, self.coarse = rung, coarse
         self.error = self.float32_error = self.scale = 0.0
         self.worst = ""
         self.shape: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class _Check:
             )
 
     def verdict(self) -> Verified:
-        slack, floor = SLACK[self.precision], FLOOR[self.precision]
+        slack, floor = (COARSE_SLACK, COARSE_FLOOR) if self.coarse else (SLACK, FLOOR)
         tolerance = slack * self.float32_error + floor * self.scale
         if not self.error <= tolerance:
             raise VerificationError(

@@ -7,6 +7,7 @@ Nothing here is trained or exported: the graphs are written node by node, so tha
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,9 +17,12 @@ import onnx
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from export.mixed import mixed_step
+from export.small_caches import cache_bytes
 from serve.bundle import (
     EFFORTS,
+    AgainstFp32,
     Bundle,
+    Cache,
     Calibration,
     Effort,
     Latency,
@@ -68,6 +72,7 @@ def build_generate(
     seed: int = 0,
     latency: bool = True,
     mixed: bool = True,
+    cache: Cache = "kv",
 ) -> Bundle:
     """A character-level decoder; its caches pass two boundaries of 64 positions by default."""
     tokenizer = chars_tokenizer()
@@ -75,6 +80,13 @@ def build_generate(
     weights = generate_weights(shape, vocab_size, max_tokens, seed)
     graphs = {graph_file(count): prefix_graph(shape, vocab_size, count) for count in steps}
     graphs |= decoder_steps(shape, vocab_size)
+    against = None
+    if cache == "kv_int8":
+        cache_bytes(
+            graphs[FILES.step],
+            np.full((shape.layers, 2, shape.heads, shape.head_width), 0.02, np.float32),
+        )
+        against = AgainstFp32(1.0, 0.0, 1)
     manifest = Manifest(
         name=name,
         task="generate",
@@ -82,13 +94,13 @@ def build_generate(
         T=1.0,
         full_steps=max(steps),
         default_steps=max(steps),
-        cache="kv",
+        cache=cache,
         input=TextInput(max_tokens=max_tokens),
         labels=None,
         tokenizer=TokenizerSpec("chars", "tokenizer.json", pad_id=0, vocab_size=vocab_size),
         shape=shape,
         weights="weights.bin",
-        rungs=rungs(steps, "loss"),
+        rungs=tuple(replace(rung, against_fp32=against) for rung in rungs(steps, "loss")),
         step=MIXED_FILES if mixed else FILES,
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},

@@ -103,6 +103,21 @@ class Manifest:
         return tuple(rung.steps for rung in self.rungs)
 
     @property
+    def keeps_caches(self) -> bool:
+        """Whether the graphs of one step keep keys and values."""
+        return self.cache != "none"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights or caches have fewer bits than the model was trained with."""
+        return self.precision != "fp32" or self.cache == "kv_int8"
+
+    @property
+    def precision_in_words(self) -> str:
+        """As people are told, with what is kept in caches if that has a precision of its own."""
+        return f"{self.precision}, 8-bit caches" if self.cache == "kv_int8" else self.precision
+
+    @property
     def text_input(self) -> TextInput:
         """The input of a model that is known to take text."""
         assert isinstance(self.input, TextInput), f"{self.name} takes no text"

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 Task = Literal["generate", "classify", "translate"]
 Depth = Literal["ode", "fixed", "chain"]
-Cache = Literal["kv", "none"]
+Cache = Literal["kv", "kv_int8", "none"]  # of floats, of bytes, or no caches
 
 TASKS = ("generate", "classify", "translate")
 DEPTHS = ("ode", "fixed", "chain")
-CACHES = ("kv", "none")
+CACHES = ("kv", "kv_int8", "none")
 MAX_LABELS = 100_000
 
 
@@ -34,16 +34,16 @@ def check_task(manifest: "Manifest") -> None:
             raise BundleError(f"must be text for the task {task}", field="input.kind")
         if spec.truncation is not None:
             raise BundleError(f"must be null for the task {task}", field="input.truncation")
-    if manifest.cache == "kv" and task != "generate":
+    if manifest.keeps_caches and task != "generate":
         raise BundleError(f"must be none for the task {task}", field="cache")
     _check_tokenizer(manifest)
     _check_translation(manifest)
     _check_step(manifest)
     for index, rung in enumerate(manifest.rungs):
-        if (rung.against_fp32 is None) != (manifest.precision == "fp32"):
+        if (rung.against_fp32 is None) == manifest.rounds:
             raise BundleError(
-                f"must be {'null' if manifest.precision == 'fp32' else 'an object'} for the "
-                f"precision {manifest.precision}",
+                f"must be {'an object' if manifest.rounds else 'null'} for the precision "
+                f"{manifest.precision} and the cache {manifest.cache}",
                 field=f"rungs[{index}].against_fp32",
             )
 
@@ -61,7 +61,7 @@ def check_depth(manifest: "Manifest") -> None:
                 "must be one rung of 1 step for the depth fixed: the weights differ by depth",
                 field="rungs",
             )
-    if depth == "chain" and manifest.cache == "kv":
+    if depth == "chain" and manifest.keeps_caches:
         raise BundleError("must be none for the depth chain", field="cache")
     stacks = 2 if manifest.task == "translate" else 1
     for index, rung in enumerate(manifest.rungs):
@@ -82,14 +82,14 @@ def check_depth(manifest: "Manifest") -> None:
 def _check_step(manifest: "Manifest") -> None:
     """One velocity that is integrated has graphs of one step; so has whatever keeps caches."""
     integrated = manifest.depth == "ode" and manifest.task != "translate"
-    wanted = integrated or manifest.cache == "kv"
+    wanted = integrated or manifest.keeps_caches
     if wanted != (manifest.step is not None):
         raise BundleError(
             f"must be {'an object' if wanted else 'null'} for the task {manifest.task}, the depth "
             f"{manifest.depth} and the cache {manifest.cache}",
             field="step",
         )
-    mixes = manifest.cache == "kv" and manifest.depth == "ode"
+    mixes = manifest.keeps_caches and manifest.depth == "ode"
     if manifest.step is not None and manifest.step.mixed is not None and not mixes:
         raise BundleError(
             f"must be null for the depth {manifest.depth} and the cache {manifest.cache}",

@@ -28,7 +28,8 @@ class Interface:
     more_outputs: Nodes = field(default_factory=dict)
 
 
-_INT64, _INT32, _FLOAT = "tensor(int64)", "tensor(int32)", "tensor(float)"
+_INT64, _INT32, _INT8 = "tensor(int64)", "tensor(int32)", "tensor(int8)"
+_FLOAT = "tensor(float)"
 _TOKENS: Nodes = {"tokens": (_INT64, ("batch", "length"))}
 _KEEP: Nodes = {"keep": (_INT64, ("kept",))}
 _A_ROW: Nodes = {"h": (_FLOAT, ("batch",))}
@@ -54,7 +55,7 @@ def encoder_interface(manifest: Manifest) -> Interface:
 
 def embed_interface(manifest: Manifest) -> Interface:
     """Of what comes before the first step."""
-    if manifest.cache == "kv":
+    if manifest.keeps_caches:
         past: Nodes = {"past": (_INT32, ("batch",))}
         return Interface(_TOKENS | past, _state("x", manifest) | _LENGTHS)
     taken = _taken(manifest) if manifest.task == "classify" else _TOKENS
@@ -69,10 +70,11 @@ def step_interface(manifest: Manifest) -> Interface:
     if manifest.method == "ab2":
         inputs |= _state("previous", manifest) | {"history": (_FLOAT, ("batch",))}
         outputs |= _state("v", manifest)
-    if manifest.cache == "none":
+    if not manifest.keeps_caches:
         return Interface(inputs, outputs, more_inputs=_TIME | _CONTEXTS)
     shape = manifest.shape
-    cache = (_FLOAT, ("batch", shape.heads, "capacity", shape.head_width))
+    kind = _INT8 if manifest.cache == "kv_int8" else _FLOAT
+    cache = (kind, ("batch", shape.heads, "capacity", shape.head_width))
     names = cache_names(EVALUATIONS_PER_STEP[manifest.method], shape.layers)
     return Interface(
         inputs | _LENGTHS | dict.fromkeys(names, cache),
@@ -107,7 +109,7 @@ def head_interface(manifest: Manifest) -> Interface:
     """Of what reads the answer off the last state."""
     if manifest.task == "classify":
         return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
-    inputs, more = _state("x", manifest) | _KEEP, {} if manifest.cache == "kv" else _CONTEXTS
+    inputs, more = _state("x", manifest) | _KEEP, {} if manifest.keeps_caches else _CONTEXTS
     return Interface(inputs, _vocabulary(manifest), more_inputs=more)
 
 
@@ -133,7 +135,7 @@ def _taken(manifest: Manifest) -> Nodes:
 
 def _state(name: str, manifest: Manifest) -> Nodes:
     """A state: of words as many positions as the input, of other inputs whatever they embed to."""
-    if manifest.cache == "kv":
+    if manifest.keeps_caches:
         return {name: (_FLOAT, ("batch", "length", manifest.shape.width))}
     return {name: (_FLOAT, None)}
 

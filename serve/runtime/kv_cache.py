@@ -4,15 +4,16 @@ Knows sizes and memory only; neither sessions nor tokens.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
-from serve.bundle import Manifest, Rung
-from serve.runtime.protocol import FloatArray
+from serve.bundle import Cache, Manifest, Rung
+from serve.runtime.protocol import CacheArray
 
 BUCKET_POSITIONS = 64
-_FLOAT_BYTES = 4
+_FLOATS = np.dtype(np.float32)
+_KINDS: dict[Cache, np.dtype[Any]] = {"kv": _FLOATS, "kv_int8": np.dtype(np.int8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class CacheLayout:
     heads: int
     head_width: int
     max_tokens: int
+    kind: "np.dtype[Any]" = _FLOATS
 
     @classmethod
     def of(cls, manifest: Manifest, rung: Rung) -> "CacheLayout":
@@ -35,6 +37,7 @@ class CacheLayout:
             heads=shape.heads,
             head_width=shape.head_width,
             max_tokens=manifest.text_input.max_tokens,
+            kind=_KINDS[manifest.cache],
         )
 
     def capacity_for(self, positions: int) -> int:
@@ -59,7 +62,7 @@ class CacheLayout:
             * self.heads
             * capacity
             * self.head_width
-            * _FLOAT_BYTES
+            * self.kind.itemsize
         )
 
 
@@ -77,8 +80,8 @@ class RowCaches:
         self.rows = 0
         self.capacity = 0
         self.lead = 1
-        self.arrays: list[FloatArray] = []  # step after step
-        self._blocks: list[FloatArray] = []
+        self.arrays: list[CacheArray] = []  # step after step
+        self._blocks: list[CacheArray] = []
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +121,7 @@ class RowCaches:
         self._resize(1, 1, self.capacity, lead)
         return True
 
-    def along(self, step: int, count: int) -> list[FloatArray]:
+    def along(self, step: int, count: int) -> list[CacheArray]:
         """The only row's buffers (count, heads, capacity, head_width) of this step and the next.
 
         They are `lead` steps apart.
@@ -143,7 +146,7 @@ class RowCaches:
         a_step = layout.buffers // layout.steps
         # All are allocated before any is replaced, so that a MemoryError changes nothing; pages
         # of zeros cost no memory until they are written.
-        blocks = [np.zeros(shape, dtype=np.float32) for _ in range(a_step)]
+        blocks = [np.zeros(shape, dtype=layout.kind) for _ in range(a_step)]
         kept = min(capacity, self.capacity)
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
         self.arrays = []

@@ -16,7 +16,7 @@ from serve.runtime.ort_crossing import OrtCrossing
 from serve.runtime.ort_ends import OrtEnds
 from serve.runtime.ort_reading import OrtReading, last_of
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.protocol import FloatArray, IntArray, Reading, WindowFullError
+from serve.runtime.protocol import CacheArray, FloatArray, IntArray, Reading, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
 _VERSIONS = count()  # of all batches, so that none is ever taken for another
@@ -63,8 +63,12 @@ class OrtDecodeBatch:
         return lengths
 
     @property
+    def layout(self) -> CacheLayout:
+        return self._caches.layout
+
+    @property
     def max_tokens(self) -> int:
-        return self._caches.layout.max_tokens
+        return self.layout.max_tokens
 
     @property
     def rows(self) -> int:
@@ -161,7 +165,7 @@ class OrtDecodeBatch:
         if self._caches.reserve(1, 1, positions) or arranged:
             self._moved()
 
-    def along(self, step: int, count: int) -> list[FloatArray]:
+    def along(self, step: int, count: int) -> list[CacheArray]:
         """The caches of the only row at this step and those that are a lead further each."""
         return self._caches.along(step, count)
 
@@ -219,15 +223,15 @@ class OrtDecodeBatch:
             self._moved()
         return rows
 
-    def _used(self) -> list[FloatArray]:
+    def _used(self) -> list[CacheArray]:
         return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _open_alone(self, caches: list[FloatArray], tokens: IntArray, past: int) -> OrtCrossing:
+    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> OrtCrossing:
         return self._open(caches, tokens[None], _one(past), last_of(tokens))
 
     def _open(
         self,
-        caches: list[FloatArray],
+        caches: list[CacheArray],
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.protocol import CacheArray, FloatArray, IntArray
 
 
 @final
@@ -23,7 +23,7 @@ class OrtCrossing:
         self,
         sessions: StepSessions,
         names: Sequence[str],
-        caches: Sequence[FloatArray],
+        caches: Sequence[CacheArray],
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,
@@ -62,9 +62,9 @@ class OrtCrossing:
             bind_input(binding, "seqlens", seqlens)
             bind_input(binding, "total", total)
             here = caches[step * len(names) : (step + 1) * len(names)]
-            for name, array in zip(names, here, strict=True):
-                bind_input(binding, name, array)
-                bind_output(binding, f"{name}_out", array)
+            for name, cache in zip(names, here, strict=True):
+                bind_input(binding, name, cache)
+                bind_output(binding, f"{name}_out", cache)
             self._steps.append(binding)
         self._head = sessions.head.io_binding()
         bind_input(self._head, "x", states[steps % 2])

@@ -58,7 +58,7 @@ class OrtDecoder:
         shape = (rows, self._layout.heads, length, self._layout.head_width)
         # Nothing is decoded afterwards, so all steps, stages and layers may use the same pair: each
         # writes all its positions before it reads them, and none starts before the last is done.
-        pair = [np.empty(shape, dtype=np.float32) for _ in range(2)]
+        pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
         crossing = OrtCrossing(
             self._sessions,
             self._names,

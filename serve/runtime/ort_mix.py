@@ -15,7 +15,7 @@ from serve.bundle import MIXED_GROUPS, BundleError, Method
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
-from serve.runtime.protocol import DecodeBatch, FloatArray, Wave
+from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, Wave
 
 _KEPT_CALLS = 64
 _log = logging.getLogger("stepdial.runtime")
@@ -115,7 +115,7 @@ class _Call:
             self._attend(suffix, size, dict(zip(names, batch.slots(_standing(batch)), strict=True)))
         if mixed:
             idle = MIXED_GROUPS - len(batches)
-            cache = np.zeros((1, *_slot_shape(batches[0])), dtype=np.float32)
+            cache = _empty_slot(batches[0])
             for group in range(len(batches), MIXED_GROUPS):
                 own = {name: ort.OrtValue.ortvalue_from_numpy(cache.copy()) for name in names}
                 self._attend(f"_{group}", 1, own)
@@ -170,6 +170,7 @@ def _standing(batch: OrtDecodeBatch) -> int:
     return batch.stand.step
 
 
-def _slot_shape(batch: OrtDecodeBatch) -> tuple[int, ...]:
-    heads, _, width = batch.slots(0)[0].shape()[1:]
-    return heads, 1, width
+def _empty_slot(batch: OrtDecodeBatch) -> CacheArray:
+    """Of one row and one position."""
+    layout = batch.layout
+    return np.zeros((1, layout.heads, 1, layout.head_width), dtype=layout.kind)

@@ -90,14 +90,14 @@ class OrtModel:
             manifest = self._bundle.manifest
             self._decoders[steps] = (
                 OrtDecoder(self._step_sessions(), manifest, rung)
-                if manifest.cache == "kv" and self._place.runs_single_steps
+                if manifest.keeps_caches and self._place.runs_single_steps
                 else OrtPrefixDecoder(self._open_graph(rung), manifest)
             )
         return self._decoders[steps]
 
     def mix(self) -> OrtMix | None:
         manifest = self._bundle.manifest
-        if manifest.cache != "kv" or not self._place.runs_single_steps:
+        if not manifest.keeps_caches or not self._place.runs_single_steps:
             return None
         if self._mix is None:
             sessions = self._step_sessions()
@@ -166,7 +166,7 @@ class OrtModel:
     def _file_of(self, rung: Rung) -> str:
         """The graph that runs the rung's steps."""
         manifest = self._bundle.manifest
-        if manifest.step is not None and (manifest.cache == "kv" or self._shares_weights()):
+        if manifest.step is not None and (manifest.keeps_caches or self._shares_weights()):
             return manifest.step.step
         return rung.graph
 
@@ -221,7 +221,7 @@ class OrtModel:
         """The weights for sessions that open now; on a GPU they take them from the file."""
         if self._place.device != "cpu":
             return None
-        if self._bundle.manifest.cache == "kv" or self._shares_weights():
+        if self._bundle.manifest.keeps_caches or self._shares_weights():
             return Weights.read(self._bundle, in_place=False)
         if self._weights is None:
             self._weights = Weights.read(self._bundle, in_place=True)

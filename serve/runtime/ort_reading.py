@@ -12,12 +12,12 @@ import numpy as np
 
 from serve.runtime.kv_cache import CacheLayout, RowCaches
 from serve.runtime.ort_crossing import OrtCrossing
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.protocol import CacheArray, FloatArray, IntArray
 
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[list[FloatArray], IntArray, int], OrtCrossing]  # caches, tokens (S,), past
+Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, tokens (S,), past
 
 
 @final

@@ -17,6 +17,7 @@ MOST_AHEAD = 8  # positions of one row under way at once
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 RowArray = IntArray | FloatArray
+CacheArray = FloatArray | npt.NDArray[np.int8]
 
 
 class WindowFullError(ValueError):

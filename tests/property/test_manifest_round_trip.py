@@ -11,6 +11,7 @@ from serve.bundle import (
     EVALUATIONS_PER_STEP,
     AgainstFp32,
     BundleError,
+    Cache,
     Calibration,
     Depth,
     FileEntry,
@@ -117,7 +118,7 @@ def calibrations(draw: st.DrawFn) -> Calibration:
 
 
 @st.composite
-def ladders(draw: st.DrawFn, task: Task, depth: Depth, precision: Precision) -> tuple[Rung, ...]:
+def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Rung, ...]:
     method: Method = draw(st.sampled_from(get_args(Method))) if depth != "fixed" else "euler"
     metric = draw(st.sampled_from(["loss", "accuracy"]))
     counts = st.sets(st.integers(1, 1024), min_size=1, max_size=6)
@@ -133,7 +134,7 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, precision: Precision) -> 
     rungs = []
     shares = st.floats(0, 1)
     for count, effort in zip(steps, efforts, strict=True):
-        against = AgainstFp32(draw(shares), draw(finite), 9) if precision == "int8" else None
+        against = AgainstFp32(draw(shares), draw(finite), 9) if rounds else None
         error, tolerance = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
         rungs.append(
             Rung(
@@ -157,12 +158,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
     task: Task = draw(st.sampled_from(TASKS))
     depth: Depth = draw(st.sampled_from(get_args(Depth)))
     precision: Precision = draw(st.sampled_from(get_args(Precision)))
-    rungs = draw(ladders(task, depth, precision))
+    keeps = task == "generate" and depth != "chain"
+    cache: Cache = draw(st.sampled_from(get_args(Cache))) if keeps else "none"
+    rungs = draw(ladders(task, depth, precision != "fp32" or cache == "kv_int8"))
     spec = draw(inputs(task))
     tokenizer = draw(tokenizers(task)) if spec.kind == "text" else None
     labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))
-    caches = task == "generate" and depth != "chain" and draw(st.booleans())
-    one_step = caches or (depth == "ode" and task != "translate")
+    one_step = cache != "none" or (depth == "ode" and task != "translate")
     step = StepFiles("embed.onnx", "step.onnx", "head.onnx") if one_step else None
     stops = step is not None and task == "classify" and rungs[0].method == "euler"
     calibrated = stops and draw(st.booleans())
@@ -177,7 +179,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         full_steps=rungs[-1].steps,
         default_steps=draw(st.sampled_from([rung.steps for rung in rungs])),
         depth=depth,
-        cache="kv" if caches else "none",
+        cache=cache,
         input=spec,
         target_max_tokens=draw(st.integers(2, 1 << 20)) if task == "translate" else None,
         labels=labels if task == "classify" else None,

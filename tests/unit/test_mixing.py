@@ -14,10 +14,11 @@ STEPS = (1, 2, 3, 4, 6, 8)
 MAX_TOKENS = 160
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+@pytest.fixture(scope="module", params=["kv", "kv_int8"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tmp_path_factory.mktemp("bundles") / "g"
-    return open_model(build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS), threads=1)
+    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=request.param)
+    return open_model(bundle, threads=1)
 
 
 def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:
