@@ -16,12 +16,11 @@ from onnx import TensorProto, helper
 from export.attention import CACHED
 from export.builder import CONTRIB
 from export.layers import node_of
-from serve.bundle import MIXED_GROUPS
 
 _LENGTHS = ("seqlens", "total")
 
 
-def mixed_step(step: onnx.ModelProto, groups: int = MIXED_GROUPS) -> onnx.ModelProto:
+def mixed_step(step: onnx.ModelProto, groups: int) -> onnx.ModelProto:
     """The same step for so many groups; what is a group's own ends in its number."""
     model = copy.deepcopy(step)
     graph = model.graph

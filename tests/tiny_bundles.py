@@ -20,6 +20,7 @@ from export.mixed import mixed_step
 from export.small_caches import cache_bytes
 from serve.bundle import (
     EFFORTS,
+    MIXED_GROUPS,
     AgainstFp32,
     Bundle,
     Cache,
@@ -73,6 +74,7 @@ def build_generate(
     latency: bool = True,
     mixed: bool = True,
     cache: Cache = "kv",
+    groups: int = MIXED_GROUPS,
 ) -> Bundle:
     """A character-level decoder; its caches pass two boundaries of 64 positions by default."""
     tokenizer = chars_tokenizer()
@@ -101,7 +103,7 @@ def build_generate(
         shape=shape,
         weights="weights.bin",
         rungs=tuple(replace(rung, against_fp32=against) for rung in rungs(steps, "loss")),
-        step=MIXED_FILES if mixed else FILES,
+        step=replace(MIXED_FILES, groups=groups) if mixed else FILES,
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},
     )
@@ -268,7 +270,7 @@ def seal(
         write_graphs(staging, manifest.weights, weights, graphs)
         if manifest.step is not None and manifest.step.mixed is not None:
             step = onnx.load(staging / manifest.step.step, load_external_data=False)
-            onnx.save(mixed_step(step), staging / manifest.step.mixed)
+            onnx.save(mixed_step(step, manifest.step.groups), staging / manifest.step.mixed)
         if tokenizer is not None:
             tokenizer.save(str(staging / manifest.text_tokenizer.file))
         (staging / "README.md").write_text(f"# {manifest.name}\n", encoding="utf-8")

@@ -86,7 +86,7 @@ class Shape:
 
 
 # Groups of rows that the mixed step takes, each at a step of its own.
-MIXED_GROUPS = 8
+MIXED_GROUPS = 8  # of `mixed` at most, and of one that does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,10 @@ class StepFiles:
     step: str
     head: str
     mixed: str | None = None
+    groups: int = MIXED_GROUPS  # of `mixed`
 
     def __post_init__(self) -> None:
+        check_integer("groups", self.groups, 1, MIXED_GROUPS)
         for field, file in self.graphs.items():
             check_file_name(field, file)
 
@@ -114,8 +116,8 @@ class StepFiles:
     @classmethod
     def from_json(cls, value: object) -> Self:
         if isinstance(value, dict):
-            value = {"mixed": None} | value
-        return cls(**check_members(value, ("embed", "step", "head", "mixed")))
+            value = {"mixed": None, "groups": MIXED_GROUPS} | value
+        return cls(**check_members(value, ("embed", "step", "head", "mixed", "groups")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import onnxruntime as ort
 
-from serve.bundle import MIXED_GROUPS, BundleError, Method
+from serve.bundle import BundleError, Method
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
@@ -32,8 +32,9 @@ class OrtMix:
         names: list[str],
         method: Method,
         open_mixed: Callable[[], ort.InferenceSession] | None,
+        groups: int,
     ) -> None:
-        self.most_batches = 1 if open_mixed is None else MIXED_GROUPS
+        self.most_batches = 1 if open_mixed is None else groups
         # Only there a step goes straight along the velocity, which a jump prolongs.
         self.runs_ahead = method == "euler"
         self._sessions = sessions
@@ -56,7 +57,9 @@ class OrtMix:
         if call is None:
             if len(self._calls) >= _KEPT_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = _Call(session, self._sessions, self._names, going)
+            call = self._calls[key] = _Call(
+                session, self._sessions, self._names, going, self.most_batches
+            )
         call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
@@ -87,6 +90,7 @@ class _Call:
         sessions: StepSessions,
         names: list[str],
         batches: Sequence[OrtDecodeBatch],
+        groups: int,
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
@@ -114,9 +118,9 @@ class _Call:
             suffix = f"_{group}" if mixed else ""
             self._attend(suffix, size, dict(zip(names, batch.slots(_standing(batch)), strict=True)))
         if mixed:
-            idle = MIXED_GROUPS - len(batches)
+            idle = groups - len(batches)
             cache = _empty_slot(batches[0])
-            for group in range(len(batches), MIXED_GROUPS):
+            for group in range(len(batches), groups):
                 own = {name: ort.OrtValue.ortvalue_from_numpy(cache.copy()) for name in names}
                 self._attend(f"_{group}", 1, own)
             self._give("order", np.array([*range(rows), *[0] * idle], dtype=np.int64))

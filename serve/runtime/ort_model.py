@@ -102,10 +102,10 @@ class OrtModel:
         if self._mix is None:
             sessions = self._step_sessions()
             names = cache_names(sessions.stages, manifest.shape.layers)
-            mixes = manifest.step is not None and manifest.step.mixed is not None
-            self._mix = OrtMix(
-                sessions, names, manifest.method, self._open_mixed if mixes else None
-            )
+            files = manifest.step
+            assert files is not None
+            opening = None if files.mixed is None else self._open_mixed
+            self._mix = OrtMix(sessions, names, manifest.method, opening, files.groups)
         return self._mix
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:

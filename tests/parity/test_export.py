@@ -114,6 +114,12 @@ def test_norms_depths_and_tokenizers_export_and_verify(
     assert bundle.manifest.depth == ("fixed" if discrete else "ode")
 
 
+def test_there_are_as_many_groups_as_rungs_that_can_meet(text_run: Path, tmp_path: Path) -> None:
+    for ladder, mixed, groups in (((4,), None, 8), ((1, 2, 4), "mixed.onnx", 3)):
+        step = export(text_run, tmp_path / f"{len(ladder)}", *ladder).manifest.step
+        assert step is not None and (step.mixed, step.groups) == (mixed, groups)
+
+
 def test_weights_stand_once_and_graphs_are_valid(text_run: Path, tmp_path: Path) -> None:
     one = export(text_run, tmp_path / "one", 4)
     four = export(text_run, tmp_path / "four", 1, 2, 4, 8)
@@ -183,8 +189,8 @@ def test_a_wrong_step_stops_the_export_too(
 def test_rungs_that_disturb_each_other_stop_the_export(
     text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
 ) -> None:
-    def wrong(step: onnx.ModelProto) -> onnx.ModelProto:
-        mixed = mixed_step(step)
+    def wrong(step: onnx.ModelProto, groups: int) -> onnx.ModelProto:
+        mixed = mixed_step(step, groups)
         for node in mixed.graph.node:
             if node.op_type == "Concat":  # the rows of the first two groups change places
                 node.input[0], node.input[1] = node.input[1], node.input[0]

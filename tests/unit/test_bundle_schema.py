@@ -103,7 +103,7 @@ READER_ONLY_OF_FAMILIES = (
 
 
 # Bundles of earlier releases have none.
-OPTIONAL = {"step": {"mixed"}, "tokenizer": {"chat_template"}}
+OPTIONAL = {"step": {"mixed", "groups"}, "tokenizer": {"chat_template"}}
 
 
 def validator(part: str) -> Draft202012Validator:

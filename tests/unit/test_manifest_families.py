@@ -51,6 +51,8 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (generate_bundle, "rungs.2.nfe", 8, "rungs[2].nfe is 8, but must be 4 for 4 steps of euler"),
     (generate_bundle, "schema_version", 1, "is 1, but this release reads version 2"),
     (translate_bundle, "step", STEP, "step must be null for the task translate"),
+    (generate_bundle, "step.groups", 9, "step.groups must be from 1 to 8"),
+    (generate_bundle, "step.groups", "4", "step.groups must be an integer"),
     (classify_bundle, "step.mixed", "d.onnx", "step.mixed must be null for the depth ode and"),
     (prefix_bundle, "step", STEP, "step must be null for the task generate, the depth fixed"),
     (prefix_bundle, "method", "heun", "is euler, but the bundle's method is heun"),

@@ -14,10 +14,11 @@ STEPS = (1, 2, 3, 4, 6, 8)
 MAX_TOKENS = 160
 
 
-@pytest.fixture(scope="module", params=["kv", "kv_int8"])
+@pytest.fixture(scope="module", params=[("kv", MIXED_GROUPS), ("kv_int8", len(STEPS))])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tmp_path_factory.mktemp("bundles") / "g"
-    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=request.param)
+    cache, groups = request.param
+    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache, groups=groups)
     return open_model(bundle, threads=1)
 
 
@@ -41,7 +42,8 @@ def alone(model: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[
 
 def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedModel) -> None:
     mix = model.mix()
-    assert mix is not None and mix.most_batches == MIXED_GROUPS
+    files = model.bundle.manifest.step
+    assert mix is not None and files is not None and mix.most_batches == files.groups
     batches: dict[int, SteppedBatch] = {}
     found: dict[tuple[int, int], list[FloatArray]] = {}
     lengths = {steps: [5 + 20 * row + 7 * steps for row in range(3)] for steps in STEPS}
