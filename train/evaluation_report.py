@@ -17,7 +17,8 @@ def print_report(report: "Report") -> None:
     """Tables within 110 columns: one a method, then what holds for all of its counts."""
     metric = report.rows[0].quality.metric
     for method in dict.fromkeys(row.method for row in report.rows):
-        print(f"{report.name}, {method}, held-out data")
+        solved = "" if report.discrete else f", {method}"
+        print(f"{report.name}{solved}, held-out data")
         print(
             f"{'steps':>5} {'nfe':>5} {metric:>9}  {'95 % interval':<19} {'loss':>7} "
             f"{'as full':>8} {'transport':>10} {'gap':>10} {'a step':>8}"

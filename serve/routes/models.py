@@ -101,6 +101,7 @@ def _card(served: Served) -> ModelCard:
         target_max_tokens=manifest.target_max_tokens,
         parameters=manifest.shape.parameters,
         precision=manifest.precision,
+        cache=manifest.cache,
         card=dict(manifest.card),
     )
 

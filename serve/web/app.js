@@ -103,8 +103,9 @@ async function open(entry, wanted) {
   refresh();
 }
 
-function describe({ id, task, precision, parameters, card }) {
-  const parts = [id, task, precision, parameters && `${format.count(parameters)} parameters`, card?.license];
+function describe({ id, task, precision, cache, parameters, card }) {
+  const caches = cache === "kv_int8" && "8-bit caches";
+  const parts = [id, task, precision, caches, parameters && `${format.count(parameters)} parameters`, card?.license];
   return parts.filter(Boolean).join(" · ");
 }
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from serve.bundle import Depth, Effort, Method, Metric, Task
+from serve.bundle import Cache, Depth, Effort, Method, Metric, Task
 from serve.wire.answers import METRIC, Answer
 
 _DEPTH = (
@@ -120,6 +120,10 @@ class ModelCard(Answer):
     )
     parameters: int = Field(description="Number of weights.")
     precision: str = Field(description="Of the weights.")
+    cache: Cache = Field(
+        description="How keys and values are kept while text is written: as float numbers (`kv`) "
+        "or as bytes (`kv_int8`); `none` where no text is."
+    )
     card: dict[str, Any] = Field(description="What its makers say of it.")
 
 

@@ -34,6 +34,7 @@ def test_models(client: httpx.Client) -> None:
     assert one == listed["data"][1]
     assert (one["task"], one["steps"], one["labels"]) == ("generate", [1, 2, 4], None)
     assert one["efforts"] == {"low": 1, "medium": 2, "max": 4}
+    assert [model["cache"] for model in listed["data"]] == ["none", "kv"]
 
 
 @pytest.mark.parametrize("model", ["tiny-classify", "tiny-generate"])

@@ -22,7 +22,6 @@ from train.blocks import Conditioned
 from train.build import build_model
 from train.checkpoint import RunError, load_run, lock_run
 from train.config import ModelConfig
-from train.evaluate import evaluate_run, methods_named
 from train.loop import Diverged, Loop, learning_rate, train
 from train.metrics import MetricsLog, read_metrics
 from train.model import OTTransformer
@@ -206,23 +205,6 @@ def test_damaged_and_missing_runs_are_named(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(RunError, match=r"model\.safetensors is damaged"):
         load_run(run)
-
-
-def test_evaluation_reports_every_rung_with_its_interval(tmp_path: Path) -> None:
-    rows = evaluate_run(tiny_label_run(tmp_path), [1, 2, 4]).rows
-    assert [row.steps for row in rows] == [1, 2, 4]
-    for quality in (row.quality for row in rows):
-        assert quality.metric == "accuracy" and quality.samples == 510
-        assert 0 <= quality.low <= quality.value <= quality.high <= 1
-        assert quality.cost > 0
-
-
-def test_a_way_that_is_named_twice_is_measured_once(tmp_path: Path) -> None:
-    once, twice = (
-        evaluate_run(tiny_label_run(tmp_path), steps, methods).rows
-        for steps, methods in (([2], ["euler"]), ([2, 2], ["euler", "euler"]))
-    )
-    assert once == twice and methods_named("rk4,euler,rk4") == ["rk4", "euler"]
 
 
 def decoder_of(config: ModelConfig) -> OTTransformer:
