@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from serve.connection_limits import ConnectionLimits
+from serve.connection_limits import ConnectionLimits, problem_of_host
 from serve.errors import BadHttp, Crowded, RequestTimeout, ServeError
 from serve.old_http import without_chunks
 from serve.whole_answer import refusal, write_whole
@@ -147,6 +147,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.header_bytes:  # perhaps, since a chunk may hold other things too
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         self._problem = self.limits.problem_of_head(self.url, self.headers, size)
+        if self._problem is None:
+            self._problem = problem_of_host(self.parser.get_http_version(), self.headers)
         if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
             self._problem = BadHttp("too many requests were sent ahead: wait for answers")
         if self._problem is not None:

@@ -3,11 +3,12 @@
 Knows numbers; deliberately neither sockets nor how requests are read.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 
-from serve.errors import HeadersTooLarge, ServeError, UrlTooLong
+from serve.errors import BadHttp, HeadersTooLarge, ServeError, UrlTooLong
 from serve.settings import Settings
+from serve.wire.origin import Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,11 @@ class ConnectionLimits:
         if len(url) > self.header_bytes // 2:
             return UrlTooLong("the URL is too long: send what it holds in the body")
         return HeadersTooLarge(f"the headers are larger than {self.header_bytes} bytes: send less")
+
+
+def problem_of_host(version: str, headers: Sequence[Header]) -> ServeError | None:
+    """What is wrong with the name that the server is asked for by; None if nothing is."""
+    named = [name for name, _ in headers].count(b"host")
+    if named == 1 or (named == 0 and version == "1.0"):
+        return None
+    return BadHttp(f"a request needs one Host header: this one has {named or 'none'}")

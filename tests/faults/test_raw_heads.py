@@ -70,6 +70,8 @@ def test_heads_within_the_limits_are_served(server: ServerProcess) -> None:
         (head(5, "transfer-encoding: chunked") + b"5\r\n12345\r\n0\r\n\r\n", (400, "bad_http")),
         (head("-1"), (400, "bad_http")),
         (head(10**30), (400, "bad_http")),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", (400, "bad_http")),
+        (get("/v1/models", "host: other"), (400, "bad_http")),
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else None,
 )
