@@ -6,11 +6,12 @@ Puts verification and calibration in order; how each is done is theirs.
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 from export.against import compare
 from export.calibrate import (
@@ -75,6 +76,7 @@ class Trial:
     answers: Answers
     samples: int | None
     say: Callable[[str], None]
+    _given_up: Event = dataclasses.field(default_factory=Event, init=False)
 
     @contextmanager
     def opened(self, staging: Path, target: Path) -> Iterator[OpenedModel]:
@@ -107,6 +109,9 @@ class Trial:
                 mixing = pool.submit(self._mix, opened)
                 found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
                 mixing.result()
+            except BaseException:
+                self._given_up.set()  # other rungs, and Ctrl-C, wait for one batch only
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
         measured = {rung.steps: one for rung, one in found}
@@ -143,8 +148,11 @@ class Trial:
     def _threads(self) -> int:
         return threads_each(len(self.draft.rungs))
 
-    def _batches(self) -> Iterable[Batch]:
-        return held_out_batches(self.origin.dataset, self.draft, self.samples)
+    def _batches(self) -> Iterator[Batch]:
+        for batch in held_out_batches(self.origin.dataset, self.draft, self.samples):
+            if self._given_up.is_set():
+                raise CancelledError
+            yield batch
 
     def _certified(self, opened: OpenedModel) -> Calibration | None:
         draft = self.draft

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,19 @@ import pytest
 import torch
 
 from export.__main__ import main
+from export.calibrate import held_out_batches
 from export.mixed import mixed_step
 from export.pack import ExportRequest, calibrate_latency, export_run
 from export.parts import Parts, StepParts
 from export.step_graphs import StepGraphs, stitch_step
 from export.stitch import stitch
 from export.verify import VerificationError
-from serve.bundle import Bundle, Precision, read_bundle
+from serve.bundle import Bundle, Manifest, Precision, read_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_runs import tiny_label_run, tiny_text_run
+from train.batch import Batch, Dataset
 from train.checkpoint import load_run
 from train.ode import METHODS
 
@@ -170,6 +173,27 @@ def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
     with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
         export(text_run, tmp_path / "b", 1, 2)
     assert [p.name for p in tmp_path.iterdir()] == []
+
+
+def test_a_failure_does_not_wait_for_what_other_rungs_still_measure(
+    label_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, taken = 2_000, []
+
+    def batches(dataset: Dataset, draft: Manifest, samples: int | None) -> Iterator[Batch]:
+        for batch in islice(cycle(held_out_batches(dataset, draft, samples)), many):
+            taken.append(len(batch.targets))
+            yield batch
+
+    def wrong(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
+        T = parts.T * (1.001 if steps == 2 else 1)
+        return stitch(dataclasses.replace(parts, T=T), method, steps)
+
+    monkeypatch.setattr("export.trial.held_out_batches", batches)
+    monkeypatch.setattr("export.graphs.stitch", wrong)
+    with pytest.raises(VerificationError, match="rung of 2 steps"):
+        export(label_run, tmp_path / "b", 1, 2)
+    assert len(taken) < many // 10
 
 
 @pytest.mark.parametrize("method", ["ab2", "heun"])
