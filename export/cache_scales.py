@@ -1,10 +1,11 @@
 """How large the keys and values of a decoder are, measured: the scales of 8-bit caches.
 
-On rows that it was trained on, at every rung, so that a scale is the same for all requests and an
-answer depends on none but its own. Knows where attention gets them; neither graphs nor bytes.
+On rows that it was trained on, at the fewest steps and the most, so that a scale is the same for
+all requests and an answer depends on none but its own. Knows where attention gets them; neither
+graphs nor bytes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,22 +19,23 @@ from train.batch import Dataset
 from train.blocks import Attention
 from train.model import OTTransformer, Stepped
 
-ROWS, TOKENS = 16, 2048  # measured at most, but for one whole row
+ROWS, TOKENS = 32, 4096  # measured at most, but for one whole row
+HEADROOM = 1.1  # what was not measured may be larger; what is beyond it is cut off
 
 
 def measured_scales(
-    model: Stepped, dataset: Dataset, steps: Iterable[int], method: str, attentions: int
+    model: Stepped, dataset: Dataset, steps: Collection[int], method: str, attentions: int
 ) -> Scales:
     """The scales of an evaluation that calls so many attentions."""
     assert isinstance(model, OTTransformer), "no other model keeps caches"
     (tokens,) = dataset.batch(0, ROWS, seed=0).inputs  # (B, N)
     rows = max(1, TOKENS // tokens.shape[1])
     with torch.no_grad(), _watched(model.velocity) as seen:
-        for count in steps:
+        for count in {min(steps), max(steps)}:
             model(tokens[:rows], steps=count, method=method)
     # The same attention of each evaluation, one after another.
     largest = [torch.stack(seen[first::attentions]).amax(dim=0) for first in range(attentions)]
-    scales: Scales = (torch.stack(largest).float() / LARGEST).numpy()
+    scales: Scales = (HEADROOM * torch.stack(largest).float() / LARGEST).numpy()
     scales[scales < np.finfo(np.float32).tiny] = 1  # a channel of nothing but 0
     return scales
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from export.__main__ import main
-from export.cache_scales import ROWS, measured_scales
+from export.cache_scales import HEADROOM, ROWS, measured_scales
 from export.frontier import describe
 from export.pack import ExportRequest, export_run
+from export.quantise import LARGEST
 from serve.bundle import Bundle, BundleError, Precision, open_staging, seal_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_batch import OrtDecodeBatch
@@ -67,7 +68,7 @@ def test_decoding_gives_what_reading_does_in_a_quarter_of_the_memory(
 
 
 def test_bytes_are_used_from_end_to_end(text_run: Path, tmp_path: Path) -> None:
-    """On the rows that were measured some key of each channel is the largest byte, or nearly."""
+    """On the rows that were measured some key of each channel is large, and none is cut off."""
     bundle = export(text_run, tmp_path / "b")
     recipe = tiny_text_recipe(text_run.parent)
     (tokens,) = open_dataset(recipe, load_run(text_run)[2]).batch(0, ROWS, seed=0).inputs
@@ -83,7 +84,8 @@ def test_bytes_are_used_from_end_to_end(text_run: Path, tmp_path: Path) -> None:
             assert all(slot.dtype == np.int8 for slot in slots)
             largest.append([np.abs(slot.astype(int)).max(axis=(0, 2)) for slot in slots])
     most = np.max(largest, axis=0)  # (buffers, H, d)
-    assert most.max() == 127 and most.min() > 90
+    used = LARGEST / HEADROOM  # what is left is for tokens that were not measured
+    assert used - 1 < most.max() < LARGEST and most.min() > 0.7 * used
 
 
 def test_scales_are_those_of_each_attention_whatever_the_method(text_run: Path) -> None:
