@@ -1,0 +1,111 @@
+"""Runs made of bundles of the zoo, so that they can be exported otherwise without training again.
+
+    python -m benchmarks.zoo_runs --data NAME=PATH [NAME=PATH ...] --out RUNS
+
+The graph of one step count in float32 holds all weights: those of matrix products transposed and
+without a name, in the order in which they are used, all others under the end of their name. The
+model that gets them must answer as the bundle does. Knows our models, of Euler's method and without
+any conditions on time; not what is done with the runs.
+"""
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+
+from benchmarks.options import ZOO
+from serve.bundle import Bundle, read_bundle
+from serve.runtime import open_model
+from train.build import build_model
+from train.checkpoint import Reached, read_tokenizer, save_checkpoint, start_run
+from train.data import open_dataset
+from train.model import Stepped, count_parameters
+from train.recipe_file import recipe_from
+
+_USED = ("attention.qkv", "attention.out", "feedforward.up", "feedforward.down")
+_NEAR = 1e-3  # of a logit
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--data", nargs="+", required=True, metavar="NAME=PATH")
+    made.add_argument("--out", type=Path, required=True, metavar="RUNS")
+    parsed = made.parse_args(arguments)
+    for name, path in (pair.split("=", 1) for pair in parsed.data):
+        make_run(read_bundle(ZOO / name), path, parsed.out / name)
+        print(f"made: {parsed.out / name}")
+    return 0
+
+
+def make_run(bundle: Bundle, data: str, folder: Path) -> None:
+    """The run that such a bundle could have been exported of."""
+    facts: Mapping[str, Any] = bundle.manifest.provenance
+    recipe = recipe_from(facts["recipe"], str(bundle.folder))
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
+    dataset = open_dataset(recipe, read_tokenizer(bundle.folder))
+    model = build_model(recipe.model, dataset.sizes).eval()
+    _fill(model, bundle)
+    _check(model, bundle)
+    kept = {
+        "labels": dataset.labels,
+        "sizes": dataclasses.asdict(dataset.sizes),
+        "parameters": count_parameters(model),
+        "data_sha256": dataset.digest,
+        "otify": None,
+        "own_model": False,
+    }
+    start_run(folder, recipe, dataset.tokenizer, kept)
+    optimiser = torch.optim.SGD(model.parameters())  # it has nothing to keep
+    save_checkpoint(folder, model, optimiser, Reached(int(facts["iteration"])))
+
+
+def _fill(model: Stepped, bundle: Bundle) -> None:
+    rung = bundle.manifest.rungs[0]
+    graph = onnx.load(bundle.folder / rung.graph).graph
+    found = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    used = [node.input[1] for node in graph.node if node.op_type == "MatMul"]
+    products = iter([found[name] for name in used if re.search(r"\.val_\d+$", name)])
+    filled: dict[str, Tensor] = {}
+    unnamed = []
+    for name, weight in model.state_dict().items():
+        end = "." + name.removeprefix("velocity.").removeprefix("head.")
+        named = [one for one in found if one.endswith(end)]
+        if named and found[named[0]].shape == weight.shape:
+            filled[name] = torch.from_numpy(found[named[0]].copy())
+        else:
+            unnamed.append(name)
+    for name in sorted(unnamed, key=_place):
+        filled[name] = torch.from_numpy(next(products).T.copy())
+    model.load_state_dict(filled)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """When a product is used; the head comes last."""
+    found = re.fullmatch(r"velocity\.blocks\.(\d+)\.(.+)\.weight", name)
+    return (sys.maxsize, 0) if found is None else (int(found[1]), _USED.index(found[2]))
+
+
+def _check(model: Stepped, bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    most = manifest.text_tokenizer.vocab_size
+    tokens = np.random.default_rng(0).integers(1, most, (4, manifest.text_input.max_tokens))
+    opened = open_model(bundle)
+    for rung in manifest.rungs:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens), steps=rung.steps).logits.numpy()
+        off = float(np.abs(logits - opened.unrolled(rung.steps).forward(tokens)).max())
+        if not off < _NEAR:
+            raise SystemExit(f"{manifest.name}: off by {off:.3g} at {rung.steps} steps")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
