@@ -25,10 +25,14 @@ class Trend(NamedTuple):
     high: float | None
 
 
+def floors(values: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The least of each block, and when it was: what stays, without what comes and goes."""
+    return [min(block, key=lambda one: one[1]) for block in _blocks(values)]
+
+
 def trend(values: Sequence[tuple[float, float]]) -> Trend:
     """Of values at seconds; fewer than three of them have no interval."""
-    size = max(1, math.ceil(len(values) / BLOCKS))
-    blocks = [values[at : at + size] for at in range(0, len(values), size)]
+    blocks = _blocks(values)
     hours = [statistics.fmean(at_s for at_s, _ in block) / 3600 for block in blocks]
     means = [statistics.fmean(value for _, value in block) for block in blocks]
     if len(blocks) < 3:
@@ -41,3 +45,8 @@ def trend(values: Sequence[tuple[float, float]]) -> Trend:
     free = len(blocks) - 2
     wide = _T95[free] * math.sqrt(off / free / spread)
     return Trend(slope, slope - wide, slope + wide)
+
+
+def _blocks(values: Sequence[tuple[float, float]]) -> list[Sequence[tuple[float, float]]]:
+    size = max(1, math.ceil(len(values) / BLOCKS))
+    return [values[at : at + size] for at in range(0, len(values), size)]
