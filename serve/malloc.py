@@ -4,7 +4,7 @@ Cache buffers of megabytes come and go in all sizes. Left alone, glibc soon take
 instead of mapping each, where they leave holes, and spreads them over an arena a thread: three
 models and 64 clients took 532 MB where they take 442 with these settings, and kept 33 MB more after
 each load where they now keep none (benchmarks/soak.py). What is smaller leaves holes all the same:
-after a burst 250 MB stayed 317 to 374 for minutes, and 249 to 255 once holes are given back.
+after a burst 250 MB stayed 270 to 374, and 249 to 258 where holes are given back.
 """
 
 import ctypes
