@@ -73,7 +73,7 @@ def _fill(model: Stepped, bundle: Bundle) -> None:
     graph = onnx.load(bundle.folder / rung.graph).graph
     found = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     used = [node.input[1] for node in graph.node if node.op_type == "MatMul"]
-    products = iter([found[name] for name in used if re.search(r"\.val_\d+$", name)])
+    products = [found[name] for name in used if re.search(r"\.val_\d+$", name)]
     filled: dict[str, Tensor] = {}
     unnamed = []
     for name, weight in model.state_dict().items():
@@ -83,8 +83,11 @@ def _fill(model: Stepped, bundle: Bundle) -> None:
             filled[name] = torch.from_numpy(found[named[0]].copy())
         else:
             unnamed.append(name)
-    for name in sorted(unnamed, key=_place):
-        filled[name] = torch.from_numpy(next(products).T.copy())
+    unplaced = [name for name in unnamed if not name.endswith(".weight")]
+    if unplaced:  # the exporter keeps weights that are alike only once
+        raise SystemExit(f"{bundle.manifest.name}: its graph does not name {', '.join(unplaced)}")
+    for name, product in zip(sorted(unnamed, key=_place), products, strict=True):
+        filled[name] = torch.from_numpy(product.T.copy())
     model.load_state_dict(filled)
 
 

@@ -25,9 +25,10 @@ def keep_memory_low() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False  # not glibc
-    set_both = [mallopt(_MMAP_THRESHOLD, MAPPED_BYTES), mallopt(_ARENA_MAX, ARENAS)]
-    threading.Thread(target=_give_back, name="memory", daemon=True).start()
-    return all(set_both)
+    both_set = all([mallopt(_MMAP_THRESHOLD, MAPPED_BYTES), mallopt(_ARENA_MAX, ARENAS)])
+    if both_set:  # by glibc, which alone can give back
+        threading.Thread(target=_give_back, name="memory", daemon=True).start()
+    return both_set
 
 
 def _give_back() -> None:

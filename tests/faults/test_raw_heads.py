@@ -54,6 +54,10 @@ def test_heads_within_the_limits_are_served(server: ServerProcess) -> None:
     assert status(exchange(server, *byte_by_byte, pause_s=0.001)) == 200
 
 
+def test_a_client_of_http_1_0_needs_no_host(server: ServerProcess) -> None:
+    assert status(exchange(server, b"GET /health/ready HTTP/1.0\r\n\r\n")) == 200
+
+
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
