@@ -3,9 +3,9 @@
     python -m benchmarks.zoo_runs --data NAME=PATH [NAME=PATH ...] --out RUNS
 
 The graph of one step count in float32 holds all weights: those of matrix products transposed and
-without a name, in the order in which they are used, all others under the end of their name. The
-model that gets them must answer as the bundle does. Knows our models, of Euler's method and without
-any conditions on time; not what is done with the runs.
+without a name, in the order in which they are used, positions as a slice, all others under the end
+of their name. The model that gets them must answer as the bundle does. Knows our models of text and
+images, of Euler's method and without any conditions on time; not what is done with the runs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from onnx import numpy_helper
 from torch import Tensor
 
 from benchmarks.options import ZOO
-from serve.bundle import Bundle, read_bundle
+from serve.bundle import Bundle, ImageInput, read_bundle
 from serve.runtime import open_model
 from train.build import build_model
 from train.checkpoint import Reached, read_tokenizer, save_checkpoint, start_run
@@ -32,6 +32,7 @@ from train.model import Stepped, count_parameters
 from train.recipe_file import recipe_from
 
 _USED = ("attention.qkv", "attention.out", "feedforward.up", "feedforward.down")
+_POSITIONS = "embed.positions.weight"
 _NEAR = 1e-3  # of a logit
 
 
@@ -51,7 +52,8 @@ def make_run(bundle: Bundle, data: str, folder: Path) -> None:
     facts: Mapping[str, Any] = bundle.manifest.provenance
     recipe = recipe_from(facts["recipe"], str(bundle.folder))
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=data))
-    dataset = open_dataset(recipe, read_tokenizer(bundle.folder))
+    words = read_tokenizer(bundle.folder) if bundle.manifest.tokenizer else None
+    dataset = open_dataset(recipe, words)
     model = build_model(recipe.model, dataset.sizes).eval()
     _fill(model, bundle)
     _check(model, bundle)
@@ -74,13 +76,16 @@ def _fill(model: Stepped, bundle: Bundle) -> None:
     found = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     used = [node.input[1] for node in graph.node if node.op_type == "MatMul"]
     products = [found[name] for name in used if re.search(r"\.val_\d+$", name)]
+    slices = [found[name] for name in found if re.search(r"\.slice_\d+$", name)]
     filled: dict[str, Tensor] = {}
     unnamed = []
     for name, weight in model.state_dict().items():
         end = "." + name.removeprefix("velocity.").removeprefix("head.")
-        named = [one for one in found if one.endswith(end)]
-        if named and found[named[0]].shape == weight.shape:
-            filled[name] = torch.from_numpy(found[named[0]].copy())
+        named = [one for at, one in found.items() if at.endswith(end) and one.shape == weight.shape]
+        if named:
+            filled[name] = torch.from_numpy(named[0].copy())
+        elif name == _POSITIONS and [one.shape for one in slices] == [weight.shape]:
+            filled[name] = torch.from_numpy(slices[0].copy())
         else:
             unnamed.append(name)
     unplaced = [name for name in unnamed if not name.endswith(".weight")]
@@ -92,22 +97,33 @@ def _fill(model: Stepped, bundle: Bundle) -> None:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """When a product is used; the head comes last."""
+    """When a product is used; the embedding comes first, the head last."""
+    if name.startswith("embed."):
+        return (-1, 0)
     found = re.fullmatch(r"velocity\.blocks\.(\d+)\.(.+)\.weight", name)
     return (sys.maxsize, 0) if found is None else (int(found[1]), _USED.index(found[2]))
 
 
 def _check(model: Stepped, bundle: Bundle) -> None:
     manifest = bundle.manifest
-    most = manifest.text_tokenizer.vocab_size
-    tokens = np.random.default_rng(0).integers(1, most, (4, manifest.text_input.max_tokens))
+    rows = _any_rows(bundle)
     opened = open_model(bundle)
     for rung in manifest.rungs:
         with torch.no_grad():
-            logits = model(torch.from_numpy(tokens), steps=rung.steps).logits.numpy()
-        off = float(np.abs(logits - opened.unrolled(rung.steps).forward(tokens)).max())
+            logits = model(torch.from_numpy(rows), steps=rung.steps).logits.numpy()
+        off = float(np.abs(logits - opened.unrolled(rung.steps).forward(rows)).max())
         if not off < _NEAR:
             raise SystemExit(f"{manifest.name}: off by {off:.3g} at {rung.steps} steps")
+
+
+def _any_rows(bundle: Bundle) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    """Four rows of nonsense: tokens or pixels."""
+    manifest, chance = bundle.manifest, np.random.default_rng(0)
+    if isinstance(manifest.input, ImageInput):
+        size = (4, manifest.input.channels, manifest.input.height, manifest.input.width)
+        return chance.standard_normal(size).astype(np.float32)
+    most = manifest.text_tokenizer.vocab_size
+    return chance.integers(1, most, (4, manifest.text_input.max_tokens))
 
 
 if __name__ == "__main__":

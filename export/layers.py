@@ -29,10 +29,17 @@ class Layer:
     bias: str
 
 
+NOTHING_LARGE = (
+    f"no matrix that it multiplies by has {LEAST_ELEMENTS:,} numbers or more, so all weights stay "
+    "float32: 8 bits save nothing in a model this small, and --precision fp32 is the same bundle"
+)
+
+
 class Layers:
     """Which nodes of a graph are layers, and their matrices."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
         self._large = {
             tensor.name: tensor
             for tensor in graph.initializer
@@ -47,6 +54,11 @@ class Layers:
             and node.input[0] in self._large
             and _attributes(node).get("perm", [1, 0]) == [1, 0]
         }
+
+    @property
+    def some(self) -> bool:
+        """Whether there are any."""
+        return bool(self._large) and any(self.of(node) for node in self._graph.node)
 
     def of(self, node: onnx.NodeProto) -> Layer | None:
         """What the node multiplies, if it is a layer."""

@@ -17,10 +17,12 @@ from export.expected import Answers, torch_threads
 from export.exporter import load_exporter
 from export.graphs import Ladder, write_graphs
 from export.latency import measure_latency
+from export.layers import NOTHING_LARGE, Layers
 from export.parts import Traced, trace
 from export.ranges import NOTHING_UNSEEN, unseen_rows
 from export.samples import samples_of
 from export.small_caches import CachePrecision, Scales
+from export.stitch import stitch
 from export.trial import Origin, Trial, threads_each
 from serve.bundle import (
     Bundle,
@@ -99,9 +101,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         unseen = _unseen(request.precision, traced.task, dataset)
         scales = _scales(origin, request, traced, ladder)
         card = {"title": recipe.title, **recipe.card, **request.card}
-        if unseen == []:
-            print(f"{recipe.name}: {NOTHING_UNSEEN}", file=sys.stderr)
-            card["precision"] = NOTHING_UNSEEN
+        if (doubt := _doubt(request.precision, traced, ladder, unseen)) is not None:
+            print(f"{recipe.name}: {doubt}", file=sys.stderr)
+            card["precision"] = doubt
         draft = draft_manifest(
             request.name or recipe.name,
             recipe,
@@ -146,6 +148,17 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
 def _unseen(precision: Precision, task: Task, dataset: Dataset) -> list[RowArray] | None:
     """Rows to measure layers on, if their bytes need that."""
     return list(unseen_rows(dataset)) if precision == "int8" and task == "classify" else None
+
+
+def _doubt(
+    precision: Precision, traced: Traced, ladder: Ladder, unseen: list[RowArray] | None
+) -> str | None:
+    """Why 8-bit weights are not what was hoped for, if they are not."""
+    if precision != "int8":
+        return None
+    if not Layers(stitch(traced.graph, ladder.method, ladder.steps[0]).graph).some:
+        return NOTHING_LARGE
+    return NOTHING_UNSEEN if unseen == [] else None
 
 
 def _scales(

@@ -1,4 +1,4 @@
-"""An 8-bit classifier without rows to measure it on: made otherwise, and said to be."""
+"""An 8-bit classifier without rows to measure it on, or nothing to save: said to be."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +26,7 @@ def test_missing_validation_rows_are_told_everywhere(
     def none(self: LabelledDataset, size: int) -> Iterator[Batch]:
         return iter(())
 
+    monkeypatch.setattr("export.layers.LEAST_ELEMENTS", 64)
     label_run = tiny_label_run(tmp_path)
     capsys.readouterr()
     assert "no validation rows" not in exported(label_run, tmp_path / "measured")
@@ -34,3 +35,13 @@ def test_missing_validation_rows_are_told_everywhere(
     assert exported(label_run, tmp_path / "unmeasured").count("no validation rows") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no validation rows" in line and "data.held_out" in line and "fp32" in line
+
+
+def test_a_model_too_small_for_8_bits_is_told_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label_run = tiny_label_run(tmp_path)
+    capsys.readouterr()
+    assert exported(label_run, tmp_path / "small").count("stay float32") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "32,768" in line and "--precision fp32" in line
