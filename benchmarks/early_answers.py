@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.options import Options, options, parser, run
+from benchmarks.options import ZOO, Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from export.calibrate import held_out_batches
 from export.evaluate import dataset_of
@@ -49,16 +49,18 @@ def main(arguments: Sequence[str]) -> int:
     read.add_argument("--data", nargs="+", required=True, metavar="NAME=PATH")
     parsed = read.parse_args(arguments)
     paths = dict(pair.split("=", 1) for pair in parsed.data)
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), paths))
+    parsed.bundles = parsed.bundles or [ZOO / name for name in paths]
+    name = "_".join([NAME, *paths]) if len(paths) == 1 else NAME
+    return run(name, arguments, parsed, partial(measure, options(parsed), paths, name))
 
 
-def measure(chosen: Options, paths: dict[str, str], provenance: Provenance) -> Result:
+def measure(chosen: Options, paths: dict[str, str], kept: str, provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets: list[Target] = []
     for bundle in chosen.read():
         name = bundle.manifest.name
         if name not in paths:
-            continue
+            raise SystemExit(f"--data names no test set of {name}")
         if bundle.manifest.calibration is None:
             raise ValueError(f"{name} was not calibrated for early answers: leave it out")
         full = bundle.manifest.full_steps
@@ -79,7 +81,7 @@ def measure(chosen: Options, paths: dict[str, str], provenance: Provenance) -> R
                 targets.append(Target(f"{name}: evaluations saved", saved, ">=", SAVED, "times"))
     columns = ("model", "allowed", "differ from full", "evaluations", "times fewer", "accuracy")
     return provenance.result(
-        NAME,
+        kept,
         "Early answers",
         "Each row stops at the first evaluation where its answer is ahead by the certified "
         "threshold; all rows of the official test set, of which calibration saw none.",

@@ -82,6 +82,9 @@ def command_line(module: str, arguments: Sequence[str]) -> str:
 
 
 def _without_folders(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    if equals:
+        return f"{name}={_without_folders(value)}"
     path = Path(argument)
     if not path.is_absolute():
         return argument

@@ -4,9 +4,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 
 from train.adaptive import SolverError
-from train.config import RecipeError
+from train.config import Accelerator, RecipeError
 from train.full_disk import in_words, reader_gone
 from train.loop import Diverged, train
 from train.recipe_file import load_recipe, recipe_names
@@ -94,10 +95,20 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a setting of the recipe, e.g. --set optim.lr=0.001 (repeatable)",
     )
+    parser.add_argument(
+        "--device",
+        choices=get_args(Accelerator),
+        help="the same as --set run.accelerator=DEVICE (default: a GPU where torch sees one)",
+    )
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    device = [] if arguments.device is None else [f"run.accelerator={arguments.device}"]
+    return [*arguments.overrides, *device]
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.data)
+    recipe = load_recipe(arguments.recipe, _overrides(arguments), arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
@@ -111,7 +122,7 @@ def _retrofit(arguments: argparse.Namespace) -> int:
     run = arguments.run
     folder = arguments.out or run.with_name(f"{run.name}-any")
     recipe = retrofit(
-        run, folder, arguments.iterations, arguments.overrides, arguments.data, quiet=False
+        run, folder, arguments.iterations, _overrides(arguments), arguments.data, quiet=False
     )
     counts = ",".join(map(str, sorted({*recipe.steps.short, recipe.steps.full})))
     print(f"retrofitted: {folder}\nnext: stepdial evaluate {folder} --steps {counts}")

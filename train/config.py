@@ -13,7 +13,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LONGEST_PARITY = 16
 MOST_THREADS = 1024  # far more of them crash the libraries below torch
 
-
+Accelerator = Literal["auto", "cpu", "cuda"]
 Scheme = Literal[
     "residual",
     "rk2",
@@ -148,7 +148,7 @@ class RunConfig:
     evaluate_batches: int = 20
     checkpoint_every: int = 500
     threads: int = 0  # 0: as many as torch picks
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: Accelerator = "auto"
 
 
 @dataclass(frozen=True, slots=True)

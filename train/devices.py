@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from train.batch import Batch
+from train.config import Accelerator
 
-Accelerator = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 LARGE_PRIME = 1_000_000_007
 _log = logging.getLogger("stepdial")
@@ -41,7 +41,9 @@ class Devices:
 
         found = torch.cuda.is_available()
         if accelerator == "cuda" and not found:
-            raise ValueError('torch sees no CUDA device: set run.accelerator to "cpu" or "auto"')
+            raise ValueError(
+                "torch sees no CUDA device: choose cpu or auto (run.accelerator, --device)"
+            )
         on_gpu = found and accelerator != "cpu"
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(processes)))

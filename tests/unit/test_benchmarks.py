@@ -244,6 +244,8 @@ def test_cells_show_the_digits_that_mean_something(
 def test_commands_name_no_folder_of_this_machine(tmp_path: Path) -> None:
     shown = command_line("benchmarks.dial", ["--bundles", str(tmp_path / "mine"), "--quick"])
     assert shown == "python -m benchmarks.dial --bundles .../mine --quick"
+    shown = command_line("benchmarks.early_answers", ["--data", f"digits={tmp_path / 'rows'}"])
+    assert shown == "python -m benchmarks.early_answers --data digits=.../rows"
 
 
 MODULES = (

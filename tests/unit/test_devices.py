@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_runs import tiny_text_recipe
+from train.__main__ import main
 from train.batch import Batch
 from train.config import Recipe
 from train.devices import Devices
@@ -97,3 +98,14 @@ def test_precision_is_that_of_the_recipe_but_bf16_is_never_emulated(
         with Devices("cpu", "bf16").autocast():
             assert (x @ weight).dtype == (torch.bfloat16 if has else torch.float32)
         assert ("no bf16 arithmetic" in caplog.text) != has
+
+
+def test_the_device_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 200)
+    arguments = ["train", "shakespeare", "--data", str(text), "--out", str(tmp_path / "run")]
+    assert main([*arguments, "--device", "cuda"]) == 2
+    assert "no CUDA device: choose cpu" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
