@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     paths = dict(pair.split("=", 1) for pair in parsed.data)
     parsed.bundles = parsed.bundles or [ZOO / name for name in paths]
     name = "_".join([NAME, *paths]) if len(paths) == 1 else NAME
-    return run(name, arguments, parsed, partial(measure, options(parsed), paths, name))
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), paths, name))
 
 
 def measure(chosen: Options, paths: dict[str, str], kept: str, provenance: Provenance) -> Result:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds = (parsed.only,) if parsed.only else KINDS
     name = f"{NAME}_{parsed.only}" if parsed.only else NAME
     made_of = partial(measure, options(parsed), kinds, kills, parsed.seed, name)
-    return run(name, arguments, parsed, made_of)
+    return run(NAME, arguments, parsed, made_of)
 
 
 def measure(
