@@ -23,6 +23,7 @@ from serve.keys import NewKey
 from serve.loading import Loading
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
+from serve.priority import answer_first
 from serve.server import AddressError, Server, bind, leave, listen, url_of
 from serve.setting_names import SettingsError
 from serve.settings import Settings
@@ -72,7 +73,8 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: P
     measure_first_calls(catalog, engine.latency)
     url = url_of(listener)
 
-    def show() -> None:
+    def changed() -> None:
+        answer_first()  # loading has started threads
         models = [served.name for served in catalog]
         banner = serving(catalog, url)
         try:
@@ -80,7 +82,7 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: P
         except OSError as error:  # a full disk, or nobody who reads: no reason not to serve
             _log.warning("standard output takes nothing more (%s): %s", error, ", ".join(models))
 
-    loading = Loading(engine, settings, zoo, changed=show)
+    loading = Loading(engine, settings, zoo, changed)
     app = create_app(settings, engine, loading)
 
     async def reload() -> None:
@@ -92,7 +94,7 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: P
         await loading.reload()
 
     listen(listener)
-    Server(settings, app, engine, lambda url: show(), reload).run([listener])
+    Server(settings, app, engine, lambda url: changed(), reload).run([listener])
 
 
 def _show_new_key(name: str) -> None:

@@ -1,0 +1,44 @@
+"""The thread that answers goes before those that compute, whatever was loaded when."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server_process import ServerProcess, server_process
+from tests.tiny_bundles import build_classify, build_generate
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it by thread")
+BEFORE = 4
+
+
+def niceness(server: ServerProcess) -> dict[int, int]:
+    """Of each thread; the one with the number of the process answers."""
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return {int(one.name): os.getpriority(os.PRIO_PROCESS, int(one.name)) for one in threads}
+
+
+def answers_first(server: ServerProcess) -> bool:
+    found = niceness(server)
+    own, usual = found.pop(server.process.pid), os.getpriority(os.PRIO_PROCESS, 0)
+    lower = min(19, usual + BEFORE)
+    return own == usual and bool(found) and all(nice == lower for nice in found.values())
+
+
+def test_the_thread_that_answers_goes_first(tmp_path: Path) -> None:
+    zoo = tmp_path / "zoo"
+    build_generate(zoo / "one")
+    with server_process([], "--threads", "2", environment={"STEPDIAL_ZOO": str(zoo)}) as server:
+        assert answers_first(server), niceness(server)
+        before = len(niceness(server))
+        build_classify(zoo / "two")
+        server.process.send_signal(signal.SIGHUP)
+        end_s = time.monotonic() + 20
+        while time.monotonic() < end_s and server.lines.empty():
+            time.sleep(0.02)
+        time.sleep(0.2)
+        assert len(niceness(server)) > before, "its sessions have threads of their own"
+        assert answers_first(server), niceness(server)
