@@ -28,6 +28,7 @@ from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
 from serve.runtime.ort_weights import Weights
 from serve.runtime.place import Place
+from serve.runtime.side_by_side import Parts, SideBySide, StepsSideBySide
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class OrtModel:
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
         self._place = place
-        self._classifiers: dict[int, OrtClassifier | OrtStepClassifier] = {}
+        self._classifiers: dict[int, SideBySide] = {}
+        # A GPU shares the rows of a call among its own.
+        self._parts = Parts(self.threads if place.device == "cpu" else 1)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
@@ -66,23 +69,24 @@ class OrtModel:
         """The rungs that can run at once."""
         return tuple(sorted({*self._classifiers, *self._decoders, *self._translators}))
 
-    def classifier(self, steps: int) -> OrtClassifier | OrtStepClassifier:
+    def classifier(self, steps: int) -> SideBySide:
         rung = self._rung(steps, "classify")
         if steps not in self._classifiers:
             self._classifiers[steps] = (
                 self.step_classifier(steps)
                 if self._shares_weights()
-                else OrtClassifier(self._open_graph(rung), self._bundle.manifest)
+                else SideBySide(self._whole(rung), self._parts)
             )
         return self._classifiers[steps]
 
-    def step_classifier(self, steps: int) -> OrtStepClassifier:
+    def step_classifier(self, steps: int) -> StepsSideBySide:
         self._rung(steps, "classify")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
         if not self._place.runs_single_steps:
             raise BundleError("only the CPU runs single steps; other devices run whole rungs")
-        return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        return StepsSideBySide(steps_alone, self._parts)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
         rung = self._rung(steps, "generate")
@@ -111,10 +115,10 @@ class OrtModel:
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
         """The rung as the one graph that other runtimes run."""
         manifest = self._bundle.manifest
-        session = self._open_graph(manifest.rung(steps))
+        rung = manifest.rung(steps)
         if manifest.task == "classify":
-            return OrtClassifier(session, manifest)
-        return OrtPrefixDecoder(session, manifest)
+            return self._whole(rung)
+        return OrtPrefixDecoder(self._open_graph(rung), manifest)
 
     def translator(self, steps: int) -> OrtTranslator:
         rung = self._rung(steps, "translate")
@@ -152,6 +156,7 @@ class OrtModel:
             while rungs:
                 rungs.popitem()
         self._steps = self._mix = self._weights = None
+        self._parts.close()
 
     @property
     def opening(self) -> bool:
@@ -188,6 +193,9 @@ class OrtModel:
         tokens = largest_tokens(self._bundle.manifest)
         answer = np.full((1, self._bundle.manifest.target_max_tokens or 1), tokens[0])  # (1, N)
         self.translator(steps).read(tokens).follow(answer)
+
+    def _whole(self, rung: Rung) -> OrtClassifier:
+        return OrtClassifier(self._open_graph(rung), self._bundle.manifest)
 
     def _open_graph(self, rung: Rung) -> InterruptibleSession:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))

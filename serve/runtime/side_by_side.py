@@ -1,0 +1,78 @@
+"""Rows of one call in as many parts as there are threads, which run side by side.
+
+A session's own threads meet again after every product, often within microseconds, and wait for
+each other; parts of a batch meet once. No answer depends on what shares its part. Knows rows and
+answers; neither graphs nor who asked.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar, final
+
+import numpy as np
+
+from serve.runtime.ort_classifier import OrtClassifier
+from serve.runtime.ort_step_classifier import OrtStepClassifier
+from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
+
+AnswerT = TypeVar("AnswerT")
+
+
+@final
+class Parts:
+    """The threads that the rungs of one model take turns with."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._others: ThreadPoolExecutor | None = None  # beside the thread that asks
+
+    def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
+        """The answers to the parts in their order; raises when all have ended, if one did."""
+        if self._most < 2 or rows.ndim < 1 or len(rows) < 2:
+            return [call(rows)]
+        if self._others is None:
+            self._others = ThreadPoolExecutor(self._most - 1, "rows")
+        size = -(-len(rows) // self._most)
+        first, *more = (rows[at : at + size] for at in range(0, len(rows), size))
+        others = [self._others.submit(call, part) for part in more]
+        try:
+            own = call(first)
+        finally:
+            wait(others)
+        return [own, *(other.result() for other in others)]
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown(wait=False)
+            self._others = None
+
+
+class SideBySide:
+    """One rung of a classifier."""
+
+    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: Parts) -> None:
+        self._classifier = classifier
+        self._parts = parts
+
+    def run(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._parts.each(self._classifier.run, rows))
+
+
+@final
+class StepsSideBySide(SideBySide):
+    """One that is made of single steps."""
+
+    def __init__(self, steps: OrtStepClassifier, parts: Parts) -> None:
+        super().__init__(steps, parts)
+        self._steps = steps
+
+    def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
+        def early(part: RowArray) -> EarlyAnswers:
+            return self._steps.early(part, threshold)
+
+        found = self._parts.each(early, rows)
+        logits, evaluations = zip(*found, strict=True)
+        return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
+
+    def jumps(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._parts.each(self._steps.jumps, rows), axis=1)

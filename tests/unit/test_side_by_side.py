@@ -1,0 +1,81 @@
+"""Rows of one call in parts that run at the same time: the same answers, in their order."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from serve.bundle import Bundle
+from serve.runtime import open_model
+from serve.runtime.protocol import FloatArray, RowArray
+from serve.runtime.side_by_side import Parts
+from tests.tiny_bundles import build_classify
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return build_classify(tmp_path_factory.mktemp("bundles") / "c")
+
+
+def numbered(rows: int) -> FloatArray:
+    return np.arange(rows, dtype=np.float32)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("most", "rows", "sizes"),
+    [(1, 5, [5]), (2, 1, [1]), (2, 5, [3, 2]), (4, 16, [4] * 4), (4, 3, [1] * 3), (3, 0, [0])],
+)
+def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
+    parts = Parts(most)
+    found = parts.each(np.copy, numbered(rows))
+    parts.close()
+    assert [len(one) for one in found] == sizes
+    assert (np.concatenate(found) == numbered(rows)).all()
+
+
+def test_parts_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(3)
+
+    def meet(rows: RowArray) -> int:
+        return meeting.wait(timeout=10)
+
+    parts = Parts(3)
+    assert sorted(parts.each(meet, numbered(6))) == [0, 1, 2]
+    parts.close()
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failure_is_told_when_nothing_runs_any_more(failing: int) -> None:
+    ended = []
+
+    def fail(rows: RowArray) -> None:
+        if rows[0, 0] == failing:
+            raise ArithmeticError("of this part")
+        time.sleep(0.1)
+        ended.append(rows)
+
+    parts = Parts(2)
+    with pytest.raises(ArithmeticError, match="of this part"):
+        parts.each(fail, numbered(6))
+    assert len(ended) == 1
+    parts.close()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_answers_are_those_of_the_whole_batch(labels: Bundle, threads: int) -> None:
+    high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
+    tokens = np.random.default_rng(0).integers(1, high, (7, most))
+    whole, shared = open_model(labels, 1), open_model(labels, threads)
+    for steps in labels.manifest.steps:
+        wanted = whole.classifier(steps).run(tokens)
+        assert (shared.classifier(steps).run(tokens) == wanted).all()
+    steps = labels.manifest.full_steps
+    one, many = whole.step_classifier(steps), shared.step_classifier(steps)
+    threshold = float(np.median(np.ptp(one.jumps(tokens)[0], axis=-1)))
+    for wanted, got in zip(
+        one.early(tokens, threshold), many.early(tokens, threshold), strict=True
+    ):
+        assert (got == wanted).all()
+    assert (many.jumps(tokens) == one.jumps(tokens)).all()
+    shared.close()
