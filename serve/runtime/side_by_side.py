@@ -7,6 +7,7 @@ answers; neither graphs nor who asked.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import TypeVar, final
 
 import numpy as np
@@ -15,6 +16,7 @@ from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 
+_LEAST = 2  # rows of a part: one row alone is multiplied otherwise, and its last bits differ
 AnswerT = TypeVar("AnswerT")
 
 
@@ -28,12 +30,13 @@ class Parts:
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
         """The answers to the parts in their order; raises when all have ended, if one did."""
-        if self._most < 2 or rows.ndim < 1 or len(rows) < 2:
+        count = min(self._most, len(rows) // _LEAST) if rows.ndim else 1
+        if count < 2:
             return [call(rows)]
         if self._others is None:
             self._others = ThreadPoolExecutor(self._most - 1, "rows")
-        size = -(-len(rows) // self._most)
-        first, *more = (rows[at : at + size] for at in range(0, len(rows), size))
+        bounds = [len(rows) * part // count for part in range(count + 1)]
+        first, *more = (rows[low:high] for low, high in pairwise(bounds))
         others = [self._others.submit(call, part) for part in more]
         try:
             own = call(first)

@@ -24,7 +24,7 @@ def numbered(rows: int) -> FloatArray:
 
 @pytest.mark.parametrize(
     ("most", "rows", "sizes"),
-    [(1, 5, [5]), (2, 1, [1]), (2, 5, [3, 2]), (4, 16, [4] * 4), (4, 3, [1] * 3), (3, 0, [0])],
+    [(1, 5, [5]), (2, 1, [1]), (2, 5, [2, 3]), (4, 16, [4] * 4), (4, 3, [3]), (3, 0, [0])],
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
     parts = Parts(most)
@@ -62,20 +62,24 @@ def test_a_failure_is_told_when_nothing_runs_any_more(failing: int) -> None:
     parts.close()
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_answers_are_those_of_the_whole_batch(labels: Bundle, threads: int) -> None:
+def test_answers_are_those_of_the_whole_batch(
+    labels: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
     tokens = np.random.default_rng(0).integers(1, high, (7, most))
-    whole, shared = open_model(labels, 1), open_model(labels, threads)
+    shared = open_model(labels, 2)
+    monkeypatch.setattr("serve.runtime.ort_model.Parts", lambda most: Parts(1))
+    whole = open_model(labels, 2)
     for steps in labels.manifest.steps:
         wanted = whole.classifier(steps).run(tokens)
         assert (shared.classifier(steps).run(tokens) == wanted).all()
     steps = labels.manifest.full_steps
     one, many = whole.step_classifier(steps), shared.step_classifier(steps)
     threshold = float(np.median(np.ptp(one.jumps(tokens)[0], axis=-1)))
-    for wanted, got in zip(
-        one.early(tokens, threshold), many.early(tokens, threshold), strict=True
-    ):
-        assert (got == wanted).all()
+    alone, beside = one.early(tokens, threshold), many.early(tokens, threshold)
+    assert (beside.evaluations == alone.evaluations).all()
+    assert len(set(alone.evaluations)) > 1, "some stop early, some do not"
+    # Of one row that is left alone the last bits differ, in any batch.
+    np.testing.assert_allclose(beside.logits, alone.logits, rtol=0, atol=1e-6)
     assert (many.jumps(tokens) == one.jumps(tokens)).all()
     shared.close()
