@@ -86,7 +86,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self._shot = None
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
 
 
 class _Volley:
@@ -101,6 +101,7 @@ class _Volley:
         self._left = len(self._waiting)
         self._free: list[_Connection] = []
         self._all: list[_Connection] = []
+        self._connecting: set[asyncio.Task[None]] = set()
         self._done = asyncio.Event()
         self._begun_s = 0.0
 
@@ -123,6 +124,9 @@ class _Volley:
         except TimeoutError:
             pass  # whoever has no answer by now has given up
         finally:
+            for task in self._connecting:
+                task.cancel()
+            await asyncio.gather(*self._connecting, return_exceptions=True)
             for connection in self._all:
                 connection.close()
             await asyncio.sleep(0.05)
@@ -145,11 +149,17 @@ class _Volley:
         if self._free:
             self._free.pop().send(shot, payload)
         else:
-            asyncio.get_running_loop().create_task(self._fire_anew(shot, payload))
+            task = asyncio.get_running_loop().create_task(self._fire_anew(shot, payload))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
 
     async def _fire_anew(self, shot: Shot, payload: bytes) -> None:
-        connection = await self._connect()
-        connection.send(shot, payload)
+        try:
+            connection = await self._connect()
+        except OSError:
+            self.lost()
+        else:
+            connection.send(shot, payload)
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -1,9 +1,14 @@
 """The client of the benchmarks: what it does not send, or loses, would be the server's fault."""
 
+import asyncio
+import gc
 import http.server
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +51,31 @@ def test_what_comes_after_the_server_has_closed_idle_connections_is_sent_anew(
     shots = [Shot(due_s, {}) for due_s in (0.0, 3 * _IDLE_S, 3.1 * _IDLE_S, 6 * _IDLE_S)]
     fire(impatient, "/", shots, patience_s=5.0, connections=4)
     assert [shot.status for shot in shots] == [200] * 4
+
+
+def test_a_connection_made_after_patience_has_run_out_is_not_left_open(
+    impatient: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = asyncio.BaseEventLoop.create_connection
+
+    async def late(loop: asyncio.BaseEventLoop, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(0.12)
+        return await at_once(loop, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.BaseEventLoop, "create_connection", late)
+        shots = [Shot(0.0, {}) for _ in range(20)]
+        fire(impatient, "/", shots, patience_s=0.1, connections=0)
+    assert [shot.status for shot in shots] == [0] * 20
+    gc.collect()  # what is collected unclosed fails the test
+
+
+def test_where_nobody_listens_every_request_ends_at_once(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = Server(0, "127.0.0.1", free.getsockname()[1], tmp_path / "log")
+        shots = [Shot(0.0, {}) for _ in range(3)]
+        begun_s = time.monotonic()
+        fire(nobody, "/", shots, patience_s=30.0, connections=0)
+        assert time.monotonic() - begun_s < 10
+    assert [shot.status for shot in shots] == [0] * 3
