@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.awake import awake
 from benchmarks.fixed_service import FixedService, running_queue
 from benchmarks.load_tools import BODY, Times, ask_ab, ask_hey, ask_httperf
 from benchmarks.machine import ROOT
@@ -60,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(seconds: float, provenance: Provenance) -> Result:
     ahead = _go_ahead_of_others()
+    with awake() as kept:
+        return _measure(seconds, provenance, [*ahead, *["on cores kept awake"] * kept])
+
+
+def _measure(seconds: float, provenance: Provenance, conditions: Sequence[str]) -> Result:
     # All at a time, in the same noise; each takes a small share of a core.
     with ThreadPoolExecutor(len(LOADS) + 1) as pool:
         alone = pool.submit(_alone_s, seconds)
@@ -76,7 +82,7 @@ def measure(seconds: float, provenance: Provenance) -> Result:
     )
     about = (
         "`stepdial loadtest` against a queue of known speed, beside theory and beside other tools"
-        + (", all with real-time priority" if ahead else "")
+        + "".join(f", {condition}" for condition in conditions)
         + "."
     )
     return provenance.result(
@@ -88,13 +94,13 @@ def measure(seconds: float, provenance: Provenance) -> Result:
     )
 
 
-def _go_ahead_of_others() -> bool:
-    """So that what else runs on the machine is not measured; whether the system allows it."""
+def _go_ahead_of_others() -> list[str]:
+    """So that what else runs on the machine is not measured; nothing if the system forbids it."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except (AttributeError, PermissionError):
-        return False
-    return True
+        return []
+    return ["all with real-time priority"]
 
 
 def _alone_s(seconds: float) -> float:
