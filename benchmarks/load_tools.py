@@ -1,4 +1,4 @@
-"""Other load tools, asked for the same as ours: what each reports, in one form.
+"""Load tools, ours and others, asked for the same: what each reports, in one form.
 
 It deliberately knows nothing of what they are compared with.
 """
@@ -9,12 +9,14 @@ import math
 import re
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.fixed_service import MODEL, FixedService
+from benchmarks.machine import ROOT
 
 BODY = {"model": MODEL, "input": "A text.", "steps": 1}
 
@@ -36,6 +38,47 @@ class Times:
 
     def items(self) -> Iterator[tuple[str, float | None]]:
         yield from (("mean", self.mean), ("p50", self.p50), ("p90", self.p90), ("p99", self.p99))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What our load test kept: when each request was due, and how long it took."""
+
+    due_s: Sequence[float]
+    latencies_s: Sequence[float]
+    per_s: float
+    saturated: bool
+
+    @property
+    def times(self) -> Times:
+        return Times.of(self.latencies_s)
+
+
+def ask_open(
+    queue: FixedService, rate_per_s: float, seconds: float, shape: str = "poisson"
+) -> Sent:
+    """Our open loop."""
+    flags = ["--shape", shape, "--rate", f"{rate_per_s:g}", "--duration", f"{seconds:.1f}s"]
+    return _ask(queue, *flags)
+
+
+def ask_closed(queue: FixedService, users: int, seconds: float) -> Sent:
+    """Our closed loop."""
+    return _ask(queue, "--users", str(users), "--duration", f"{math.ceil(seconds)}s")
+
+
+def _ask(queue: FixedService, *flags: str) -> Sent:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "loadtest", "--url", queue.url, *flags]
+        report = Path(folder, "report.json")
+        command += ["--out", str(report), "--keep-requests"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        record = json.loads(report.read_text(encoding="utf-8"))
+        with Path(folder, "requests.csv").open(encoding="utf-8", newline="") as file:
+            lines = [*csv.DictReader(file)]
+    due_s = [float(line["started_s"]) for line in lines]
+    latencies_s = [float(line["total_ms"]) / 1e3 for line in lines]
+    return Sent(due_s, latencies_s, len(lines) / record["elapsed_s"], record["saturated"])
 
 
 def ask_ab(queue: FixedService, count: int, users: int) -> tuple[float, Times]:

@@ -5,27 +5,31 @@ beside the same arrivals simulated and beside the formula of that queue (M/D/1),
 programs report of the same queue beside ours. It deliberately knows nothing of models.
 """
 
-import csv
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.awake import awake
 from benchmarks.fixed_service import FixedService, running_queue
-from benchmarks.load_tools import BODY, Times, ask_ab, ask_hey, ask_httperf
-from benchmarks.machine import ROOT
+from benchmarks.load_tools import (
+    BODY,
+    Sent,
+    Times,
+    ask_ab,
+    ask_closed,
+    ask_hey,
+    ask_httperf,
+    ask_open,
+)
 from benchmarks.open_loop import Shot, fire
 from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.rounds import median, median_ratio
 from benchmarks.server import Server
 
 NAME = "queueing"
@@ -34,21 +38,10 @@ SERVICE_S = 0.02
 LOADS = (0.5, 0.7)
 _USERS, _CLOSED_SERVICE_S = 8, 0.005
 _PEER_RATE_PER_S = 35.0
+_STRETCH_S = 30.0  # a machine that was taken away for a while disturbs some of them, not all
+_ROUNDS = 5
+_OURS = "stepdial loadtest"
 _ROBUST = ("mean", "p50", "p90")  # of which chance leaves little after some minutes
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What our load test kept: when each request was due, and how long it took."""
-
-    due_s: Sequence[float]
-    latencies_s: Sequence[float]
-    per_s: float
-    saturated: bool
-
-    @property
-    def times(self) -> Times:
-        return Times.of(self.latencies_s)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,7 +71,9 @@ def _measure(seconds: float, provenance: Provenance, conditions: Sequence[str]) 
         f"Milliseconds, {seconds:g} s of Poisson arrivals, services of {SERVICE_S * 1e3:g} ms. "
         f"Latency counts from when a request was due; one that is alone takes "
         f"{alone_s * 1e3:.2f} ms, and what it takes longer is its wait. Simulated: the same "
-        "arrivals. The formula knows only their rate, so that chance parts it from both."
+        "arrivals. The formula knows only their rate, so that chance parts it from both. To "
+        f"simulated: the median over stretches of {_STRETCH_S:g} s, so that a machine that was "
+        "taken away now and then does not count; to formula: that of what was simulated."
     )
     about = (
         "`stepdial loadtest` against a queue of known speed, beside theory and beside other tools"
@@ -122,10 +117,14 @@ def _against_theory(
     rows: list[list[Cell]] = []
     targets = [Target(f"load {load}: the sender kept up", float(not sent.saturated), "==", 1.0)]
     for what, added_s in (("wait", 0.0), ("latency", alone_s)):
-        reported = Times.of([latency_s - alone_s + added_s for latency_s in sent.latencies_s])
-        simulated = Times.of([wait_s + added_s for wait_s in waits_s])
+        reported_s = [latency_s - alone_s + added_s for latency_s in sent.latencies_s]
+        simulated_s = [wait_s + added_s for wait_s in waits_s]
+        ratios = undisturbed(sent.due_s, reported_s, simulated_s)
         for (name, value), (_, exact), (_, formula) in zip(
-            reported.items(), simulated.items(), theory.items(), strict=True
+            Times.of(reported_s).items(),
+            Times.of(simulated_s).items(),
+            theory.items(),
+            strict=True,
         ):
             assert value is not None and exact is not None and formula is not None, "all are known"
             known_s = formula + added_s
@@ -133,91 +132,116 @@ def _against_theory(
             if what == "wait" and name == "p50":
                 rows.append([load, f"{what} {name}", *_ms(known_s, exact, value), None, None])
                 continue
-            to_formula, to_simulated = value / known_s, value / exact
-            ratios = to_formula, to_simulated
-            rows.append([load, f"{what} {name}", *_ms(known_s, exact, value), *ratios])
+            to_simulated = ratios[name]
+            to_formula = to_simulated * exact / known_s
+            rows.append(
+                [load, f"{what} {name}", *_ms(known_s, exact, value), to_formula, to_simulated]
+            )
             targets.append(_near(f"load {load}: {what} {name} to simulated", to_simulated))
             if name in _ROBUST and what == "latency":
                 targets.append(_near(f"load {load}: {what} {name} to formula", to_formula))
     return rows, targets
 
 
+def undisturbed(
+    due_s: Sequence[float], reported_s: Sequence[float], simulated_s: Sequence[float]
+) -> dict[str, float]:
+    """By figure, the median over stretches of what was reported to what was simulated there."""
+    stretches: dict[int, list[tuple[float, float]]] = {}
+    for moment_s, *pair in zip(due_s, reported_s, simulated_s, strict=True):
+        stretches.setdefault(int((moment_s - due_s[0]) / _STRETCH_S), []).append((pair[0], pair[1]))
+    whole = [pairs for number, pairs in sorted(stretches.items()) if number + 1 < len(stretches)]
+    found: dict[str, list[float]] = {}
+    for pairs in whole or stretches.values():  # the last is shorter
+        ours, exact = (Times.of(values) for values in zip(*pairs, strict=True))
+        for (name, value), (_, known) in zip(ours.items(), exact.items(), strict=True):
+            if value is not None and known:
+                found.setdefault(name, []).append(value / known)
+    return {name: median(ratios) for name, ratios in found.items()}
+
+
 def _against_peers(closed_s: float, open_s: float) -> tuple[Table, list[Target]]:
-    """Other tools beside ours, closed and open, each against a queue that begins anew."""
+    """Other tools beside ours, closed and open, turn by turn, against queues that begin anew."""
     rows: list[list[Cell]] = []
     targets: list[Target] = []
-
-    def add(what: str, tool: str, per_s: float, times: Times, ours: Sent | None) -> None:
-        rows.append([what, tool, per_s, *_ms(*(value for _, value in times.items()))])
-        if ours:
-            theirs = [("req/s", per_s), *times.items()]
-            reported = [("req/s", ours.per_s), *ours.times.items()]
-            for (name, value), (_, own) in zip(theirs, reported, strict=True):
-                if value and own:
-                    targets.append(_near(f"{what}, {name}: ours to {tool}", own / value))
-
-    fresh = partial(running_queue, _CLOSED_SERVICE_S, scattered=True)
-    what = f"closed, {_USERS} clients"
-    with fresh() as queue:
-        ours = ask_closed(queue, closed_s)
-    add(what, "stepdial loadtest", ours.per_s, ours.times, None)
-    count = len(ours.latencies_s)
-    for tool, ask in (("ab", ask_ab), ("hey", ask_hey)):
-        if shutil.which(tool):
-            with fresh() as queue:
-                per_s, times = ask(queue, count, _USERS)
-            add(what, tool, per_s, times, ours)
-    fresh = partial(running_queue, SERVICE_S, scattered=True)
-    what = f"open, {_PEER_RATE_PER_S:g}/s"
-    with fresh() as queue:
-        ours = ask_open(queue, _PEER_RATE_PER_S, open_s, "constant")
-    add(what, "stepdial loadtest", ours.per_s, ours.times, None)
-    with fresh() as queue:
-        shots = [Shot(due_s - ours.due_s[0], BODY) for due_s in ours.due_s]
-        server = Server(0, queue.host, queue.port, Path(os.devnull))
-        fire(server, "/v1/classify", shots, patience_s=30.0)
-    ended_s = max(shot.ended_s or 0.0 for shot in shots)
-    times = Times.of([shot.latency_s for shot in shots])
-    add(what, "asyncio client", len(shots) / ended_s, times, ours)
-    if shutil.which("httperf"):
-        with fresh() as queue:
-            per_s, times = ask_httperf(queue, _PEER_RATE_PER_S, len(shots))
-        add(what, "httperf", per_s, times, ours)
+    for what, loops in (
+        (f"closed, {_USERS} clients", _closed_loops(closed_s / _ROUNDS)),
+        (f"open, {_PEER_RATE_PER_S:g}/s", _open_loops(open_s / _ROUNDS)),
+    ):
+        seen: dict[str, dict[str, list[float]]] = {tool: {} for tool in loops}
+        for _ in range(_ROUNDS):
+            for tool, ask in loops.items():
+                answers_per_s, times = ask()
+                for name, value in (("req/s", answers_per_s), *times.items()):
+                    seen[tool].setdefault(name, []).extend([value] if value else [])
+        ours = seen[_OURS]
+        for tool, figures in seen.items():
+            per_s, *times_s = (median(found) if found else None for found in figures.values())
+            rows.append([what, tool, per_s, *_ms(*times_s)])
+            targets += [
+                _near(f"{what}, {name}: ours to {tool}", median_ratio(ours[name], found))
+                for name, found in figures.items()
+                if tool != _OURS and found
+            ]
     columns = ("loop", "tool", "req/s", "mean ms", "p50 ms", "p90 ms", "p99 ms")
     caption = (
         "The same queue asked by other tools, with services of exponential length, the same for "
         f"each tool: {_CLOSED_SERVICE_S * 1e3:g} ms in the mean for the closed loop, "
-        f"{SERVICE_S * 1e3:g} ms for the open one, whose arrivals are even. Tools that are not "
-        "installed are left out. httperf opens a connection for each request, and rounds medians."
+        f"{SERVICE_S * 1e3:g} ms for the open one, whose arrivals are even. Medians of {_ROUNDS} "
+        "rounds, and of the ratios in each. Tools that are not installed are left out. httperf "
+        "opens a connection for each request, and rounds medians."
     )
     return Table(caption, columns, rows), targets
 
 
-def ask_open(
-    queue: FixedService, rate_per_s: float, seconds: float, shape: str = "poisson"
-) -> Sent:
-    """Our open loop."""
-    flags = ["--shape", shape, "--rate", f"{rate_per_s:g}", "--duration", f"{seconds:.1f}s"]
-    return _ask(queue, *flags)
+def _closed_loops(seconds: float) -> dict[str, Callable[[], tuple[float, Times]]]:
+    fresh = partial(running_queue, _CLOSED_SERVICE_S, scattered=True)
+    count = 0
+
+    def ours() -> tuple[float, Times]:
+        nonlocal count
+        with fresh() as queue:
+            sent = ask_closed(queue, _USERS, seconds)
+        count = len(sent.latencies_s)
+        return sent.per_s, sent.times
+
+    def other(
+        ask: Callable[[FixedService, int, int], tuple[float, Times]],
+    ) -> tuple[float, Times]:
+        with fresh() as queue:
+            return ask(queue, count, _USERS)
+
+    others = {"ab": ask_ab, "hey": ask_hey}
+    return {_OURS: ours} | {
+        tool: partial(other, ask) for tool, ask in others.items() if shutil.which(tool)
+    }
 
 
-def ask_closed(queue: FixedService, seconds: float) -> Sent:
-    """Our closed loop."""
-    return _ask(queue, "--users", str(_USERS), "--duration", f"{math.ceil(seconds)}s")
+def _open_loops(seconds: float) -> dict[str, Callable[[], tuple[float, Times]]]:
+    fresh = partial(running_queue, SERVICE_S, scattered=True)
+    due_s: Sequence[float] = ()
 
+    def ours() -> tuple[float, Times]:
+        nonlocal due_s
+        with fresh() as queue:
+            sent = ask_open(queue, _PEER_RATE_PER_S, seconds, "constant")
+        due_s = sent.due_s
+        return sent.per_s, sent.times
 
-def _ask(queue: FixedService, *flags: str) -> Sent:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "loadtest", "--url", queue.url, *flags]
-        report = Path(folder, "report.json")
-        command += ["--out", str(report), "--keep-requests"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        record = json.loads(report.read_text(encoding="utf-8"))
-        with Path(folder, "requests.csv").open(encoding="utf-8", newline="") as file:
-            lines = [*csv.DictReader(file)]
-    due_s = [float(line["started_s"]) for line in lines]
-    latencies_s = [float(line["total_ms"]) / 1e3 for line in lines]
-    return Sent(due_s, latencies_s, len(lines) / record["elapsed_s"], record["saturated"])
+    def client() -> tuple[float, Times]:
+        shots = [Shot(moment_s - due_s[0], BODY) for moment_s in due_s]
+        with fresh() as queue:
+            server = Server(0, queue.host, queue.port, Path(os.devnull))
+            fire(server, "/v1/classify", shots, patience_s=30.0)
+        ended_s = max(shot.ended_s or 0.0 for shot in shots)
+        return len(shots) / ended_s, Times.of([shot.latency_s for shot in shots])
+
+    def httperf() -> tuple[float, Times]:
+        with fresh() as queue:
+            return ask_httperf(queue, _PEER_RATE_PER_S, len(due_s))
+
+    found = {_OURS: ours, "asyncio client": client}
+    return found | ({"httperf": httperf} if shutil.which("httperf") else {})
 
 
 def simulate(due_s: Sequence[float], service_s: float) -> list[float]:

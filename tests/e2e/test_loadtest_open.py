@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fixed_service import running_queue
-from benchmarks.load_tools import Times
-from benchmarks.queueing import ask_open, simulate, wait_formula
+from benchmarks.load_tools import Times, ask_open
+from benchmarks.queueing import simulate, undisturbed, wait_formula
 from tests.loadtest_stub import CHOSEN_STEPS, Stub, running_stub
 
 pytestmark = pytest.mark.long
@@ -72,6 +72,21 @@ def test_the_formula_is_that_of_long_simulations() -> None:
     simulated, formula = Times.of(simulate(due_s, service_s)), wait_formula(rate_per_s, service_s)
     for (name, value), (_, known) in zip(simulated.items(), formula.items(), strict=True):
         assert value == pytest.approx(known, rel=0.05), name
+
+
+def test_a_machine_that_was_taken_away_once_does_not_count() -> None:
+    draw = random.Random(3)
+    due_s = [draw.uniform(0, 200) for _ in range(4000)]
+    due_s.sort()
+    exact_s = simulate(due_s, 0.025)
+    reported_s = [
+        1.01 * wait_s + (40 < moment_s < 50)
+        for moment_s, wait_s in zip(due_s, exact_s, strict=True)
+    ]
+    ratios = undisturbed(due_s, reported_s, exact_s)
+    assert list(ratios.values()) == pytest.approx([1.01] * 4)
+    everywhere_s = [1.2 * wait_s for wait_s in exact_s]
+    assert list(undisturbed(due_s, everywhere_s, exact_s).values()) == pytest.approx([1.2] * 4)
 
 
 def test_a_slow_server_cannot_hide_in_an_open_loop_as_it_does_in_a_closed_one(
