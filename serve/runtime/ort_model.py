@@ -5,7 +5,7 @@ once. So do large classifiers; for small ones a graph a rung is quicker, since i
 Knows which rungs are open; not what is asked of them.
 """
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Self, final
 
 import numpy as np
 
@@ -27,8 +27,10 @@ from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
 from serve.runtime.ort_weights import Weights
+from serve.runtime.parts import Parts
 from serve.runtime.place import Place
-from serve.runtime.side_by_side import Parts, SideBySide, StepsSideBySide
+from serve.runtime.session_threads import settle_threads
+from serve.runtime.side_by_side import SideBySide, StepsSideBySide
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class OrtModel:
         self._bundle = bundle
         self._place = place
         self._classifiers: dict[int, SideBySide] = {}
+        self._session_threads = self.threads  # until a warm-up finds that one is better
         # A GPU shares the rows of a call among its own.
         self._parts = Parts(self.threads if place.device == "cpu" else 1)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
@@ -138,6 +141,8 @@ class OrtModel:
         }[manifest.task]
         for rung in manifest.rungs:
             try:
+                if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
+                    settle_threads(self._with_threads, self.threads)
                 run(rung.steps)
             except BundleError:
                 raise
@@ -150,13 +155,23 @@ class OrtModel:
         if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
             self._open_mixed()  # only to see that it is what it must be: rungs may never meet
 
+    def _with_threads(self, count: int) -> Self:
+        """The same with so many threads a session, all of which open anew."""
+        if count != self._session_threads:
+            self._drop()
+            self._session_threads = count
+        return self
+
     def close(self) -> None:
+        self._drop()
+        self._parts.close()
+
+    def _drop(self) -> None:
         # One by one: each holds the interpreter for milliseconds, and others wait for it.
         for rungs in (self._classifiers, self._decoders, self._translators):
             while rungs:
                 rungs.popitem()
         self._steps = self._mix = self._weights = None
-        self._parts.close()
 
     @property
     def opening(self) -> bool:
@@ -212,7 +227,7 @@ class OrtModel:
                 self._bundle,
                 file,
                 interface,
-                self.threads,
+                self._session_threads,
                 self._place,
                 self._run_options,
                 self._lent(),
@@ -222,7 +237,9 @@ class OrtModel:
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
-            self._steps = open_steps(self._bundle, self.threads, self._run_options, self._lent())
+            self._steps = open_steps(
+                self._bundle, self._session_threads, self._run_options, self._lent(), self._parts
+            )
         return self._steps
 
     def _lent(self) -> Weights | None:

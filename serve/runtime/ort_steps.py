@@ -19,6 +19,7 @@ from serve.runtime.interface import (
 from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.ort_session import open_session
 from serve.runtime.ort_weights import Weights
+from serve.runtime.parts import Parts
 from serve.runtime.protocol import FloatArray
 
 HISTORY = 0.5  # of ab2: what a step takes from the one before it
@@ -32,6 +33,7 @@ class StepSessions:
     embed: InterruptibleSession
     step: InterruptibleSession
     head: InterruptibleSession
+    parts: Parts  # that the rows of a call run in
     timed: bool  # whether the step wants the time
     sized: bool  # whether it wants its size: a pass of fixed depth has none
     history: bool  # whether it wants the velocity of the step before
@@ -57,6 +59,7 @@ def open_steps(
     threads: int,
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
+    parts: Parts | None = None,
 ) -> StepSessions:
     """The sessions of a bundle that has graphs of one step."""
     manifest = bundle.manifest
@@ -87,6 +90,7 @@ def open_steps(
         embed,
         step,
         head,
+        parts or Parts(1),
         timed="t" in names,
         sized="h" in names,
         history=manifest.method == "ab2",

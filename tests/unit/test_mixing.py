@@ -14,12 +14,15 @@ STEPS = (1, 2, 3, 4, 6, 8)
 MAX_TOKENS = 160
 
 
-@pytest.fixture(scope="module", params=[("kv", MIXED_GROUPS), ("kv_int8", len(STEPS))])
+@pytest.fixture(
+    scope="module",
+    params=[("kv", MIXED_GROUPS, 1), ("kv_int8", len(STEPS), 1), ("kv", MIXED_GROUPS, 3)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tmp_path_factory.mktemp("bundles") / "g"
-    cache, groups = request.param
+    cache, groups, threads = request.param
     bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache, groups=groups)
-    return open_model(bundle, threads=1)
+    return open_model(bundle, threads=threads)  # rows of a call run in as many parts
 
 
 def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:

@@ -1,0 +1,79 @@
+"""A warm-up finds whether one row is answered sooner by one thread or by all."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from serve.bundle import Bundle
+from serve.runtime.ort_decoder import OrtDecoder
+from serve.runtime.ort_model import OrtModel
+from serve.runtime.protocol import Model, RowArray
+from serve.runtime.session_threads import settle_threads
+from tests.tiny_bundles import build_classify, build_generate
+
+MOST = 4
+
+
+@dataclass
+class Timed:
+    """A classifier that takes so long with so many threads."""
+
+    bundle: Bundle
+    seconds: dict[int, float]
+    counts: list[int] = field(default_factory=list)
+
+    def opening(self, count: int) -> Model:
+        self.counts.append(count)
+        return cast(Model, self)
+
+    def classifier(self, steps: int) -> "Timed":
+        return self
+
+    def run(self, rows: RowArray) -> None:
+        time.sleep(self.seconds[self.counts[-1]])
+
+
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "counts"),
+    [(0.001, 0.0001, [1]), (0.2, 0.1, [1, MOST]), (0.2, 0.19, [1, MOST, 1])],
+    ids=["small", "large", "large, but no sooner"],
+)
+def test_all_threads_only_where_they_are_worth_it(
+    tmp_path: Path, one_s: float, all_s: float, counts: list[int]
+) -> None:
+    timed = Timed(build_classify(tmp_path / "c"), {1: one_s, MOST: all_s})
+    settle_threads(timed.opening, MOST)
+    assert timed.counts == counts
+
+
+def threads_of(model: OrtModel) -> int:
+    decoder = model.decoder(1)
+    assert isinstance(decoder, OrtDecoder)
+    threads: int = decoder._sessions.step.get_session_options().intra_op_num_threads
+    return threads
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_warm_model_has_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:  # so that all is worth it, however long it takes
+        monkeypatch.setattr("serve.runtime.session_threads._ALWAYS_ONE_S", 0.0)
+        monkeypatch.setattr("serve.runtime.session_threads._WORTH", 1000.0)
+    model = OrtModel(build_generate(tmp_path / "g"), MOST)
+    assert threads_of(model) == MOST
+    model.close()
+    model.warm_up()
+    assert threads_of(model) == (MOST if large else 1)
+    assert model.open_steps == model.bundle.manifest.steps
+    model.close()
+
+
+def test_what_was_asked_for_already_keeps_its_sessions(tmp_path: Path) -> None:
+    model = OrtModel(build_generate(tmp_path / "g"), MOST)
+    decoder = model.decoder(2)
+    model.warm_up()
+    assert model.decoder(2) is decoder and threads_of(model) == MOST
