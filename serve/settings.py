@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     ] = _PROJECT / "zoo"
     threads: Annotated[
         int | None,
-        Field(ge=1, le=1024, description="threads of a runtime call (default: every core)"),
+        Field(ge=1, le=1024, description="most threads of a runtime call (default: every core)"),
     ] = None
     device: Annotated[
         Device, Field(description="what runs the graphs: cpu, or cuda or tensorrt of onnxruntime")
