@@ -54,9 +54,8 @@ class OrtDecodeBatch:
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
-        # Of one token a row, part by part, until rows or buffers move.
-        self._crossings: list[OrtCrossing] = []
-        self._slots: dict[tuple[int, int, int], list[ort.OrtValue]] = {}
+        self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
+        self._slots: dict[int, list[ort.OrtValue]] = {}
 
     @property
     def lengths(self) -> list[int]:
@@ -131,22 +130,13 @@ class OrtDecodeBatch:
 
     def step(self, tokens: IntArray) -> FloatArray:
         rows = self._make_room(tokens)
-        parts = self.sessions.parts
-        if not self._crossings:
-            self._crossings = [
-                self._open(
-                    [array[low:high] for array in self._caches.arrays],
-                    np.zeros((high - low, 1), dtype=np.int64),
-                    self._past[low:high],
-                    _FIRST_OF_ONE,
-                )
-                for low, high in parts.bounds(rows)
-            ]
-        for crossing, (low, high) in zip(self._crossings, parts.bounds(rows), strict=True):
-            crossing.tokens[:, 0] = tokens[low:high]
-        logits = parts.run([crossing.run for crossing in self._crossings])
+        if self._crossing is None:
+            one, caches = np.zeros((rows, 1), dtype=np.int64), self._used()
+            self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
+        self._crossing.tokens[:, 0] = tokens
+        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
         self._past += 1
-        return np.concatenate([each[:, 0] for each in logits])  # (B, V)
+        return logits
 
     def begin(self, tokens: IntArray) -> None:
         self._make_room(tokens)
@@ -184,14 +174,13 @@ class OrtDecodeBatch:
         assert self.rows == 1
         self._past += 1
 
-    def slots(self, step: int, low: int, high: int) -> list[ort.OrtValue]:
-        """The caches of a step of some rows, as they are bound."""
-        key = step, low, high
-        if key not in self._slots:
+    def slots(self, step: int) -> list[ort.OrtValue]:
+        """The caches of a step, as they are bound."""
+        if step not in self._slots:
             each = len(self.names)
-            arrays = self._caches.arrays[step * each : (step + 1) * each]
-            self._slots[key] = [ort.OrtValue.ortvalue_from_numpy(a[low:high]) for a in arrays]
-        return self._slots[key]
+            arrays = self._used()[step * each : (step + 1) * each]
+            self._slots[step] = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        return self._slots[step]
 
     def remove(self, row: int) -> None:
         self._check_row(row)
@@ -207,7 +196,7 @@ class OrtDecodeBatch:
         self._moved()
 
     def _moved(self) -> None:
-        self._crossings = []
+        self._crossing = None
         self._slots.clear()
         self.version = next(_VERSIONS)
 
@@ -233,6 +222,9 @@ class OrtDecodeBatch:
         if self._caches.reserve(rows, rows, longest + 1):
             self._moved()
         return rows
+
+    def _used(self) -> list[CacheArray]:
+        return [array[: len(self._past)] for array in self._caches.arrays]
 
     def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> OrtCrossing:
         return self._open(caches, tokens[None], _one(past), last_of(tokens))

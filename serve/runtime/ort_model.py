@@ -27,10 +27,9 @@ from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
 from serve.runtime.ort_weights import Weights
-from serve.runtime.parts import Parts
 from serve.runtime.place import Place
 from serve.runtime.session_threads import settle_threads
-from serve.runtime.side_by_side import SideBySide, StepsSideBySide
+from serve.runtime.side_by_side import Parts, SideBySide, StepsSideBySide
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class OrtModel:
         }[manifest.task]
         for rung in manifest.rungs:
             try:
-                if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
+                if not self.open_steps and self._may_settle:
                     settle_threads(self._with_threads, self.threads)
                 run(rung.steps)
             except BundleError:
@@ -154,6 +153,16 @@ class OrtModel:
                 ) from error
         if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
             self._open_mixed()  # only to see that it is what it must be: rungs may never meet
+
+    @property
+    def _may_settle(self) -> bool:
+        """Whether one thread a session may be better: rows of a call have threads of their own."""
+        return not self._writes and self.threads > 1 and self._place.device == "cpu"
+
+    @property
+    def _writes(self) -> bool:
+        """Whether calls come one upon the other, each waiting for the one before it."""
+        return self._bundle.manifest.task != "classify"
 
     def _with_threads(self, count: int) -> Self:
         """The same with so many threads a session, all of which open anew."""
@@ -231,6 +240,7 @@ class OrtModel:
                 self._place,
                 self._run_options,
                 self._lent(),
+                self._writes,
             )
         finally:
             self._opening = False
@@ -238,7 +248,7 @@ class OrtModel:
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
             self._steps = open_steps(
-                self._bundle, self._session_threads, self._run_options, self._lent(), self._parts
+                self._bundle, self._session_threads, self._run_options, self._lent(), self._writes
             )
         return self._steps
 

@@ -17,6 +17,9 @@ from serve.runtime.place import Place
 from serve.runtime.providers import check_providers, providers_for
 
 _CPU = Place()
+# That threads look for more to do before they sleep: from product to product and call to call, but
+# no longer, since they take the cores from the threads of every other session meanwhile.
+_SPIN_US = 200
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -40,9 +43,11 @@ def open_session(
     place: Place = _CPU,
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
+    spin: bool = False,
 ) -> InterruptibleSession:
     """The session of one graph; BundleError when it is not what the manifest promises.
 
+    With `spin` threads wait awake for a moment, as suits calls that come one upon the other.
     Without weights in memory onnxruntime reads the file, as for a device with memory of its own.
     """
     path = bundle.folder / file
@@ -51,8 +56,9 @@ def open_session(
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 3
-    # Idle threads of a dozen sessions would otherwise burn the cores that a running one needs.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Without a limit, idle threads of a dozen sessions burn the cores that a running one needs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     # One arena for all: a session's own would keep that session's largest batch for ever.
     _register_arena()

@@ -19,7 +19,6 @@ from serve.runtime.interface import (
 from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.ort_session import open_session
 from serve.runtime.ort_weights import Weights
-from serve.runtime.parts import Parts
 from serve.runtime.protocol import FloatArray
 
 HISTORY = 0.5  # of ab2: what a step takes from the one before it
@@ -33,7 +32,6 @@ class StepSessions:
     embed: InterruptibleSession
     step: InterruptibleSession
     head: InterruptibleSession
-    parts: Parts  # that the rows of a call run in
     timed: bool  # whether the step wants the time
     sized: bool  # whether it wants its size: a pass of fixed depth has none
     history: bool  # whether it wants the velocity of the step before
@@ -59,21 +57,28 @@ def open_steps(
     threads: int,
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
-    parts: Parts | None = None,
+    spin: bool = False,
 ) -> StepSessions:
-    """The sessions of a bundle that has graphs of one step."""
+    """The sessions of a bundle that has graphs of one step; `spin` as in `open_session`."""
     manifest = bundle.manifest
     files = manifest.step
     assert files is not None, f"{manifest.name} has no graphs of one step"
     weights = weights or Weights.read(bundle, in_place=False)
 
-    def opened(file: str, interface: Interface) -> InterruptibleSession:
+    def opened(file: str, interface: Interface, spins: bool = False) -> InterruptibleSession:
         return open_session(
-            bundle, file, interface, threads, run_options=run_options, weights=weights
+            bundle,
+            file,
+            interface,
+            threads,
+            run_options=run_options,
+            weights=weights,
+            spin=spins,
         )
 
+    # Between two tokens the threads of the others would be in the way of a step's.
     embed = opened(files.embed, embed_interface(manifest))
-    step = opened(files.step, step_interface(manifest))
+    step = opened(files.step, step_interface(manifest), spin)
     head = opened(files.head, head_interface(manifest))
     given = {node.name: node.type for node in embed.get_outputs()}
     for file, session in ((files.step, step), (files.head, head)):
@@ -90,7 +95,6 @@ def open_steps(
         embed,
         step,
         head,
-        parts or Parts(1),
         timed="t" in names,
         sized="h" in names,
         history=manifest.method == "ab2",

@@ -22,7 +22,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("bundles") / "g"
     cache, groups, threads = request.param
     bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache, groups=groups)
-    return open_model(bundle, threads=threads)  # rows of a call run in as many parts
+    return open_model(bundle, threads=threads)
 
 
 def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:

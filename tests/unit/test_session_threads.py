@@ -8,6 +8,8 @@ from typing import cast
 import pytest
 
 from serve.bundle import Bundle
+from serve.runtime.interruptible import InterruptibleSession
+from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
 from serve.runtime.protocol import Model, RowArray
@@ -49,31 +51,52 @@ def test_all_threads_only_where_they_are_worth_it(
     assert timed.counts == counts
 
 
-def threads_of(model: OrtModel) -> int:
-    decoder = model.decoder(1)
-    assert isinstance(decoder, OrtDecoder)
-    threads: int = decoder._sessions.step.get_session_options().intra_op_num_threads
+def threads_of(session: InterruptibleSession) -> int:
+    threads: int = session.get_session_options().intra_op_num_threads
     return threads
 
 
+def classifier_of(model: OrtModel) -> InterruptibleSession:
+    classifier = model.classifier(1)._classifier
+    assert isinstance(classifier, OrtClassifier)
+    return cast(InterruptibleSession, classifier._session)
+
+
 @pytest.mark.parametrize("large", [False, True])
-def test_a_warm_model_has_what_was_found(
+def test_a_warm_classifier_has_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if large:  # so that all is worth it, however long it takes
         monkeypatch.setattr("serve.runtime.session_threads._ALWAYS_ONE_S", 0.0)
         monkeypatch.setattr("serve.runtime.session_threads._WORTH", 1000.0)
-    model = OrtModel(build_generate(tmp_path / "g"), MOST)
-    assert threads_of(model) == MOST
+    model = OrtModel(build_classify(tmp_path / "c"), MOST)
+    assert threads_of(classifier_of(model)) == MOST
     model.close()
     model.warm_up()
-    assert threads_of(model) == (MOST if large else 1)
+    assert threads_of(classifier_of(model)) == (MOST if large else 1)
     assert model.open_steps == model.bundle.manifest.steps
     model.close()
 
 
 def test_what_was_asked_for_already_keeps_its_sessions(tmp_path: Path) -> None:
-    model = OrtModel(build_generate(tmp_path / "g"), MOST)
-    decoder = model.decoder(2)
+    model = OrtModel(build_classify(tmp_path / "c"), MOST)
+    classifier = model.classifier(2)
     model.warm_up()
-    assert model.decoder(2) is decoder and threads_of(model) == MOST
+    assert model.classifier(2) is classifier and threads_of(classifier_of(model)) == MOST
+
+
+def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(tmp_path: Path) -> None:
+    model = OrtModel(build_generate(tmp_path / "g"), MOST)
+    model.warm_up()
+    decoder = model.decoder(1)
+    assert isinstance(decoder, OrtDecoder)
+    sessions = decoder._sessions
+    assert [threads_of(one) for one in (sessions.embed, sessions.step, sessions.head)] == [MOST] * 3
+    assert [spins(one) for one in (sessions.embed, sessions.step, sessions.head)] == [0, 1, 0]
+    model.close()
+
+
+def spins(session: InterruptibleSession) -> int:
+    entry = session.get_session_options().get_session_config_entry
+    assert int(entry("session.intra_op.spin_duration_us")) <= 1000  # not as long as it likes
+    return int(entry("session.intra_op.allow_spinning"))

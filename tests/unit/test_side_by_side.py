@@ -2,16 +2,15 @@
 
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serve.bundle import Bundle, Cache
+from serve.bundle import Bundle
 from serve.runtime import open_model
-from serve.runtime.parts import Parts
 from serve.runtime.protocol import FloatArray, RowArray
-from tests.tiny_bundles import build_classify, build_generate
+from serve.runtime.side_by_side import Parts
+from tests.tiny_bundles import build_classify
 
 
 @pytest.fixture(scope="module")
@@ -83,29 +82,4 @@ def test_answers_are_those_of_the_whole_batch(
     # Of one row that is left alone the last bits differ, in any batch.
     np.testing.assert_allclose(beside.logits, alone.logits, rtol=0, atol=1e-6)
     assert (many.jumps(tokens) == one.jumps(tokens)).all()
-    shared.close()
-
-
-@pytest.mark.parametrize("cache", ["kv", "kv_int8"])
-def test_tokens_are_those_of_the_whole_batch_as_rows_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Cache
-) -> None:
-    bundle = build_generate(tmp_path / "g", cache=cache)
-    shared = open_model(bundle, 3)
-    monkeypatch.setattr("serve.runtime.ort_model.Parts", lambda most: Parts(1))
-    whole = open_model(bundle, 3)
-    steps = bundle.manifest.full_steps
-    one, many = (model.decoder(steps).open_batch() for model in (whole, shared))
-    draw = np.random.default_rng(1)
-    for rows in (2, 3, 4, 7, 6, 5, 9):
-        while len(one.lengths) < rows:
-            prompt = draw.integers(1, 50, draw.integers(1, 30))
-            assert (one.add(prompt) == many.add(prompt)).all()
-        while len(one.lengths) > rows:
-            for batch in (one, many):
-                batch.remove(1)
-        for _ in range(3):
-            tokens = draw.integers(1, 50, rows)
-            assert (one.step(tokens) == many.step(tokens)).all()
-        assert one.lengths == many.lengths
     shared.close()
