@@ -37,7 +37,8 @@ def test_the_thread_setting_is_honoured(generate_bundle: Bundle, threads: int | 
     options = decoder._sessions.step.get_session_options()
     assert options.intra_op_num_threads == (threads or usable_cores())
     assert options.inter_op_num_threads == 1
-    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+    assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "200"
 
 
 def test_two_threads_answer_as_one(generate_bundle: Bundle) -> None:
