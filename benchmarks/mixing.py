@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import reference
+from benchmarks.awake import awake
 from benchmarks.closed_loop import ClosedLoop
 from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
@@ -51,7 +52,7 @@ def measure(quick: bool, threads: int, provenance: Provenance) -> Result:
     steps = QUICK_STEPS if quick else STEPS
     tables: list[Table] = []
     targets: list[Target] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, awake():
         origin = reference.decoder(quick)
         for small_caches in (False, True):
             made = reference.bundles(origin, Path(folder), steps, small_caches)
