@@ -21,12 +21,11 @@ from serve.engine.engine import Engine
 from serve.engine.first_calls import measure_first_calls
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
-from serve.runtime import Model
+from serve.runtime import Mix, Model
 from serve.runtime.protocol import (
     Classifier,
     Decoder,
     FloatArray,
-    Mix,
     RowArray,
     StepClassifier,
     Translator,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Rung, TextInput
-from serve.runtime.protocol import FloatArray, Model
+from serve.runtime import Model
+from serve.runtime.protocol import FloatArray
 from train.batch import Batch, Dataset
 from train.quality import Z95, Tally
 

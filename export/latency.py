@@ -24,7 +24,8 @@ from serve.bundle import (
     PointsInput,
     TextInput,
 )
-from serve.runtime.protocol import Batches, Model, RowArray
+from serve.runtime import Batches, Model
+from serve.runtime.protocol import RowArray
 
 Kind = Literal["classify", "prefill", "decode"]
 ENOUGH_S, ENOUGH_RUNS, MOST_RUNS = 0.25, 7, 200

@@ -9,13 +9,13 @@ import numpy as np
 
 from export.expected import Expected
 from serve.bundle import Rung, Verified, steps_in_words
+from serve.runtime import OpenedModel
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
     Decoder,
     FloatArray,
     IntArray,
-    OpenedModel,
     RowArray,
     Translator,
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
+from serve.runtime import Leg, Wave
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
@@ -20,7 +21,6 @@ from serve.runtime.protocol import (
     Reading,
     RowArray,
     StepClassifier,
-    Wave,
 )
 
 ROW_BYTES_A_POSITION = 1000
@@ -37,6 +37,7 @@ class Mood:
     open_rows: int = 0
     pieces: int = 1  # that a prompt is read in
     most_batches: int = 1  # that share a call; 1: nothing mixes
+    sides: int = 1  # that go abreast
     opening: bool = False
     obeys: bool = False  # whether a call that waits for the gate throws when it is interrupted
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -128,8 +129,12 @@ class FakeBatch:
         assert self._stands is not None and self._stands < self._steps
         self._stands += 1
 
+    @property
+    def at_end(self) -> bool:
+        return self._stands == self._steps
+
     def end(self) -> FloatArray:
-        assert self._stands == self._steps
+        assert self.at_end
         self._stands = None
         return self._grow(self._begun)
 
@@ -170,7 +175,7 @@ class FakeBatch:
 class FakeMix:
     def __init__(self, mood: Mood) -> None:
         self.most_batches = mood.most_batches
-        self.runs_ahead = False
+        self.sides, self.runs_ahead = mood.sides, False
         self._mood = mood
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
@@ -178,6 +183,18 @@ class FakeMix:
         for batch in batches:
             assert isinstance(batch, FakeBatch)
             batch.advance()
+
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[FloatArray | None]]:
+        assert 0 < len(sides) <= self.sides
+        return [[self._go(leg) for leg in side] for side in sides]
+
+    def _go(self, leg: Leg) -> FloatArray | None:
+        assert isinstance(leg.batch, FakeBatch) and leg.steps
+        if leg.tokens is not None:
+            leg.batch.begin(leg.tokens)
+        for _ in range(leg.steps):
+            leg.batch.advance()
+        return leg.batch.end() if leg.batch.at_end else None
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
         raise NotImplementedError("no row of a fake runs ahead")

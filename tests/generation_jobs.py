@@ -17,11 +17,12 @@ ONE, TWO, FOUR, EIGHT = (LaneKey("g", "generate", steps) for steps in (1, 2, 4, 
 CLASSIFY = LaneKey("c", "classify", 2)
 
 
-def scheduler(most_lanes: int = 1, **limits: Any) -> Scheduler[str]:
+def scheduler(most_lanes: int = 1, sides: int = 1, **limits: Any) -> Scheduler[str]:
     return Scheduler(
         Limits(**limits),
         lambda lane, rows, positions: rows * positions * lane.steps,
         lambda key: most_lanes,
+        sides=lambda key: sides,
     )
 
 

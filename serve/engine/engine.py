@@ -66,6 +66,7 @@ class Engine:
             self._runner.most_lanes,
             self.latency,
             self._times.seconds,
+            self._runner.sides,
         )
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()

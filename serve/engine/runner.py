@@ -5,7 +5,7 @@ that uses it, save to interrupt a call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from serve.runtime import (
     Batches,
     DecodeBatch,
     EarlyAnswers,
+    Leg,
     Model,
     Reading,
     SteppedBatch,
@@ -25,6 +26,14 @@ from serve.runtime import (
 from serve.runtime.protocol import IntArray, RowArray
 from serve.runtime.warm_rows import largest_row, largest_tokens
 from serve.scheduler.job import LaneKey
+
+
+class Stretch(NamedTuple):
+    """So many steps of the rows of a lane."""
+
+    lane: LaneKey
+    steps: int
+    tokens: Sequence[int] | None  # that each row begins with, unless they are under way
 
 
 class Runner:
@@ -86,6 +95,11 @@ class Runner:
         mix = self._models[lane.model].mix() if lane.kind == "generate" else None
         return 1 if mix is None else mix.most_batches
 
+    def sides(self, lane: LaneKey) -> int:
+        """How many of them may go abreast."""
+        mix = self._models[lane.model].mix() if lane.kind == "generate" else None
+        return 1 if mix is None else mix.sides
+
     def read(self, lane: LaneKey, number: int, tokens: list[int]) -> FloatArray | None:
         """Read a piece of a job's prompt; after the last one, logits (V,) for the next token."""
         if number not in self._readings:
@@ -126,6 +140,18 @@ class Runner:
         mix = self._models[lanes[0].model].mix()
         assert mix is not None, "lanes that do not go step by step"
         mix.advance([self._batches[lane] for lane in lanes])
+
+    def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, FloatArray]:
+        """Each side stretch after stretch, all at once; logits (B, V) of lanes that end a token."""
+        mix = self._models[sides[0][0].lane.model].mix()
+        assert mix is not None, "lanes that do not go step by step"
+        found = mix.abreast([[self._leg(stretch) for stretch in side] for side in sides])
+        return {
+            stretch.lane: logits
+            for side, answers in zip(sides, found, strict=True)
+            for stretch, logits in zip(side, answers, strict=True)
+            if logits is not None
+        }
 
     def end(self, lane: LaneKey) -> FloatArray:
         """Logits (B, V) of the rows, after the last step."""
@@ -211,6 +237,13 @@ class Runner:
         if lane not in self._batches:
             self._batches[lane] = self._batches_of(lane).open_batch()
         return self._batches[lane]
+
+    def _leg(self, stretch: Stretch) -> Leg:
+        tokens = None
+        if stretch.tokens is not None:
+            self._waves.pop(stretch.lane, None)
+            tokens = np.array(stretch.tokens, np.int64)
+        return Leg(self._batches[stretch.lane], stretch.steps, tokens)
 
     def _stepped(self, lane: LaneKey) -> SteppedBatch:
         return cast(SteppedBatch, self._batches[lane])  # as every batch of a model that mixes

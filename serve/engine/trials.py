@@ -2,7 +2,8 @@
 
 Now and then all ways are tried one right after the other, since what else runs on the machine
 changes their times more than they differ; the one that was quickest in most of the last rounds is
-used in between. Pure: it is told work and times, and asked what to do next.
+used in between. The fewer rounds are known the sooner the next one comes: one alone may have been
+unlucky. Pure: it is told work and times, and asked what to do next.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Generic, TypeVar
 WayT = TypeVar("WayT")
 
 _ROUNDS = 5  # that the choice is made from
+_FEW = 3
 _SETTLING = 0.25  # of a trial: the change to another way has costs of its own
 
 
@@ -23,7 +25,7 @@ class Trials(Generic[WayT]):
 
     ways: tuple[WayT, ...]
     trial_work: float
-    chosen_work: float  # of the quickest way, between two rounds
+    chosen_work: float  # of the quickest way, between two rounds when a few are known
     _best: int = 0
     _rounds: deque[Mapping[WayT, float]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
     _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
@@ -46,7 +48,7 @@ class Trials(Generic[WayT]):
         settled = self._work >= _SETTLING * self.trial_work
         self._work += work
         if self._all_tried:
-            if self._work >= self.chosen_work:
+            if self._work >= self.chosen_work * len(self._rounds) / _FEW:
                 self._round, self._work = {}, 0.0
         elif settled:
             self._counted += work

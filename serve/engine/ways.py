@@ -1,11 +1,11 @@
-"""Ways to write, tried while it is done: how far rows run ahead, and whether rungs share calls.
+"""Ways to write, tried while it is done: how far rows run ahead, and how rungs share the cores.
 
 Knows which ways there are; what is quickest is found by trials.
 """
 
 from serve.engine.trials import Trials
-from serve.runtime.protocol import MOST_AHEAD
-from serve.scheduler.job import LaneKey
+from serve.runtime.mixing import MOST_AHEAD
+from serve.scheduler.job import LaneKey, Sharing
 
 # Under way at once, at most: with fewer, a position takes more steps before it drafts.
 _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
@@ -18,7 +18,7 @@ class Ways:
 
     def __init__(self) -> None:
         self._leads: dict[LaneKey, Trials[int]] = {}
-        self._mixing: dict[str, Trials[bool]] = {}  # by model
+        self._sharing: dict[str, Trials[Sharing]] = {}  # by model
 
     def leads(self, lane: LaneKey) -> Trials[int]:
         """How far a row of this lane runs ahead while it is alone."""
@@ -26,16 +26,19 @@ class Ways:
             self._leads[lane] = Trials(leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS)
         return self._leads[lane]
 
-    def mixing(self, model: str) -> Trials[bool]:
-        """Whether rungs of this model share calls."""
-        if model not in self._mixing:
-            self._mixing[model] = Trials((True, False), _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
-        return self._mixing[model]
+    def sharing(self, model: str, most_lanes: int, sides: int) -> Trials[Sharing]:
+        """How rungs of this model decode; so many may share a call, and so many go abreast."""
+        if model not in self._sharing:
+            ways: tuple[Sharing, ...] = ("turns",)
+            if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
+                ways = ("together", "abreast" if sides > 1 else "turns")
+            self._sharing[model] = Trials(ways, _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
+        return self._sharing[model]
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._leads = {lane: one for lane, one in self._leads.items() if lane.model != model}
-        self._mixing.pop(model, None)
+        self._sharing.pop(model, None)
 
 
 def leads_of(steps: int) -> tuple[int, ...]:

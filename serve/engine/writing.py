@@ -5,6 +5,7 @@ It deliberately knows neither when to run nor who is told: it returns the events
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from serve.engine.choosing import accept_tokens
@@ -12,7 +13,7 @@ from serve.engine.ending import Ending, span
 from serve.engine.events import Event, FailedEvent
 from serve.engine.generation import Generation
 from serve.engine.pace import CallTimes
-from serve.engine.runner import Runner
+from serve.engine.runner import Runner, Stretch
 from serve.engine.sampling import FloatArray
 from serve.engine.ways import Ways
 from serve.engine.work import Deliveries, Work, work_as
@@ -103,7 +104,7 @@ class Writing:
             return deliveries
         single = len(parts) == 1 and parts[0].whole
         try:
-            logits = self._run(parts, single)
+            logits = self._run(parts, single, call.abreast)
         except Exception as error:
             for part in parts:
                 deliveries += self._lose(part.lane, error)
@@ -111,7 +112,7 @@ class Writing:
         now_s = self._clock()
         evaluations = self._count(parts, single)
         if call.contended:
-            self._compare(call.model, evaluations, now_s - begun_s)
+            self._compare(call.lane, evaluations, now_s - begun_s)
         self._ending.ran(parts[0].lane)
         longest = max(self._runner.lengths(parts[0].lane))
         for part in parts:
@@ -143,7 +144,7 @@ class Writing:
         self._hold(lane)
         return True
 
-    def _run(self, parts: Sequence[Part], single: bool) -> dict[LaneKey, FloatArray]:
+    def _run(self, parts: Sequence[Part], single: bool, abreast: bool) -> dict[LaneKey, FloatArray]:
         """Logits (B, V) of the lanes whose token ends."""
         tokens = {
             part.lane: [work_as(Generation, job).last_token for job in part.jobs]
@@ -153,6 +154,11 @@ class Writing:
         if single:
             lane = parts[0].lane
             return {lane: self._token(lane, parts[0].jobs, tokens[lane])}
+        if abreast:
+            sides: defaultdict[int, list[Stretch]] = defaultdict(list)
+            for part in parts:
+                sides[part.side].append(Stretch(part.lane, part.calls, tokens.get(part.lane)))
+            return self._runner.abreast(list(sides.values()))
         for lane, last in tokens.items():
             self._runner.begin(lane, last)
         self._runner.advance([part.lane for part in parts])
@@ -262,12 +268,13 @@ class Writing:
 
     # What is measured.
 
-    def _compare(self, model: str, evaluations: int, seconds: float) -> None:
-        """Whether rungs share calls or take turns follows from which has been quicker here."""
-        trials = self._ways.mixing(model)
+    def _compare(self, lane: LaneKey, evaluations: int, seconds: float) -> None:
+        """How the rungs of a model share the cores follows from what has been quickest here."""
+        most_lanes, sides = self._runner.most_lanes(lane), self._runner.sides(lane)
+        trials = self._ways.sharing(lane.model, most_lanes, sides)
         trials.observe(evaluations, seconds)
         with self._lock:
-            self._scheduler.mix(model, trials.way)
+            self._scheduler.share(lane.model, trials.way)
 
     def _count(self, parts: Sequence[Part], single: bool) -> int:
         """Count the work in the metrics; the steps of all rows."""
@@ -275,7 +282,7 @@ class Writing:
         rows = sum(len(part.jobs) for part in parts)
         self._metrics.batch_rows.labels(parts[0].lane.name, "decode").observe(rows)
         for part in parts:
-            steps = part.lane.steps if single else 1
+            steps = part.lane.steps if single else part.calls
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
             total += len(part.jobs) * steps
         return total

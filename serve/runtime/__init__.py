@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from serve.runtime.mixing import Leg, Mix, Wave
+from serve.runtime.model import Model, OpenedModel
 from serve.runtime.place import Place
 from serve.runtime.protocol import (
     Batches,
@@ -12,15 +14,11 @@ from serve.runtime.protocol import (
     DecodeBatch,
     Decoder,
     EarlyAnswers,
-    Mix,
-    Model,
-    OpenedModel,
     Reading,
     StepClassifier,
     SteppedBatch,
     Translation,
     Translator,
-    Wave,
     WindowFullError,
 )
 
@@ -37,6 +35,7 @@ __all__ = [
     "DecodeBatch",
     "Decoder",
     "EarlyAnswers",
+    "Leg",
     "Mix",
     "Model",
     "OpenedModel",

@@ -1,6 +1,7 @@
-"""Batches of different rungs of one decoder that share calls of the one-step graph.
+"""Batches of different rungs of one decoder that share calls of the one-step graph, or go abreast.
 
-Their rows run together through every product, and attend batch by batch, each to its own caches.
+In a shared call all rows run together through every product, and attend batch by batch, each to its
+own caches. Abreast, each batch has a thread of its own, which meets the others only at the end.
 Knows which buffers go into which call; not which batches should go together.
 """
 
@@ -12,14 +13,18 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import BundleError, Method
+from serve.runtime.interruptible import InterruptibleSession
+from serve.runtime.mixing import Leg, Wave
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
-from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, Wave
+from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray
+from serve.runtime.threads import Threads
 
 _KEPT_CALLS = 64
 _log = logging.getLogger("stepdial.runtime")
-Key = tuple[tuple[int, int], ...]
+Open = Callable[[], InterruptibleSession]
+Key = tuple[InterruptibleSession, tuple[tuple[int, int], ...]]
 
 
 @final
@@ -31,15 +36,19 @@ class OrtMix:
         sessions: StepSessions,
         names: list[str],
         method: Method,
-        open_mixed: Callable[[], ort.InferenceSession] | None,
+        open_mixed: Open | None,
         groups: int,
+        open_alone: Open,
+        threads: Threads,
     ) -> None:
+        """`open_alone` is for the step on one thread."""
         self.most_batches = 1 if open_mixed is None else groups
+        self.sides = threads.most
         # Only there a step goes straight along the velocity, which a jump prolongs.
         self.runs_ahead = method == "euler"
         self._sessions = sessions
-        self._open_mixed = open_mixed
-        self._mixed: ort.InferenceSession | None = None
+        self._mixed, self._alone = _Late(open_mixed), _Late(open_alone)
+        self._threads = threads
         self._names = names
         self._calls: dict[Key, _Call] = {}
         self._wave_calls: WaveCalls = {}
@@ -47,12 +56,34 @@ class OrtMix:
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
         assert len(going) == len(batches) <= self.most_batches, "batches that do not mix here"
-        session = self._sessions.step if len(going) == 1 else self._mixing()
+        session = self._sessions.step if len(going) == 1 else self._mixed.get()
         if session is None:
             for batch in going:
                 self.advance([batch])
             return
-        key = tuple((one.version, _standing(one)) for one in going)
+        self._run(session, going)
+
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[FloatArray | None]]:
+        session = self._alone.get() or self._sessions.step
+
+        def run(legs: Sequence[Leg]) -> list[FloatArray | None]:
+            return [self._take(leg, session) for leg in legs]
+
+        return self._threads.each(run, sides)
+
+    def _take(self, leg: Leg, session: InterruptibleSession) -> FloatArray | None:
+        """Logits (B, V) if the leg ends a token."""
+        batch = leg.batch
+        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
+        if leg.tokens is not None:
+            batch.begin(leg.tokens)
+        for _ in range(leg.steps):
+            self._run(session, [batch])
+        return batch.end() if _standing(batch) == batch.steps else None
+
+    def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
+        """One step, with the buffers of the last time that these batches stood there."""
+        key = (session, tuple((one.version, _standing(one)) for one in going))
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= _KEPT_CALLS:
@@ -66,18 +97,24 @@ class OrtMix:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         return OrtWave(batch, lead, self._wave_calls)
 
-    def _mixing(self) -> ort.InferenceSession | None:
-        """Opened when rungs first meet: it has a copy of the weights.
 
-        None if the bundle was changed since the other graphs were opened.
-        """
-        if self._mixed is None and self._open_mixed is not None:
+@final
+class _Late:
+    """A session that is opened when rungs first meet: it has a copy of the weights."""
+
+    def __init__(self, opening: Open | None) -> None:
+        self._opening = opening
+        self._session: InterruptibleSession | None = None
+
+    def get(self) -> InterruptibleSession | None:
+        """None if the bundle was changed since the other graphs were opened."""
+        if self._session is None and self._opening is not None:
             try:
-                self._mixed = self._open_mixed()
+                self._session = self._opening()
             except BundleError as error:
-                self._open_mixed = None
+                self._opening = None
                 _log.error("%s; until it is loaded again its rungs go one by one", error)
-        return self._mixed
+        return self._session
 
 
 @final
@@ -86,7 +123,7 @@ class _Call:
 
     def __init__(
         self,
-        session: ort.InferenceSession,
+        session: InterruptibleSession,
         sessions: StepSessions,
         names: list[str],
         batches: Sequence[OrtDecodeBatch],

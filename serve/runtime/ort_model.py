@@ -16,6 +16,7 @@ from serve.runtime.interface import (
     encoder_interface,
     graph_interface,
     mixed_interface,
+    step_interface,
 )
 from serve.runtime.interruptible import InterruptibleSession, shared_options
 from serve.runtime.ort_classifier import OrtClassifier
@@ -30,6 +31,7 @@ from serve.runtime.ort_weights import Weights
 from serve.runtime.place import Place
 from serve.runtime.session_threads import settle_threads
 from serve.runtime.side_by_side import Parts, SideBySide, StepsSideBySide
+from serve.runtime.threads import Threads
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ class OrtModel:
         self._classifiers: dict[int, SideBySide] = {}
         self._session_threads = self.threads  # until a warm-up finds that one is better
         # A GPU shares the rows of a call among its own.
-        self._parts = Parts(self.threads if place.device == "cpu" else 1)
+        self._side_threads = Threads(self.threads if place.device == "cpu" else 1)
+        self._parts = Parts(self._side_threads)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
@@ -110,8 +113,15 @@ class OrtModel:
             names = cache_names(sessions.stages, manifest.shape.layers)
             files = manifest.step
             assert files is not None
-            opening = None if files.mixed is None else self._open_mixed
-            self._mix = OrtMix(sessions, names, manifest.method, opening, files.groups)
+            self._mix = OrtMix(
+                sessions,
+                names,
+                manifest.method,
+                None if files.mixed is None else self._open_mixed,
+                files.groups,
+                self._open_alone,
+                self._side_threads,
+            )
         return self._mix
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
@@ -173,7 +183,7 @@ class OrtModel:
 
     def close(self) -> None:
         self._drop()
-        self._parts.close()
+        self._side_threads.close()
 
     def _drop(self) -> None:
         # One by one: each holds the interpreter for milliseconds, and others wait for it.
@@ -229,14 +239,22 @@ class OrtModel:
         assert step is not None and step.mixed is not None
         return self._open(step.mixed, mixed_interface(self._bundle.manifest))
 
-    def _open(self, file: str, interface: Interface) -> InterruptibleSession:
+    def _open_alone(self) -> InterruptibleSession:
+        """The step on one thread, for rungs that go abreast."""
+        step = self._bundle.manifest.step
+        assert step is not None
+        return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
+
+    def _open(
+        self, file: str, interface: Interface, threads: int | None = None
+    ) -> InterruptibleSession:
         self._opening = True
         try:
             return open_session(
                 self._bundle,
                 file,
                 interface,
-                self._session_threads,
+                threads or self._session_threads,
                 self._place,
                 self._run_options,
                 self._lent(),

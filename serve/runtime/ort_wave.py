@@ -12,10 +12,11 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from serve.runtime.mixing import MOST_AHEAD, Crossed
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.ort_steps import StepSessions
-from serve.runtime.protocol import MOST_AHEAD, Crossed, FloatArray
+from serve.runtime.protocol import FloatArray
 
 
 @final

@@ -1,18 +1,12 @@
-"""What the engine asks of a runtime.
+"""What the engine asks of a rung of a model.
 
 Knows tokens, logits and rows; nothing of sessions, devices or the layout of caches.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from serve.bundle import Bundle
-from serve.runtime.interruption import Interruptible
-
-MOST_AHEAD = 8  # positions of one row under way at once
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -144,71 +138,6 @@ class SteppedBatch(DecodeBatch, Protocol):
         ...
 
 
-class Crossed(NamedTuple):
-    """What a step of a wave brought to light."""
-
-    drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
-    last: FloatArray | None  # (V,): of the token behind the first position, which is done
-
-
-class Wave(Protocol):
-    """The only row of a batch, running ahead of itself.
-
-    Positions that follow each other stand at different steps. Each was begun with a token that the
-    one before it drafted by a jump; later jumps draft better. It is lost when the batch is used
-    otherwise.
-    """
-
-    @property
-    def lead(self) -> int:
-        """After every so many steps the positions draft what follows them."""
-        ...
-
-    @property
-    def tokens(self) -> list[int]:
-        """Those that the positions under way were begun with, first position first."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Positions that may still be begun."""
-        ...
-
-    def begin(self, token: int) -> None:
-        """One position more, behind those that are under way; only where these draft."""
-        ...
-
-    def cross(self) -> Crossed:
-        """One step of every position; a first position that is done is under way no more."""
-        ...
-
-    def keep(self, count: int) -> None:
-        """Give up all positions but so many first ones."""
-        ...
-
-
-class Mix(Protocol):
-    """Takes batches of several rungs of one model a step further, in one call."""
-
-    @property
-    def most_batches(self) -> int:
-        """How many may share a call."""
-        ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether there are waves."""
-        ...
-
-    def advance(self, batches: Sequence[DecodeBatch]) -> None:
-        """One step of each, which have all begun and not come to their last step."""
-        ...
-
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
-        """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
-        ...
-
-
 class Batches(Protocol):
     """One rung of a model that writes token by token."""
 
@@ -251,49 +180,4 @@ class Translator(Batches, Protocol):
 
     def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:
         """Logits (B, N, V) at every position of tokens (B, N), given sources (B, S)."""
-        ...
-
-
-class Model(Interruptible, Protocol):
-    """A bundle opened for running. One thread at a time may use it."""
-
-    @property
-    def bundle(self) -> Bundle:
-        """What was opened."""
-        ...
-
-    def classifier(self, steps: int) -> Classifier:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
-
-    def step_classifier(self, steps: int) -> StepClassifier:
-        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
-        ...
-
-    def decoder(self, steps: int) -> Decoder:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
-
-    def translator(self, steps: int) -> Translator:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
-
-    def mix(self) -> Mix | None:
-        """What mixes the batches of this model, which are SteppedBatch then; None: nothing does."""
-        ...
-
-    def warm_up(self) -> None:
-        """Open every rung and run it once, so that no request pays for that."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back at once. No call may follow."""
-        ...
-
-
-class OpenedModel(Model, Protocol):
-    """All graphs of an opened bundle, each to be run on its own."""
-
-    def unrolled(self, steps: int) -> Unrolled:
-        """The one graph of the rung that other runtimes run; not of a translator."""
         ...

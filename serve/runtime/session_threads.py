@@ -8,7 +8,7 @@ timed.
 import time
 from collections.abc import Callable
 
-from serve.runtime.protocol import Model
+from serve.runtime.model import Model
 from serve.runtime.warm_rows import largest_row
 
 _ALWAYS_ONE_S = 0.005  # an evaluation of one row that takes no longer has nothing to share

@@ -6,7 +6,6 @@ answers; neither graphs nor who asked.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar, final
 
@@ -15,6 +14,7 @@ import numpy as np
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
+from serve.runtime.threads import Threads
 
 _LEAST = 2  # rows of a part: one row alone is multiplied otherwise, and its last bits differ
 AnswerT = TypeVar("AnswerT")
@@ -22,32 +22,18 @@ AnswerT = TypeVar("AnswerT")
 
 @final
 class Parts:
-    """The threads that the rungs of one model take turns with."""
+    """The rows of a call, shared among threads that the rungs of one model take turns with."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._others: ThreadPoolExecutor | None = None  # beside the thread that asks
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
         """The answers to the parts in their order; raises when all have ended, if one did."""
-        count = min(self._most, len(rows) // _LEAST) if rows.ndim else 1
+        count = min(self._threads.most, len(rows) // _LEAST) if rows.ndim else 1
         if count < 2:
             return [call(rows)]
-        if self._others is None:
-            self._others = ThreadPoolExecutor(self._most - 1, "rows")
         bounds = [len(rows) * part // count for part in range(count + 1)]
-        first, *more = (rows[low:high] for low, high in pairwise(bounds))
-        others = [self._others.submit(call, part) for part in more]
-        try:
-            own = call(first)
-        finally:
-            wait(others)
-        return [own, *(other.result() for other in others)]
-
-    def close(self) -> None:
-        if self._others is not None:
-            self._others.shutdown(wait=False)
-            self._others = None
+        return self._threads.each(call, [rows[low:high] for low, high in pairwise(bounds)])
 
 
 class SideBySide:

@@ -1,10 +1,10 @@
 """The generations of one model: whose prompt is read, and which rungs decode in the next call.
 
-Rungs of one model may share calls of its one-step graph. A row of M steps needs M calls for a
-token, so turns of equal number would make the many steps slow, and a token for every row in turn
-would make the few steps wait for the many. Between the two, a rung of M steps has a token ready
-about sqrt(L / M) times as often as the longest rung there is, of L steps. It deliberately knows
-neither memory nor other models.
+Rungs of one model may share calls of its one-step graph, or go abreast, each on a thread of its own
+until all meet again. A row of M steps needs M calls for a token, so turns of equal number would
+make the many steps slow, and a token for every row in turn would make the few steps wait for the
+many. Between the two, a rung of M steps has a token ready about sqrt(L / M) times as often as the
+longest rung there is, of L steps. It deliberately knows neither memory nor other models.
 """
 
 import math
@@ -13,17 +13,20 @@ from collections.abc import Iterator
 from typing import Generic
 
 from serve.scheduler.generate_lane import GenerateLane
-from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, WorkT
+from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, Sharing, WorkT
 
 _ALMOST = 1e-9  # shares are fractions, which do not add up exactly
+_MEETINGS = 2  # of those that go abreast while the longest rung makes a token
+_BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
 
 
 class Decoding(Generic[WorkT]):
     """The lanes of one model. Each is due again after as many calls as its share allows."""
 
-    def __init__(self, most_lanes: int) -> None:
+    def __init__(self, most_lanes: int, sides: int) -> None:
         self.most_lanes = most_lanes  # that may share a call
-        self.together = most_lanes > 1  # whether they do; otherwise they take turns
+        self.sides = sides  # that may go abreast
+        self.sharing: Sharing = "together" if most_lanes > 1 else "turns"
         self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
         self._readers: deque[GenerateLane[WorkT]] = deque()
         self._calls = 0.0
@@ -53,8 +56,10 @@ class Decoding(Generic[WorkT]):
             return DecodeCall(tuple(lane.lose() for lane in dead))
         if len(lanes) == 1 and lanes[0].calls == 0:
             return DecodeCall((lanes[0].token(),))
-        if not self.together:
+        if self.sharing == "turns":
             return DecodeCall((self._turn(lanes),), len(lanes) > 1)
+        if self.sharing == "abreast" and len(lanes) > 1:
+            return DecodeCall(self._abreast(lanes), contended=True, abreast=True)
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._due(lanes, most_rows)
         for lane in chosen:
@@ -69,6 +74,26 @@ class Decoding(Generic[WorkT]):
             return first.part()
         first.due += 1
         return first.token()
+
+    def _abreast(self, lanes: list[GenerateLane[WorkT]]) -> tuple[DecodePart[WorkT], ...]:
+        """As many calls of each as fill all sides alike, longest due first."""
+        lanes.sort(key=lambda lane: lane.due)
+        self._calls = max(self._calls, lanes[0].due)
+        longest = max(lane.calls_a_token for lane in lanes)
+        most = max(1, longest // _MEETINGS)
+        wanted = [min(most, lane.calls_a_token - lane.calls) for lane in lanes]
+        costs = [len(lane.rows) + len(lane.joining) + _BESIDE_ROWS for lane in lanes]
+        room = max(calls * cost for calls, cost in zip(wanted, costs, strict=True))
+        rooms = [room] * min(self.sides, len(lanes))
+        parts = []
+        for lane, calls, cost in zip(lanes, wanted, costs, strict=True):
+            side = rooms.index(max(rooms))
+            calls = min(calls, rooms[side] // cost)
+            if calls:
+                rooms[side] -= calls * cost
+                lane.due += calls / math.sqrt(lane.calls_a_token / longest)
+                parts.append(lane.part(calls, side))
+        return tuple(parts)
 
     def _activate(self, lanes: list[GenerateLane[WorkT]]) -> None:
         """Whoever has come since is due now, as much as those that are here."""
@@ -95,6 +120,9 @@ class Decoding(Generic[WorkT]):
 
 
 def _share(calls: int, longest: int) -> float:
-    """The share of calls that rows of so many calls a token take part in."""
+    """The share of shared calls that rows of so many calls a token take part in.
+
+    Rounded up to whole tokens, so that rungs meet at the same steps again.
+    """
     tokens = min(math.ceil(math.sqrt(longest / calls)), longest // calls)
     return tokens * calls / longest

@@ -149,13 +149,17 @@ class GenerateLane(Generic[WorkT]):
         evict, join = self._change()
         return DecodePart(self.key, evict, join, tuple(self.rows))
 
-    def part(self) -> DecodePart[WorkT]:
-        """The next call of the token that is under way, or the first of the next one."""
+    def part(self, calls: int = 1, side: int = 0) -> DecodePart[WorkT]:
+        """The next calls of the token that is under way, or the first of the next one."""
+        assert self.calls + calls <= self.calls_a_token
         evict, join = self._change() if self.calls == 0 else ((), ())
         begins = self.calls == 0
         if self.rows:
-            self.calls = (self.calls + 1) % self.calls_a_token
-        return DecodePart(self.key, evict, join, tuple(self.rows), begins, self.calls == 0)
+            self.calls = (self.calls + calls) % self.calls_a_token
+        ends = self.calls == 0
+        return DecodePart(
+            self.key, evict, join, tuple(self.rows), begins, ends, calls=calls, side=side
+        )
 
     def lose(self) -> DecodePart[WorkT]:
         """Drop the batch, in which nobody waits for anything."""

@@ -13,6 +13,9 @@ WorkT = TypeVar("WorkT")
 
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
+# How rungs of one model decode at the same time: all in one call, each on a thread of its own, or a
+# token of one after a token of another.
+Sharing = Literal["together", "abreast", "turns"]
 
 _EDITION = "@"  # which is in no name of a model
 
@@ -137,6 +140,8 @@ class DecodePart(Generic[WorkT]):
     begins: bool = True
     ends: bool = True
     lost: bool = False
+    calls: int = 1  # of the graph of one step, unless the token is whole
+    side: int = 0  # of those that go abreast
 
     @property
     def whole(self) -> bool:
@@ -146,10 +151,11 @@ class DecodePart(Generic[WorkT]):
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall(Generic[WorkT]):
-    """Rows of several lanes of one model in one call, or a whole token for those of one lane."""
+    """Rows of several lanes of one model, or a whole token for those of one lane."""
 
     parts: tuple[DecodePart[WorkT], ...]
     contended: bool = False  # whether more lanes than one have rows to decode
+    abreast: bool = False  # each side on a thread of its own, instead of all in one call
 
     @property
     def model(self) -> str:

@@ -22,6 +22,7 @@ from serve.scheduler.job import (
     LaneKey,
     PrefillCall,
     SearchCall,
+    Sharing,
     State,
     Turn,
     WorkT,
@@ -33,8 +34,8 @@ from serve.scheduler.search_lane import SearchLane
 
 # The memory that a lane's batch may hold for so many rows of so many positions.
 CacheBytes = Callable[[LaneKey, int, int], int]
-# How many lanes of this one's model may share a call of the graph of one step.
-MostLanes = Callable[[LaneKey], int]
+# How many lanes of this one's model may share a call of the graph of one step, or go abreast.
+LanesOf = Callable[[LaneKey], int]
 
 
 class Scheduler(Generic[WorkT]):
@@ -44,14 +45,16 @@ class Scheduler(Generic[WorkT]):
         self,
         limits: Limits,
         cache_bytes: CacheBytes,
-        most_lanes: MostLanes = lambda key: 1,
+        most_lanes: LanesOf = lambda key: 1,
         latency: LatencyModel | None = None,
         usual_s: CallSeconds = lambda turn: None,
+        sides: LanesOf = lambda key: 1,
     ) -> None:
         self.limits = limits
         self.queued = 0
         self._cache_bytes = cache_bytes
         self._most_lanes = most_lanes
+        self._sides = sides
         self._live: dict[int, Job[WorkT]] = {}  # by number, so oldest first
         latency = latency or LatencyModel()
         self._classifying: Classifying[WorkT] = Classifying(limits, latency)
@@ -149,10 +152,9 @@ class Scheduler(Generic[WorkT]):
         """The job's prompt has been read; if it is full, it must be read again, shorter."""
         self._generate[job.lane].has_read(full)
 
-    def mix(self, model: str, together: bool) -> None:
-        """Whether the rungs of a model share calls from now on, or take turns."""
-        decoding = self._decodings[model]
-        decoding.together = together and decoding.most_lanes > 1
+    def share(self, model: str, sharing: Sharing) -> None:
+        """How the rungs of a model decode from now on."""
+        self._decodings[model].sharing = sharing
 
     def readings_over(self, key: LaneKey) -> tuple[int, ...]:
         """Numbers of the jobs of a lane whose reading is to be forgotten now."""
@@ -280,13 +282,13 @@ class Scheduler(Generic[WorkT]):
 
     def _generate_lane(self, key: LaneKey) -> GenerateLane[WorkT]:
         if key not in self._generate:
-            most_lanes = self._most_lanes(key)
-            calls_a_token = key.steps if most_lanes > 1 else 1
+            most = self._most_lanes(key)
+            calls = key.steps if most > 1 else 1
             lane: GenerateLane[WorkT] = GenerateLane(
-                key, calls_a_token, self.limits.decode_rows, partial(self._cache_bytes, key)
+                key, calls, self.limits.decode_rows, partial(self._cache_bytes, key)
             )
             if key.model not in self._decodings:
-                self._decodings[key.model] = Decoding(most_lanes)
+                self._decodings[key.model] = Decoding(most, self._sides(key))
                 self._turns.extend([(key, "prefill"), (key, "decode")])
             self._decodings[key.model].open(lane)
             self._generate[key] = lane

@@ -165,14 +165,14 @@ def test_rungs_that_could_mix_take_turns_where_that_is_quicker() -> None:
     started(s, *(generate(str(key.steps), lane=key) for key in (ONE, TWO, FOUR)))
     for _ in range(5):
         assert decoded(s).contended
-    s.mix("g", together=False)
+    s.share("g", "turns")
     calls = [decoded(s) for _ in range(30)]
     under_way = [call for call in calls if not call.parts[0].whole]
     assert all(len(call.parts) == 1 for call in calls) and len(under_way) <= 5
     assert calls[: len(under_way)] == under_way, "tokens that are under way come first"
     tokens = Counter(call.parts[0].lane for call in calls if call.parts[0].whole)
     assert max(tokens.values()) - min(tokens.values()) <= 2
-    s.mix("g", together=True)
+    s.share("g", "together")
     assert any(len(decoded(s).parts) > 1 for _ in range(4))
 
 

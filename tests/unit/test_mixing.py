@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve.bundle import MIXED_GROUPS
-from serve.runtime import OpenedModel, SteppedBatch, open_model
+from serve.runtime import Leg, OpenedModel, SteppedBatch, open_model
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
 from serve.runtime.protocol import FloatArray, IntArray
@@ -72,6 +72,48 @@ def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedMode
         tokens = prompt(model, lengths[steps][row], row)
         np.testing.assert_array_equal(mixed, alone(model, steps, tokens, len(mixed) - 1))
     assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
+
+
+def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> None:
+    """Each on a thread of its own, so many steps at once; and shared calls in between."""
+    mix = model.mix()
+    assert mix is not None
+    chance = np.random.default_rng(0)
+    batches: dict[int, OrtDecodeBatch] = {}
+    found: dict[int, list[FloatArray]] = {}
+    for steps in STEPS:
+        batch = model.decoder(steps).open_batch()
+        assert isinstance(batch, OrtDecodeBatch)
+        batches[steps], found[steps] = batch, [batch.add(prompt(model, 55 + steps))]
+    for call in range(60):
+        legs = {}
+        for steps, batch in batches.items():
+            stands = None if batch.stand is None else batch.stand.step
+            left = steps - (stands or 0)
+            tokens = best(found[steps][-1:]) if stands is None else None
+            legs[steps] = Leg(batch, int(chance.integers(1, left + 1)), tokens)
+        if call % 4:
+            sides = [list(STEPS[side :: mix.sides]) for side in range(mix.sides)]
+            answers = mix.abreast([[legs[steps] for steps in side] for side in sides])
+        else:
+            sides, answers = [list(STEPS)], [[]]
+            for steps, leg in legs.items():
+                if leg.tokens is not None:
+                    batches[steps].begin(leg.tokens)
+            for first in range(0, len(STEPS), mix.most_batches):
+                mix.advance([batches[steps] for steps in STEPS[first : first + mix.most_batches]])
+            for batch in batches.values():
+                ends = batch.stand is not None and batch.stand.step == batch.steps
+                answers[0].append(batch.end() if ends else None)
+        for side, ended in zip(sides, answers, strict=True):
+            for steps, logits in zip(side, ended, strict=True):
+                if logits is not None:
+                    found[steps].append(logits[0])
+    for steps, logits_of_all in found.items():
+        count = len(logits_of_all) - 1
+        assert count >= 5
+        expected = alone(model, steps, prompt(model, 55 + steps), count)
+        np.testing.assert_array_equal(logits_of_all, expected)
 
 
 def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from serve.bundle import Bundle
 from serve.runtime.interruptible import InterruptibleSession
+from serve.runtime.model import Model
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
-from serve.runtime.protocol import Model, RowArray
+from serve.runtime.protocol import RowArray
 from serve.runtime.session_threads import settle_threads
 from tests.tiny_bundles import build_classify, build_generate
 

@@ -10,6 +10,7 @@ from serve.bundle import Bundle
 from serve.runtime import open_model
 from serve.runtime.protocol import FloatArray, RowArray
 from serve.runtime.side_by_side import Parts
+from serve.runtime.threads import Threads
 from tests.tiny_bundles import build_classify
 
 
@@ -27,9 +28,9 @@ def numbered(rows: int) -> FloatArray:
     [(1, 5, [5]), (2, 1, [1]), (2, 5, [2, 3]), (4, 16, [4] * 4), (4, 3, [3]), (3, 0, [0])],
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
-    parts = Parts(most)
-    found = parts.each(np.copy, numbered(rows))
-    parts.close()
+    threads = Threads(most)
+    found = Parts(threads).each(np.copy, numbered(rows))
+    threads.close()
     assert [len(one) for one in found] == sizes
     assert (np.concatenate(found) == numbered(rows)).all()
 
@@ -40,9 +41,9 @@ def test_parts_run_at_the_same_time() -> None:
     def meet(rows: RowArray) -> int:
         return meeting.wait(timeout=10)
 
-    parts = Parts(3)
-    assert sorted(parts.each(meet, numbered(6))) == [0, 1, 2]
-    parts.close()
+    threads = Threads(3)
+    assert sorted(Parts(threads).each(meet, numbered(6))) == [0, 1, 2]
+    threads.close()
 
 
 @pytest.mark.parametrize("failing", [0, 3])
@@ -55,11 +56,11 @@ def test_a_failure_is_told_when_nothing_runs_any_more(failing: int) -> None:
         time.sleep(0.1)
         ended.append(rows)
 
-    parts = Parts(2)
+    threads = Threads(2)
     with pytest.raises(ArithmeticError, match="of this part"):
-        parts.each(fail, numbered(6))
+        Parts(threads).each(fail, numbered(6))
     assert len(ended) == 1
-    parts.close()
+    threads.close()
 
 
 def test_answers_are_those_of_the_whole_batch(
@@ -68,7 +69,7 @@ def test_answers_are_those_of_the_whole_batch(
     high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
     tokens = np.random.default_rng(0).integers(1, high, (7, most))
     shared = open_model(labels, 2)
-    monkeypatch.setattr("serve.runtime.ort_model.Parts", lambda most: Parts(1))
+    monkeypatch.setattr("serve.runtime.ort_model.Parts", lambda threads: Parts(Threads(1)))
     whole = open_model(labels, 2)
     for steps in labels.manifest.steps:
         wanted = whole.classifier(steps).run(tokens)

@@ -32,6 +32,15 @@ def test_the_quickest_way_is_found_and_used_most(quickest: str) -> None:
     assert done[quickest] > 4200 and set(done) == set(WAYS)
 
 
+def test_a_first_round_that_was_unlucky_is_not_believed_for_long() -> None:
+    tried = trials()
+    unlucky = {"a": 9.0, "b": 2.0, "c": 2.0, "d": 2.0}
+    used(tried, unlucky, 30 * len(WAYS))
+    assert tried.best != "a"
+    used(tried, unlucky | {"a": 1.0}, 2 * 500)
+    assert tried.best == "a"
+
+
 def test_another_way_takes_over_when_times_change() -> None:
     tried = trials()
     assert used(tried, {"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, 2000).most_common(1)[0][0] == "a"
