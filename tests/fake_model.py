@@ -99,7 +99,8 @@ class FakeBatch:
         longest = max(self._lengths, default=0)
         return len(self._lengths) * longest * ROW_BYTES_A_POSITION
 
-    def read(self, tokens: IntArray) -> FakeReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> FakeReading:
+        assert positions <= self._window
         def run() -> FloatArray:
             self._mood.call("prefill", self._steps, tokens)
             following: FloatArray = self._next(tokens[-1:])[0]

@@ -100,10 +100,15 @@ class Runner:
         mix = self._models[lane.model].mix() if lane.kind == "generate" else None
         return 1 if mix is None else mix.sides
 
-    def read(self, lane: LaneKey, number: int, tokens: list[int]) -> FloatArray | None:
-        """Read a piece of a job's prompt; after the last one, logits (V,) for the next token."""
+    def read(
+        self, lane: LaneKey, number: int, tokens: list[int], positions: int
+    ) -> FloatArray | None:
+        """Read a piece of the prompt of a job, which may come to have so many positions.
+
+        After the last one, logits (V,) for the next token.
+        """
         if number not in self._readings:
-            self._readings[number] = self._batch(lane).read(np.array(tokens, np.int64))
+            self._readings[number] = self._batch(lane).read(np.array(tokens, np.int64), positions)
         return self._readings[number].advance()
 
     def positions_read(self, number: int) -> int:

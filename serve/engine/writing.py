@@ -68,7 +68,7 @@ class Writing:
         lane, job, work = call.lane, call.job, work_as(Generation, call.job)
         begun_s = self._clock()
         try:
-            logits = self._runner.read(lane, job.number, work.prompt)  # (V,)
+            logits = self._runner.read(lane, job.number, work.prompt, job.positions)  # (V,)
         except Exception as error:
             deliveries = self._ending.fail(lane, [job], error)
             self._forget(lane)

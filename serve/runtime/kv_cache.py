@@ -41,7 +41,7 @@ class CacheLayout:
         )
 
     def capacity_for(self, positions: int) -> int:
-        """Positions that a buffer gets: tight ones are read up to twice as fast."""
+        """Positions that a buffer gets: whoever knows what a row may come to have asks for all."""
         buckets = -(-max(positions, 1) // BUCKET_POSITIONS)
         return min(buckets * BUCKET_POSITIONS, self.max_tokens)
 

@@ -54,6 +54,7 @@ class OrtDecodeBatch:
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
+        self._rooms: list[int] = []  # positions that each row may come to have
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
         self._slots: dict[int, list[ort.OrtValue]] = {}
 
@@ -82,7 +83,7 @@ class OrtDecodeBatch:
     def steps(self) -> int:
         return self._caches.layout.buffers // len(self.names)
 
-    def read(self, tokens: IntArray) -> OrtReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> OrtReading:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
         if len(tokens) > max_tokens:
@@ -90,7 +91,7 @@ class OrtDecodeBatch:
                 f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
                 "keep its last ones"
             )
-        return OrtReading(self._caches.layout, self._open_alone, tokens)
+        return OrtReading(self._caches.layout, self._open_alone, tokens, positions)
 
     def join(self, reading: Reading) -> None:
         assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
@@ -99,9 +100,10 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = reading.caches
         else:
-            self._caches.reserve(row, row + 1, max(length, self._longest()) + 1)
+            self._caches.reserve(row, row + 1, max(reading.room, self._longest() + 1))
             self._caches.take(row, reading.caches, length)
         self._past = np.append(self._past, np.int32(length))
+        self._rooms.append(reading.room)
         self._moved()
 
     def add(self, tokens: IntArray) -> FloatArray:
@@ -192,7 +194,9 @@ class OrtDecodeBatch:
         if row != last:
             past[row] = self._past[last]
         self._past = past
-        self._caches.shrink(len(past), self._longest() + 1)
+        self._rooms[row] = self._rooms[last]
+        self._rooms.pop()
+        self._caches.shrink(len(past), max(self._longest() + 1, *self._rooms, 0))
         self._moved()
 
     def _moved(self) -> None:

@@ -51,7 +51,7 @@ class OrtPrefixBatch:
     def nbytes(self) -> int:
         return sum(row.source.memory.nbytes for row in self._rows if row.source is not None)
 
-    def read(self, tokens: IntArray) -> "PrefixReading":
+    def read(self, tokens: IntArray, positions: int = 0) -> "PrefixReading":
         return PrefixReading(self._graph, self._begin(tokens))
 
     def join(self, reading: Reading) -> None:

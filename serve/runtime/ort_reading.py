@@ -24,11 +24,15 @@ Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, to
 class OrtReading:
     """One row on its way into a batch."""
 
-    def __init__(self, layout: CacheLayout, open_crossing: Opening, tokens: IntArray) -> None:
+    def __init__(
+        self, layout: CacheLayout, open_crossing: Opening, tokens: IntArray, positions: int
+    ) -> None:
+        """It may come to have so many positions."""
         self.tokens = tokens  # (S,)
         self.caches = RowCaches(layout)
-        # One position more, since a prompt is read to be continued.
-        self.caches.reserve(0, 1, min(len(tokens) + 1, layout.max_tokens))
+        # One position more at least, since a prompt is read to be continued.
+        self.room = min(max(len(tokens) + 1, positions), layout.max_tokens)
+        self.caches.reserve(0, 1, self.room)
         self._open = open_crossing
         self._crossing: OrtCrossing | None = None
         self._read = self._step = 0

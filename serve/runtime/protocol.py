@@ -101,8 +101,11 @@ class DecodeBatch(Protocol):
         """Memory held now, beside the tokens."""
         ...
 
-    def read(self, tokens: IntArray) -> Reading:
-        """Begin to read a prompt or a source (S,), beside the rows."""
+    def read(self, tokens: IntArray, positions: int = 0) -> Reading:
+        """Begin to read a prompt or a source (S,), beside the rows.
+
+        It may come to have so many positions: room for them now saves copies later.
+        """
         ...
 
     def join(self, reading: Reading) -> None:
