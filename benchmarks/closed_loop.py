@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
@@ -15,16 +14,19 @@ from serve.engine.events import Event, FailedEvent, TokenEvent
 from serve.engine.generation import Generation, Wish
 from serve.engine.sampling import Sampling
 from serve.engine.work import Work
-from serve.errors import Draining
 from serve.metrics import Metrics
 from serve.scheduler.job import Job, LaneKey
 from serve.scheduler.limits import Limits
 
 CACHE_BYTES = 1 << 30  # what all rows need at their longest
+_SOON_S = 0.01
 
 
 class ClosedLoop:
-    """One client for each entry of `clients`, which are step counts."""
+    """One client for each entry of `clients`, which are step counts.
+
+    The engine stays between two runs, as that of a server does that has been up for a while.
+    """
 
     def __init__(
         self, served: Served, clients: Sequence[int], prompt: Sequence[int], tokens: int
@@ -32,17 +34,18 @@ class ClosedLoop:
         self._served, self._clients = served, clients
         self._prompt, self._tokens = list(prompt), tokens
         self._counts: Counter[int] = Counter()
+        self._jobs: dict[int, Job[Work]] = {}  # by client: what it waits for
+        limits = Limits(cache_bytes=CACHE_BYTES, decode_rows=len(clients))
+        self._engine = Engine(Catalog([served]), limits, Metrics())
+        self._engine.start()
         self._lock = threading.Lock()
         self._stopping = False
 
     def run(self, warm_s: float, seconds: float) -> dict[int, float]:
         """Tokens a second of each step count, once all have begun."""
-        limits = Limits(cache_bytes=CACHE_BYTES, decode_rows=len(self._clients))
-        engine = Engine(Catalog([self._served]), limits, Metrics())
-        engine.start()
         self._stopping = False
-        for steps in self._clients:
-            self._ask(engine, steps)
+        for client in range(len(self._clients)):
+            self._ask(client)
         time.sleep(warm_s)
         with self._lock:
             self._counts.clear()
@@ -51,10 +54,18 @@ class ClosedLoop:
         with self._lock:
             counts, spent_s = dict(self._counts), time.perf_counter() - begun_s
         self._stopping = True
-        engine.stop()
+        for job in list(self._jobs.values()):
+            self._engine.cancel(job)
+        while self._engine.running:
+            time.sleep(_SOON_S)
         return {steps: counts.get(steps, 0) / spent_s for steps in set(self._clients)}
 
-    def _ask(self, engine: Engine, steps: int) -> None:
+    def stop(self) -> None:
+        """No run follows."""
+        self._engine.stop()
+
+    def _ask(self, client: int) -> None:
+        steps = self._clients[client]
         window = self._served.manifest.text_input.max_tokens
         wish = Wish(self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True)
 
@@ -64,7 +75,7 @@ class ClosedLoop:
                     self._counts[steps] += 1
             elif not self._stopping:
                 assert not isinstance(event, FailedEvent), event
-                self._ask(engine, steps)
+                self._ask(client)
 
         positions = min(len(self._prompt) + self._tokens, window)
         job: Job[Work] = Job(
@@ -73,5 +84,5 @@ class ClosedLoop:
             (len(self._prompt),),
             positions,
         )
-        with suppress(Draining):  # the measurement is over
-            engine.submit(job)
+        self._jobs[client] = job
+        self._engine.submit(job)

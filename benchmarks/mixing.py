@@ -86,11 +86,12 @@ def _measure(
         for way, count in _ways(threads).items()
         for each in steps
     }
+    loops = {
+        MIXED: ClosedLoop(served, clients, prompt, tokens),
+        UNIFORM: ClosedLoop(served, [middle] * len(clients), prompt, tokens),
+    }
     arms: dict[str, Callable[[], Rates]] = {
-        MIXED: partial(ClosedLoop(served, clients, prompt, tokens).run, seconds / 3, seconds),
-        UNIFORM: partial(
-            ClosedLoop(served, [middle] * len(clients), prompt, tokens).run, seconds / 3, seconds
-        ),
+        way: partial(loop.run, seconds / 3, seconds) for way, loop in loops.items()
     }
     for way in _ways(threads):
         lanes = {
@@ -98,6 +99,8 @@ def _measure(
         }
         arms[f"{UNROLLED}: {way}"] = partial(_loop, lanes, np.array(prompt), tokens, seconds)
     rates = interleave(arms, seconds=0, least=1 if quick else 5)
+    for loop in loops.values():
+        loop.stop()
     calls: dict[tuple[int, str], Callable[[], float]] = {}
     asked = np.arange(1, 1 + PROMPT_TOKENS * (1 if quick else 4))
     for rows in (1, ROWS_A_RUNG, len(clients)):
