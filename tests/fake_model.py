@@ -101,6 +101,7 @@ class FakeBatch:
 
     def read(self, tokens: IntArray, positions: int = 0) -> FakeReading:
         assert positions <= self._window
+
         def run() -> FloatArray:
             self._mood.call("prefill", self._steps, tokens)
             following: FloatArray = self._next(tokens[-1:])[0]
