@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from benchmarks.awake import awake
 from benchmarks.open_loop import Shot, fire
 from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
@@ -70,7 +71,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     rows: list[Sequence[Cell]] = []
     targets = []
     flags = ("--queue-limit", str(PLACES), "--no-degrade")
-    with running_server(chosen.bundles, *flags) as server:
+    with awake(), running_server(chosen.bundles, *flags) as server:
         for bundle in chosen.read():
             for steps in (bundle.manifest.steps[0], bundle.manifest.full_steps):
                 found = _bursts(server, bundle, steps, 2 if chosen.quick else 6)
