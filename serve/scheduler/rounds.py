@@ -127,7 +127,7 @@ class Rounds(Generic[WorkT]):
         fixed_s, each_s = self.round(lane.key.steps)
         round_s = fixed_s + each_s * busy.length
         if behind < len(occupants):
-            tokens: float = sorted(job.tokens_left for job in occupants)[behind]
+            tokens: float = sorted([job.tokens_left for job in occupants])[behind]
         else:
             tokens = busy.tokens_left / self._max_rows
         return tokens, tokens * round_s

@@ -170,14 +170,20 @@ class Scheduler(Generic[WorkT]):
 
     def busy_turns(self, but: str = "") -> list[Turn]:
         """The turns with something to do, now or once there is room, of all models but one."""
-        busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
+        busy: list[Turn] = [
+            (key, "classify") for key in self._classifying.busy() if key.model != but
+        ]
         for key, lane in self._generate.items():
+            if key.model == but:
+                continue
             if lane.rows:
                 busy.append((key, "decode"))
             if lane.reading or lane.returning or lane.waiting:
                 busy.append((key, "prefill"))
-        busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
-        return [turn for turn in busy if turn[0].model != but]
+        for key, one in self._search.items():
+            if key.model != but and (one.running or one.waiting):
+                busy.append((key, "search"))
+        return busy
 
     def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
         """The jobs in the lane's decode batch, in the order of its rows."""
