@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument(
         "--iterations",
         type=float,
-        default=0.2,
+        default=0.25,
         metavar="SHARE",
-        help="of the iterations that RUN's recipe has (default 0.2)",
+        help="of the iterations that RUN's recipe has (default 0.25)",
     )
     again.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     _add_overrides(again)

@@ -14,14 +14,13 @@ from train.config import Recipe, StepsConfig
 from train.loop import train
 from train.recipe_file import data_at, overridden, recipe_from
 
-SLOWER = 3  # how many times smaller lr is than in the original training
 DISTIL, JUMP = 1.0, 0.3
 
 
 def retrofit(
     run: Path,
     folder: Path,
-    share: float = 0.2,
+    share: float = 0.25,
     overrides: list[str] | None = None,
     data: str = "",
     quiet: bool = True,
@@ -64,7 +63,8 @@ def retrofit_recipe(
         optim=dataclasses.replace(
             optim,
             iterations=iterations,
-            lr=optim.lr / SLOWER,
+            schedule="cosine",
+            drops=(),
             warmup=min(optim.warmup, iterations // 10),
         ),
     ).to_json()

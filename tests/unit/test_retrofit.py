@@ -29,12 +29,15 @@ def recipe_json(*overrides: str) -> dict[str, object]:
     return load_recipe("parity", [*TINY, *overrides]).to_json()
 
 
-def test_the_recipe_is_the_original_made_gentle_and_any_step() -> None:
-    made = retrofit_recipe(recipe_json(*FIXED), "run", 0.2, ["run.checkpoint_every=7"])
+def test_the_recipe_is_the_original_made_short_and_any_step() -> None:
+    dropping = ["optim.schedule=drops", "optim.drops=[0.8]"]
+    kept = recipe_json(*FIXED, *dropping)
+    made = retrofit_recipe(kept, "run", 0.2, ["run.checkpoint_every=7"])
     assert made.name == "parity-any"
     assert (made.steps.schedule, made.steps.full, made.steps.short) == ("sandwich", 4, (1, 2))
     assert (made.steps.grow, made.steps.distil, made.steps.jump) == (0.0, 1.0, 0.3)
-    assert made.optim.iterations == 4 and made.optim.lr == pytest.approx(0.001)
+    assert made.optim.iterations == 4 and made.optim.lr == load_recipe("parity").optim.lr
+    assert (made.optim.schedule, made.optim.drops) == ("cosine", ())
     assert made.run.checkpoint_every == 7
     unnamed = recipe_json(*FIXED, "steps.full=20", "steps.short=[]")
     assert retrofit_recipe(unnamed, "run", 0.2, []).steps.short == (1, 2, 4)
