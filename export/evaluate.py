@@ -10,7 +10,7 @@ from serve.bundle import Bundle, BundleError, ImageInput, Quality
 from serve.runtime import open_model
 from train.batch import Dataset
 from train.config import RecipeError
-from train.data import open_dataset
+from train.data import check_same_meaning, open_dataset
 from train.recipe_file import data_at, recipe_from
 
 
@@ -47,7 +47,10 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
             file=str(bundle.folder),
         ) from None
     tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path)) if manifest.tokenizer else None
-    return open_dataset(data_at(recipe, data), tokenizer)
+    dataset = open_dataset(data_at(recipe, data), tokenizer)
+    labels = None if manifest.labels is None else list(manifest.labels)
+    check_same_meaning(dataset, recipe, {"labels": labels})
+    return dataset
 
 
 def print_beside_manifest(bundle: Bundle, rows: dict[int, Quality]) -> None:

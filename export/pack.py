@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from export.cache_scales import measured_scales
+from export.cached import HEAD_WIDTH_MULTIPLE
 from export.card import model_card
 from export.draft import TOKENIZER, draft_manifest
 from export.expected import Answers, torch_threads
@@ -47,6 +48,7 @@ from train.recipe_file import data_at
 from train.schedule import ladder_of
 
 CARD = "README.md"
+MOST_RUNGS = 64
 CHAT_TEMPLATE = "chat_template.jinja"
 Say = Callable[[str], None]
 
@@ -75,9 +77,13 @@ def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = pri
     _check_target(request.target)
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
-    if facts.get("data_sha256") not in (None, dataset.digest):
-        say("not the data it was trained on: quality is measured on the held-out part of this one")
-    return export_model(Origin(model, recipe, dataset, facts["iteration"]), request, say)
+    same = facts.get("data_sha256") in (None, dataset.digest)
+    if not same:
+        say(
+            "not the data it was trained on: what is held out of this one may have been learnt, so "
+            "that its quality may be too good"
+        )
+    return export_model(Origin(model, recipe, dataset, facts["iteration"], same), request, say)
 
 
 def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bundle:
@@ -98,6 +104,11 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             load_exporter()
         say(f"tracing one evaluation of {recipe.name}")
         traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+        if traced.task == "generate" and traced.caches is None:
+            say(
+                "  no caches: every token costs as much as the whole text before it; the width of "
+                f"a head (model.width / model.heads) must be a multiple of {HEAD_WIDTH_MULTIPLE}"
+            )
         unseen = _unseen(request.precision, traced.task, dataset)
         scales = _scales(origin, request, traced, ladder)
         card = {"title": recipe.title, **recipe.card, **request.card}
@@ -170,7 +181,8 @@ def _scales(
     if traced.caches is None:
         raise ValueError(
             f"{origin.recipe.name} keeps no keys and values between tokens, so there is nothing "
-            "for --cache int8 to make smaller: leave it out"
+            "for --cache int8 to make smaller: leave it out, or, of a generator, train with a "
+            f"model.width / model.heads that is a multiple of {HEAD_WIDTH_MULTIPLE}"
         )
     return measured_scales(
         origin.model, origin.dataset, ladder.steps, ladder.method, traced.caches.pairs
@@ -191,9 +203,11 @@ def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manif
 
 def calibrate_latency(folder: Path, threads: int | None = None) -> None:
     """Measure a bundle's latency here and write its latency.json."""
-    bundle = read_bundle(folder)
-    model = open_model(bundle, threads)
-    write_latency(bundle.folder, measure_latency(model, threads or usable_cores()))
+    bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
+    latency = measure_latency(open_model(bundle, threads), threads or usable_cores())
+    if read_bundle(folder, verify=False, latency=False).manifest != bundle.manifest:
+        raise ValueError(f"{folder} was replaced while it was measured: calibrate it again")
+    write_latency(bundle.folder, latency)
 
 
 def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
@@ -201,6 +215,8 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
     method_named(method)
     if model.discrete:
         return Ladder((1,), "euler")
+    if len(request.steps) > MOST_RUNGS:
+        raise ValueError(f"--steps has {len(request.steps)} counts: a bundle takes {MOST_RUNGS}")
     return Ladder(request.steps or tuple(ladder_of(recipe)), method)
 
 

@@ -56,6 +56,7 @@ class Origin:
     recipe: Recipe
     dataset: Dataset
     iteration: int = 0
+    same_data: bool = True  # to the last row, so that what it holds out was not learnt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +163,9 @@ class Trial:
             return None
         if self.samples is not None:
             self.say("max_disagreement stays uncalibrated: only some rows were asked for")
+            return None
+        if not self.origin.same_data:
+            self.say("max_disagreement stays uncalibrated: rows of other data may have been learnt")
             return None
         classifier = open_model(opened.bundle).step_classifier(self.draft.full_steps)
 

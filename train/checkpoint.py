@@ -65,6 +65,7 @@ def start_run(
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """One training in a folder at a time; the lock goes with the process, however it ends."""
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError):
@@ -76,7 +77,13 @@ def lock_run(folder: Path) -> Iterator[None]:
             raise RunError(
                 f"another training is at work in {folder}: choose another --out"
             ) from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if made and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                folder.rmdir()  # nothing was begun
+            raise
 
 
 def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
@@ -134,7 +141,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return {**facts, "recipe": dict(facts["recipe"]), "sizes": dict(facts["sizes"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(_damaged(path, error)) from None
 
 

@@ -2,6 +2,7 @@
 resume anywhere; how each kind does that is its own file's business.
 """
 
+import dataclasses
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,11 +18,14 @@ from train.points import PointDataset
 from train.stream import StreamDataset
 from train.tables import DataError, Rows, read_table
 from train.text import TextDataset
+from train.tokens import plain
 
 
 def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
     """The dataset of a recipe; a resumed run passes the tokenizer that it kept."""
     data, model = recipe.data, recipe.model
+    if tokenizer is not None:
+        tokenizer = plain(tokenizer)
     check_window(data, model)
     if data.kind == "text":
         return TextDataset(read_corpus(data), data, model.window, tokenizer)
@@ -55,6 +59,17 @@ def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) 
         raise DataError(
             f"this data has the classes {', '.join(dataset.labels)}, but the model was trained on "
             f"{', '.join(labels)}: pass data with the same classes, or train with data.values set"
+        )
+    known = facts.get("sizes")
+    here = dataclasses.asdict(dataset.sizes)
+    shape = ("channels", "height", "width", "dimensions")
+    if known is not None and any(known.get(name, 0) != here[name] for name in shape):
+        mine, theirs = (
+            ", ".join(f"{name} {sizes[name]}" for name in shape if sizes.get(name))
+            for sizes in (here, known)
+        )
+        raise DataError(
+            f"this data has {mine}, but the model was trained on {theirs}: pass data of that shape"
         )
     measured = isinstance(dataset, ImageDataset) and not recipe.data.mean
     if measured and dataset.digest != facts.get("data_sha256"):

@@ -4,6 +4,7 @@ Knows runs and how they are answered; neither tables nor pictures, and nothing o
 """
 
 import itertools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from train.recipe_file import data_at
 from train.schedule import ladder_of, steps_of
 from train.straightness import Stability, Trail, agreement, stability
 
+_log = logging.getLogger("stepdial")
 ADAPTIVE = "adaptive"
 JUMPS = (1, 2, 4)  # evaluations spent before a jump
 POSITIONS, LOGITS = 8192, 1 << 26  # of one batch
@@ -80,6 +82,10 @@ def evaluate_run(
         steps, methods = [1], ["discrete"]
     dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
+    if facts.get("data_sha256") not in (None, dataset.digest):
+        _log.warning(
+            "not the data it was trained on: rows held out of this one may have been learnt"
+        )
     asked = _Evaluation(model, recipe, steps, methods)
     size = rows_at_once(recipe, dataset.sizes)
     batches = -(-rows // size) if rows else None

@@ -53,8 +53,11 @@ class LabelledDataset:
                 "no row to train on has the label %s: it will not be learnt; give more rows of it",
                 ", ".join(sorted(unseen)),
             )
+        learn_from = [train[i][0] for i in used]
+        if config.tokenizer == "chars":  # what it does not know would be read as padding
+            learn_from = [text for text, _ in (*train, *(test or ()))]
         self.tokenizer = tokenizer or train_tokenizer(
-            [train[i][0] for i in used], config.tokenizer, config.vocabulary, config.lowercase
+            learn_from, config.tokenizer, config.vocabulary, config.lowercase
         )
         self._classes = {value: i for i, value in enumerate(values)}
         self._cut = (window, config.head, config.tail)
@@ -79,6 +82,11 @@ class LabelledDataset:
             )
         encoded = self.tokenizer.encode_batch([text for text, _ in rows])
         ids = [cut(e.ids, *self._cut) for e in encoded]
+        lost = next((text for row, (text, _) in zip(ids, rows, strict=True) if not any(row)), None)
+        if lost is not None:
+            raise DataError(
+                f"no character of {lost[:40]!r} is known to the tokenizer of this model"
+            )
         return [(i, self._classes[label]) for i, (_, label) in zip(ids, rows, strict=True)]
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:

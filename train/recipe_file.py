@@ -153,6 +153,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return tuple(_coerce(inner, item, where) for item in items)
     if origin in (dict, types.GenericAlias) and isinstance(value, dict):
         return value
+    if hint is str and type(value) is int:
+        return str(value)  # a column or a class may be a number
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):

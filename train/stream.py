@@ -19,7 +19,7 @@ from train.config import DataConfig
 from train.shuffle import digest_of
 from train.tables import DataError
 from train.text import drawn_windows, windows_in_order
-from train.tokens import train_tokenizer
+from train.tokens import plain, train_tokenizer
 
 DEFAULT = "Skylion007/openwebtext"
 OPENING_DOCUMENTS = 10_000
@@ -115,7 +115,7 @@ def _tokenizer(config: DataConfig, texts: list[str]) -> Tokenizer:
         path = Path(config.tokenizer_file)
         if not path.is_file():
             raise DataError(f"data.tokenizer_file: there is no {path}")
-        return Tokenizer.from_file(str(path))
+        return plain(Tokenizer.from_file(str(path)))
     marks = (END_OF_TEXT,) if config.tokenizer == "bpe" else ()
     return train_tokenizer(texts, config.tokenizer, config.vocabulary, config.lowercase, marks)
 

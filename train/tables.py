@@ -95,7 +95,7 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(file, delimiter=separator)
+    reader = csv.reader(file, delimiter=separator, strict=True)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
     header = None if by_number else [name.strip() for name in next(reader, [])]
     for column in (*config.text, config.label):
@@ -117,7 +117,7 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
 def _json_line(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(
             f"{where}: not valid JSON: {error}; write one object a line, as .jsonl has it"
         ) from None

@@ -50,6 +50,11 @@ class TextDataset:
 
     def _encode(self, text: str) -> Tensor:
         ids = [i for e in self.tokenizer.encode_batch(_pieces(text)) for i in e.ids]
+        if 0 in ids:
+            raise DataError(
+                "this text has characters that the model was not trained on: pass its own data, or "
+                "train with data.tokenizer=bpe"
+            )
         return torch.tensor(ids, dtype=torch.int64)
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:

@@ -23,10 +23,16 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Learn a vocabulary from texts; `marks` are tokens of byte-level BPE that no text contains."""
     if kind == "chars":
-        return _characters(texts)
+        return plain(_characters(texts))
     if kind == "words":
-        return _words(texts, vocabulary)
-    return _byte_pairs(texts, vocabulary, lowercase, marks)
+        return plain(_words(texts, vocabulary))
+    return plain(_byte_pairs(texts, vocabulary, lowercase, marks))
+
+
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+    """One to which marks in a text are characters, as they are to the server."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _characters(texts: Iterable[str]) -> Tokenizer:

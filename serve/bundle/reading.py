@@ -69,10 +69,11 @@ class Bundle:
         return self.folder / self.manifest.rung(steps).graph
 
 
-def read_bundle(folder: Path, verify: bool = True) -> Bundle:
+def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bundle:
     """The bundle in a folder; refuses a malformed manifest and a missing or truncated file.
 
-    With `verify` every byte is hashed too, which finds any change; without, only sizes are.
+    With `verify` every byte is hashed too, which finds any change; without, only sizes are. Without
+    `latency` its table is left alone, as by one who is about to measure it again.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -93,7 +94,7 @@ def read_bundle(folder: Path, verify: bool = True) -> Bundle:
         manifest = Manifest.from_json(_unsealed(value))
     for name, entry in manifest.files.items():
         check_file(folder / name, entry, verify)
-    return Bundle(folder, manifest, _read_latency(folder / LATENCY_FILE))
+    return Bundle(folder, manifest, _read_latency(folder / LATENCY_FILE) if latency else None)
 
 
 def seal_of(value: dict[str, Any]) -> str:
@@ -167,10 +168,10 @@ def _read_latency(path: Path) -> Latency | None:
         return None
     if not path.is_file():  # a pipe would be waited for without end
         raise BundleError(f"is no file; {_MEASURE_AGAIN}", file=str(path))
-    value = read_json(path)
     try:
+        value = read_json(path)
         with inside_file(path):
             return Latency.from_json(value)
     except BundleError as error:
-        problem = f"{error.problem}; {_MEASURE_AGAIN}"
+        problem = f"{error.problem.partition('; ')[0]}; {_MEASURE_AGAIN}"
         raise BundleError(problem, field=error.field, file=error.file) from None

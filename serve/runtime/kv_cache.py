@@ -111,7 +111,11 @@ class RowCaches:
         wasteful = 4 * used * capacity <= self.rows * self.capacity
         if not wasteful and 2 * capacity > self.capacity:
             return False
-        self._resize(used, min(self.rows, self.layout.rows_for(2 * used)), capacity, self.lead)
+        rows = min(self.rows, self.layout.rows_for(2 * used))
+        try:
+            self._resize(used, rows, capacity, self.lead)
+        except MemoryError:  # more is held than need be, which is no reason to fail
+            return False
         return True
 
     def arrange(self, lead: int) -> bool:

@@ -3,6 +3,7 @@
 Knows when to bind which buffer; which rows there are, and why, is the engine's affair.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import final
@@ -57,6 +58,8 @@ class OrtDecodeBatch:
         self._rooms: list[int] = []  # positions that each row may come to have
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
         self._slots: dict[int, list[ort.OrtValue]] = {}
+        # Of calls that are bound to the caches, each to be forgotten once these have moved.
+        self.forget_calls: list[Callable[[], object]] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -100,7 +103,7 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = reading.caches
         else:
-            self._caches.reserve(row, row + 1, max(reading.room, self._longest() + 1))
+            self._caches.reserve(row, row + 1, max(reading.room, *self._rooms, self._longest() + 1))
             self._caches.take(row, reading.caches, length)
         self._past = np.append(self._past, np.int32(length))
         self._rooms.append(reading.room)
@@ -202,6 +205,8 @@ class OrtDecodeBatch:
     def _moved(self) -> None:
         self._crossing = None
         self._slots.clear()
+        while self.forget_calls:
+            self.forget_calls.pop()()
         self.version = next(_VERSIONS)
 
     def _longest(self) -> int:

@@ -7,6 +7,7 @@ Knows which buffers go into which call; not which batches should go together.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -91,6 +92,8 @@ class OrtMix:
             call = self._calls[key] = _Call(
                 session, self._sessions, self._names, going, self.most_batches
             )
+            for one in going:  # a call that is kept would keep the caches of rows that have left
+                one.forget_calls.append(partial(self._calls.pop, key, None))
         call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:

@@ -80,6 +80,9 @@ class Decoding(Generic[WorkT]):
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
         longest = max(lane.calls_a_token for lane in lanes)
+        # What a side has room for beyond a lane's share is not held against it: no lane is ever
+        # further ahead than a token of the longest.
+        latest = lanes[0].due + longest
         most = max(1, longest // _MEETINGS)
         wanted = [min(most, lane.calls_a_token - lane.calls) for lane in lanes]
         costs = [len(lane.rows) + len(lane.joining) + _BESIDE_ROWS for lane in lanes]
@@ -91,7 +94,8 @@ class Decoding(Generic[WorkT]):
             calls = min(calls, rooms[side] // cost)
             if calls:
                 rooms[side] -= calls * cost
-                lane.due += calls / math.sqrt(lane.calls_a_token / longest)
+                due = lane.due + calls / math.sqrt(lane.calls_a_token / longest)
+                lane.due = min(due, latest)
                 parts.append(lane.part(calls, side))
         return tuple(parts)
 

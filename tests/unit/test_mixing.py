@@ -1,5 +1,8 @@
 """Rows of different rungs in one call: bit for bit what each would get alone."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -211,3 +214,39 @@ def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: Opened
     missed = [float(np.abs(drafted[0] - last).max()) for drafted in drafts if drafted is not None]
     assert len(missed) == 7
     assert missed[0] > missed[3] > missed[6] > 0
+
+
+def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel) -> None:
+    mix = model.mix()
+    assert mix is not None
+    kept = []
+    for seed in range(4):
+        opened = [model.decoder(steps).open_batch() for steps in (1, 2)]
+        batches = [batch for batch in opened if isinstance(batch, OrtDecodeBatch)]
+        assert len(batches) == 2
+        for batch in batches:
+            batch.add(prompt(model, 3, seed))
+            kept += [weakref.ref(block) for block in batch._caches._blocks]
+        legs = [Leg(batch, batch.steps, np.array([3])) for batch in batches]
+        mix.abreast([legs] if mix.sides == 1 else [[leg] for leg in legs])
+        for batch in batches:
+            batch.begin(np.array([3]))
+        mix.advance(batches)
+        batches[0].end()
+        mix.advance(batches[1:])
+        batches[1].end()
+        for batch in batches:
+            batch.remove(0)
+    gc.collect()
+    assert all(block() is None for block in kept)
+
+
+def test_a_short_row_leaves_the_others_their_room(model: OpenedModel) -> None:
+    batch = model.decoder(2).open_batch()
+    assert isinstance(batch, OrtDecodeBatch)
+    for positions in (MAX_TOKENS, 10):
+        reading = batch.read(prompt(model, 5), positions)
+        while reading.advance() is None:
+            pass
+        batch.join(reading)
+    assert batch._caches.capacity == MAX_TOKENS

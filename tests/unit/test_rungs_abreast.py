@@ -106,3 +106,14 @@ def test_a_new_row_of_one_step_starts_at_once_among_longer_ones() -> None:
         run(s)
         calls += 1
     assert calls <= 3
+
+
+def test_what_fills_a_free_side_is_not_held_against_a_rung() -> None:
+    s = abreast(2, {EIGHT: 4, FOUR: 4})
+    for _ in range(300):
+        decoded(s)
+    s.share("g", "together")
+    waited = 0
+    while all(part.lane != FOUR for part in decoded(s).parts):
+        waited += 1
+    assert waited <= 16

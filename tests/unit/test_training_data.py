@@ -113,6 +113,7 @@ def labelled(count: int = 200) -> LabelledDataset:
         (b'text,label\n"   ",pos\n', "no rows"),
         (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
         (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
+        (b'text,label\n"good,pos\nbad,neg\nfine,pos\n', "is a quote of a text never closed"),
     ],
 )
 def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
@@ -237,6 +238,24 @@ def test_tokenizers_round_trip() -> None:
         assert 0 not in tokenizer.encode(text).ids
     low = train_tokenizer(["Good<br />Film"], "bpe", 300, lowercase=True)
     assert low.encode("GOOD FILM").ids == low.encode("good<br />film").ids
+
+
+def test_marks_in_a_text_are_characters() -> None:
+    texts = ["the <s>old</s> price", "<pad> and <unk> and the"] * 3
+    for kind in ("bpe", "words", "chars"):
+        tokenizer = train_tokenizer(texts, kind, 300, False)
+        marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", "<pad>", "<|endoftext|>")}
+        assert not marks & set(tokenizer.encode(texts[0]).ids), kind
+        assert tokenizer.token_to_id("<pad>") not in tokenizer.encode("<pad>").ids, kind
+
+
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    recipe = tiny_image_recipe(tmp_path)
+    dataset = open_dataset(recipe)
+    sizes = {"channels": 1, "height": 99, "width": 8, "dimensions": 0}
+    facts = {"labels": list(dataset.labels or []), "sizes": sizes}
+    with pytest.raises(DataError, match="trained on channels 1, height 99, width 8"):
+        check_same_meaning(dataset, recipe, facts)
 
 
 def test_cutting_keeps_both_ends() -> None:
