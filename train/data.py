@@ -60,6 +60,11 @@ def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) 
             f"this data has the classes {', '.join(dataset.labels)}, but the model was trained on "
             f"{', '.join(labels)}: pass data with the same classes, or train with data.values set"
         )
+    if isinstance(dataset, TextDataset) and not dataset.knows_all:
+        raise DataError(
+            "this text has characters that the model was not trained on: pass its own data, or "
+            "train with data.tokenizer=bpe"
+        )
     known = facts.get("sizes")
     here = dataclasses.asdict(dataset.sizes)
     shape = ("channels", "height", "width", "dimensions")

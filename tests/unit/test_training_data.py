@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_runs import tiny_image_recipe, trained
+from tests.tiny_runs import tiny_image_recipe, tiny_text_run, trained
 from train import generators
 from train.checkpoint import read_facts
 from train.config import DataConfig
@@ -247,6 +247,14 @@ def test_marks_in_a_text_are_characters() -> None:
         marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", "<pad>", "<|endoftext|>")}
         assert not marks & set(tokenizer.encode(texts[0]).ids), kind
         assert tokenizer.token_to_id("<pad>") not in tokenizer.encode("<pad>").ids, kind
+
+
+def test_a_text_of_unknown_characters_is_no_measure(tmp_path: Path) -> None:
+    run = tiny_text_run(tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text((tmp_path / "corpus.txt").read_text().replace("j", "é"), encoding="utf-8")
+    with pytest.raises(DataError, match="characters that the model was not trained on"):
+        evaluate_run(run, [1], data=str(other))
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
