@@ -14,10 +14,12 @@ from tests.tiny_folders import classify_bundle, generate_bundle
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
+    # As many kept as there are threads: httpx may read one that another thread closes as too many.
+    limits = httpx.Limits(max_connections=32, max_keepalive_connections=32)
     folders = [classify_bundle().folder, generate_bundle().folder]
     with (
         server_process(folders) as server,
-        httpx.Client(base_url=server.url, timeout=60) as connected,
+        httpx.Client(base_url=server.url, timeout=60, limits=limits) as connected,
     ):
         yield connected
 
