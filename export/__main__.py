@@ -133,7 +133,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
     from export.frontier import describe
     from export.pack import ExportRequest, export_run
     from export.quantise import check_precision
-    from train.__main__ import parse_steps
+    from train.__main__ import command, parse_steps
 
     if arguments.name is not None:
         check_name(arguments.name)
@@ -161,7 +161,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
     bundle = export_run(arguments.run, request, arguments.data)
     print(describe(bundle))
     if arguments.target == "onnx":
-        print(f"bundle: {target}\nnext: stepdial serve {target}")
+        print(f"bundle: {target}\nnext: {command('serve', target)}")
     else:
         print(f"bundle: {target}")
         write_target(bundle, arguments)

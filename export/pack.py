@@ -26,6 +26,7 @@ from export.small_caches import CachePrecision, Scales
 from export.stitch import stitch
 from export.trial import Origin, Trial, threads_each
 from serve.bundle import (
+    MAX_RUNGS,
     Bundle,
     Manifest,
     Precision,
@@ -48,7 +49,6 @@ from train.recipe_file import data_at
 from train.schedule import ladder_of
 
 CARD = "README.md"
-MOST_RUNGS = 64
 CHAT_TEMPLATE = "chat_template.jinja"
 Say = Callable[[str], None]
 
@@ -215,8 +215,8 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
     method_named(method)
     if model.discrete:
         return Ladder((1,), "euler")
-    if len(request.steps) > MOST_RUNGS:
-        raise ValueError(f"--steps has {len(request.steps)} counts: a bundle takes {MOST_RUNGS}")
+    if len(request.steps) > MAX_RUNGS:
+        raise ValueError(f"--steps has {len(request.steps)} counts: a bundle takes {MAX_RUNGS}")
     return Ladder(request.steps or tuple(ladder_of(recipe)), method)
 
 

@@ -5,6 +5,7 @@ Knows the folder and its engines.json; how an engine is made is told by export.t
 
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def build_engines(bundle: Bundle, target: Path, request: EngineRequest, say: Say
         if target.exists():
             shutil.rmtree(target)
         os.rename(staging, os.path.realpath(target))
-    say(f"next: stepdial serve {bundle.folder} --engines {target}")
+    say(shlex.join(["next:", "stepdial", "serve", str(bundle.folder), "--engines", str(target)]))
 
 
 def _graphs(bundle: Bundle) -> Iterator[tuple[str, Nodes]]:

@@ -6,6 +6,7 @@ told by export.triton_config.
 """
 
 import os
+import shlex
 import shutil
 import struct
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ def write_repository(bundle: Bundle, target: Path, say: Callable[[str], None] = 
         quality = f"{rung.quality.metric} {rung.quality.value:.4g}"
         say(f"{taken}: {steps_in_words(rung.steps)}, {quality}")
     needs = " (its Python needs: pip install tokenizers)" if _reads_text(manifest) else ""
-    say(f"next: tritonserver --model-repository={target}{needs}")
+    say(f"next: tritonserver --model-repository={shlex.quote(str(target))}{needs}")
 
 
 def check_repository(name: str, labels: Sequence[str] | None, target: Path) -> None:

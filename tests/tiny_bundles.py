@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ from tests.tiny_steps import FILES, MIXED_FILES, decoder_steps, text_steps
 Weights = dict[str, npt.NDArray[np.float32]]
 
 PAD = "<pad>"
+CallKind = Literal["classify", "prefill", "decode"]
 STEPS = (1, 2, 4)
 CHARACTERS = "\n !'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 CORPUS = (
@@ -107,7 +108,7 @@ def build_generate(
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},
     )
-    kinds = ("prefill", "decode")
+    kinds: Sequence[CallKind] = ("prefill", "decode")
     return seal(folder, manifest, tokenizer, weights, graphs, kinds if latency else ())
 
 
@@ -263,7 +264,7 @@ def seal(
     tokenizer: Tokenizer | None,
     weights: Weights,
     graphs: Mapping[str, onnx.GraphProto],
-    kinds: Sequence[str],
+    kinds: Sequence[CallKind],
 ) -> Bundle:
     """Write a bundle of graphs by file name, with made-up latencies of these kinds."""
     with open_staging(folder) as staging:
@@ -280,20 +281,11 @@ def seal(
     return read_bundle(folder)
 
 
-def _latency(manifest: Manifest, kinds: Sequence[str]) -> Latency:
+def _latency(manifest: Manifest, kinds: Sequence[CallKind]) -> Latency:
     """Made-up times, proportional to steps and rows; tests of predictions rely on that alone."""
     longest = manifest.input.max_tokens if isinstance(manifest.input, TextInput) else 1
     entries = [
-        LatencyEntry.from_json(
-            {
-                "steps": steps,
-                "kind": kind,
-                "batch": batch,
-                "length": length,
-                "median_ms": 0.1 * steps * batch,
-                "p95_ms": 0.15 * steps * batch,
-            }
-        )
+        LatencyEntry(steps, kind, batch, length, 0.1 * steps * batch, 0.15 * steps * batch)
         for steps in manifest.steps
         for kind in kinds
         for batch in (1, 4)

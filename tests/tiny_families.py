@@ -136,8 +136,8 @@ def build_translate(
     sizes = trunk(shape, inner, vocab_size, max(max_tokens, target_max_tokens))
     sizes |= {"cross_q": (shape.width, inner), "cross_kv": (shape.width, 2 * inner)}
     sizes |= {"cross_mix": (inner, shape.width), "head": (shape.width, vocab_size)}
-    kinds = ("prefill", "decode")
-    return seal(folder, manifest, tokenizer, random_weights(seed, sizes), graphs, kinds)
+    weights = random_weights(seed, sizes)
+    return seal(folder, manifest, tokenizer, weights, graphs, ("prefill", "decode"))
 
 
 def _translating_tokenizer() -> Tokenizer:

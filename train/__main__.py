@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import get_args
@@ -112,7 +113,8 @@ def _train(arguments: argparse.Namespace) -> int:
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
-        print(f"trained: {folder}\nnext: stepdial export {folder} --out bundles/{folder.name}")
+        target = Path("bundles") / folder.name
+        print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
     return 0
 
 
@@ -125,7 +127,7 @@ def _retrofit(arguments: argparse.Namespace) -> int:
         run, folder, arguments.iterations, _overrides(arguments), arguments.data, quiet=False
     )
     counts = ",".join(map(str, sorted({*recipe.steps.short, recipe.steps.full})))
-    print(f"retrofitted: {folder}\nnext: stepdial evaluate {folder} --steps {counts}")
+    print(f"retrofitted: {folder}\nnext: {command('evaluate', folder, '--steps', counts)}")
     return 0
 
 
@@ -156,16 +158,21 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
         print("the weights of this model differ by depth: it has one answer, with 1 step\n")
     print_report(report)
+    if arguments.json:  # first: what took hours must not be lost for a picture
+        write_json(report, arguments.json)
     plot_quality(report, path)
     print(f"plot: {path}")
-    if arguments.json:
-        write_json(report, arguments.json)
     if arguments.bleu is not None:
         from train.bleu import print_bleu
 
         shown = sorted({row.steps for row in report.rows if row.steps is not None})
         print_bleu(arguments.run, shown, methods, arguments.beams, arguments.bleu, arguments.data)
     return 0
+
+
+def command(*words: object) -> str:
+    """A line of `stepdial` to copy into a shell."""
+    return shlex.join(map(str, ("stepdial", *words)))
 
 
 def parse_steps(text: str) -> list[int]:

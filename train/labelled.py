@@ -14,8 +14,10 @@ from train.batch import Batch, Sizes
 from train.config import DataConfig
 from train.shuffle import Shuffle, digest_of
 from train.tables import DataError, Rows
-from train.tokens import cut, train_tokenizer
+from train.tokens import Ids, cut, ids_of, train_tokenizer
 
+Row = tuple[Ids, int]
+LONGEST_LABEL = 1000  # that a bundle takes
 _log = logging.getLogger("stepdial")
 
 
@@ -39,7 +41,15 @@ class LabelledDataset:
         if len(self.labels) != len(values) or len(set(self.labels)) != len(self.labels):
             raise DataError("data.labels must differ, and be as many as data.values")
         if len(values) < 2:
+            if config.values or config.labels:
+                raise DataError(f"data.values is {values[0]!r} alone: a classifier needs two")
             raise DataError(f"every row has the label {values[0]!r}: a classifier needs two")
+        longest = max(self.labels, key=len)
+        if len(longest) > LONGEST_LABEL:
+            raise DataError(
+                f"a label of {len(longest)} characters: {LONGEST_LABEL} at most. Is data.label, "
+                f"{config.label!r}, the right column?"
+            )
         if len(values) > max(2, len(train) / 2):
             raise DataError(
                 f"{len(values)} different labels in {len(train)} rows: is data.label, "
@@ -65,7 +75,7 @@ class LabelledDataset:
         self._held = self._pack([train[i] for i in held])
         self._test = self._held if test is None else self._pack(test)
         self.digest = digest_of(
-            *(np.array([*ids, label]) for part in (self._used, self._held) for ids, label in part)
+            *(np.append(ids, label) for part in (self._used, self._held) for ids, label in part)
         )
         self._shuffle = Shuffle([len(ids) for ids, _ in self._used])
 
@@ -73,16 +83,16 @@ class LabelledDataset:
     def sizes(self) -> Sizes:
         return Sizes(vocabulary=self.tokenizer.get_vocab_size(), classes=len(self.labels))
 
-    def _pack(self, rows: Rows) -> list[tuple[list[int], int]]:
+    def _pack(self, rows: Rows) -> list[Row]:
         unknown = next((label for _, label in rows if label not in self._classes), None)
         if unknown is not None:
             raise DataError(
                 f"label {unknown!r} is not one of {', '.join(self._classes)}; set data.values (as "
                 "the file writes them) and data.labels (as they are shown)"
             )
-        encoded = self.tokenizer.encode_batch([text for text, _ in rows])
-        ids = [cut(e.ids, *self._cut) for e in encoded]
-        lost = next((text for row, (text, _) in zip(ids, rows, strict=True) if not any(row)), None)
+        texts = (text for text, _ in rows)
+        ids = [cut(each, *self._cut) for each in ids_of(self.tokenizer, texts)]
+        lost = next((text for row, (text, _) in zip(ids, rows, strict=True) if not row.any()), None)
         if lost is not None:
             raise DataError(
                 f"no character of {lost[:40]!r} is known to the tokenizer of this model"
@@ -97,21 +107,19 @@ class LabelledDataset:
 
     def validation(self, size: int) -> Iterator[Batch]:
         batches = list(in_order(self._held, size))
-        order = np.random.default_rng(0).permutation(
-            len(batches)
-        )  # the first ones are the shortest
+        order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
         return (batches[i] for i in order)
 
 
-def pad(rows: list[tuple[list[int], int]]) -> Batch:
+def pad(rows: list[Row]) -> Batch:
     longest = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     for i, (ids, _) in enumerate(rows):
-        tokens[i, : len(ids)] = torch.tensor(ids)
+        tokens[i, : len(ids)] = torch.from_numpy(ids)
     return Batch((tokens,), torch.tensor([label for _, label in rows]))
 
 
-def in_order(rows: list[tuple[list[int], int]], size: int) -> Iterator[Batch]:
+def in_order(rows: list[Row], size: int) -> Iterator[Batch]:
     ordered = sorted(rows, key=lambda row: len(row[0]))
     for start in range(0, len(ordered), size):
         yield pad(ordered[start : start + size])

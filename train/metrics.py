@@ -40,9 +40,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole records of a log; a line that a killed run left unfinished is none."""
     records: list[dict[str, Any]] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
+                record = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(record, dict) and "iteration" in record:
+                records.append(record)
     return records

@@ -156,5 +156,6 @@ def documents(source: str) -> Iterator[str]:
 def _texts(rows: object) -> Iterator[str]:
     for row in rows:  # type: ignore[attr-defined]  # an iterable dataset, as streaming asks
         if not isinstance(row.get("text"), str):
-            raise DataError(f'a document has no column "text"; it has {", ".join(row)}')
+            has = ", ".join(column for column, value in row.items() if value is not None)
+            raise DataError(f'a document has no text in a column "text"; it has {has}')
         yield row["text"]

@@ -31,7 +31,7 @@ Rows = list[tuple[str, str]]
 def read_table(config: DataConfig, name: str) -> Rows:
     """(text, label as written in the file) of every row of one table that has a text."""
     path = table_path(config, name)
-    if _plain_name(path).suffix not in KINDS:
+    if _plain_name(path).suffix.lower() not in KINDS:
         raise DataError(f"{path}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
     try:
         with _open(path) as file:
@@ -75,20 +75,20 @@ def table_path(config: DataConfig, name: str) -> Path:
 
 
 def _plain_name(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in (".gz", ".xz") else path
+    return path.with_suffix("") if path.suffix.lower() in (".gz", ".xz") else path
 
 
 def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
-    if path.suffix == ".xz":
+    if path.suffix.lower() == ".xz":
         return io.TextIOWrapper(lzma.open(path), encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
 
 
 def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
     """Where each record stands, and the record: a dictionary by column, or a list."""
-    separator = _SEPARATORS.get(_plain_name(path).suffix)
+    separator = _SEPARATORS.get(_plain_name(path).suffix.lower())
     if separator is None:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -5,6 +5,7 @@ Knows ids and windows; not where the text came from.
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -14,7 +15,7 @@ from train.config import DataConfig
 from train.corpus import Corpus, divided
 from train.shuffle import digest_of
 from train.tables import DataError
-from train.tokens import train_tokenizer
+from train.tokens import ids_of, train_tokenizer
 
 
 class TextDataset:
@@ -50,8 +51,8 @@ class TextDataset:
         return Sizes(vocabulary=self.tokenizer.get_vocab_size())
 
     def _encode(self, text: str) -> Tensor:
-        ids = [i for e in self.tokenizer.encode_batch(_pieces(text)) for i in e.ids]
-        return torch.tensor(ids, dtype=torch.int64)
+        ids = np.concatenate(list(ids_of(self.tokenizer, _pieces(text))))
+        return torch.from_numpy(ids.astype(np.int64))
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
         return drawn_windows(self.train_ids, self.window, iteration, size, seed)

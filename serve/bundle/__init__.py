@@ -10,6 +10,7 @@ from serve.bundle.latency import Latency, LatencyEntry, Machine
 from serve.bundle.manifest import (
     LATENCY_FILE,
     MANIFEST_FILE,
+    MAX_RUNGS,
     SCHEMA_VERSION,
     Manifest,
     Precision,
@@ -39,6 +40,7 @@ __all__ = [
     "EVALUATIONS_PER_STEP",
     "LATENCY_FILE",
     "MANIFEST_FILE",
+    "MAX_RUNGS",
     "METHODS",
     "MIXED_GROUPS",
     "SCHEMA_VERSION",

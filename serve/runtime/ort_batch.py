@@ -3,7 +3,8 @@
 Knows when to bind which buffer; which rows there are, and why, is the engine's affair.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import count
 from typing import final
@@ -58,8 +59,9 @@ class OrtDecodeBatch:
         self._rooms: list[int] = []  # positions that each row may come to have
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
         self._slots: dict[int, list[ort.OrtValue]] = {}
-        # Of calls that are bound to the caches, each to be forgotten once these have moved.
-        self.forget_calls: list[Callable[[], object]] = []
+        # Of calls that are bound to the caches, each to be forgotten once these have moved or gone.
+        self.forget_calls: dict[Hashable, Callable[[], object]] = {}
+        weakref.finalize(self, _forget, self.forget_calls).atexit = False
 
     @property
     def lengths(self) -> list[int]:
@@ -205,8 +207,7 @@ class OrtDecodeBatch:
     def _moved(self) -> None:
         self._crossing = None
         self._slots.clear()
-        while self.forget_calls:
-            self.forget_calls.pop()()
+        _forget(self.forget_calls)
         self.version = next(_VERSIONS)
 
     def _longest(self) -> int:
@@ -255,6 +256,11 @@ class OrtDecodeBatch:
             self.width,
             self._vocab_size,
         )
+
+
+def _forget(calls: dict[Hashable, Callable[[], object]]) -> None:
+    while calls:
+        calls.popitem()[1]()
 
 
 def _one(past: int) -> npt.NDArray[np.int32]:

@@ -93,7 +93,7 @@ class OrtMix:
                 session, self._sessions, self._names, going, self.most_batches
             )
             for one in going:  # a call that is kept would keep the caches of rows that have left
-                one.forget_calls.append(partial(self._calls.pop, key, None))
+                one.forget_calls[key] = partial(self._calls.pop, key, None)
         call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:

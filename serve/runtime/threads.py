@@ -4,7 +4,7 @@ Knows neither rows nor graphs.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar, final
 
 ItemT = TypeVar("ItemT")
@@ -26,8 +26,10 @@ class Threads:
             return [call(first)]
         if self._others is None:
             self._others = ThreadPoolExecutor(self.most - 1, "rows")
-        others = [self._others.submit(call, item) for item in more]
+        others: list[Future[AnswerT]] = []
         try:
+            for item in more:
+                others.append(self._others.submit(call, item))  # may be refused a thread
             own = call(first)
         finally:
             wait(others)

@@ -170,20 +170,14 @@ class Scheduler(Generic[WorkT]):
 
     def busy_turns(self, but: str = "") -> list[Turn]:
         """The turns with something to do, now or once there is room, of all models but one."""
-        busy: list[Turn] = [
-            (key, "classify") for key in self._classifying.busy() if key.model != but
-        ]
+        busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
         for key, lane in self._generate.items():
-            if key.model == but:
-                continue
             if lane.rows:
                 busy.append((key, "decode"))
             if lane.reading or lane.returning or lane.waiting:
                 busy.append((key, "prefill"))
-        for key, one in self._search.items():
-            if key.model != but and (one.running or one.waiting):
-                busy.append((key, "search"))
-        return busy
+        busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
+        return [turn for turn in busy if turn[0].model != but]
 
     def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
         """The jobs in the lane's decode batch, in the order of its rows."""
@@ -191,18 +185,16 @@ class Scheduler(Generic[WorkT]):
 
     def close(self, model: str) -> bool:
         """Have no lanes of this model any more; False while there is something left in them."""
-        generate = [key for key in self._generate if key.model == model]
-        search = [key for key in self._search if key.model == model]
-        if (
-            any(job.lane.model == model for job in self._live.values())
-            or any(self._generate[key].occupants() for key in generate)
-            or any(self._search[key].occupants() for key in search)
-        ):
+        lanes: dict[LaneKey, GenerateLane[WorkT] | SearchLane[WorkT]] = {}
+        lanes |= {**self._generate, **self._search}
+        own = [key for key in lanes if key.model == model]
+        if any(job.lane.model == model for job in self._live.values()):
             return False
-        for key in generate:
-            del self._generate[key]
-        for key in search:
-            del self._search[key]
+        if any(lanes[key].occupants() for key in own):
+            return False
+        for key in own:
+            self._generate.pop(key, None)
+            self._search.pop(key, None)
         self._decodings.pop(model, None)
         self._classifying.close(model)
         self._turns = deque(turn for turn in self._turns if turn[0].model != model)

@@ -8,6 +8,7 @@ import pytest
 
 from serve.bundle import MIXED_GROUPS
 from serve.runtime import Leg, OpenedModel, SteppedBatch, open_model
+from serve.runtime.kv_cache import RowCaches
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
 from serve.runtime.protocol import FloatArray, IntArray
@@ -216,7 +217,9 @@ def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: Opened
     assert missed[0] > missed[3] > missed[6] > 0
 
 
-def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, lost: bool) -> None:
+    """Nor those of a batch that was dropped whole, as it is after a failed call."""
     mix = model.mix()
     assert mix is not None
     kept = []
@@ -236,7 +239,10 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel) -> 
         mix.advance(batches[1:])
         batches[1].end()
         for batch in batches:
-            batch.remove(0)
+            if not lost:
+                batch.remove(0)
+        del batch, opened, legs
+        batches.clear()
     gc.collect()
     assert all(block() is None for block in kept)
 
@@ -250,3 +256,22 @@ def test_a_short_row_leaves_the_others_their_room(model: OpenedModel) -> None:
             pass
         batch.join(reading)
     assert batch._caches.capacity == MAX_TOKENS
+
+
+def test_a_batch_goes_on_where_memory_cannot_be_given_back(
+    model: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    batch = model.decoder(2).open_batch()
+    for seed in range(8):
+        batch.add(prompt(model, 5, seed))
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCaches, "_resize", no_memory)
+        for row in range(7, 0, -1):
+            batch.remove(row)
+    other = model.decoder(2).open_batch()
+    other.add(prompt(model, 5, 0))
+    token = np.array([3])
+    assert np.array_equal(batch.step(token), other.step(token))

@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_runs import tiny_image_recipe, tiny_text_run, trained
-from train import generators
-from train.checkpoint import read_facts
+from train import generators, tokens
 from train.config import DataConfig
-from train.data import check_same_meaning, open_dataset
-from train.evaluate import evaluate_run
+from train.data import open_dataset
 from train.labelled import LabelledDataset
 from train.recipe_file import load_recipe
 from train.tables import DataError, read_table
 from train.text import TextDataset
-from train.tokens import cut, train_tokenizer
+from train.tokens import cut, ids_of, train_tokenizer
 
 ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
 
@@ -104,58 +101,6 @@ def labelled(count: int = 200) -> LabelledDataset:
     return LabelledDataset(rows(count), None, config, 16, None, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b"text,label\ngood, really,pos\n", "row 1: 3 cells, but the header has 2: .*quotes"),
-        (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
-        (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
-        (b'text,label\n"   ",pos\n', "no rows"),
-        (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
-        (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
-        (b'text,label\n"good,pos\nbad,neg\nfine,pos\n', "is a quote of a text never closed"),
-    ],
-)
-def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
-    (tmp_path / "t.csv").write_bytes(data)
-    with pytest.raises(DataError, match=sentence):
-        read_table(table(str(tmp_path)), "t.csv")
-
-
-def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": null, "label": 1}')
-    with pytest.raises(DataError, match="line 1: text is null"):
-        read_table(table(str(tmp_path)), "t.jsonl")
-    for name in ("t.jsonl.gz", "t.jsonl.xz"):
-        (tmp_path / name).write_bytes(b"no archive")
-        with pytest.raises(DataError, match="cannot be read"):
-            read_table(table(str(tmp_path)), name)
-
-
-def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftext,label\ngood,pos\n")
-    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
-
-
-def test_rows_without_text_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "t.csv").write_text('text,label\n"",pos\ngood,pos\n')
-    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
-    assert "left out 1 rows without text" in caplog.text
-
-
-def test_one_class_and_repeated_labels_are_refused() -> None:
-    same = [(text, "pos") for text, _ in rows(50)]
-    with pytest.raises(DataError, match="every row has the label 'pos'"):
-        LabelledDataset(same, None, pieces(), 16, None, seed=0)
-    twice = DataConfig(
-        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "a"), values=("0", "1")
-    )
-    with pytest.raises(DataError, match=r"data\.labels must differ"):
-        LabelledDataset(rows(50), None, twice, 16, None, seed=0)
-
-
 def test_strings_longer_than_the_window_are_refused() -> None:
     with pytest.raises(DataError, match=r"model\.window 16 is too small for data\.longest 15"):
         open_dataset(load_recipe("parity", ["data.longest=15"]))
@@ -181,14 +126,6 @@ def test_batches_depend_on_seed_and_iteration_alone() -> None:
     assert not torch.equal(text.batch(5, 4, 0).inputs[0], text.batch(5, 4, 1).inputs[0])
 
 
-def test_unknown_labels_are_refused() -> None:
-    config = DataConfig(
-        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "b"), values=("0", "9")
-    )
-    with pytest.raises(DataError, match=r"label '1' is not one of 0, 9.*data\.values"):
-        LabelledDataset(rows(50), None, config, 16, None, seed=0)
-
-
 def test_held_out_windows_cover_the_end_of_a_corpus_once() -> None:
     text = "".join(chr(97 + i % 26) for i in range(1000))
     data = TextDataset(text, DataConfig(kind="text", held_out=0.2), 16, None)
@@ -208,28 +145,6 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
         open_dataset(load_recipe("shakespeare", data=str(tmp_path / "bytes.txt")))
 
 
-def test_a_run_is_not_measured_on_data_that_means_something_else(tmp_path: Path) -> None:
-    recipe = tiny_image_recipe(tmp_path, "optim.iterations=2", "run.evaluate_every=2")
-    run = trained(recipe, tmp_path)
-    assert evaluate_run(run, [1], data=str(tmp_path)).rows
-    other = tmp_path / "other"
-    other.mkdir()
-    with np.load(tmp_path / "data.npz") as arrays:
-        np.savez(other / "data.npz", images=arrays["images"] // 4, classes=arrays["classes"])
-    with pytest.raises(DataError, match="not the images it was trained on"):
-        evaluate_run(run, [1], data=str(other))
-    facts = read_facts(run)
-    fixed = load_recipe(
-        str(tmp_path / "recipe.toml"), ["data.mean=[0.4]", "data.std=[0.2]"], str(other)
-    )
-    check_same_meaning(open_dataset(fixed), fixed, facts)
-    renamed = load_recipe(
-        str(tmp_path / "recipe.toml"), ['data.labels=["right", "left", "both"]'], str(tmp_path)
-    )
-    with pytest.raises(DataError, match="trained on left, right, both"):
-        check_same_meaning(open_dataset(renamed), renamed, facts)
-
-
 def test_tokenizers_round_trip() -> None:
     text = "To be,\nor not — to be? 😀"
     for kind in ("chars", "bpe"):
@@ -240,37 +155,28 @@ def test_tokenizers_round_trip() -> None:
     assert low.encode("GOOD FILM").ids == low.encode("good<br />film").ids
 
 
-def test_marks_in_a_text_are_characters() -> None:
-    texts = ["the <s>old</s> price", "<pad> and <unk> and the"] * 3
-    for kind in ("bpe", "words", "chars"):
-        tokenizer = train_tokenizer(texts, kind, 300, False)
-        marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", "<pad>", "<|endoftext|>")}
-        assert not marks & set(tokenizer.encode(texts[0]).ids), kind
-        assert tokenizer.token_to_id("<pad>") not in tokenizer.encode("<pad>").ids, kind
+@pytest.mark.parametrize(
+    ("ids", "window", "head", "tail", "kept"),
+    [
+        ([1, 2, 3], 5, 0, 0, [1, 2, 3]),
+        ([1, 2, 3, 4, 5], 3, 0, 0, [1, 2, 3]),
+        ([1, 2, 3, 4, 5], 3, 1, 2, [1, 4, 5]),
+        ([1, 2, 3, 4, 5], 3, 3, 0, [1, 2, 3]),
+    ],
+)
+def test_cutting_keeps_both_ends(
+    ids: list[int], window: int, head: int, tail: int, kept: list[int]
+) -> None:
+    assert cut(np.array(ids, np.int32), window, head, tail).tolist() == kept
 
 
-def test_a_text_of_unknown_characters_is_no_measure(tmp_path: Path) -> None:
-    run = tiny_text_run(tmp_path)
-    other = tmp_path / "other.txt"
-    other.write_text((tmp_path / "corpus.txt").read_text().replace("j", "é"), encoding="utf-8")
-    with pytest.raises(DataError, match="characters that the model was not trained on"):
-        evaluate_run(run, [1], data=str(other))
-
-
-def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    recipe = tiny_image_recipe(tmp_path)
-    dataset = open_dataset(recipe)
-    sizes = {"channels": 1, "height": 99, "width": 8, "dimensions": 0}
-    facts = {"labels": list(dataset.labels or []), "sizes": sizes}
-    with pytest.raises(DataError, match="trained on channels 1, height 99, width 8"):
-        check_same_meaning(dataset, recipe, facts)
-
-
-def test_cutting_keeps_both_ends() -> None:
-    assert cut([1, 2, 3], 5, 0, 0) == [1, 2, 3]
-    assert cut([1, 2, 3, 4, 5], 3, 0, 0) == [1, 2, 3]
-    assert cut([1, 2, 3, 4, 5], 3, 1, 2) == [1, 4, 5]
-    assert cut([1, 2, 3, 4, 5], 3, 3, 0) == [1, 2, 3]
+def test_texts_are_encoded_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["to be", "", "or not to be", "that"] * 3
+    tokenizer = train_tokenizer(texts, "chars")
+    whole = [each.tolist() for each in ids_of(tokenizer, texts)]
+    assert whole == [tokenizer.encode(text).ids for text in texts]
+    monkeypatch.setattr(tokens, "AT_ONCE", 10)
+    assert [each.tolist() for each in ids_of(tokenizer, texts)] == whole
 
 
 def test_parity_is_parity() -> None:

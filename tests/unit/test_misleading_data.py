@@ -1,0 +1,195 @@
+"""Data that would mislead in silence: refused, or told apart from what a model was trained on."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, trained
+from tests.unit.test_training_data import pieces, rows, table
+from train.__main__ import main
+from train.checkpoint import read_facts
+from train.config import DataConfig
+from train.data import check_same_meaning, open_dataset
+from train.evaluate import evaluate_run
+from train.labelled import LabelledDataset
+from train.metrics import read_metrics
+from train.recipe_file import load_recipe
+from train.tables import DataError, read_table
+from train.tokens import train_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"text,label\ngood, really,pos\n", "row 1: 3 cells, but the header has 2: .*quotes"),
+        (b"text,label\ngood\n", "row 1: 1 cells, but the header has 2"),
+        (b"text,label\ncaf\xe9,pos\n", "not UTF-8"),
+        (b'text,label\n"   ",pos\n', "no rows"),
+        (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
+        (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
+        (b'text,label\n"good,pos\nbad,neg\nfine,pos\n', "is a quote of a text never closed"),
+    ],
+)
+def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
+    (tmp_path / "t.csv").write_bytes(data)
+    with pytest.raises(DataError, match=sentence):
+        read_table(table(str(tmp_path)), "t.csv")
+
+
+def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": null, "label": 1}')
+    with pytest.raises(DataError, match="line 1: text is null"):
+        read_table(table(str(tmp_path)), "t.jsonl")
+    for name in ("t.jsonl.gz", "t.jsonl.xz"):
+        (tmp_path / name).write_bytes(b"no archive")
+        with pytest.raises(DataError, match="cannot be read"):
+            read_table(table(str(tmp_path)), name)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftext,label\ngood,pos\n")
+    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
+
+
+def test_rows_without_text_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "t.csv").write_text('text,label\n"",pos\ngood,pos\n')
+    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
+    assert "left out 1 rows without text" in caplog.text
+
+
+def test_one_class_and_repeated_labels_are_refused() -> None:
+    same = [(text, "pos") for text, _ in rows(50)]
+    with pytest.raises(DataError, match="every row has the label 'pos'"):
+        LabelledDataset(same, None, pieces(), 16, None, seed=0)
+    twice = DataConfig(
+        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "a"), values=("0", "1")
+    )
+    with pytest.raises(DataError, match=r"data\.labels must differ"):
+        LabelledDataset(rows(50), None, twice, 16, None, seed=0)
+
+
+def test_unknown_labels_are_refused() -> None:
+    config = DataConfig(
+        kind="table", tokenizer="bpe", vocabulary=300, labels=("a", "b"), values=("0", "9")
+    )
+    with pytest.raises(DataError, match=r"label '1' is not one of 0, 9.*data\.values"):
+        LabelledDataset(rows(50), None, config, 16, None, seed=0)
+
+
+def test_a_run_is_not_measured_on_data_that_means_something_else(tmp_path: Path) -> None:
+    recipe = tiny_image_recipe(tmp_path, "optim.iterations=2", "run.evaluate_every=2")
+    run = trained(recipe, tmp_path)
+    assert evaluate_run(run, [1], data=str(tmp_path)).rows
+    other = tmp_path / "other"
+    other.mkdir()
+    with np.load(tmp_path / "data.npz") as arrays:
+        np.savez(other / "data.npz", images=arrays["images"] // 4, classes=arrays["classes"])
+    with pytest.raises(DataError, match="not the images it was trained on"):
+        evaluate_run(run, [1], data=str(other))
+    facts = read_facts(run)
+    fixed = load_recipe(
+        str(tmp_path / "recipe.toml"), ["data.mean=[0.4]", "data.std=[0.2]"], str(other)
+    )
+    check_same_meaning(open_dataset(fixed), fixed, facts)
+    renamed = load_recipe(
+        str(tmp_path / "recipe.toml"), ['data.labels=["right", "left", "both"]'], str(tmp_path)
+    )
+    with pytest.raises(DataError, match="trained on left, right, both"):
+        check_same_meaning(open_dataset(renamed), renamed, facts)
+
+
+def test_marks_in_a_text_are_characters() -> None:
+    texts = ["the <s>old</s> price", "<pad> and <unk> and the"] * 3
+    for kind in ("bpe", "words", "chars"):
+        tokenizer = train_tokenizer(texts, kind, 300, False)
+        marks = {tokenizer.token_to_id(mark) for mark in ("<s>", "</s>", "<pad>", "<|endoftext|>")}
+        assert not marks & set(tokenizer.encode(texts[0]).ids), kind
+        assert tokenizer.token_to_id("<pad>") not in tokenizer.encode("<pad>").ids, kind
+
+
+def test_a_text_of_unknown_characters_is_no_measure(tmp_path: Path) -> None:
+    run = tiny_text_run(tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text((tmp_path / "corpus.txt").read_text().replace("j", "é"), encoding="utf-8")
+    with pytest.raises(DataError, match="characters that the model was not trained on"):
+        evaluate_run(run, [1], data=str(other))
+
+
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    recipe = tiny_image_recipe(tmp_path)
+    dataset = open_dataset(recipe)
+    sizes = {"channels": 1, "height": 99, "width": 8, "dimensions": 0}
+    facts = {"labels": list(dataset.labels or []), "sizes": sizes}
+    with pytest.raises(DataError, match="trained on channels 1, height 99, width 8"):
+        check_same_meaning(dataset, recipe, facts)
+
+
+@pytest.mark.parametrize("name", ["t.CSV", "t.Tsv", "t.JSONL", "t.jsonl.GZ"])
+def test_the_case_of_a_suffix_means_nothing(tmp_path: Path, name: str) -> None:
+    separator = "\t" if "sv" in name and "T" in name else ","
+    text = f"text{separator}label\ngood{separator}pos\n"
+    if "JSONL" in name.upper():
+        text = json.dumps({"text": "good", "label": "pos"})
+    data = gzip.compress(text.encode()) if name.endswith("GZ") else text.encode()
+    (tmp_path / name).write_bytes(data)
+    assert read_table(table(str(tmp_path)), name) == [("good", "pos")]
+
+
+def test_a_text_in_the_column_of_labels_is_no_class() -> None:
+    long = [(text, "x" * 1001 if label == "1" else "0") for text, label in rows(50)]
+    with pytest.raises(DataError, match=r"a label of 1001 characters.*the right column\?"):
+        LabelledDataset(long, None, pieces(), 16, None, seed=0)
+
+
+def test_one_value_is_blamed_on_the_setting() -> None:
+    with pytest.raises(DataError, match=r"data\.values is '0' alone: a classifier needs two"):
+        LabelledDataset(rows(50), None, pieces(values=("0",)), 16, None, seed=0)
+
+
+def test_a_column_and_a_class_may_be_numbers() -> None:
+    recipe = load_recipe("sentiment", ["data.label=0", "data.text=[1, 2]", "data.values=[3, 4]"])
+    assert (recipe.data.label, recipe.data.text) == ("0", ("1", "2"))
+    assert recipe.data.values == ("3", "4")
+
+
+def test_a_training_that_is_refused_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    run = tmp_path / "run"
+    data = str(tmp_path / "short.txt")
+    assert main(["train", "shakespeare", "--data", data, "--out", str(run)]) == 2
+    assert "the corpus is too short" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_rows_that_came_later_are_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_text_run(tmp_path)
+    evaluate_run(run, [1], rows=2)
+    assert "not the data it was trained on" not in caplog.text
+    with (tmp_path / "corpus.txt").open("a") as corpus:
+        corpus.write("jump over it. " * 10)
+    evaluate_run(run, [1], rows=2)
+    assert "not the data it was trained on" in caplog.text
+
+
+def test_a_log_with_foreign_lines_is_read_without_them(tmp_path: Path) -> None:
+    record = {"iteration": 1, "loss": 2.0}
+    lines = [json.dumps(record).encode(), b"null", b"7", b"\xff\xfe", b'{"loss": 1}', b"[1]"]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record]
+
+
+def test_figures_are_kept_where_no_picture_can_be(tmp_path: Path) -> None:
+    run = tiny_label_run(tmp_path)
+    (run / "quality.png").mkdir()
+    figures = tmp_path / "figures.json"
+    assert main(["evaluate", str(run), "--steps", "1", "--json", str(figures)]) == 2
+    assert json.loads(figures.read_text())["rows"]
