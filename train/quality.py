@@ -4,6 +4,7 @@ Knows batches and logits; which splits and step counts matter is the caller's bu
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -32,10 +33,11 @@ class Tally:
     """Quality of one way of answering, gathered batch by batch."""
 
     def __init__(self) -> None:
-        # Of each row, the independent unit of the interval:
-        self._losses: list[Tensor] = []  # sums over what counts in it
-        self._counts: list[Tensor] = []
-        self._hits: list[Tensor] = []  # right answers
+        # Of each row, the independent unit of the interval. No tensors: small ones that stay would
+        # stand between the large ones of the next batches, and memory would grow to many times.
+        self._losses = array("d")  # sums over what counts in it
+        self._counts = array("d")
+        self._hits = array("d")  # right answers
         self._rows = 0
         self._cost = 0.0
 
@@ -43,32 +45,37 @@ class Tally:
         flat, targets = logits.float().reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
         each = F.cross_entropy(flat, targets, reduction="none", ignore_index=IGNORED)
         counted = (batch.targets != IGNORED).view(batch.rows, -1)
-        self._losses.append(each.view(batch.rows, -1).sum(1).cpu())
-        self._counts.append(counted.sum(1).cpu())
-        self._hits.append((flat.argmax(-1) == targets).view(batch.rows, -1).sum(1).cpu())
+        hits = (flat.argmax(-1) == targets).view(batch.rows, -1)
+        self._losses.extend(each.view(batch.rows, -1).sum(1).tolist())
+        self._counts.extend(counted.sum(1).tolist())
+        self._hits.extend(hits.sum(1).tolist())
         self._rows += batch.rows
         self._cost += cost * batch.rows
 
     def per_row(self, labelled: bool) -> Tensor:
         """What each row (R,) adds to the quality, whose mean it is: what pairs are compared by."""
         if labelled:
-            return torch.cat(self._hits).double()
-        losses, counts = torch.cat(self._losses).double(), torch.cat(self._counts).double()
+            return _tensor(self._hits)
+        losses, counts = _tensor(self._losses), _tensor(self._counts)
         return losses / counts.mean()
 
     def quality(self, labelled: bool) -> Quality:
-        losses, counts = torch.cat(self._losses).double(), torch.cat(self._counts).double()
+        losses, counts = _tensor(self._losses), _tensor(self._counts)
         rows, tokens = self._rows, int(counts.sum())
         loss = float(losses.sum()) / tokens
         cost = self._cost / rows
         if labelled:
-            hits = int(torch.cat(self._hits).sum())
+            hits = int(sum(self._hits))
             low, high = wilson(hits, rows)
             return Quality("accuracy", hits / rows, low, high, rows, loss, cost)
         # A ratio of two sums over rows; where all rows count alike, the spread of their means.
         apart = (losses - loss * counts) / counts.mean()
         spread = Z95 * float(apart.std()) / math.sqrt(rows) if rows > 1 else math.inf
         return Quality("loss", loss, loss - spread, loss + spread, tokens, loss, cost)
+
+
+def _tensor(values: "array[float]") -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def measure(
