@@ -17,7 +17,7 @@ stepdial train sentiment --data "$data/imdb" --out "$runs/sentiment"
 stepdial train topics --data "$data/ag_news" --out "$runs/topics"
 
 # As many velocity evaluations, so the same training time, for the language model; 1,500 iterations,
-# two to three epochs, for the classifiers, which is half of what the any-step models got.
+# two to three epochs, for the classifiers: as many as `sentiment` got, half of what `topics` got.
 stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" \
     --out "$runs/shakespeare-discrete" "${discrete[@]}" --set optim.iterations=9800
 stepdial train sentiment --data "$data/imdb" \
