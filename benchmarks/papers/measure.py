@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.machine import command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
-from train.checkpoint import METRICS, load_run
+from train.checkpoint import METRICS, RunError, load_run
 from train.evaluate import Report, evaluate_run, methods_named
 
 CURVE_MOMENTS = 60
@@ -23,6 +23,8 @@ CURVE_MOMENTS = 60
 
 def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
+    for run in parsed.runs:
+        _check_ended(run)
     for run in parsed.runs:
         counts = [int(count) for count in parsed.steps.split(",")]
         methods = methods_named(parsed.methods) if parsed.methods else None
@@ -33,6 +35,14 @@ def main(arguments: Sequence[str]) -> int:
         for point in one.points:
             print(f"  {point.method:>8} {point.steps or '':>3} {point.metric} {point.value:.4f}")
     return 0
+
+
+def _check_ended(folder: Path) -> None:
+    """Half a training would pass for what its recipe can do."""
+    run = load_run(folder)
+    done, wanted = run.facts["iteration"], run.recipe.optim.iterations
+    if done < wanted:
+        raise RunError(f"{folder} has done {done} of {wanted} iterations: go on with it first")
 
 
 def measured(folder: Path, group: str | None, report: Report, command: str) -> Measured:
