@@ -30,7 +30,7 @@ from serve.runtime import open_model
 from serve.runtime.interface import cache_names
 from serve.runtime.ort_crossing import OrtCrossing
 from serve.runtime.ort_steps import open_steps
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.protocol import CacheArray, FloatArray, IntArray
 from train.model import Stepped
 
 NAME = "decode"
@@ -39,6 +39,7 @@ CACHED_TORCH, WHOLE_TORCH = "torch, with caches", "torch, recomputing the window
 WHOLE_FP32, WHOLE_INT8 = "fp32, recomputing the window", "int8, recomputing the window"
 SERIAL_FP32, SERIAL_INT8 = "fp32, row after row", "int8, row after row"
 FP32, INT8, LIMIT = "fp32", "int8", "limit: reading the float32 weights"
+SMALL = "int8, 8-bit caches"
 LEAST_MS = 40.0
 
 Way = tuple[str, int]  # what, and its rows
@@ -58,12 +59,13 @@ def measure(quick: bool, provenance: Provenance) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         made = reference.bundles(origin, Path(folder), (steps,))
         fp32, int8 = made["fp32"], made["int8"]
+        small = reference.bundles(origin, Path(folder), (steps,), small_caches=True)["int8"]
         calls = _torch_calls(origin.model, steps, context, batches, origin.recipe.model.window)
-        for bundle, names in (
-            (fp32, (FP32, SERIAL_FP32, WHOLE_FP32)),
-            (int8, (INT8, SERIAL_INT8, WHOLE_INT8)),
-        ):
-            calls |= _our_calls(bundle, context, batches, names)
+        ways = ((fp32, FP32, SERIAL_FP32), (int8, INT8, SERIAL_INT8), (small, SMALL, None))
+        for bundle, together, serial in ways:
+            calls |= _our_calls(bundle, context, batches, together, serial)
+        for bundle, whole in ((fp32, WHOLE_FP32), (int8, WHOLE_INT8)):
+            calls[whole, 1] = _recomputing(bundle)
         read_bytes = {FP32: _bytes_read(fp32), INT8: _bytes_read(int8)}
         calls[LIMIT, 1] = _fastest_reading(read_bytes[FP32] // steps)
         difference = _largest_difference(origin, fp32, steps, context)
@@ -98,17 +100,19 @@ def _torch_calls(
 
 
 def _our_calls(
-    bundle: Bundle, context: int, batches: tuple[int, ...], names: tuple[str, str, str]
+    bundle: Bundle, context: int, batches: tuple[int, ...], together: str, serial: str | None
 ) -> Calls:
-    """Ours of one precision: a batch, row after row, and the whole window."""
-    together, serial, whole = names
+    """Ours of one precision: a batch, and row after row."""
     manifest, sessions = bundle.manifest, open_steps(bundle, threads=1)
     shape, vocabulary = manifest.shape, manifest.text_tokenizer.vocab_size
     slots = cache_names(sessions.stages, shape.layers)
     most, steps = batches[-1], manifest.full_steps
     draw = np.random.default_rng(0)
     size = (most, shape.heads, context, shape.head_width)
-    caches = [draw.standard_normal(size, dtype=np.float32) for _ in range(steps * len(slots))]
+    floats = [draw.standard_normal(size, dtype=np.float32) for _ in range(steps * len(slots))]
+    caches: list[CacheArray] = [*floats]
+    if manifest.cache == "kv_int8":
+        caches = [(20 * each).astype(np.int8) for each in floats]
 
     def crossing(first: int, rows: int) -> OrtCrossing:
         return OrtCrossing(
@@ -124,10 +128,17 @@ def _our_calls(
 
     alone = [crossing(row, 1) for row in range(most)]
     calls: Calls = {(together, rows): crossing(0, rows).run for rows in batches}
-    calls[serial, most] = lambda: [one.run() for one in alone]
-    window = np.ones((1, manifest.text_input.max_tokens), dtype=np.int64)  # (1, N)
-    calls[whole, 1] = partial(open_model(bundle, threads=1).unrolled(steps).forward, window)
+    if serial is not None:
+        calls[serial, most] = lambda: [one.run() for one in alone]
     return calls
+
+
+def _recomputing(bundle: Bundle) -> Callable[[], object]:
+    """The whole window of a rung without caches."""
+    manifest = bundle.manifest
+    window = np.ones((1, manifest.text_input.max_tokens), dtype=np.int64)  # (1, N)
+    rung = open_model(bundle, threads=1).unrolled(manifest.full_steps)
+    return partial(rung.forward, window)
 
 
 def _sample(call: Callable[[], object], least_ms: float) -> Times:
@@ -216,6 +227,8 @@ def _targets(timed: Mapping[Way, list[Times]], most: int, difference: float) -> 
         Target("torch recomputing, of fp32", ratio(WHOLE_TORCH, FP32), ">=", 25, "times"),
         Target("ours recomputing, of fp32", ratio(WHOLE_FP32, FP32), ">=", 25, "times"),
         Target("fp32 of int8 at batch 1", ratio(FP32, INT8), ">=", 2.3, "times"),
+        Target("fp32 of int8 with 8-bit caches at batch 1", ratio(FP32, SMALL), ">=", 2.3, "times"),
+        Target("torch with caches, of int8", ratio(CACHED_TORCH, INT8), ">=", 2.5, "times"),
         Target(f"{most} rows in turn, of a batch", serial, ">=", 3, "times"),
         Target("largest difference of a logit from torch", difference, "<=", 1e-4),
     ]

@@ -77,7 +77,7 @@ def test_overhead_compares_the_same_work(bundles: list[Bundle], tmp_path: Path) 
 
 def test_speed_is_measured_in_every_way_and_answers_are_right(tmp_path: Path) -> None:
     decoding = _run(decode, "decode", [], tmp_path)
-    assert len(decoding.tables[0].rows) == 3 * 2 + 1 + 2 * 2 + 1
+    assert len(decoding.tables[0].rows) == 3 * 2 + 1 + 3 * 2 + 1
     classifying = _run(classify_speed, "classify_speed", [], tmp_path)
     assert len(classifying.tables[0].rows) == 2 + 2 * 2 + 1
     for result in (decoding, classifying):
