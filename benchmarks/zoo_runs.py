@@ -73,7 +73,11 @@ def make_run(bundle: Bundle, data: str, folder: Path) -> None:
 def _fill(model: Stepped, bundle: Bundle) -> None:
     rung = bundle.manifest.rungs[0]
     graph = onnx.load(bundle.folder / rung.graph).graph
-    found = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    # Newer exports name what attention is wrapped in while it is exported.
+    found = {
+        one.name.replace(".attention.attention.", ".attention."): numpy_helper.to_array(one)
+        for one in graph.initializer
+    }
     used = [node.input[1] for node in graph.node if node.op_type == "MatMul"]
     products = [found[name] for name in used if re.search(r"\.val_\d+$", name)]
     slices = [found[name] for name in found if re.search(r"\.slice_\d+$", name)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import again
 from benchmarks.papers import screen as command
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.page import render
@@ -127,3 +128,23 @@ def test_an_unknown_variant_is_refused_with_the_names(
     with pytest.raises(SystemExit):
         command.main(["mnist", "--only", "fixed-9"])
     assert "fixed-8" in capsys.readouterr().err
+
+
+def test_a_kept_run_is_trained_again_with_another_seed_or_changed(
+    tried: tuple[list[Measured], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (_, first, _), folder = tried
+    kept = folder / "kept"
+    rest = ["--out", str(folder / "runs"), "--results", str(kept)]
+    assert again.main([first.group, "--seeds", "0", "1", *rest]) == 0
+    second = Measured.read(kept / f"{first.group}-1.json")
+    expected = {**first.recipe, "run": {**first.recipe["run"], "seed": 1}}
+    assert second.recipe == expected and second.evaluations == first.evaluations
+    ways = [(point.method, point.steps) for point in first.points]
+    assert [(point.method, point.steps) for point in second.points] == ways
+
+    shorter = ["--name", "shorter", "--set", "optim.iterations=3", "--set", "optim.warmup=1"]
+    assert again.main([first.group, *shorter, *rest]) == 0
+    assert Measured.read(kept / "shorter-0.json").iterations == 3
+    assert again.main(["never", *rest]) == 2
+    assert f"no record of 'never' in {kept}: there are shorter, " in capsys.readouterr().err
