@@ -89,6 +89,13 @@ class Measured:
                 return point
         return None
 
+    def need(self, steps: int) -> Point:
+        """The point of a step count that must have been measured."""
+        point = self.at(steps)
+        if point is None:
+            raise ValueError(f"{self.name} was not measured at {steps} steps")
+        return point
+
     @property
     def trained_method(self) -> str:
         return str(self.recipe["steps"]["method"])

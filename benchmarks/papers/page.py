@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT
+from benchmarks.papers.frontier import frontier_section
 from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.plots import draw_curves, draw_quality
 from benchmarks.papers.screened import screen_section
@@ -38,9 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     groups = read_all()
-    experiments = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["experiment"]
+    published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    experiments = published["experiment"]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page = render(experiments, groups, read_screens(), read_all(SCREENED))
+    page = render(published, groups, read_screens(), read_all(SCREENED))
     PAGE.write_text(page, encoding="utf-8")
     for experiment in experiments:
         _draw(experiment, groups)
@@ -49,12 +51,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def render(
-    experiments: Sequence[dict[str, Any]],
+    published: Mapping[str, Any],
     groups: Groups,
     screens: Mapping[str, Screen],
     screened: Groups,
 ) -> str:
     """The text of the page."""
+    experiments: Sequence[dict[str, Any]] = published["experiment"]
     named = {group for experiment in experiments for group in experiment["runs"]}
     unknown = sorted(set(groups) - named)
     if unknown:
@@ -63,7 +66,9 @@ def render(
     unknown = sorted(set(screened) - named)
     if unknown:
         raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
-    sections = [_section(experiment, groups) for experiment in experiments]
+    frontier = published.get("frontier")
+    sections = [frontier_section(frontier, groups)] if frontier else []
+    sections += [_section(experiment, groups) for experiment in experiments]
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
 

@@ -14,11 +14,11 @@ from tests.tiny_runs import tiny_label_run
 from train.checkpoint import RECIPE, RunError
 from train.recipe_file import recipe_names
 
-EXPERIMENTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["experiment"]
+PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    rendered = render(EXPERIMENTS, read_all(), read_screens(), read_all(SCREENED))
+    rendered = render(PUBLISHED_FACTS, read_all(), read_screens(), read_all(SCREENED))
     assert PAGE.read_text(encoding="utf-8") == rendered
 
 
@@ -47,7 +47,7 @@ def test_half_a_training_is_not_measured(tmp_path: Path) -> None:
 def test_a_group_that_no_experiment_names_is_refused() -> None:
     ((_, runs), *_) = read_all().items()
     with pytest.raises(ValueError, match="no experiment of published"):
-        render(EXPERIMENTS, {"stray": runs}, {}, {})
+        render(PUBLISHED_FACTS, {"stray": runs}, {}, {})
 
 
 @pytest.mark.parametrize("runs", read_all().values(), ids=read_all())

@@ -17,6 +17,7 @@ from train.ode import METHODS
 pytestmark = pytest.mark.long
 
 SCREENS = read_screens()
+NO_PAPERS: dict[str, list[str]] = {"experiment": []}
 TRIED = Screen(
     name="tried",
     title="a tiny parity",
@@ -110,16 +111,18 @@ def test_the_page_marks_the_best_and_tells_what_diverged(
         dataclasses.replace(one, points=poor),
     )
     shown = {run.group: [run] for run in (sandwich, one, wild)}
-    page = render([], {}, {"tried": TRIED}, shown)
+    page = render(NO_PAPERS, {}, {"tried": TRIED}, shown)
     first = next(line for line in page.splitlines() if line.startswith("| `sandwich` |"))
     second = next(line for line in page.splitlines() if line.startswith("| `one` |"))
     assert first.count("**90.00**") == 4 and "80.00" in second and "**80" not in second
     assert second.split("|")[6].strip() == "–"  # a jump from a single step says nothing
     assert re.search(r"`wild` \(seed 0\) diverged: it is shown as it was after [\d,]+ of", page)
     assert "Not run yet" not in page
-    assert "Not run yet: `one`." in render([], {}, {"tried": TRIED}, dict(list(shown.items())[::2]))
+    assert "Not run yet: `one`." in render(
+        {"experiment": []}, {}, {"tried": TRIED}, dict(list(shown.items())[::2])
+    )
     with pytest.raises(ValueError, match=r"no screen of screens.toml names: \['stray'\]"):
-        render([], {}, {"tried": TRIED}, {"stray": [sandwich]})
+        render(NO_PAPERS, {}, {"tried": TRIED}, {"stray": [sandwich]})
 
 
 def test_an_unknown_variant_is_refused_with_the_names(
