@@ -28,29 +28,17 @@ from serve.scheduler.latency_model import LatencyModel, Series
 
 NAME = "latency_model"
 MOST_ROWS = 16
-AGAIN = 4  # times that each call is repeated
-COLUMNS = (
-    "model",
-    "steps",
-    "calls",
-    "median",
-    "p95",
-    "of the usual time, median",
-    "of the usual time, p95",
-    "same call, median",
-    "same call, p95",
-)
 WANTED_ERROR, WANTED_US = 0.15, 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One call, and the same call again and again."""
+    """One call, and the same call again."""
 
     steps: int
     predicted_s: float
     true_s: float
-    again_s: tuple[float, ...]
+    again_s: float
 
     @property
     def error(self) -> float:
@@ -59,12 +47,7 @@ class Predicted:
     @property
     def noise(self) -> float:
         """The error of whoever says that it takes as long as it just did."""
-        return abs(self.true_s / self.again_s[0] - 1)
-
-    @property
-    def usual_error(self) -> float:
-        """The error beside the usual time, in which the machine's moments hardly count."""
-        return abs(self.predicted_s / median((self.true_s, *self.again_s)) - 1)
+        return abs(self.true_s / self.again_s - 1)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,12 +69,8 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
             if some:
                 rows.append([name, steps, *_errors(some)])
         rows.append([name, "all", *_errors(calls)])
-        for what, errors in (
-            ("a call", [call.error for call in calls]),
-            ("the usual time of a call", [call.usual_error for call in calls]),
-        ):
-            p95 = _p95(sorted(errors))
-            targets.append(Target(f"{name}: p95 error of {what}", p95, "<=", WANTED_ERROR))
+        p95 = _p95(sorted(call.error for call in calls))
+        targets.append(Target(f"{name}: p95 error of a call", p95, "<=", WANTED_ERROR))
         for ahead in AHEAD:
             seconds = classify_seconds(bundle.manifest, latency, ahead, times)
             costs.append((name, DEADLINE, ahead, *_microseconds(seconds)))
@@ -107,10 +86,9 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         what = f"{name}: a decision on {asked}, behind {ahead}"
         targets.append(Target(what, median_us, "<=", WANTED_US, "µs"))
     errors_of = Table(
-        "Error of the prediction, as a share of the true time; of the usual time, which is the "
-        f"median of this call and the same {AGAIN} times more; and the error of taking the time of "
-        "the same call just before, which is what the machine leaves to chance.",
-        COLUMNS,
+        "Error of the prediction, as a share of the true time; beside it the error of taking the "
+        "time of the same call just before, which is what the machine leaves to chance.",
+        ("model", "steps", "calls", "median", "p95", "same call, median", "same call, p95"),
         rows,
     )
     cost_of = Table(
@@ -140,21 +118,19 @@ def _predict(bundle: Bundle, latency: LatencyModel, seconds: float) -> list[Pred
         series = Series(manifest.name, "classify", steps)
         predicted_s = latency.call_s(series, rows, length)
         times_s = []
-        for _ in range(1 + AGAIN):
+        for _ in range(2):
             begun_s = time.perf_counter()
             model.classifier(steps).run(tokens)
             times_s.append(time.perf_counter() - begun_s)
-            latency.observe(series, rows, length, times_s[-1])
+        latency.observe(series, rows, length, times_s[0])  # a server has each once
         if predicted_s is not None:
-            found.append(Predicted(steps, predicted_s, times_s[0], tuple(times_s[1:])))
+            found.append(Predicted(steps, predicted_s, *times_s))
     return found
 
 
 def _errors(calls: Sequence[Predicted]) -> list[Cell]:
-    shares: list[Cell] = [len(calls)]
-    for kind in ("error", "usual_error", "noise"):
-        shares += _shares(sorted(getattr(call, kind) for call in calls))
-    return shares
+    errors, noises = [call.error for call in calls], [call.noise for call in calls]
+    return [len(calls), *_shares(sorted(errors)), *_shares(sorted(noises))]
 
 
 def _shares(ordered: Sequence[float]) -> list[Cell]:

@@ -217,11 +217,15 @@ class _Shape:
         uu_, uv_, uw_ = vv * ww - vw * vw, uw * vw - uv * ww, uv * vw - uw * vv
         vv_, vw_, ww_ = uu * ww - uw * uw, uv * uw - uu * vw, uu * vv - uv * uv
         gain = weight * error / (uu * uu_ + uv * uv_ + uw * uw_)
-        self._factors = [
-            max(0.0, base + base_part * gain * (uu_ * u + uv_ * v + uw_ * w)),
-            max(_LEAST, token + token_part * gain * (uv_ * u + vv_ * v + vw_ * w)),
-            max(0.0, cached + cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)),
-        ]
+        base += base_part * gain * (uu_ * u + uv_ * v + uw_ * w)
+        token += token_part * gain * (uv_ * u + vv_ * v + vw_ * w)
+        cached += cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)
+        self._factors = [max(0.0, base), max(_LEAST, token), max(0.0, cached)]
+        if min(base, token, cached) < 0:
+            # Without what is below 0 they would say more than they have learned.
+            said = base * first + token * second + cached * third
+            ratio = said / self.seconds(rows, length)
+            self._factors = [factor * ratio for factor in self._factors]
 
     def _features(self, rows: int, length: int) -> tuple[float, float, float]:
         tokens = (rows if self._one_each else rows * length) / _SCALE

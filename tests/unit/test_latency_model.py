@@ -42,6 +42,24 @@ def test_predictions_are_near_on_a_machine_that_is_a_little_noisy() -> None:
     assert p95(errors) <= 0.25
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_shape_that_it_does_not_know_does_not_lead_it_astray(seed: int) -> None:
+    # Few rows run on one thread and take longer each: no factors fit. Nothing is known before.
+    model, chance, errors = LatencyModel(), random.Random(seed), []
+    for _ in range(400):
+        steps, rows = chance.choice((1, 2, 4, 8)), chance.randint(1, 16)
+        length = chance.randint(16, 128)
+        seconds = steps * (5e-5 + 9e-6 * rows * length * (1.6 if rows < 4 else 1.0))
+        series = Series("m", "classify", steps)
+        if (predicted := model.call_s(series, rows, length)) is not None:
+            errors.append(abs(predicted / seconds - 1))
+        for _ in range(3):
+            late = 1.5 if chance.random() < 0.05 else 1.0
+            noisy = seconds * chance.lognormvariate(0, 0.08) * late
+            model.observe(series, rows, length, noisy)
+    assert p95(errors[60:]) <= 0.5
+
+
 def test_a_table_is_where_it_starts() -> None:
     machine = Machine("cpu", 2, 2, "runtime")
     points = [(1, 32), (1, 128), (8, 32), (8, 128), (32, 32), (32, 128)]
