@@ -89,7 +89,8 @@ def _costs(kept: Mapping[str, Any]) -> Table:
                 rows.append([name, shown, *(found[key] for key in keys)])
     caption = (
         "What training cost, on one thread: an evaluation is one pass of a batch through the "
-        "velocity, forward and back."
+        "velocity, forward and back. CPU seconds are of several processors, some of them busy with "
+        "other work: compare evaluations."
     )
     return Table(caption, columns, rows)
 
