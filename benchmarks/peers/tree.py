@@ -117,6 +117,8 @@ class Tree:
         # One that is killed lives until the kernel has taken it apart.
         if self.gone_s(_KILL_S) is None:
             raise TimeoutError(f"cannot be killed: {self.members()}")
+        # Its first thread may have gone before the others.
+        self.process.wait(_KILL_S)
 
 
 def start(

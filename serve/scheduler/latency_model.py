@@ -222,10 +222,10 @@ class _Shape:
         cached += cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)
         self._factors = [max(0.0, base), max(_LEAST, token), max(0.0, cached)]
         if min(base, token, cached) < 0:
-            # Without what is below 0 they would say more than they have learned.
+            # Those that are left may say more than was learned: not more than before, too.
             said = base * first + token * second + cached * third
-            ratio = said / self.seconds(rows, length)
-            self._factors = [factor * ratio for factor in self._factors]
+            if (now := self.seconds(rows, length)) > max(predicted, said):
+                self._factors = [factor * said / now for factor in self._factors]
 
     def _features(self, rows: int, length: int) -> tuple[float, float, float]:
         tokens = (rows if self._one_each else rows * length) / _SCALE
