@@ -3,7 +3,8 @@
 Now and then all ways are tried one right after the other, since what else runs on the machine
 changes their times more than they differ; the one that was quickest in most of the last rounds is
 used in between. The fewer rounds are known the sooner the next one comes: one alone may have been
-unlucky. Pure: it is told work and times, and asked what to do next.
+unlucky. The more a round costs the longer the next one may wait: what is far behind is less likely
+to come to the front. Pure: it is told work and times, and asked what to do next.
 """
 
 from collections import deque
@@ -17,6 +18,7 @@ WayT = TypeVar("WayT")
 _ROUNDS = 5  # that the choice is made from
 _FEW = 3
 _SETTLING = 0.25  # of a trial: the change to another way has costs of its own
+_LOSS = 0.002  # of all time, that rounds may cost where there is patience for it
 
 
 @dataclass(slots=True)
@@ -26,12 +28,14 @@ class Trials(Generic[WayT]):
     ways: tuple[WayT, ...]
     trial_work: float
     chosen_work: float  # of the quickest way, between two rounds when a few are known
+    patience: float = 1.0  # how many times that, at most, when the others are far behind
     _best: int = 0
     _rounds: deque[Mapping[WayT, float]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
     _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
     _work: float = 0.0
     _counted: float = 0.0
     _spent_s: float = 0.0
+    _until_next: float = 0.0  # work from one round to the next
 
     @property
     def way(self) -> WayT:
@@ -48,7 +52,7 @@ class Trials(Generic[WayT]):
         settled = self._work >= _SETTLING * self.trial_work
         self._work += work
         if self._all_tried:
-            if self._work >= self.chosen_work * len(self._rounds) / _FEW:
+            if self._work >= self._until_next:
                 self._round, self._work = {}, 0.0
         elif settled:
             self._counted += work
@@ -68,3 +72,8 @@ class Trials(Generic[WayT]):
             self._rounds.append({way: seconds / mean_s for way, seconds in self._round.items()})
             shares = [median(one[way] for one in self._rounds) for way in self.ways]
             self._best = shares.index(min(shares))
+            self._until_next = self.chosen_work * len(self._rounds) / _FEW
+            if len(self._rounds) >= _FEW:
+                lost = self.trial_work * sum(share / min(shares) - 1 for share in shares)
+                most = self.patience * self._until_next
+                self._until_next = max(self._until_next, min(lost / _LOSS, most))

@@ -9,7 +9,7 @@ from serve.scheduler.job import LaneKey, Sharing
 
 # Under way at once, at most: with fewer, a position takes more steps before it drafts.
 _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
-_TRIAL_TOKENS, _CHOSEN_TOKENS = 32, 1024
+_TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE = 32, 1024, 8
 _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
 
 
@@ -23,7 +23,9 @@ class Ways:
     def leads(self, lane: LaneKey) -> Trials[int]:
         """How far a row of this lane runs ahead while it is alone."""
         if lane not in self._leads:
-            self._leads[lane] = Trials(leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS)
+            self._leads[lane] = Trials(
+                leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE
+            )
         return self._leads[lane]
 
     def sharing(self, model: str, most_lanes: int, sides: int) -> Trials[Sharing]:

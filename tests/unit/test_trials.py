@@ -84,3 +84,13 @@ def test_the_cost_of_a_change_is_not_counted() -> None:
         way = tried.way
         tried.observe(1, (2.0, 1.5)[way] + (30.0 if way and since < 5 else 0.0))
     assert tried.best == 1
+
+
+@pytest.mark.parametrize(("others", "rounds"), [(1.01, 12), (2.0, 2)])
+def test_with_patience_ways_that_are_far_behind_are_tried_seldom(
+    others: float, rounds: int
+) -> None:
+    tried = Trials(("a", "b"), trial_work=30, chosen_work=500, patience=8)
+    used(tried, {"a": 1.0, "b": others}, 5000)  # some rounds are known
+    done = used(tried, {"a": 1.0, "b": others}, 12 * 900)
+    assert abs(done["b"] - rounds * 30) <= 30
