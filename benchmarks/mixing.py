@@ -35,7 +35,7 @@ STEPS, QUICK_STEPS = (1, 2, 4, 8), (1, 2)
 ROWS_A_RUNG, TOKENS, PROMPT_TOKENS = 4, 200, 16
 MIXED, UNROLLED, UNIFORM = "rungs mixed", "a graph and batch per rung", "16 of the same rung"
 OURS, ONE, ALL = "ours", "unrolled, 1 thread", "unrolled, all threads"
-_REST_S = 0.02  # threads that wait in a loop for the next call have given up by then
+_REST_S = 0.1  # threads of the other way that look for more to do have given up by then: 40 ms
 LEAST: dict[Precision, float] = {"fp32": 1.5, "int8": 1.3}
 Rates = dict[int, float]  # tokens a second, by steps
 

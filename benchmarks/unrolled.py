@@ -107,8 +107,8 @@ class UnrolledRows:
 
     def read(self, prompt: IntArray) -> FloatArray:
         """All rows begin anew with this prompt (S,), one after the other; logits (B, V)."""
-        self._caches.shrink(0, 0)
-        self._caches.reserve(0, self._rows, len(prompt) + 1)
+        self._caches.shrink(0, 0, 0)
+        self._caches.reserve(0, 0, self._rows, len(prompt) + 1)
         self._binding = None
         found = []
         for row in range(self._rows):
@@ -123,7 +123,8 @@ class UnrolledRows:
 
     def step(self, tokens: IntArray) -> FloatArray:
         """One token a row (B,) to its logits (B, V)."""
-        if self._caches.reserve(self._rows, self._rows, int(self.past.max()) + 1):
+        longest = int(self.past.max())
+        if self._caches.reserve(self._rows, longest, self._rows, longest + 1):
             self._binding = None
         if self._binding is None:
             first = np.zeros(1, dtype=np.int64)

@@ -87,20 +87,23 @@ class RowCaches:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
 
-    def reserve(self, used: int, rows: int, positions: int) -> bool:
+    def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
         """Room for so many rows of up to so many positions; True if the buffers moved.
 
-        The first `used` rows keep what they hold, which is within `positions`.
+        The first `used` rows keep the `held` positions that they have at most.
         """
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows and capacity <= self.capacity:
             return False
         grown_rows = self.rows if rows <= self.rows else self.layout.rows_for(rows)
-        self._resize(used, grown_rows, capacity, self.lead)
+        self._resize(used, held, grown_rows, capacity, self.lead)
         return True
 
-    def shrink(self, used: int, positions: int) -> bool:
-        """Give back memory when three quarters are idle; True if the buffers moved."""
+    def shrink(self, used: int, held: int, positions: int) -> bool:
+        """Give back memory when three quarters are idle; True if the buffers moved.
+
+        As in `reserve`; there should stay room for so many positions.
+        """
         if used == 0:
             moved = bool(self.arrays)
             self.arrays, self._blocks, self.rows, self.capacity = [], [], 0, 0
@@ -113,16 +116,16 @@ class RowCaches:
             return False
         rows = min(self.rows, self.layout.rows_for(2 * used))
         try:
-            self._resize(used, rows, capacity, self.lead)
+            self._resize(used, held, rows, capacity, self.lead)
         except MemoryError:  # more is held than need be, which is no reason to fail
             return False
         return True
 
-    def arrange(self, lead: int) -> bool:
+    def arrange(self, lead: int, held: int) -> bool:
         """One row only, with steps `lead` apart as neighbours; True if the buffers moved."""
         if self.rows == 1 and self.lead == lead:
             return False
-        self._resize(1, 1, self.capacity, lead)
+        self._resize(1, held, 1, self.capacity, lead)
         return True
 
     def along(self, step: int, count: int) -> list[CacheArray]:
@@ -144,20 +147,20 @@ class RowCaches:
         for array, theirs in zip(self.arrays, other.arrays, strict=True):
             array[target, :, :positions] = theirs[0, :, :positions]
 
-    def _resize(self, used: int, rows: int, capacity: int, lead: int) -> None:
+    def _resize(self, used: int, held: int, rows: int, capacity: int, lead: int) -> None:
         layout = self.layout
         shape = (layout.steps, rows, layout.heads, capacity, layout.head_width)
         a_step = layout.buffers // layout.steps
         # All are allocated before any is replaced, so that a MemoryError changes nothing; pages
-        # of zeros cost no memory until they are written.
+        # of zeros cost neither memory nor time until they are written, so only what is held is.
         blocks = [np.zeros(shape, dtype=layout.kind) for _ in range(a_step)]
-        kept = min(capacity, self.capacity)
+        assert held <= min(capacity, self.capacity) or not used, "rows would lose positions"
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
         self.arrays = []
         for index in range(len(self._blocks)):
             old = self._blocks[index]
             for step in range(layout.steps):
-                blocks[index][then[step], :used, :, :kept] = old[now[step], :used, :, :kept]
+                blocks[index][then[step], :used, :, :held] = old[now[step], :used, :, :held]
             self._blocks[index] = blocks[index]  # frees the old one
         self._blocks, self.rows, self.capacity, self.lead = blocks, rows, capacity, lead
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]

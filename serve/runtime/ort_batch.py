@@ -105,7 +105,10 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = reading.caches
         else:
-            self._caches.reserve(row, row + 1, max(reading.room, *self._rooms, self._longest() + 1))
+            longest = self._longest()
+            self._caches.reserve(
+                row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
+            )
             self._caches.take(row, reading.caches, length)
         self._past = np.append(self._past, np.int32(length))
         self._rooms.append(reading.room)
@@ -127,7 +130,8 @@ class OrtDecodeBatch:
                 f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
             )
         rows = len(self._past)
-        if self._caches.reserve(rows, rows, max(past + len(tokens), self._longest())):
+        longest = self._longest()
+        if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
             self._moved()
         caches = [array[row : row + 1] for array in self._caches.arrays]
         crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
@@ -166,10 +170,14 @@ class OrtDecodeBatch:
         return self._ends.head(x)
 
     def reach(self, positions: int, lead: int) -> None:
-        """Room for so many positions in the only row, which is to run ahead with this lead."""
+        """Room for so many positions in the only row, which is to run ahead with this lead.
+
+        Before the last of them is begun.
+        """
         assert self.rows == 1 and self.stand is None
-        arranged = self._caches.arrange(lead)
-        if self._caches.reserve(1, 1, positions) or arranged:
+        held = positions - 1
+        arranged = self._caches.arrange(lead, held)
+        if self._caches.reserve(1, held, 1, positions) or arranged:
             self._moved()
 
     def along(self, step: int, count: int) -> list[CacheArray]:
@@ -201,7 +209,8 @@ class OrtDecodeBatch:
         self._past = past
         self._rooms[row] = self._rooms[last]
         self._rooms.pop()
-        self._caches.shrink(len(past), max(self._longest() + 1, *self._rooms, 0))
+        longest = self._longest()
+        self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
         self._moved()
 
     def _moved(self) -> None:
@@ -229,7 +238,7 @@ class OrtDecodeBatch:
                 f"row {int(self._past.argmax())} has max_tokens ({longest}) cached positions; "
                 "remove it and add its last tokens again"
             )
-        if self._caches.reserve(rows, rows, longest + 1):
+        if self._caches.reserve(rows, longest, rows, longest + 1):
             self._moved()
         return rows
 

@@ -32,7 +32,7 @@ class OrtReading:
         self.caches = RowCaches(layout)
         # One position more at least, since a prompt is read to be continued.
         self.room = min(max(len(tokens) + 1, positions), layout.max_tokens)
-        self.caches.reserve(0, 1, self.room)
+        self.caches.reserve(0, 0, 1, self.room)
         self._open = open_crossing
         self._crossing: OrtCrossing | None = None
         self._read = self._step = 0
