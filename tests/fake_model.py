@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime import Leg, Wave
+from serve.runtime import Leg, Outcome, Wave
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
@@ -186,17 +186,20 @@ class FakeMix:
             assert isinstance(batch, FakeBatch)
             batch.advance()
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[FloatArray | None]]:
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
         assert 0 < len(sides) <= self.sides
         return [[self._go(leg) for leg in side] for side in sides]
 
-    def _go(self, leg: Leg) -> FloatArray | None:
+    def _go(self, leg: Leg) -> Outcome:
         assert isinstance(leg.batch, FakeBatch) and leg.steps
-        if leg.tokens is not None:
-            leg.batch.begin(leg.tokens)
-        for _ in range(leg.steps):
-            leg.batch.advance()
-        return leg.batch.end() if leg.batch.at_end else None
+        try:
+            if leg.tokens is not None:
+                leg.batch.begin(leg.tokens)
+            for _ in range(leg.steps):
+                leg.batch.advance()
+            return leg.batch.end() if leg.batch.at_end else None
+        except Exception as error:
+            return error
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
         raise NotImplementedError("no row of a fake runs ahead")

@@ -18,6 +18,7 @@ from serve.runtime import (
     EarlyAnswers,
     Leg,
     Model,
+    Outcome,
     Reading,
     SteppedBatch,
     Translation,
@@ -146,16 +147,15 @@ class Runner:
         assert mix is not None, "lanes that do not go step by step"
         mix.advance([self._batches[lane] for lane in lanes])
 
-    def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, FloatArray]:
-        """Each side stretch after stretch, all at once; logits (B, V) of lanes that end a token."""
+    def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, Outcome]:
+        """Each side stretch after stretch, all at once."""
         mix = self._models[sides[0][0].lane.model].mix()
         assert mix is not None, "lanes that do not go step by step"
         found = mix.abreast([[self._leg(stretch) for stretch in side] for side in sides])
         return {
-            stretch.lane: logits
-            for side, answers in zip(sides, found, strict=True)
-            for stretch, logits in zip(side, answers, strict=True)
-            if logits is not None
+            stretch.lane: outcome
+            for side, outcomes in zip(sides, found, strict=True)
+            for stretch, outcome in zip(side, outcomes, strict=True)
         }
 
     def end(self, lane: LaneKey) -> FloatArray:

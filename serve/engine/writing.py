@@ -8,6 +8,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from serve.engine.choosing import accept_tokens
 from serve.engine.ending import Ending, span
 from serve.engine.events import Event, FailedEvent
@@ -19,7 +21,7 @@ from serve.engine.ways import Ways
 from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.written import Written
 from serve.metrics import Metrics
-from serve.runtime import Wave
+from serve.runtime import Outcome, Wave
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.scheduler import Scheduler
@@ -104,23 +106,30 @@ class Writing:
             return deliveries
         single = len(parts) == 1 and parts[0].whole
         try:
-            logits = self._run(parts, single, call.abreast)
+            found = self._run(parts, single, call.abreast)
         except Exception as error:
-            for part in parts:
-                deliveries += self._lose(part.lane, error)
-            return deliveries
+            found = dict.fromkeys((part.lane for part in parts), error)
         now_s = self._clock()
-        evaluations = self._count(parts, single)
-        if call.contended:
-            self._compare(call.lane, evaluations, now_s - begun_s)
-        self._ending.ran(parts[0].lane)
+        errors = {lane: one for lane, one in found.items() if isinstance(one, Exception)}
+        parts = [part for part in parts if part.lane not in errors]
+        if parts:
+            evaluations = self._count(parts, single)
+            if call.contended and not errors:
+                self._compare(call.lane, evaluations, now_s - begun_s)
+            self._ending.ran(parts[0].lane)
+        for lane, one in errors.items():
+            deliveries += self._lose(lane, one)
+        if not parts:
+            return deliveries
         longest = max(self._runner.lengths(parts[0].lane))
         for part in parts:
             if part.begins:
                 self._begun_s[part.lane] = begun_s
             if part.ends:
                 self._times.observe((part.lane, "decode"), now_s - self._begun_s[part.lane])
-                deliveries += self._end_token(part, logits[part.lane], now_s)
+                logits = found[part.lane]
+                assert isinstance(logits, np.ndarray)
+                deliveries += self._end_token(part, logits, now_s)
         if single:  # others in the call would make it seem slower than the machine is
             # With what follows the call: the next one waits for that too.
             series = Series(parts[0].lane.model, "decode", parts[0].lane.steps)
@@ -144,8 +153,8 @@ class Writing:
         self._hold(lane)
         return True
 
-    def _run(self, parts: Sequence[Part], single: bool, abreast: bool) -> dict[LaneKey, FloatArray]:
-        """Logits (B, V) of the lanes whose token ends."""
+    def _run(self, parts: Sequence[Part], single: bool, abreast: bool) -> dict[LaneKey, Outcome]:
+        """Logits (B, V) of the lanes whose token ends, and what was thrown for some lanes only."""
         tokens = {
             part.lane: [work_as(Generation, job).last_token for job in part.jobs]
             for part in parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from serve.runtime.mixing import Leg, Mix, Wave
+from serve.runtime.mixing import Leg, Mix, Outcome, Wave
 from serve.runtime.model import Model, OpenedModel
 from serve.runtime.place import Place
 from serve.runtime.protocol import (
@@ -39,6 +39,7 @@ __all__ = [
     "Mix",
     "Model",
     "OpenedModel",
+    "Outcome",
     "Place",
     "Reading",
     "StepClassifier",

@@ -62,6 +62,10 @@ class Leg(NamedTuple):
     tokens: IntArray | None  # (B,): what its rows begin with; None: they are under way
 
 
+# Logits (B, V) of a leg that ends a token; what it threw, after which its batch is lost.
+Outcome = FloatArray | Exception | None
+
+
 class Mix(Protocol):
     """Takes batches of several rungs of one model further, in one call or at the same time."""
 
@@ -84,8 +88,8 @@ class Mix(Protocol):
         """One step of each, which have all begun and not come to their last step."""
         ...
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[FloatArray | None]]:
-        """Each side leg after leg, all sides at once; logits (B, V) where a leg ends a token."""
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+        """Each side leg after leg, all sides at once."""
         ...
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from serve.bundle import BundleError, Method
 from serve.runtime.interruptible import InterruptibleSession
-from serve.runtime.mixing import Leg, Wave
+from serve.runtime.mixing import Leg, Outcome, Wave
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
@@ -64,23 +64,25 @@ class OrtMix:
             return
         self._run(session, going)
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[FloatArray | None]]:
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
         session = self._alone.get() or self._sessions.step
 
-        def run(legs: Sequence[Leg]) -> list[FloatArray | None]:
+        def run(legs: Sequence[Leg]) -> list[Outcome]:
             return [self._take(leg, session) for leg in legs]
 
         return self._threads.each(run, sides)
 
-    def _take(self, leg: Leg, session: InterruptibleSession) -> FloatArray | None:
-        """Logits (B, V) if the leg ends a token."""
+    def _take(self, leg: Leg, session: InterruptibleSession) -> Outcome:
         batch = leg.batch
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        if leg.tokens is not None:
-            batch.begin(leg.tokens)
-        for _ in range(leg.steps):
-            self._run(session, [batch])
-        return batch.end() if _standing(batch) == batch.steps else None
+        try:
+            if leg.tokens is not None:
+                batch.begin(leg.tokens)
+            for _ in range(leg.steps):
+                self._run(session, [batch])
+            return batch.end() if _standing(batch) == batch.steps else None
+        except Exception as error:  # onnxruntime has no base class of its own
+            return error
 
     def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
         """One step, with the buffers of the last time that these batches stood there."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serve.bundle import MIXED_GROUPS
-from serve.runtime import Leg, OpenedModel, SteppedBatch, open_model
+from serve.runtime import Leg, Mix, OpenedModel, SteppedBatch, open_model
 from serve.runtime.kv_cache import RowCaches
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
@@ -32,6 +32,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:
     vocab_size = model.bundle.manifest.text_tokenizer.vocab_size
     return np.random.default_rng(seed).integers(1, vocab_size, length)
+
+
+def went(mix: Mix, sides: list[list[Leg]]) -> list[list[FloatArray | None]]:
+    """The logits of legs abreast, none of which throws."""
+    found: list[list[FloatArray | None]] = []
+    for side in mix.abreast(sides):
+        found.append([])
+        for outcome in side:
+            assert not isinstance(outcome, Exception)
+            found[-1].append(outcome)
+    return found
 
 
 def best(logits: list[FloatArray]) -> IntArray:
@@ -98,7 +109,7 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
             legs[steps] = Leg(batch, int(chance.integers(1, left + 1)), tokens)
         if call % 4:
             sides = [list(STEPS[side :: mix.sides]) for side in range(mix.sides)]
-            answers = mix.abreast([[legs[steps] for steps in side] for side in sides])
+            answers = went(mix, [[legs[steps] for steps in side] for side in sides])
         else:
             sides, answers = [list(STEPS)], [[]]
             for steps, leg in legs.items():
@@ -118,6 +129,27 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
         assert count >= 5
         expected = alone(model, steps, prompt(model, 55 + steps), count)
         np.testing.assert_array_equal(logits_of_all, expected)
+
+
+def test_a_leg_that_throws_leaves_the_others(model: OpenedModel) -> None:
+    mix = model.mix()
+    assert mix is not None
+    batches = [model.decoder(steps).open_batch() for steps in (2, 1, 3)]
+    for batch in batches:
+        batch.add(prompt(model, 5))
+    too_many = np.array([3, 4])
+    good = [
+        Leg(batch, steps, np.array([3])) for batch, steps in zip(batches, (2, 1, 3), strict=True)
+    ]
+    legs = [good[0], Leg(batches[1], 1, too_many), good[2]]
+    sides = [legs] if mix.sides == 1 else [legs[:2], legs[2:]]
+    found = [one for side in mix.abreast(sides) for one in side]
+    assert isinstance(found[1], ValueError)
+    for one, steps in ((found[0], 2), (found[2], 3)):
+        assert isinstance(one, np.ndarray)
+        row = model.decoder(steps).open_batch()
+        row.add(prompt(model, 5))
+        np.testing.assert_array_equal(one, row.step(np.array([3])))
 
 
 def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> None:
