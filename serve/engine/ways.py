@@ -3,6 +3,7 @@
 Knows which ways there are; what is quickest is found by trials.
 """
 
+from serve.engine.runner import Runner
 from serve.engine.trials import Trials
 from serve.runtime.mixing import MOST_AHEAD
 from serve.scheduler.job import LaneKey, Sharing
@@ -28,14 +29,15 @@ class Ways:
             )
         return self._leads[lane]
 
-    def sharing(self, model: str, most_lanes: int, sides: int) -> Trials[Sharing]:
-        """How rungs of this model decode; so many may share a call, and so many go abreast."""
-        if model not in self._sharing:
+    def sharing(self, lane: LaneKey, runner: Runner) -> Trials[Sharing]:
+        """How the rungs of this lane's model decode."""
+        if lane.model not in self._sharing:
+            most_lanes, sides = runner.most_lanes(lane), runner.sides(lane)
             ways: tuple[Sharing, ...] = ("turns",)
             if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
                 ways = ("together", "abreast" if sides > 1 else "turns")
-            self._sharing[model] = Trials(ways, _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
-        return self._sharing[model]
+            self._sharing[lane.model] = Trials(ways, _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
+        return self._sharing[lane.model]
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""

@@ -139,6 +139,8 @@ class Writing:
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
         """Let rows leave and join; False if the batch is lost."""
+        if not (part.evict or part.join or part.lost):
+            return True
         lane = part.lane
         try:
             if part.lost:
@@ -228,8 +230,9 @@ class Writing:
                 if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
                     self._scheduler.read_again(job)
             evict = self._scheduler.evict(part.lane)
-        self._runner.remove(part.lane, evict)
-        self._hold(part.lane)
+        if evict:
+            self._runner.remove(part.lane, evict)
+            self._hold(part.lane)
         return deliveries
 
     def _take_in(
@@ -279,8 +282,7 @@ class Writing:
 
     def _compare(self, lane: LaneKey, evaluations: int, seconds: float) -> None:
         """How the rungs of a model share the cores follows from what has been quickest here."""
-        most_lanes, sides = self._runner.most_lanes(lane), self._runner.sides(lane)
-        trials = self._ways.sharing(lane.model, most_lanes, sides)
+        trials = self._ways.sharing(lane, self._runner)
         trials.observe(evaluations, seconds)
         with self._lock:
             self._scheduler.share(lane.model, trials.way)

@@ -80,12 +80,9 @@ class RowCaches:
         self.rows = 0
         self.capacity = 0
         self.lead = 1
+        self.nbytes = 0
         self.arrays: list[CacheArray] = []  # step after step
         self._blocks: list[CacheArray] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
         """Room for so many rows of up to so many positions; True if the buffers moved.
@@ -106,7 +103,7 @@ class RowCaches:
         """
         if used == 0:
             moved = bool(self.arrays)
-            self.arrays, self._blocks, self.rows, self.capacity = [], [], 0, 0
+            self.arrays, self._blocks, self.rows, self.capacity, self.nbytes = [], [], 0, 0, 0
             return moved
         capacity = self.layout.capacity_for(positions)
         # With such slack a batch at a boundary does not copy its caches to and fro; positions get
@@ -163,6 +160,7 @@ class RowCaches:
                 blocks[index][then[step], :used, :, :held] = old[now[step], :used, :, :held]
             self._blocks[index] = blocks[index]  # frees the old one
         self._blocks, self.rows, self.capacity, self.lead = blocks, rows, capacity, lead
+        self.nbytes = sum(block.nbytes for block in blocks)
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
 
 
