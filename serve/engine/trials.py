@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 
 WayT = TypeVar("WayT")
 
-_ROUNDS = 5  # that the choice is made from
-_FEW = 3
+_FEW = 3  # rounds
 _SETTLING = 0.25  # of a trial: the change to another way has costs of its own
 _LOSS = 0.002  # of all time, that rounds may cost where there is patience for it
 
@@ -29,13 +28,18 @@ class Trials(Generic[WayT]):
     trial_work: float
     chosen_work: float  # of the quickest way, between two rounds when a few are known
     patience: float = 1.0  # how many times that, at most, when the others are far behind
+    favour: float = 0.0  # by how much, of its time, another must be quicker than the first way
+    rounds: int = 5  # that the choice is made from
     _best: int = 0
-    _rounds: deque[Mapping[WayT, float]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
+    _rounds: deque[Mapping[WayT, float]] = field(init=False)
     _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
     _work: float = 0.0
     _counted: float = 0.0
     _spent_s: float = 0.0
     _until_next: float = 0.0  # work from one round to the next
+
+    def __post_init__(self) -> None:
+        self._rounds = deque(maxlen=self.rounds)
 
     @property
     def way(self) -> WayT:
@@ -71,9 +75,10 @@ class Trials(Generic[WayT]):
             mean_s = sum(self._round.values()) / len(self.ways)
             self._rounds.append({way: seconds / mean_s for way, seconds in self._round.items()})
             shares = [median(one[way] for one in self._rounds) for way in self.ways]
-            self._best = shares.index(min(shares))
+            least = min(shares)
+            self._best = shares.index(least) if least < (1 - self.favour) * shares[0] else 0
             self._until_next = self.chosen_work * len(self._rounds) / _FEW
             if len(self._rounds) >= _FEW:
-                lost = self.trial_work * sum(share / min(shares) - 1 for share in shares)
+                lost = self.trial_work * sum(share / least - 1 for share in shares)
                 most = self.patience * self._until_next
                 self._until_next = max(self._until_next, min(lost / _LOSS, most))

@@ -10,7 +10,9 @@ from serve.scheduler.job import LaneKey, Sharing
 
 # Under way at once, at most: with fewer, a position takes more steps before it drafts.
 _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
-_TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE = 32, 1024, 8
+_TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
+# Of the time of plain decoding: where running ahead gains less it may as well lose.
+_WORTH_RUNNING_AHEAD = 0.08
 _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
 
 
@@ -25,7 +27,12 @@ class Ways:
         """How far a row of this lane runs ahead while it is alone."""
         if lane not in self._leads:
             self._leads[lane] = Trials(
-                leads_of(lane.steps), _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE
+                leads_of(lane.steps),
+                _TRIAL_TOKENS,
+                _CHOSEN_TOKENS,
+                _TOKENS_PATIENCE,
+                _WORTH_RUNNING_AHEAD,
+                _TOKENS_ROUNDS,
             )
         return self._leads[lane]
 

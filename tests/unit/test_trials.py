@@ -94,3 +94,10 @@ def test_with_patience_ways_that_are_far_behind_are_tried_seldom(
     used(tried, {"a": 1.0, "b": others}, 5000)  # some rounds are known
     done = used(tried, {"a": 1.0, "b": others}, 12 * 900)
     assert abs(done["b"] - rounds * 30) <= 30
+
+
+@pytest.mark.parametrize(("others", "best"), [(0.99, "a"), (0.9, "b")])
+def test_the_first_way_may_be_favoured(others: float, best: str) -> None:
+    tried = Trials(("a", "b"), trial_work=30, chosen_work=100, favour=0.03)
+    used(tried, {"a": 1.0, "b": others}, 2000)
+    assert tried.best == best
