@@ -183,6 +183,9 @@ class Metrics:
         self.degraded.labels(manifest.name)
         self.deadlines.labels(manifest.name)
         self.lapsed.labels(manifest.name)
+        if manifest.task == "generate":
+            self.drafted.labels(manifest.name)
+            self.accepted.labels(manifest.name)
         for rung in manifest.rungs:
             self._nfe[model, rung.steps] = rung.nfe
         for level in manifest.calibration.levels if manifest.calibration else ():

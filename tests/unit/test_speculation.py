@@ -72,7 +72,7 @@ def test_no_token_depends_on_the_lead(
             ]
             drafted.append(counted)
     assert len(texts) == 1
-    assert drafted[0] == [None, None]
+    assert drafted[0] == [0, 0]
     for counted in drafted[1:]:
         assert counted[0] is not None and counted[1] is not None
         assert 0 < counted[1] <= counted[0] and np.isfinite(counted[0])

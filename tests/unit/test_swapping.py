@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -125,13 +126,18 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
     """Every model is replaced while it is used; returns those that went."""
     before = [bench.catalog.find(bundle().manifest.name).model for bundle in BUNDLES]
     work = [bench.classify(5, 7), bench.generate("abc", 3, steps=2), bench.search("abc", 3)]
+    gates: list[Event] = []
     for bundle in BUNDLES:
-        served, _ = another(bundle(), edition, most_batches=4)
+        served, model = another(bundle(), edition, most_batches=4)
         measure_first_calls([served], bench.engine.latency)
+        gates.append(model.mood.gate)
+        gates[-1].clear()  # until all its rungs have work, so that they share calls in any case
         bench.engine.serve(served)
         bench.engine.steps_for(LaneKey(served.key, "generate", 4), (1, 2, 4), Asked(3, 3), None)
     work += [bench.generate("abc", 20, steps=steps) for steps in (1, 2, 4)]
     work += [bench.classify(5), bench.search("abc", 3)]
+    for gate in gates:
+        gate.set()
     work.append(bench.generate("abc", 300, steps=4))
     bench.engine.cancel(work[-1][0])
     for _, caller in work[:-1]:
