@@ -180,6 +180,16 @@ class FakeMix:
         self.sides, self.runs_ahead = mood.sides, False
         self._mood = mood
 
+    def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
+        assert batches
+        for batch, some in zip(batches, tokens, strict=True):
+            assert isinstance(batch, FakeBatch)
+            batch.begin(some)
+
+    def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
+        assert batches and all(isinstance(batch, FakeBatch) for batch in batches)
+        return [batch.end() for batch in batches if isinstance(batch, FakeBatch)]
+
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         assert 0 < len(batches) <= self.most_batches
         for batch in batches:

@@ -5,7 +5,7 @@ that uses it, save to interrupt a call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from serve.runtime import (
     DecodeBatch,
     EarlyAnswers,
     Leg,
+    Mix,
     Model,
     Outcome,
     Reading,
-    SteppedBatch,
     Translation,
     Wave,
 )
@@ -136,21 +136,24 @@ class Runner:
             wave = self._waves[lane] = mix.wave(self._batches[lane], lead)
         return wave
 
-    def begin(self, lane: LaneKey, tokens: Sequence[int]) -> None:
-        """Give each row its token, before the first step."""
-        self._waves.pop(lane, None)
-        self._stepped(lane).begin(np.array(tokens, np.int64))
+    def begin(self, tokens: Mapping[LaneKey, Sequence[int]]) -> None:
+        """Give each row of these lanes, if there are any, its token before the first step."""
+        if not tokens:
+            return
+        for lane in tokens:
+            self._waves.pop(lane, None)
+        self._mix(tokens).begin(
+            [self._batches[lane] for lane in tokens],
+            [np.array(some, np.int64) for some in tokens.values()],
+        )
 
     def advance(self, lanes: Sequence[LaneKey]) -> None:
         """One step of the rows of these lanes, in one call."""
-        mix = self._models[lanes[0].model].mix()
-        assert mix is not None, "lanes that do not go step by step"
-        mix.advance([self._batches[lane] for lane in lanes])
+        self._mix(lanes).advance([self._batches[lane] for lane in lanes])
 
     def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, Outcome]:
         """Each side stretch after stretch, all at once."""
-        mix = self._models[sides[0][0].lane.model].mix()
-        assert mix is not None, "lanes that do not go step by step"
+        mix = self._mix(stretch.lane for side in sides for stretch in side)
         found = mix.abreast([[self._leg(stretch) for stretch in side] for side in sides])
         return {
             stretch.lane: outcome
@@ -158,9 +161,10 @@ class Runner:
             for stretch, outcome in zip(side, outcomes, strict=True)
         }
 
-    def end(self, lane: LaneKey) -> FloatArray:
-        """Logits (B, V) of the rows, after the last step."""
-        return self._stepped(lane).end()
+    def end(self, lanes: Sequence[LaneKey]) -> dict[LaneKey, Outcome]:
+        """Logits (B, V) of the rows of each of these lanes, if any, after the last step."""
+        found = self._mix(lanes).end([self._batches[lane] for lane in lanes]) if lanes else []
+        return dict(zip(lanes, found, strict=True))
 
     def decode(self, lane: LaneKey, tokens: Sequence[int]) -> FloatArray:
         """Give each row its token; logits (B, V) for the tokens after them."""
@@ -250,8 +254,11 @@ class Runner:
             tokens = np.array(stretch.tokens, np.int64)
         return Leg(self._batches[stretch.lane], stretch.steps, tokens)
 
-    def _stepped(self, lane: LaneKey) -> SteppedBatch:
-        return cast(SteppedBatch, self._batches[lane])  # as every batch of a model that mixes
+    def _mix(self, lanes: Iterable[LaneKey]) -> Mix:
+        """Of the model that these lanes are of."""
+        mix = self._models[next(iter(lanes)).model].mix()
+        assert mix is not None, "lanes that do not go step by step"
+        return mix
 
     def _batches_of(self, lane: LaneKey) -> Batches:
         model = self._models[lane.model]

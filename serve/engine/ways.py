@@ -3,6 +3,8 @@
 Knows which ways there are; what is quickest is found by trials.
 """
 
+import math
+
 from serve.engine.runner import Runner
 from serve.engine.trials import Trials
 from serve.runtime.mixing import MOST_AHEAD
@@ -13,7 +15,7 @@ _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
 _WORTH_RUNNING_AHEAD = 0.08
-_TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS = 1000, 30_000
+_TRIAL_WORTH, _CHOSEN_WORTH = 2000, 60_000
 
 
 class Ways:
@@ -43,7 +45,7 @@ class Ways:
             ways: tuple[Sharing, ...] = ("turns",)
             if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
                 ways = ("together", "abreast" if sides > 1 else "turns")
-            self._sharing[lane.model] = Trials(ways, _TRIAL_EVALUATIONS, _CHOSEN_EVALUATIONS)
+            self._sharing[lane.model] = Trials(ways, _TRIAL_WORTH, _CHOSEN_WORTH)
         return self._sharing[lane.model]
 
     def drop_model(self, model: str) -> None:
@@ -55,3 +57,12 @@ class Ways:
 def leads_of(steps: int) -> tuple[int, ...]:
     """The steps before a draft that are worth a trial; 0 runs nothing ahead."""
     return (0, *sorted({-(-steps // most) for most in _POSITIONS})) if steps > 1 else (0,)
+
+
+def worth(lane: LaneKey, evaluations: int) -> float:
+    """What so many evaluations count for where ways to share the cores are compared.
+
+    More where a token takes more of them: else the way that fills the cores with tokens of few
+    steps would win, and those of many, who wait longest anyway, would pay for it.
+    """
+    return evaluations * math.sqrt(lane.steps)

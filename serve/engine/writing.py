@@ -6,7 +6,7 @@ It deliberately knows neither when to run nor who is told: it returns the events
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from serve.engine.generation import Generation
 from serve.engine.pace import CallTimes
 from serve.engine.runner import Runner, Stretch
 from serve.engine.sampling import FloatArray
-from serve.engine.ways import Ways
+from serve.engine.ways import Ways, worth
 from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.written import Written
 from serve.metrics import Metrics
@@ -88,12 +88,11 @@ class Writing:
         length = max(positions, len(work.prompt))  # a source is not among the positions
         self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, length, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
-        deliveries = []
         events = accept_tokens([job], logits[None])
         with self._lock:
             if job.state is not State.ENDED:
                 self._scheduler.has_read(job, full=positions >= work.wish.window)
-            self._take_in(events, now_s, deliveries)
+            deliveries = self._take_in(events, now_s)
         self._forget(lane)
         return deliveries
 
@@ -113,9 +112,9 @@ class Writing:
         errors = {lane: one for lane, one in found.items() if isinstance(one, Exception)}
         parts = [part for part in parts if part.lane not in errors]
         if parts:
-            evaluations = self._count(parts, single)
+            done = self._count(parts, single)
             if call.contended and not errors:
-                self._compare(call.lane, evaluations, now_s - begun_s)
+                self._compare(call.lane, done, now_s - begun_s)
             self._ending.ran(parts[0].lane)
         for lane, one in errors.items():
             deliveries += self._lose(lane, one)
@@ -127,14 +126,11 @@ class Writing:
                 self._begun_s[part.lane] = begun_s
             if part.ends:
                 self._times.observe((part.lane, "decode"), now_s - self._begun_s[part.lane])
-                logits = found[part.lane]
-                assert isinstance(logits, np.ndarray)
-                deliveries += self._end_token(part, logits, now_s)
+        deliveries += self._end_token([part for part in parts if part.ends], found, now_s)
         if single:  # others in the call would make it seem slower than the machine is
             # With what follows the call: the next one waits for that too.
             series = Series(parts[0].lane.model, "decode", parts[0].lane.steps)
-            rows, spent_s = len(parts[0].jobs), self._clock() - begun_s
-            self._latency.observe(series, rows, longest, spent_s)
+            self._latency.observe(series, len(parts[0].jobs), longest, self._clock() - begun_s)
         return deliveries
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
@@ -170,10 +166,9 @@ class Writing:
             for part in parts:
                 sides[part.side].append(Stretch(part.lane, part.calls, tokens.get(part.lane)))
             return self._runner.abreast(list(sides.values()))
-        for lane, last in tokens.items():
-            self._runner.begin(lane, last)
+        self._runner.begin(tokens)
         self._runner.advance([part.lane for part in parts])
-        return {part.lane: self._runner.end(part.lane) for part in parts if part.ends}
+        return self._runner.end([part.lane for part in parts if part.ends])
 
     def _token(self, lane: LaneKey, jobs: Sequence[Job[Work]], tokens: Sequence[int]) -> FloatArray:
         """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
@@ -219,29 +214,31 @@ class Writing:
                     self._metrics.drafted.labels(lane.name).inc()
                 return
 
-    def _end_token(self, part: Part, logits: FloatArray, now_s: float) -> Deliveries:
+    def _end_token(
+        self, parts: Sequence[Part], found: Mapping[LaneKey, Outcome], now_s: float
+    ) -> Deliveries:
         """Turn logits (B, V) into one token for each job, and let go of those that are done."""
-        events = accept_tokens(part.jobs, logits)
-        cached = self._runner.lengths(part.lane)
-        deliveries: Deliveries = []
+        logits = [one for part in parts if isinstance(one := found[part.lane], np.ndarray)]
+        if not logits:
+            return []
+        jobs = [job for part in parts for job in part.jobs]
+        events = accept_tokens(jobs, logits[0] if len(logits) == 1 else np.concatenate(logits))
+        cached = [length for part in parts for length in self._runner.lengths(part.lane)]
         with self._lock:
-            self._take_in(events, now_s, deliveries)
-            for job, length in zip(part.jobs, cached, strict=True):
+            deliveries = self._take_in(events, now_s)
+            for job, length in zip(jobs, cached, strict=True):
                 if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
                     self._scheduler.read_again(job)
-            evict = self._scheduler.evict(part.lane)
-        if evict:
-            self._runner.remove(part.lane, evict)
-            self._hold(part.lane)
+            evicted = {part.lane: self._scheduler.evict(part.lane) for part in parts}
+        for lane, evict in evicted.items():
+            if evict:
+                self._runner.remove(lane, evict)
+                self._hold(lane)
         return deliveries
 
-    def _take_in(
-        self,
-        events: Sequence[tuple[Job[Work], Event]],
-        now_s: float,
-        deliveries: Deliveries,
-    ) -> None:
-        """Tell what became of jobs of one lane. The caller holds the lock."""
+    def _take_in(self, events: Sequence[tuple[Job[Work], Event]], now_s: float) -> Deliveries:
+        """Tell what became of jobs. The caller holds the lock."""
+        deliveries: Deliveries = []
         written = Written(self._metrics, now_s)
         for job, event in events:
             if job.state is State.ENDED:
@@ -256,6 +253,7 @@ class Writing:
             if work.finish_reason is not None:
                 self._ending.end(job, work.finished(span(job, now_s)), deliveries)
         written.count()
+        return deliveries
 
     def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
         """A call on a whole batch threw: its caches may be in any state, so it ends here."""
@@ -280,20 +278,20 @@ class Writing:
 
     # What is measured.
 
-    def _compare(self, lane: LaneKey, evaluations: int, seconds: float) -> None:
+    def _compare(self, lane: LaneKey, done: float, seconds: float) -> None:
         """How the rungs of a model share the cores follows from what has been quickest here."""
         trials = self._ways.sharing(lane, self._runner)
-        trials.observe(evaluations, seconds)
+        trials.observe(done, seconds)
         with self._lock:
             self._scheduler.share(lane.model, trials.way)
 
-    def _count(self, parts: Sequence[Part], single: bool) -> int:
-        """Count the work in the metrics; the steps of all rows."""
-        total = 0
+    def _count(self, parts: Sequence[Part], single: bool) -> float:
+        """Count the work in the metrics; what it is worth, see Ways."""
+        total = 0.0
         rows = sum(len(part.jobs) for part in parts)
         self._metrics.batch_rows.labels(parts[0].lane.name, "decode").observe(rows)
         for part in parts:
             steps = part.lane.steps if single else part.calls
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
-            total += len(part.jobs) * steps
+            total += worth(part.lane, len(part.jobs) * steps)
         return total

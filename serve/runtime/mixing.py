@@ -84,6 +84,14 @@ class Mix(Protocol):
         """Whether there are waves."""
         ...
 
+    def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
+        """Give each row of these batches its token (B,): now they stand before the first step."""
+        ...
+
+    def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
+        """Logits (B, V) of each of these batches, which are behind their last step."""
+        ...
+
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         """One step of each, which have all begun and not come to their last step."""
         ...

@@ -140,9 +140,9 @@ class OrtDecodeBatch:
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
-        rows = self._make_room(tokens)
+        self.make_room(tokens)
         if self._crossing is None:
-            one, caches = np.zeros((rows, 1), dtype=np.int64), self._used()
+            one, caches = np.zeros((self.rows, 1), dtype=np.int64), self._used()
             self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
         self._crossing.tokens[:, 0] = tokens
         logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
@@ -150,15 +150,17 @@ class OrtDecodeBatch:
         return logits
 
     def begin(self, tokens: IntArray) -> None:
-        self._make_room(tokens)
-        self.stand = self.embed(tokens, self._past)
+        self.stand = self.embed(tokens, self.make_room(tokens))
 
     def end(self) -> FloatArray:
+        return self.read_off(self.arrive())
+
+    def arrive(self) -> FloatArray:
+        """States (B, 1, D) behind the last step; every row grows by one position."""
         assert self.stand is not None and self.stand.step == self.steps, "not at the last step"
-        logits = self.read_off(self.stand.x)
-        self.stand = None
+        x, self.stand = self.stand.x, None
         self._past += 1
-        return logits
+        return x
 
     def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
         """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
@@ -226,8 +228,8 @@ class OrtDecodeBatch:
         if not 0 <= row < len(self._past):
             raise IndexError(f"there is no row {row} among {len(self._past)}")
 
-    def _make_room(self, tokens: IntArray) -> int:
-        """Room for one token (B,) more in every row; the number of rows."""
+    def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
+        """Room for one token (B,) more in every row; the positions (B,) that they have."""
         assert self.stand is None, "the rows are under way"
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
@@ -240,7 +242,7 @@ class OrtDecodeBatch:
             )
         if self._caches.reserve(rows, longest, rows, longest + 1):
             self._moved()
-        return rows
+        return self._past
 
     def _used(self) -> list[CacheArray]:
         return [array[: len(self._past)] for array in self._caches.arrays]

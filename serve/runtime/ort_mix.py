@@ -16,10 +16,10 @@ import onnxruntime as ort
 from serve.bundle import BundleError, Method
 from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.mixing import Leg, Outcome, Wave
-from serve.runtime.ort_batch import OrtDecodeBatch
+from serve.runtime.ort_batch import OrtDecodeBatch, Stand
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
-from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray
+from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, IntArray
 from serve.runtime.threads import Threads
 
 _KEPT_CALLS = 64
@@ -54,9 +54,29 @@ class OrtMix:
         self._calls: dict[Key, _Call] = {}
         self._wave_calls: WaveCalls = {}
 
+    def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
+        going = _own(batches)
+        pasts = [batch.make_room(some) for batch, some in zip(going, tokens, strict=True)]
+        whole = going[0].embed(np.concatenate(tokens), np.concatenate(pasts))
+        first = 0
+        for batch, past in zip(going, pasts, strict=True):
+            rows = slice(first, first + len(past))
+            longest = np.array(past.max() + 1, dtype=np.int32)
+            batch.stand = Stand(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
+            first += len(past)
+
+    def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
+        going = _own(batches)
+        logits = going[0].read_off(np.concatenate([batch.arrive() for batch in going]))
+        found, first = [], 0
+        for batch in going:
+            found.append(logits[first : first + batch.rows])
+            first += batch.rows
+        return found
+
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
-        going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
-        assert len(going) == len(batches) <= self.most_batches, "batches that do not mix here"
+        going = _own(batches)
+        assert len(going) <= self.most_batches, "more batches than mix here"
         session = self._sessions.step if len(going) == 1 else self._mixed.get()
         if session is None:
             for batch in going:
@@ -209,6 +229,12 @@ class _Call:
         self._kept.append(value)
         bind = self._binding.bind_ortvalue_output if out else self._binding.bind_ortvalue_input
         bind(name, value)
+
+
+def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
+    going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
+    assert len(going) == len(batches), "batches that do not mix here"
+    return going
 
 
 def _standing(batch: OrtDecodeBatch) -> int:

@@ -3,8 +3,9 @@
 Rungs of one model may share calls of its one-step graph, or go abreast, each on a thread of its own
 until all meet again. A row of M steps needs M calls for a token, so turns of equal number would
 make the many steps slow, and a token for every row in turn would make the few steps wait for the
-many. Between the two, a rung of M steps has a token ready about sqrt(L / M) times as often as the
-longest rung there is, of L steps. It deliberately knows neither memory nor other models.
+many. Between the two, a rung of M steps has a token ready about (L / M)^(3/4) times as often as the
+longest rung there is, of L steps, since a fuller call costs little more. Abreast, where it costs
+what its rows do, sqrt(L / M) times. It deliberately knows neither memory nor other models.
 """
 
 import math
@@ -16,6 +17,7 @@ from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, Sharing, WorkT
 
 _ALMOST = 1e-9  # shares are fractions, which do not add up exactly
+_OFTEN = 0.75  # 1: rows of all rungs in every call; 0: a token each in turn
 _MEETINGS = 2  # of those that go abreast while the longest rung makes a token
 _BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
 
@@ -128,5 +130,5 @@ def _share(calls: int, longest: int) -> float:
 
     Rounded up to whole tokens, so that rungs meet at the same steps again.
     """
-    tokens = min(math.ceil(math.sqrt(longest / calls)), longest // calls)
+    tokens = min(math.ceil(math.pow(longest / calls, _OFTEN)), longest // calls)
     return tokens * calls / longest

