@@ -15,7 +15,7 @@ _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
 _WORTH_RUNNING_AHEAD = 0.08
-_TRIAL_WORTH, _CHOSEN_WORTH = 2000, 60_000
+_TRIAL_WORTH, _CHOSEN_WORTH = 1600, 48_000
 
 
 class Ways:
@@ -63,6 +63,6 @@ def worth(lane: LaneKey, evaluations: int) -> float:
     """What so many evaluations count for where ways to share the cores are compared.
 
     More where a token takes more of them: else the way that fills the cores with tokens of few
-    steps would win, and those of many, who wait longest anyway, would pay for it.
+    steps would win, however much those of many, who wait longest anyway, pay for it.
     """
-    return evaluations * math.sqrt(lane.steps)
+    return evaluations * math.cbrt(lane.steps)

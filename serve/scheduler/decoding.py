@@ -3,9 +3,9 @@
 Rungs of one model may share calls of its one-step graph, or go abreast, each on a thread of its own
 until all meet again. A row of M steps needs M calls for a token, so turns of equal number would
 make the many steps slow, and a token for every row in turn would make the few steps wait for the
-many. Between the two, a rung of M steps has a token ready about (L / M)^(3/4) times as often as the
-longest rung there is, of L steps, since a fuller call costs little more. Abreast, where it costs
-what its rows do, sqrt(L / M) times. It deliberately knows neither memory nor other models.
+many. Between the two, a rung of M steps has a token ready about sqrt(L / M) times as often as the
+longest rung there is, of L steps; where a call has room left, the others come along as well. It
+deliberately knows neither memory nor other models.
 """
 
 import math
@@ -16,8 +16,6 @@ from typing import Generic
 from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, Sharing, WorkT
 
-_ALMOST = 1e-9  # shares are fractions, which do not add up exactly
-_OFTEN = 0.75  # 1: rows of all rungs in every call; 0: a token each in turn
 _MEETINGS = 2  # of those that go abreast while the longest rung makes a token
 _BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
 
@@ -47,6 +45,14 @@ class Decoding(Generic[WorkT]):
             self._readers.rotate(-1)
             yield self._readers[-1]
 
+    def share(self, sharing: Sharing) -> None:
+        """How the cores are shared from now on; what a lane was ahead in another way is over."""
+        if sharing != self.sharing:
+            self.sharing = sharing
+            self._calls = min((lane.due for lane in self._lanes.values()), default=self._calls)
+            for lane in self._lanes.values():
+                lane.due = self._calls
+
     def decode(self, most_rows: int) -> DecodeCall[WorkT] | None:
         """The next call for the rows there are."""
         lanes = [lane for lane in self._lanes.values() if not lane.idle]
@@ -63,9 +69,10 @@ class Decoding(Generic[WorkT]):
         if self.sharing == "abreast" and len(lanes) > 1:
             return DecodeCall(self._abreast(lanes), contended=True, abreast=True)
         longest = max(lane.calls_a_token for lane in lanes)
-        chosen = self._due(lanes, most_rows)
+        chosen = self._fitting(lanes, most_rows)
+        latest = _latest(lanes[0], longest)
         for lane in chosen:
-            lane.due += 1 / _share(lane.calls_a_token, longest)
+            lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
         return DecodeCall(tuple(lane.part() for lane in chosen), len(lanes) > 1)
 
@@ -82,9 +89,7 @@ class Decoding(Generic[WorkT]):
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
         longest = max(lane.calls_a_token for lane in lanes)
-        # What a side has room for beyond a lane's share is not held against it: no lane is ever
-        # further ahead than a token of the longest.
-        latest = lanes[0].due + longest
+        latest = _latest(lanes[0], longest)
         most = max(1, longest // _MEETINGS)
         wanted = [min(most, lane.calls_a_token - lane.calls) for lane in lanes]
         costs = [len(lane.rows) + len(lane.joining) + _BESIDE_ROWS for lane in lanes]
@@ -109,26 +114,35 @@ class Decoding(Generic[WorkT]):
                 lane.due = min(now, self._calls)
         self._active = {lane.key for lane in lanes}
 
-    def _due(self, lanes: list[GenerateLane[WorkT]], most_rows: int) -> list[GenerateLane[WorkT]]:
-        """Those that are due and fit into a call, longest due first; one at least."""
+    def _fitting(
+        self, lanes: list[GenerateLane[WorkT]], most_rows: int
+    ) -> list[GenerateLane[WorkT]]:
+        """Those that fit into a call, longest due first; one at least."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
         chosen: list[GenerateLane[WorkT]] = []
         rows = 0
         for lane in lanes:
-            if lane.due > self._calls + _ALMOST or len(chosen) == self.most_lanes:
-                break
             more = len(lane.rows) + len(lane.joining)
-            if not chosen or rows + more <= most_rows:
+            if not chosen or (rows + more <= most_rows and len(chosen) < self.most_lanes):
                 chosen.append(lane)
                 rows += more
         return chosen
 
 
+def _latest(first: GenerateLane[WorkT], longest: int) -> float:
+    """When a lane is due at the latest, where this one is due first.
+
+    What there was room for beyond its share is not held against it: no lane is ever further ahead
+    than a token of the longest.
+    """
+    return first.due + longest
+
+
 def _share(calls: int, longest: int) -> float:
-    """The share of shared calls that rows of so many calls a token take part in.
+    """The share of shared calls that rows of so many calls a token are due in.
 
     Rounded up to whole tokens, so that rungs meet at the same steps again.
     """
-    tokens = min(math.ceil(math.pow(longest / calls, _OFTEN)), longest // calls)
+    tokens = min(math.ceil(math.sqrt(longest / calls)), longest // calls)
     return tokens * calls / longest

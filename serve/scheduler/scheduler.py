@@ -154,7 +154,7 @@ class Scheduler(Generic[WorkT]):
 
     def share(self, model: str, sharing: Sharing) -> None:
         """How the rungs of a model decode from now on."""
-        self._decodings[model].sharing = sharing
+        self._decodings[model].share(sharing)
 
     def readings_over(self, key: LaneKey) -> tuple[int, ...]:
         """Numbers of the jobs of a lane whose reading is to be forgotten now."""

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from serve.scheduler.job import (
     ClassifyCall,
     DecodeCall,
@@ -86,9 +88,20 @@ def test_rungs_share_calls_and_each_gets_its_tokens() -> None:
         call = decoded(s)
         rows += len(call.parts)
         tokens.update(part.lane.steps for part in call.parts if part.ends)
-    # 80 calls are 10 tokens of 8 steps; of 1, 2 and 4 steps 3, 2 and 2 for each of them.
-    assert [tokens[steps] for steps in (8, 4, 2, 1)] == [10, 20, 30, 50]
-    assert rows == 80 + 80 + 40 + 30
+    assert [tokens[steps] for steps in (8, 4, 2, 1)] == [10, 20, 40, 80]
+    assert rows == 4 * 80, "all fit into one call"
+
+
+def test_rungs_that_do_not_fit_into_one_call_have_shares_of_them() -> None:
+    s = scheduler(most_lanes=2)
+    started(s, *(generate(str(key.steps), lane=key) for key in (ONE, TWO, FOUR, EIGHT)))
+    tokens: Counter[int] = Counter()
+    for _ in range(230):  # 23 calls of one lane each: 8 of 8 and of 4 steps, 4 of 2, 3 of 1
+        call = decoded(s)
+        assert len(call.parts) == 2
+        tokens.update(part.lane.steps for part in call.parts if part.ends)
+    evaluations = [tokens[steps] * steps for steps in (8, 4, 2, 1)]
+    assert evaluations == pytest.approx([160, 160, 80, 60], rel=0.15)
 
 
 def test_the_calls_of_a_token_come_one_after_the_other_with_the_same_rows() -> None:
