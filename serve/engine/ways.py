@@ -15,7 +15,8 @@ _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
 _WORTH_RUNNING_AHEAD = 0.08
-_TRIAL_WORTH, _CHOSEN_WORTH = 1600, 48_000
+_TRIAL_WORTH, _CHOSEN_WORTH = 1300, 40_000
+_LONG_COUNTS = 1 / 6  # an evaluation of M steps counts M to the power of this
 
 
 class Ways:
@@ -65,4 +66,4 @@ def worth(lane: LaneKey, evaluations: int) -> float:
     More where a token takes more of them: else the way that fills the cores with tokens of few
     steps would win, however much those of many, who wait longest anyway, pay for it.
     """
-    return evaluations * math.cbrt(lane.steps)
+    return evaluations * math.pow(lane.steps, _LONG_COUNTS)

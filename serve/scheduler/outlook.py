@@ -49,12 +49,13 @@ class Outlook(Generic[WorkT]):
         max_rows: int,
         usual_s: Callable[[LaneKey], float | None],
         beside_s: float,
+        together: bool = False,
     ) -> None:
         self.model = model
         self._caution, self._answer_s = latency.caution, latency.answer_s
         self._max_rows = max_rows
         self._prices = WritingPrices(latency, usual_s)
-        self._rounds: Rounds[WorkT] = Rounds(lanes, self._prices, max_rows, beside_s)
+        self._rounds: Rounds[WorkT] = Rounds(lanes, self._prices, max_rows, beside_s, together)
         self._searching: Searching[WorkT] = Searching(searches, self._prices, max_rows)
         self._beside_s = beside_s  # other models, between two calls
 
@@ -157,7 +158,7 @@ class Outlook(Generic[WorkT]):
             steps, length = lane.key.steps, (running or lane.next_due)[0].positions // 2
             fixed_s, each_s = self._rounds.round(steps)
             token_s = fixed_s + each_s * length
-            often = math.sqrt(steps / new.steps) if steps > new.steps else 1.0
+            often = self._rounds.often(steps, new.steps)
             after_s = token_s + often * (more_fixed_s + more_each_s * length)
             # Of those that press, the first ends first and the last has most to write.
             some = [*running, pressing[0], pressing[-1]] if pressing else running

@@ -8,6 +8,7 @@ from typing import Generic
 
 from serve.bundle.latency import LatencyEntry
 from serve.scheduler.classifying import Classifying
+from serve.scheduler.decoding import Decoding
 from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import Job, LaneKey, Turn, WorkT
 from serve.scheduler.latency_model import LatencyModel, Series
@@ -30,6 +31,7 @@ class Prospects(Generic[WorkT]):
         classifying: Classifying[WorkT],
         generate: Mapping[LaneKey, GenerateLane[WorkT]],
         search: Mapping[LaneKey, SearchLane[WorkT]],
+        decodings: Mapping[str, Decoding[WorkT]],
         busy_turns: Callable[[str], list[Turn]],
     ) -> None:
         self._limits = limits
@@ -38,6 +40,7 @@ class Prospects(Generic[WorkT]):
         self._classifying = classifying
         self._generate = generate
         self._search = search
+        self._decodings = decodings  # by model
         self._busy_turns = busy_turns  # of all models but one
         self._busy_until_s = 0.0
 
@@ -105,6 +108,7 @@ class Prospects(Generic[WorkT]):
 
     def outlook(self, model: str) -> Outlook[WorkT]:
         """What is predicted of generations of this model."""
+        decoding = self._decodings.get(model)
         return Outlook(
             model,
             [lane for key, lane in self._generate.items() if key.model == model],
@@ -113,6 +117,7 @@ class Prospects(Generic[WorkT]):
             self._limits.decode_rows,
             lambda lane: self._usual_s((lane, "decode" if lane.kind == "generate" else "search")),
             sum(self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)),
+            decoding is not None and decoding.sharing == "together",
         )
 
     def _models_waiting(self) -> set[str]:

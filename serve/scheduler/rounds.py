@@ -48,7 +48,9 @@ class Rounds(Generic[WorkT]):
         prices: WritingPrices,
         max_rows: int,
         beside_s: float,
+        together: bool = False,
     ) -> None:
+        """`together` if the lanes share calls, those that fit."""
         self.busy: dict[LaneKey, Busy[WorkT]] = {}
         self.unread_s = 0.0  # of all prompts that are not read yet
         self._prices = prices
@@ -66,6 +68,8 @@ class Rounds(Generic[WorkT]):
                 token = prices.token(lane.key, rows, lane.decode_series)
                 self._tokens.append((lane.key.steps, token))
                 self.busy[lane.key] = Busy(lane, occupants, rows, token, unread_s)
+        # Lanes that do not fit into one call take turns, as others do.
+        self._in_one_call = together and sum([one.rows for one in self.busy.values()]) <= max_rows
 
     @property
     def calls(self) -> int:
@@ -74,16 +78,19 @@ class Rounds(Generic[WorkT]):
             return 1
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
-    def round(self, steps: int) -> Line:
-        """From one token of a lane of so many steps to the next, with the rows of all lanes.
+    def often(self, steps: int, other: int) -> float:
+        """The tokens of a lane of other steps in the time of one of so many: see Decoding."""
+        if self._in_one_call:
+            return steps / other
+        return math.sqrt(steps / other) if steps > other else 1.0
 
-        Fewer steps have a token more often: see Decoding.
-        """
+    def round(self, steps: int) -> Line:
+        """From one token of a lane of so many steps to the next, with the rows of all lanes."""
         line = self._rounds.get(steps)
         if line is None:
             fixed_s, each_s = self._beside_s, 0.0
             for other, (other_fixed_s, other_each_s) in self._tokens:
-                often = math.sqrt(steps / other) if steps > other else 1.0
+                often = self.often(steps, other)
                 fixed_s += often * other_fixed_s
                 each_s += often * other_each_s
             line = self._rounds[steps] = fixed_s, each_s

@@ -72,6 +72,7 @@ class Scheduler(Generic[WorkT]):
             self._classifying,
             self._generate,
             self._search,
+            self._decodings,
             self.busy_turns,
         )
 
