@@ -189,6 +189,18 @@ def test_rungs_that_could_mix_take_turns_where_that_is_quicker() -> None:
     assert any(len(decoded(s).parts) > 1 for _ in range(4))
 
 
+def test_what_a_rung_was_ahead_is_over_when_the_cores_are_shared_otherwise() -> None:
+    s = scheduler(most_lanes=8, sides=2)
+    started(s, *(generate(str(key.steps), lane=key) for key in (ONE, EIGHT)))
+    s.share("g", "abreast")
+    for _ in range(40):
+        decoded(s)
+    s.share("g", "turns")
+    under_way_too = [decoded(s) for _ in range(20)]
+    lanes = Counter(call.parts[0].lane for call in under_way_too if call.parts[0].whole)
+    assert abs(lanes[ONE] - lanes[EIGHT]) <= 1
+
+
 def test_rows_keep_the_numbers_of_the_batch() -> None:
     s = scheduler()
     a, b, c, d = jobs = [generate(name) for name in "abcd"]
