@@ -74,18 +74,19 @@ def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedMode
     stands = dict.fromkeys(STEPS, 0)
     for call in range(48):
         going = [steps for steps in STEPS if stands[steps] or (call + steps) % 3]
-        for steps in going:
-            if stands[steps] == 0:
-                batches[steps].begin(best([found[steps, row][-1] for row in range(3)]))
+        if first := [steps for steps in going if stands[steps] == 0]:
+            tokens = [best([found[steps, row][-1] for row in range(3)]) for steps in first]
+            mix.begin([batches[steps] for steps in first], tokens)
         mix.advance([batches[steps] for steps in going])
-        for steps in going:
-            stands[steps] = (stands[steps] + 1) % steps
-            if stands[steps] == 0:
-                for row, logits in enumerate(batches[steps].end()):
+        stands |= {steps: (stands[steps] + 1) % steps for steps in going}
+        if last := [steps for steps in going if stands[steps] == 0]:
+            ended = mix.end([batches[steps] for steps in last])
+            for steps, answers in zip(last, ended, strict=True):
+                for row, logits in enumerate(answers):
                     found[steps, row].append(logits)
     for (steps, row), mixed in found.items():
-        tokens = prompt(model, lengths[steps][row], row)
-        np.testing.assert_array_equal(mixed, alone(model, steps, tokens, len(mixed) - 1))
+        asked = prompt(model, lengths[steps][row], row)
+        np.testing.assert_array_equal(mixed, alone(model, steps, asked, len(mixed) - 1))
     assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
 
 
