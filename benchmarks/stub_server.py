@@ -59,6 +59,7 @@ class StubModel:
     def __init__(self, bundle: Bundle, call_s: float, row_s: float) -> None:
         self.bundle = bundle
         self.opening = False
+        self.most_parts = 1
         self._classifier = StubClassifier(bundle, call_s, row_s)
 
     def classifier(self, steps: int) -> Classifier:

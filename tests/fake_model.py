@@ -266,6 +266,10 @@ class FakeModel:
     def bundle(self) -> Bundle:
         return self._bundle
 
+    @property
+    def most_parts(self) -> int:
+        return 1
+
     def classifier(self, steps: int) -> FakeClassifier:
         return FakeClassifier(self._bundle, steps, self.mood)
 

@@ -100,7 +100,7 @@ class Manifest:
     @property
     def steps(self) -> tuple[int, ...]:
         """The step counts of the ladder, ascending."""
-        return tuple(rung.steps for rung in self.rungs)
+        return tuple([rung.steps for rung in self.rungs])
 
     @property
     def keeps_caches(self) -> bool:

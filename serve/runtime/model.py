@@ -19,6 +19,11 @@ class Model(Interruptible, Protocol):
         """What was opened."""
         ...
 
+    @property
+    def most_parts(self) -> int:
+        """How many parts the rows of a classification may run in, side by side."""
+        ...
+
     def classifier(self, steps: int) -> Classifier:
         """The rung of that many steps; BundleError if the ladder or the task has none."""
         ...

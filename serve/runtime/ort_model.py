@@ -74,6 +74,10 @@ class OrtModel:
         """The rungs that can run at once."""
         return tuple(sorted({*self._classifiers, *self._decoders, *self._translators}))
 
+    @property
+    def most_parts(self) -> int:
+        return self._side_threads.most
+
     def classifier(self, steps: int) -> SideBySide:
         rung = self._rung(steps, "classify")
         if steps not in self._classifiers:

@@ -11,12 +11,12 @@ from typing import TypeVar, final
 
 import numpy as np
 
+from serve.parts import count_parts
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 from serve.runtime.threads import Threads
 
-_LEAST = 2  # rows of a part: one row alone is multiplied otherwise, and its last bits differ
 AnswerT = TypeVar("AnswerT")
 
 
@@ -29,8 +29,8 @@ class Parts:
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
         """The answers to the parts in their order; raises when all have ended, if one did."""
-        count = min(self._threads.most, len(rows) // _LEAST) if rows.ndim else 1
-        if count < 2:
+        count = count_parts(len(rows), self._threads.most) if rows.ndim else 1
+        if count == 1:
             return [call(rows)]
         bounds = [len(rows) * part // count for part in range(count + 1)]
         return self._threads.each(call, [rows[low:high] for low, high in pairwise(bounds)])

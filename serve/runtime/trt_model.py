@@ -52,6 +52,10 @@ class TrtModel:
         """What the engines compute in."""
         return self._engines.precision
 
+    @property
+    def most_parts(self) -> int:
+        return 1  # a GPU shares the rows of a call among its own
+
     def classifier(self, steps: int) -> OrtClassifier:
         rung = self._rung(steps, "classify")
         return OrtClassifier(self._session(rung.graph), self._bundle.manifest)

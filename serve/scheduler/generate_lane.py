@@ -67,15 +67,15 @@ class GenerateLane(Generic[WorkT]):
     def next_due(self) -> list[Job[WorkT]]:
         """Those with a deadline, of as many that wait as may run together."""
         if self._next_due is None:
-            first = islice(self.waiting, self._max_rows)
-            self._next_due = [job for job in first if job.ends_s < math.inf]
-            self._pressing = _pressing(self._next_due)
+            self._next_due = self._find_due()
         return self._next_due
 
     @property
     def pressing(self) -> list[Job[WorkT]]:
         """Those of them that are late first, whatever a token takes."""
-        return self._pressing if self.next_due else []
+        if self._next_due is None:
+            self._next_due = self._find_due()
+        return self._pressing
 
     def add(self, job: Job[WorkT]) -> None:
         """The job waits behind those that do."""
@@ -165,6 +165,12 @@ class GenerateLane(Generic[WorkT]):
         """Drop the batch, in which nobody waits for anything."""
         self.abandon()
         return DecodePart(self.key, (), (), (), lost=True)
+
+    def _find_due(self) -> list[Job[WorkT]]:
+        first = islice(self.waiting, self._max_rows)
+        due = [job for job in first if job.ends_s < math.inf]
+        self._pressing = _pressing(due)
+        return due
 
     def _count(self, job: Job[WorkT], jobs: int) -> None:
         self.waiting_prompt_tokens += jobs * job.lengths[0]

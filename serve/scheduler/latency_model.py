@@ -2,8 +2,10 @@
 
 The seconds of a call are `speed * (a + b * tokens + c * tokens * length)`: a row has `length`
 tokens, or one where it decodes, behind `length` that are cached. Each series has its own a, b and
-c, which change slowly; all share the speed of the machine, which changes fast. It starts from what
-was measured before and forgets it. Knows neither clocks, requests nor lanes.
+c, which change slowly; all share the speed of the machine, which changes fast. Where the rows of a
+classification run in parts side by side, those of the largest part count, and calls in one part and
+in several have factors of their own. It starts from what was measured before and forgets it. Knows
+neither clocks, requests nor lanes.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from operator import mul
 from typing import NamedTuple
 
 from serve.bundle.latency import Latency
+from serve.parts import count_parts
 from serve.scheduler.job import CallKind
 
 # What a rung of unknown shape is taken to spend beside its tokens.
@@ -27,7 +30,6 @@ _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # of answers on their way out
 IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _RELENT = 0.9
 _KNOWN_CALLS = 24  # of a series, before it says anything of the machine
-_PASSES = 8  # over measurements that are known beforehand
 _ROUNDS = 100  # of their fit
 _SCALE = 1000.0  # keeps products of tokens near 1
 
@@ -50,6 +52,8 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._shapes: dict[Series, _Shape] = {}
+        self._parted: dict[Series, _Shape] = {}  # of calls in several parts
+        self._most_parts: dict[str, int] = {}  # by model, where there may be several
         self._speed = self._lasting_speed = 1.0
         self._caution = 1.1
         self._answer_s = IDLE_ANSWER_S
@@ -81,53 +85,66 @@ class LatencyModel:
         """What to multiply predictions of a long time by: a moment's slowness passes."""
         return self._lasting_speed / self._speed
 
+    def share_rows(self, model: str, most_parts: int) -> None:
+        """Rows of this model's classifications run in so many parts at once, at most."""
+        if most_parts > 1:
+            self._most_parts[model] = most_parts
+
     def knows(self, series: Series) -> bool:
-        return series in self._shapes
+        return series in self._shapes or series in self._parted
 
     def knows_well(self, series: Series) -> bool:
         """Whether enough calls were seen to tell what a row costs from what a call does."""
-        shape = self._shapes.get(series)
-        return shape is not None and shape.seen >= _KNOWN_CALLS
+        shapes = self._shapes.get(series), self._parted.get(series)
+        return sum(shape.seen for shape in shapes if shape is not None) >= _KNOWN_CALLS
 
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
-        shape = self._shapes.get(series)
+        if series.model in self._most_parts:
+            shape, rows = self._find(series, rows)
+        else:
+            shape = self._shapes.get(series)
         return None if shape is None else self._speed * shape.seconds(rows, length)
 
     def decode_line(self, series: Series, rows: int) -> Line | None:
         """The time of a token of so many rows; None if none was ever seen."""
         shape = self._shapes.get(series)
-        return None if shape is None else shape.line(rows, self._speed)
+        if shape is None:
+            return None
+        a, b, c = shape.factors
+        tokens = self._speed * rows / _SCALE
+        return self._speed * a + tokens * b, tokens * c / _SCALE
 
     def learn(self, model: str, latency: Latency) -> None:
         """Start from a table that was measured before, on this machine or on another."""
-        found: dict[Series, list[tuple[int, int, float]]] = {}
-        for entry in latency.entries:
+        found: dict[_Shape, list[tuple[int, int, float]]] = {}
+        for entry in sorted(latency.entries, key=lambda entry: entry.batch * entry.length):
             series = Series(model, entry.kind, entry.steps)
-            point = entry.batch, max(1, entry.length), entry.median_ms / 1000
-            found.setdefault(series, []).append(point)
-        for series, points in found.items():
-            points.sort(key=lambda point: point[0] * point[1])
-            shape = self._shape(series, *points[0])
+            length, seconds = max(1, entry.length), entry.median_ms / 1000
+            shape, rows = self._shape(series, entry.batch, length, seconds)
+            found.setdefault(shape, []).append((rows, length, seconds))
+        for shape, points in found.items():
             shape.fit(points)
-            for rows, length, seconds in points * _PASSES:
+            for rows, length, seconds in points:
                 shape.learn(rows, length, seconds)
 
     def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
-        """Believe one careful measurement of this machine as to how fast it is."""
-        self._shape(series, rows, length, seconds).rescale(rows, length, seconds)
+        """Believe one careful measurement of this machine, for calls in as many parts."""
+        shape, rows = self._shape(series, rows, length, seconds)
+        shape.rescale(rows, length, seconds)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        for series in list(self._shapes):
-            if series.model == model:
-                del self._shapes[series]
+        for shapes in (self._shapes, self._parted):
+            for series in [series for series in shapes if series.model == model]:
+                del shapes[series]
+        self._most_parts.pop(model, None)
 
     def observe(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:
             return
-        shape = self._shape(series, rows, length, seconds / self._speed)
+        shape, rows = self._shape(series, rows, length, seconds / self._speed)
         ratio = seconds / (self._speed * shape.seconds(rows, length))
         late = ratio > self._caution
         change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
@@ -138,45 +155,64 @@ class LatencyModel:
             self._lasting_speed += _LASTING_WEIGHT * (self._speed - self._lasting_speed)
         shape.learn(rows, length, seconds / self._speed)
 
-    def _shape(self, series: Series, rows: int, length: int, seconds: float) -> "_Shape":
-        if series not in self._shapes:
-            one_each = series.kind == "decode"
-            self._shapes[series] = _Shape(rows, length, seconds, one_each)
-        return self._shapes[series]
+    def _find(self, series: Series, rows: int) -> tuple["_Shape | None", int]:
+        """What is known of calls of so many rows, and the rows that count."""
+        parts = count_parts(rows, self._most_parts[series.model])
+        own, other = self._shapes, self._parted
+        if parts > 1:
+            own, other = other, own
+        return own.get(series) or other.get(series), -(-rows // parts)
+
+    def _shape(
+        self, series: Series, rows: int, length: int, seconds: float
+    ) -> tuple["_Shape", int]:
+        """The same, where a call has taken so long."""
+        parts = count_parts(rows, self._most_parts.get(series.model, 1))
+        shapes, other = self._shapes, self._parted
+        if parts > 1:
+            shapes, other = other, shapes
+        rows = -(-rows // parts)
+        if series not in shapes:
+            like = other.get(series)
+            shapes[series] = _Shape(rows, length, seconds, series.kind == "decode", like)
+        return shapes[series], rows
 
 
 class _Shape:
     """The seconds of a call at speed 1: least squares of relative errors that forget."""
 
-    def __init__(self, rows: int, length: int, seconds: float, one_each: bool) -> None:
+    def __init__(
+        self,
+        rows: int,
+        length: int,
+        seconds: float,
+        one_each: bool,
+        like: "_Shape | None" = None,
+    ) -> None:
         self.seen = 0
         self._one_each = one_each  # one new token a row, however long
         features = self._features(rows, length)
-        self._factors = [
+        self.factors = [
             _FIXED_SHARE * seconds,
             (1 - _FIXED_SHARE) * seconds / features[1],
             0.0,
         ]
+        if like is not None:
+            ratio = seconds / like.seconds(rows, length)
+            self.factors = [factor * ratio for factor in like.factors]
         # Factors are known in parts of what would explain the whole call. What is known of them
         # sums up, is forgotten, and falls back to this: each may be wrong by one such part.
         self._parts = [seconds / feature for feature in features]
         self._known = 1.0, 0.0, 0.0, 1.0, 0.0, 1.0  # a symmetric matrix by rows
 
     def seconds(self, rows: int, length: int) -> float:
-        a, b, c = self._factors  # asked for every request that comes: hence no call
+        a, b, c = self.factors  # asked for every request that comes: hence no call
         tokens = (rows if self._one_each else rows * length) / _SCALE
         return a + tokens * (b + c * length / _SCALE)
 
-    def line(self, rows: int, speed: float) -> Line:
-        """The seconds of so many rows that each add one token."""
-        assert self._one_each, "a call that is no line over its length"
-        a, b, c = self._factors
-        tokens = rows / _SCALE
-        return speed * (a + tokens * b), speed * tokens * c / _SCALE
-
     def rescale(self, rows: int, length: int, seconds: float) -> None:
         ratio = seconds / self.seconds(rows, length)
-        self._factors = [factor * ratio for factor in self._factors]
+        self.factors = [factor * ratio for factor in self.factors]
 
     def fit(self, points: Sequence[tuple[int, int, float]]) -> None:
         """Take the factors, none below 0, whose relative errors have the least squares."""
@@ -186,9 +222,9 @@ class _Shape:
         ]
         for _ in range(_ROUNDS):  # one factor after the other
             for index in range(3):
-                self._factors[index] = 0.0
-                left = sum(one[index] * (1 - sum(map(mul, self._factors, one))) for one in shares)
-                self._factors[index] = max(0.0, left / sum(one[index] ** 2 for one in shares))
+                self.factors[index] = 0.0
+                left = sum(one[index] * (1 - sum(map(mul, self.factors, one))) for one in shares)
+                self.factors[index] = max(0.0, left / sum(one[index] ** 2 for one in shares))
 
     def learn(self, rows: int, length: int, seconds: float) -> None:
         """One step of recursive least squares on seconds / prediction.
@@ -201,7 +237,7 @@ class _Shape:
         error = seconds / predicted - 1
         weight = 1 / (_TRUSTED * max(_TRUSTED, abs(error)))
         first, second, third = self._features(rows, length)
-        base, token, cached = self._factors
+        base, token, cached = self.factors
         base_part, token_part, cached_part = self._parts
         u = base_part * first / predicted
         v = token_part * second / predicted
@@ -220,12 +256,12 @@ class _Shape:
         base += base_part * gain * (uu_ * u + uv_ * v + uw_ * w)
         token += token_part * gain * (uv_ * u + vv_ * v + vw_ * w)
         cached += cached_part * gain * (uw_ * u + vw_ * v + ww_ * w)
-        self._factors = [max(0.0, base), max(_LEAST, token), max(0.0, cached)]
+        self.factors = [max(0.0, base), max(_LEAST, token), max(0.0, cached)]
         if min(base, token, cached) < 0:
             # Those that are left may say more than was learned: not more than before, too.
             said = base * first + token * second + cached * third
             if (now := self.seconds(rows, length)) > max(predicted, said):
-                self._factors = [factor * said / now for factor in self._factors]
+                self.factors = [factor * said / now for factor in self.factors]
 
     def _features(self, rows: int, length: int) -> tuple[float, float, float]:
         tokens = (rows if self._one_each else rows * length) / _SCALE

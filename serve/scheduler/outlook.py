@@ -5,7 +5,7 @@ moment. It deliberately knows neither HTTP nor what is done about it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple
 
 from serve.scheduler.generate_lane import GenerateLane
@@ -47,16 +47,16 @@ class Outlook(Generic[WorkT]):
         searches: Iterable[SearchLane[WorkT]],
         latency: LatencyModel,
         max_rows: int,
-        usual_s: Callable[[LaneKey], float | None],
+        prices: WritingPrices,
         beside_s: float,
         together: bool = False,
     ) -> None:
         self.model = model
         self._caution, self._answer_s = latency.caution, latency.answer_s
         self._max_rows = max_rows
-        self._prices = WritingPrices(latency, usual_s)
-        self._rounds: Rounds[WorkT] = Rounds(lanes, self._prices, max_rows, beside_s, together)
-        self._searching: Searching[WorkT] = Searching(searches, self._prices, max_rows)
+        self._prices = prices
+        self._rounds: Rounds[WorkT] = Rounds(lanes, prices, max_rows, beside_s, together)
+        self._searching: Searching[WorkT] = Searching(searches, prices, max_rows)
         self._beside_s = beside_s  # other models, between two calls
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
@@ -105,26 +105,28 @@ class Outlook(Generic[WorkT]):
             place = self._searching.until_place(key)
             return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
         busy = self._rounds.busy.get(key)
-        if busy is None:
-            return 0.0
-        tokens, place_s = self._rounds.place(key)
-        if not self._searching.idle:
-            place_s += self._searches_s(tokens)
-        return place_s + busy.unread_s
+        return 0.0 if busy is None else self._begin_s(busy)
 
     def all_begin_s(self) -> float:
         """The time until nobody waits for a place any more."""
-        keys = [key for key, busy in self._rounds.busy.items() if busy.lane.waiting]
-        return max(map(self.wait_s, [*keys, *self._searching.waiting()]), default=0.0)
+        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        if self._searching.idle:
+            place = self._rounds.place
+            return max([place(one.lane.key)[1] + one.unread_s for one in lanes], default=0.0)
+        waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._searching.waiting())]
+        return max(waits, default=0.0)
 
     def waiting_s(self) -> float:
         """The share that those who wait have in it: of what runs already, no more will come."""
-        generations = (
-            busy.unread_s + self._rounds.place(key)[1] * busy.waiting_share
-            for key, busy in self._rounds.busy.items()
-            if busy.lane.waiting
-        )
-        return max([*generations, *map(self.wait_s, self._searching.waiting())], default=0.0)
+        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        searches = map(self.wait_s, self._searching.waiting())
+        return max([*map(self._rounds.waiting_s, lanes), *searches], default=0.0)
+
+    def _begin_s(self, busy: Busy[WorkT]) -> float:
+        tokens, place_s = self._rounds.place(busy.lane.key)
+        if not self._searching.idle:
+            place_s += self._searches_s(tokens)
+        return place_s + busy.unread_s
 
     def _new(self, key: LaneKey, asked: Asked) -> _New:
         if key.kind == "search":
@@ -136,7 +138,10 @@ class Outlook(Generic[WorkT]):
             return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
         more = more_fixed_s, more_each_s = self._rounds.more(key, asked.jobs)
         fixed_s, each_s = self._rounds.round(key.steps)
-        round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * _length(asked)
+        busy, length = self._rounds.busy.get(key), _length(asked)
+        if busy is not None and busy.length > length:
+            length = busy.length
+        round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
         tokens, place_s = self._rounds.place(key)
         waves = self._waves(asked)
         read_s = self._read_s(key, asked)
@@ -155,16 +160,22 @@ class Outlook(Generic[WorkT]):
             running = [job for job in busy.occupants if job.ends_s < math.inf]
             if not pressing and not running:
                 continue
-            steps, length = lane.key.steps, (running or lane.next_due)[0].positions // 2
+            steps, length = lane.key.steps, busy.length
             fixed_s, each_s = self._rounds.round(steps)
             token_s = fixed_s + each_s * length
-            often = self._rounds.often(steps, new.steps)
-            after_s = token_s + often * (more_fixed_s + more_each_s * length)
+            after_s = token_s
+            if more_fixed_s or more_each_s:  # not where there is no place for more rows
+                often = self._rounds.often(steps, new.steps)
+                after_s += often * (more_fixed_s + more_each_s * length)
             # Of those that press, the first ends first and the last has most to write.
-            some = [*running, pressing[0], pressing[-1]] if pressing else running
-            tokens = max([job.tokens_left for job in some])
+            tokens, ends_s = 0, math.inf
+            for job in (*running, pressing[0], pressing[-1]) if pressing else running:
+                if job.tokens_left > tokens:
+                    tokens = job.tokens_left
+                if job.ends_s < ends_s:
+                    ends_s = job.ends_s
             searches_s = 0.0 if alone else self._searches_s(tokens, new)
-            least_s = share * (min([job.ends_s for job in some]) - begin_s)
+            least_s = share * (ends_s - begin_s)
             if (read_s + tokens * after_s + searches_s) * self._caution > least_s:
                 yield self._late_in_lane_s(busy, running, new, (token_s, after_s), begin_s, share)
         if not self._searching.idle:

@@ -9,12 +9,12 @@ from typing import Generic
 from serve.bundle.latency import LatencyEntry
 from serve.scheduler.classifying import Classifying
 from serve.scheduler.decoding import Decoding
-from serve.scheduler.generate_lane import GenerateLane
 from serve.scheduler.job import Job, LaneKey, Turn, WorkT
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.limits import Limits
 from serve.scheduler.outlook import Outlook
 from serve.scheduler.search_lane import SearchLane
+from serve.scheduler.writing_prices import WritingPrices
 
 # The usual time of a call, if one has run.
 CallSeconds = Callable[[Turn], float | None]
@@ -29,7 +29,6 @@ class Prospects(Generic[WorkT]):
         latency: LatencyModel,
         usual_s: CallSeconds,
         classifying: Classifying[WorkT],
-        generate: Mapping[LaneKey, GenerateLane[WorkT]],
         search: Mapping[LaneKey, SearchLane[WorkT]],
         decodings: Mapping[str, Decoding[WorkT]],
         busy_turns: Callable[[str], list[Turn]],
@@ -37,8 +36,8 @@ class Prospects(Generic[WorkT]):
         self._limits = limits
         self._latency = latency
         self._usual_s = usual_s
+        self._prices = WritingPrices(latency, self._usual_token_s)
         self._classifying = classifying
-        self._generate = generate
         self._search = search
         self._decodings = decodings  # by model
         self._busy_turns = busy_turns  # of all models but one
@@ -92,11 +91,10 @@ class Prospects(Generic[WorkT]):
 
         The outlook of one model may be known already.
         """
-        outlooks = (
-            known if known is not None and known.model == model else self.outlook(model)
-            for model in self._models_waiting()
-        )
-        writing_s = max((outlook.all_begin_s() for outlook in outlooks), default=0.0)
+        writing_s = 0.0
+        for model in self._models_waiting(known):
+            outlook = self.outlook(model) if known is None or model != known.model else known
+            writing_s = max(writing_s, outlook.all_begin_s())
         work_s = (self._classifying.wait_s(least) + writing_s) * self._latency.lasting
         return max(0.0, self._busy_until_s - now_s) + work_s
 
@@ -111,16 +109,24 @@ class Prospects(Generic[WorkT]):
         decoding = self._decodings.get(model)
         return Outlook(
             model,
-            [lane for key, lane in self._generate.items() if key.model == model],
+            decoding or (),
             [lane for key, lane in self._search.items() if key.model == model],
             self._latency,
             self._limits.decode_rows,
-            lambda lane: self._usual_s((lane, "decode" if lane.kind == "generate" else "search")),
-            sum(self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)),
+            self._prices,
+            sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
             decoding is not None and decoding.sharing == "together",
         )
 
-    def _models_waiting(self) -> set[str]:
-        """Those that write, and for which somebody waits."""
-        models = {key.model for key, lane in self._generate.items() if lane.waiting}
+    def _usual_token_s(self, lane: LaneKey) -> float | None:
+        return self._usual_s((lane, "decode" if lane.kind == "generate" else "search"))
+
+    def _models_waiting(self, known: Outlook[WorkT] | None = None) -> set[str]:
+        """Those that write, and for which somebody waits; and the one that is known."""
+        models = set() if known is None else {known.model}
+        for model, decoding in self._decodings.items():
+            if model not in models and any([lane.waiting for lane in decoding]):
+                models.add(model)
+        if not self._search:
+            return models
         return models | {key.model for key, searches in self._search.items() if searches.waiting}

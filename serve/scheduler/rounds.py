@@ -21,22 +21,17 @@ class Busy(NamedTuple, Generic[WorkT]):
     rows: int  # that decode together, now or soon
     token: Line  # of those rows
     unread_s: float  # of prompts that tokens wait for
+    length: int  # of the longest row, which all are padded to, while they are written
 
     @property
-    def length(self) -> int:
-        """Of its rows, while they are written."""
-        first = self.occupants[0] if self.occupants else self.lane.waiting[0]
-        return 1 + first.positions // 2
+    def tokens_waiting(self) -> int:
+        """Of all that wait; the first of each comes with its prompt."""
+        return self.lane.waiting_tokens - len(self.lane.waiting)
 
     @property
     def tokens_left(self) -> int:
         """Of all that run and wait."""
-        return sum([job.tokens_left for job in self.occupants]) + self.lane.waiting_tokens
-
-    @property
-    def waiting_share(self) -> float:
-        """Of those tokens, the share of all that wait."""
-        return self.lane.waiting_tokens / max(1, self.tokens_left)
+        return sum([job.tokens_left for job in self.occupants]) + self.tokens_waiting
 
 
 class Rounds(Generic[WorkT]):
@@ -61,13 +56,22 @@ class Rounds(Generic[WorkT]):
         self._places: dict[LaneKey, tuple[float, float]] = {}
         for lane in lanes:
             occupants, waiting = lane.occupants(), len(lane.waiting)
-            rows = min(max_rows, len(occupants) + waiting)
+            rows = len(occupants) + waiting
             if rows:
-                unread_s = self._unread_s(lane, waiting)
-                self.unread_s += unread_s
+                rows = rows if rows < max_rows else max_rows
+                unread, prompts, unread_s = lane.waiting_prompt_tokens, waiting, 0.0
+                if lane.reading is not None:
+                    unread, prompts = unread + lane.reading.lengths[0], prompts + 1
+                if prompts:
+                    unread_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_series)
+                    self.unread_s += unread_s
                 token = prices.token(lane.key, rows, lane.decode_series)
                 self._tokens.append((lane.key.steps, token))
-                self.busy[lane.key] = Busy(lane, occupants, rows, token, unread_s)
+                # Of rows that began at random, the longest has as much of its way behind it.
+                first = occupants[0] if occupants else lane.waiting[0]
+                prompt = first.lengths[0]
+                length = prompt + (first.positions - prompt) * rows // (rows + 1)
+                self.busy[lane.key] = Busy(lane, occupants, rows, token, unread_s, length)
         # Lanes that do not fit into one call take turns, as others do.
         self._in_one_call = together and sum([one.rows for one in self.busy.values()]) <= max_rows
 
@@ -82,15 +86,17 @@ class Rounds(Generic[WorkT]):
         """The tokens of a lane of other steps in the time of one of so many: see Decoding."""
         if self._in_one_call:
             return steps / other
-        return math.sqrt(steps / other) if steps > other else 1.0
+        return 1.0 if steps <= other else math.sqrt(steps / other)
 
     def round(self, steps: int) -> Line:
         """From one token of a lane of so many steps to the next, with the rows of all lanes."""
         line = self._rounds.get(steps)
         if line is None:
             fixed_s, each_s = self._beside_s, 0.0
+            in_one = self._in_one_call
             for other, (other_fixed_s, other_each_s) in self._tokens:
-                often = self.often(steps, other)
+                ratio = steps / other  # as in `often`; asked for every request that comes
+                often = ratio if in_one else 1.0 if ratio <= 1.0 else math.sqrt(ratio)
                 fixed_s += often * other_fixed_s
                 each_s += often * other_each_s
             line = self._rounds[steps] = fixed_s, each_s
@@ -116,6 +122,12 @@ class Rounds(Generic[WorkT]):
             place = self._places[key] = (0.0, 0.0) if busy is None else self._lane_place(busy)
         return place
 
+    def waiting_s(self, busy: Busy[WorkT]) -> float:
+        """What those that wait add to the time until a place is free for others."""
+        fixed_s, each_s = self.round(busy.lane.key.steps)
+        tokens = busy.tokens_waiting / self._max_rows
+        return busy.unread_s + tokens * (fixed_s + each_s * busy.length)
+
     def seconds(self, calls: float) -> float:
         """What decoding takes in so many turns, if there is as much to do."""
         total_s = rounds = 0.0
@@ -127,23 +139,21 @@ class Rounds(Generic[WorkT]):
         return total_s if needed <= calls else total_s * calls / needed
 
     def _lane_place(self, busy: Busy[WorkT]) -> tuple[float, float]:
-        lane, occupants = busy.lane, busy.occupants
-        behind = len(lane.waiting) + len(occupants) - self._max_rows
-        if behind < 0:
+        lane, left = busy.lane, [job.tokens_left for job in busy.occupants]
+        waiting = len(lane.waiting)
+        if (behind := waiting + len(left) - self._max_rows) < 0:
             return 0.0, 0.0
-        fixed_s, each_s = self.round(lane.key.steps)
-        round_s = fixed_s + each_s * busy.length
-        if behind < len(occupants):
-            tokens: float = sorted([job.tokens_left for job in occupants])[behind]
+        if behind < len(left):
+            left.sort()
+            tokens: float = left[behind]
         else:
-            tokens = busy.tokens_left / self._max_rows
-        return tokens, tokens * round_s
-
-    def _unread_s(self, lane: GenerateLane[WorkT], waiting: int) -> float:
-        """The time to read the prompts of a lane that are not read yet."""
-        tokens, prompts = lane.waiting_prompt_tokens, waiting
-        if lane.reading is not None:
-            tokens, prompts = tokens + lane.reading.lengths[0], prompts + 1
-        if not prompts:
-            return 0.0
-        return self._prices.prompts_s(lane.key, tokens, prompts, lane.prefill_series)
+            # What the others will have left when a place is free: as much more than the first that
+            # ends as now, and no less than since prompts are read one after the other.
+            running, all_waiting = sum(left), lane.waiting_tokens - waiting
+            after: float = running - len(left) * min(left) if left else 0
+            most = all_waiting / waiting
+            apart = (self._max_rows - 1) * (most if most < self._max_rows else self._max_rows) / 2
+            after = after if after > apart else apart
+            tokens = (running + all_waiting - after) / self._max_rows
+        fixed_s, each_s = self.round(lane.key.steps)
+        return tokens, tokens * (fixed_s + each_s * busy.length)

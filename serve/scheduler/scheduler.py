@@ -70,7 +70,6 @@ class Scheduler(Generic[WorkT]):
             latency,
             usual_s,
             self._classifying,
-            self._generate,
             self._search,
             self._decodings,
             self.busy_turns,
@@ -110,9 +109,8 @@ class Scheduler(Generic[WorkT]):
             self._classifying.add(job)
             return
         assert self.fits(job.lane, job.positions), "a generation that can never run"
-        writes = job.lane.kind == "generate"
-        lane = self._generate_lane(job.lane) if writes else self._search_lane(job.lane)
-        lane.add(job)
+        opened = self._generate_lane if job.lane.kind == "generate" else self._search_lane
+        opened(job.lane).add(job)
 
     def end(self, job: Job[WorkT]) -> bool:
         """The job is over, whatever the reason; False if it already was."""
@@ -172,11 +170,12 @@ class Scheduler(Generic[WorkT]):
     def busy_turns(self, but: str = "") -> list[Turn]:
         """The turns with something to do, now or once there is room, of all models but one."""
         busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
-        for key, lane in self._generate.items():
+        lanes = [lane for model, own in self._decodings.items() if model != but for lane in own]
+        for lane in lanes:
             if lane.rows:
-                busy.append((key, "decode"))
+                busy.append((lane.key, "decode"))
             if lane.reading or lane.returning or lane.waiting:
-                busy.append((key, "prefill"))
+                busy.append((lane.key, "prefill"))
         busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
         return [turn for turn in busy if turn[0].model != but]
 

@@ -27,7 +27,7 @@ class WritingPrices:
     ) -> float:
         """The time to read so many prompts of so many tokens in all, one after the other."""
         series = series or Series(key.model, "prefill", key.steps)
-        return prompts * (self._latency.call_s(series, 1, round(tokens / prompts)) or 0.0)
+        return prompts * (self._latency.call_s(series, 1, tokens // prompts) or 0.0)
 
     def search_s(self, key: LaneKey, source: int, tokens: int, beams: int) -> float:
         """All calls of a search; the first one reads its source."""

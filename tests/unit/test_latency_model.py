@@ -174,3 +174,63 @@ def test_what_runs_alone_for_long_does_not_upset_what_is_known_of_the_rest() -> 
     assert p95(errors) <= 0.15
     for rows in (1, 4, 16):
         assert model.call_s(decode, rows, 100) == pytest.approx(decode_s(rows), rel=0.15)
+
+
+def in_parts(rows: int, length: int) -> float:
+    """What a call takes on two threads, which share four rows and more."""
+    largest = rows if rows < 4 else -(-rows // 2)
+    return cost(largest, length) * (1.0 if rows < 4 else 1.2)
+
+
+def test_rows_that_run_in_parts_are_predicted_by_the_largest() -> None:
+    model, chance, errors = LatencyModel(), random.Random(3), []
+    model.share_rows("m", 2)
+    for rows, length in shapes(1500):
+        if (predicted := model.call_s(FULL, rows, length)) is not None:
+            errors.append(abs(in_parts(rows, length) / predicted - 1))
+        model.observe(FULL, rows, length, in_parts(rows, length) * chance.lognormvariate(0, 0.04))
+    assert p95(errors[200:]) <= 0.1
+
+
+def test_a_table_says_what_calls_in_parts_take() -> None:
+    points = [(rows, length) for rows in (1, 8, 32) for length in (32, 64, 128)]
+    entries = tuple(
+        LatencyEntry(8, "classify", rows, length, 1000 * in_parts(rows, length), 1e6)
+        for rows, length in points
+    )
+    model = LatencyModel()
+    model.share_rows("m", 2)
+    machine = Machine("cpu", 2, 2, "runtime")
+    model.learn("m", Latency(machine, "2026-01-01T00:00:00+00:00", entries))
+    errors = [
+        abs(in_parts(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
+        for rows, length in shapes(200)
+    ]
+    assert p95(errors) <= 0.15
+    # Another machine, on which threads gain more: each way has its own measurement.
+    model.rescale(FULL, 1, 128, 3 * in_parts(1, 128))
+    model.rescale(FULL, 4, 128, 2 * in_parts(4, 128))
+    assert model.call_s(FULL, 3, 64) == pytest.approx(3 * in_parts(3, 64), rel=0.15)
+    assert model.call_s(FULL, 9, 64) == pytest.approx(2 * in_parts(9, 64), rel=0.15)
+
+
+@pytest.mark.parametrize("seen", [2, 12])
+def test_what_is_known_of_one_way_is_taken_for_the_other(seen: int) -> None:
+    model = LatencyModel()
+    model.share_rows("m", 2)
+    model.observe(FULL, seen, 64, in_parts(seen, 64))
+    other = 12 if seen == 2 else 2
+    assert model.knows(FULL)
+    assert model.call_s(FULL, other, 64) == pytest.approx(in_parts(other, 64), rel=0.4)
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    model = LatencyModel()
+    model.share_rows("m", 2)
+    for rows in (1, 8):
+        model.observe(FULL, rows, 64, cost(rows, 64))
+    model.drop_model("m")
+    assert not model.knows(FULL)
+    assert model.call_s(FULL, 8, 64) is None
+    model.observe(FULL, 8, 64, cost(8, 64))
+    assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.01)

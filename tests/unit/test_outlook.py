@@ -5,6 +5,7 @@ import pytest
 from serve.scheduler.job import LaneKey
 from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Series
 from serve.scheduler.outlook import Asked, Outlook
+from serve.scheduler.writing_prices import WritingPrices
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11
@@ -15,7 +16,8 @@ def outlook() -> Outlook[object]:
     latency = LatencyModel()
     latency.observe(Series("m", "prefill", 1), 1, PROMPT, 0.5)
     latency.observe(Series("m", "decode", 1), 1, PROMPT, 0.01)
-    return Outlook("m", [], [], latency, max_rows=2, usual_s=lambda key: None, beside_s=0.0)
+    prices = WritingPrices(latency, lambda key: None)
+    return Outlook("m", [], [], latency, 2, prices, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])

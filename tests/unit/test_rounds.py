@@ -1,12 +1,42 @@
 """How often lanes have a token, as predicted for what they share."""
 
+import random
+
+import pytest
+
 from serve.scheduler.generate_lane import GenerateLane
+from serve.scheduler.job import Job
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.rounds import Rounds
 from serve.scheduler.writing_prices import WritingPrices
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane
+
+
+def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> Rounds[str]:
+    """One lane, told what is left to write of each; prompts of 8 tokens."""
+    lane: GenerateLane[str] = GenerateLane(ONE, 1, max_rows, lambda rows, positions: 0)
+    for left in running:
+        lane.rows.append(written(left))
+    for left in waiting:
+        lane.add(written(left))
+    return Rounds([lane], WritingPrices(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
+
+
+def written(left: int) -> Job[str]:
+    return Job(ONE, "work", (8,), 8 + left, tokens_left=left)
+
+
+def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
+    """Tokens until a place is free for one more; of those that wait, one begins a call at most."""
+    rows, queue, calls = list(running), [left - 1 for left in waiting], 0
+    while queue or len(rows) == max_rows:
+        if queue and len(rows) < max_rows:
+            rows.append(queue.pop(0))
+        rows = [left - 1 for left in rows if left > 1]
+        calls += 1
+    return calls
 
 
 def rounds(max_rows: int, together: bool) -> Rounds[str]:
@@ -36,3 +66,28 @@ def test_lanes_that_take_turns_have_a_token_each_or_some_more() -> None:
 def test_lanes_that_do_not_fit_into_a_call_take_turns() -> None:
     both = [rounds(max_rows=5, together=together) for together in (True, False)]
     assert both[0].round(8) == both[1].round(8)
+
+
+@pytest.mark.parametrize("waiting", [16, 32, 64, 128])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_when_a_place_is_free_behind_many_that_wait(
+    waiting: int, together: bool, seed: int
+) -> None:
+    chance = random.Random(seed)
+    running = [32] * 16 if together else [chance.randint(1, 32) for _ in range(16)]
+    tokens, seconds = busy_lane(running, [32] * waiting, 16).place(ONE)
+    assert tokens == pytest.approx(simulated(running, [32] * waiting, 16), rel=0.25)
+    assert seconds == pytest.approx(tokens * STEP_S)
+
+
+def test_when_a_place_is_free_behind_few_that_wait() -> None:
+    assert busy_lane([5, 9, 3], [32], 4).place(ONE)[0] == 3
+    assert busy_lane([5, 9, 3, 7], [32], 4).place(ONE)[0] == 5
+    assert busy_lane([5, 9], [32], 4).place(ONE) == (0.0, 0.0)
+
+
+def test_rows_are_padded_to_the_longest() -> None:
+    alone, many = (busy_lane([32] * rows, [], 16).busy[ONE] for rows in (1, 15))
+    assert alone.length == 8 + 16
+    assert many.length == 8 + 30
