@@ -97,7 +97,7 @@ class Outlook(Generic[WorkT]):
         new = self._new(key, asked)
         if new.ready_s > left_s:
             return False
-        return all(late_s <= 0 for late_s in self._pushed_s(new, now_s, share))
+        return max(self._pushed_s(new, now_s, share), default=0.0) <= 0
 
     def wait_s(self, key: LaneKey) -> float:
         """The time until a place is free for one more of this lane, behind those that wait."""

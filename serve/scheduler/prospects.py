@@ -110,7 +110,9 @@ class Prospects(Generic[WorkT]):
         return Outlook(
             model,
             decoding or (),
-            [lane for key, lane in self._search.items() if key.model == model],
+            [lane for key, lane in self._search.items() if key.model == model]
+            if self._search
+            else (),
             self._latency,
             self._limits.decode_rows,
             self._prices,
