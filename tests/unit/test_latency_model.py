@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -24,6 +24,23 @@ def shapes(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 def p95(errors: list[float]) -> float:
     return sorted(errors)[int(0.95 * len(errors))]
+
+
+def table(cost: Cost, lengths: Sequence[int]) -> Latency:
+    """What was measured beforehand."""
+    points = [(rows, length) for rows in (1, 8, 32) for length in lengths]
+    entries = tuple(
+        LatencyEntry(8, "classify", rows, length, 1000 * cost(rows, length), 1e6)
+        for rows, length in points
+    )
+    return Latency(Machine("cpu", 2, 2, "runtime"), "2026-01-01T00:00:00+00:00", entries)
+
+
+def errors_of(model: LatencyModel, cost: Cost) -> list[float]:
+    return [
+        abs(cost(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
+        for rows, length in shapes(200)
+    ]
 
 
 def test_nothing_is_known_of_what_was_never_seen() -> None:
@@ -61,19 +78,9 @@ def test_a_shape_that_it_does_not_know_does_not_lead_it_astray(seed: int) -> Non
 
 
 def test_a_table_is_where_it_starts() -> None:
-    machine = Machine("cpu", 2, 2, "runtime")
-    points = [(1, 32), (1, 128), (8, 32), (8, 128), (32, 32), (32, 128)]
-    entries = tuple(
-        LatencyEntry(8, "classify", rows, length, 1000 * cost(rows, length), 1e6)
-        for rows, length in points
-    )
     model = LatencyModel()
-    model.learn("m", Latency(machine, "2026-01-01T00:00:00+00:00", entries))
-    errors = [
-        abs(cost(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
-        for rows, length in shapes(200)
-    ]
-    assert p95(errors) <= 0.15
+    model.learn("m", table(cost, lengths=(32, 128)))
+    assert p95(errors_of(model, cost)) <= 0.15
     # Another machine, three times as slow, says so with one call.
     model.rescale(FULL, 1, 128, 3 * cost(1, 128))
     assert model.call_s(FULL, 8, 64) == pytest.approx(3 * cost(8, 64), rel=0.15)
@@ -193,20 +200,10 @@ def test_rows_that_run_in_parts_are_predicted_by_the_largest() -> None:
 
 
 def test_a_table_says_what_calls_in_parts_take() -> None:
-    points = [(rows, length) for rows in (1, 8, 32) for length in (32, 64, 128)]
-    entries = tuple(
-        LatencyEntry(8, "classify", rows, length, 1000 * in_parts(rows, length), 1e6)
-        for rows, length in points
-    )
     model = LatencyModel()
     model.share_rows("m", 2)
-    machine = Machine("cpu", 2, 2, "runtime")
-    model.learn("m", Latency(machine, "2026-01-01T00:00:00+00:00", entries))
-    errors = [
-        abs(in_parts(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
-        for rows, length in shapes(200)
-    ]
-    assert p95(errors) <= 0.15
+    model.learn("m", table(in_parts, lengths=(32, 64, 128)))
+    assert p95(errors_of(model, in_parts)) <= 0.15
     # Another machine, on which threads gain more: each way has its own measurement.
     model.rescale(FULL, 1, 128, 3 * in_parts(1, 128))
     model.rescale(FULL, 4, 128, 2 * in_parts(4, 128))
