@@ -135,9 +135,10 @@ def _error_handler(engine: Engine) -> Handle:
         shown = _own(error, request)
         if shown.status in (429, 503):
             engine.metrics.rejected.labels(shown.code).inc()
+        path = request.scope["path"]
         return Response(
-            json.dumps(error_body(shown, request.url.path)),
-            status_code=error_status(shown, request.url.path),
+            json.dumps(error_body(shown, path)),
+            status_code=error_status(shown, path),
             headers=_headers(error, request) | shown.headers(),
             media_type="application/json",
         )

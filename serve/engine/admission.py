@@ -49,6 +49,19 @@ class Admission:
                 self._check_written(outlook, job.lane, asked, job.deadline, now_s)
         self._check_wait(now_s, len(jobs), outlook)
 
+    def check_early(
+        self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
+    ) -> None:
+        """Refuse a classification for which there is no time whatever it says, before it is read.
+
+        `least` are the steps that it must get, `most` the lengths that its rows have at most. One
+        that may be too long for its deadline in any case is not refused: that is another error.
+        """
+        prospects = self._scheduler.prospects
+        late_s = prospects.least_late_s(key, least, deadline.ends_s, now_s)
+        if late_s > 0 and prospects.alone_s(key, least, most) <= deadline.given_s:
+            raise _too_busy(late_s)
+
     def steps_for(
         self,
         key: LaneKey,
@@ -118,10 +131,12 @@ class Admission:
 
     def _check_classified(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
         self._scheduler.open(job.lane)
-        late_s = self._scheduler.prospects.late_s(job, now_s)
+        prospects = self._scheduler.prospects
+        late_s = prospects.late_s(job, now_s)
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
-            self._refuse(deadline, least, self._scheduler.prospects.alone_s(job), late_s)
+            alone_s = prospects.alone_s(job.lane, least, job.lengths)
+            self._refuse(deadline, least, alone_s, late_s)
 
     def _check_written(
         self,
@@ -141,11 +156,15 @@ class Admission:
             alone_s = max(alone_s, deadline.given_s + late_s)
         if alone_s > deadline.given_s:
             raise ImpossibleDeadline(deadline.given_s, alone_s, steps)
-        raise TooBusy(
-            f"behind what waits, the answer would come {late_s * 1000:.0f} ms after deadline_ms: "
-            "try again later, or give it more time",
-            retry_after_s=late_s,
-        )
+        raise _too_busy(late_s)
+
+
+def _too_busy(late_s: float) -> TooBusy:
+    return TooBusy(
+        f"behind what waits, the answer may come {late_s * 1000:.0f} ms after deadline_ms: "
+        "try again later, or give it more time",
+        retry_after_s=late_s,
+    )
 
 
 def too_large(job: Job[Work], needed_bytes: int) -> Unprocessable:

@@ -182,6 +182,12 @@ class Engine:
                     self.metrics.deadlines.labels(job.lane.name).inc()
         self._waking.ask()
 
+    def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
+        """Raise if there is no time for a classification, whatever it says: see Admission."""
+        with self._wake:
+            self.check_open()
+            self._admission.check_early(key, least, most, given, self.clock())
+
     def steps_for(
         self, key: LaneKey, choices: Sequence[int], asked: Asked, deadline: Deadline | None
     ) -> int:

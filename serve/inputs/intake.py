@@ -54,9 +54,21 @@ def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[
     return [Intake(one.tokens, one.truncated) for one in encoded]
 
 
+def greatest_length(manifest: Manifest) -> int:
+    """What `row_length` says of the largest row that there may be."""
+    spec = manifest.input
+    if isinstance(spec, ImageInput):
+        return _image_length(spec)
+    return spec.max_points if isinstance(spec, PointsInput) else spec.max_tokens
+
+
 def row_length(row: Sized, manifest: Manifest) -> int:
     """How much of a call a row fills, in tokens or points."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
-        return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)
+        return _image_length(spec)
     return len(row)
+
+
+def _image_length(spec: ImageInput) -> int:
+    return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)

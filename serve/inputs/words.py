@@ -16,15 +16,17 @@ from tokenizers import Tokenizer
 
 Rewrite = Callable[[str], str]
 
-# The expression of byte-level BPE, for ASCII: white space is spelt out, as that of Python has more.
+# The expression of byte-level BPE, for ASCII, with what is frequent first, which changes no match;
+# white space is spelt out, as that of Python has more.
 _WORDS = re.compile(
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+"
+    r" ?[A-Za-z]+| ?[0-9]+|'s|'t|'re|'ve|'m|'ll|'d| ?[^\t-\r A-Za-z0-9]+"
     r"|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
 )
 # Characters that cannot be printed stand in the vocabulary as letters from here on, in their order.
 _FIRST_LETTER = 256
 _LETTERS = {code: _FIRST_LETTER + place for place, code in enumerate([*range(33), 127])}
-_MOST_WORDS, _MOST_CHARACTERS = 16_384, 32
+# About 7 MB of a tokenizer that has seen so many: twelve thousand news stories have 26,000 words.
+_MOST_WORDS, _MOST_CHARACTERS = 32_768, 32
 
 
 class Words:

@@ -13,7 +13,7 @@ from serve.engine.engine import Engine
 from serve.engine.events import ClassifiedEvent
 from serve.errors import InvalidField, Unprocessable
 from serve.inputs.intake import Intake, check_kinds, read_items
-from serve.routes.labelling import labelled, ranked
+from serve.routes.labelling import labelled, ranked, refuse_early
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
@@ -61,6 +61,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         top = _labels_to_list(asked.top_k, served, len(labels))
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
+        refuse_early(request, engine, served, asked, decision, len(asked.input))
         taken = await encoding.run(
             request,
             _characters(asked),

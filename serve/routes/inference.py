@@ -20,7 +20,7 @@ from serve.engine.sampling import MAX_SEED
 from serve.inputs.intake import Intake, read_items
 from serve.inputs.items import Item
 from serve.inputs.tensors import cloud_rows, image_rows
-from serve.routes.labelling import labelled, ranked
+from serve.routes.labelling import labelled, ranked, refuse_early
 from serve.routes.oip_models import find_version, oip_problems
 from serve.routes.shared import Encoding, decide_budget, request_id, timing
 from serve.routes.writing import Order, check_max_tokens, check_texts
@@ -127,6 +127,8 @@ class Inference:
         """A label, its score and its steps for each row."""
         asked = classify_request(self.sent.asked.parameters)
         decision = decide_budget(self.request, self.served, asked)
+        rows = self.sent.asked.inputs[0].shape[0]
+        refuse_early(self.request, self.engine, self.served, asked, decision, rows)
         taken = await self.encoding.run(
             self.request, self._characters(), lambda: self._rows(asked.truncate is not False)
         )

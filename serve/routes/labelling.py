@@ -13,11 +13,27 @@ from serve.engine.classification import Classification
 from serve.engine.engine import Engine
 from serve.engine.events import ClassifiedEvent, Event, FailedEvent
 from serve.engine.work import Work
-from serve.inputs.intake import Intake, row_length
+from serve.inputs.intake import Intake, greatest_length, row_length
 from serve.routes.shared import deadline_of, note_decision
 from serve.scheduler.job import Job, LaneKey
 from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields
+
+
+def refuse_early(
+    request: Request,
+    engine: Engine,
+    served: Served,
+    asked: BudgetFields,
+    decision: Decision,
+    rows: int,
+) -> None:
+    """Raise if so many rows cannot be labelled in time, whatever is in them: none is read."""
+    deadline = deadline_of(request, asked)
+    if deadline is not None:
+        least = decision.choices[0].steps if decision.choices else decision.steps
+        lengths = (greatest_length(served.manifest),) * rows
+        engine.check_early(_lane(served, decision), least, lengths, deadline)
 
 
 async def labelled(

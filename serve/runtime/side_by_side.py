@@ -1,17 +1,18 @@
-"""Rows of one call in as many parts as there are threads, which run side by side.
+"""Rows of one call in parts that run side by side.
 
 A session's own threads meet again after every product, often within microseconds, and wait for
-each other; parts of a batch meet once. No answer depends on what shares its part. Knows rows and
+each other; parts of a batch meet once. They are not equal: a thread whose core has other things to
+do leaves the last ones to the others. No answer depends on what shares its part. Knows rows and
 answers; neither graphs nor who asked.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar, final
 
 import numpy as np
 
-from serve.parts import count_parts
+from serve.parts import cut_rows
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_step_classifier import OrtStepClassifier
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
@@ -29,11 +30,11 @@ class Parts:
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
         """The answers to the parts in their order; raises when all have ended, if one did."""
-        count = count_parts(len(rows), self._threads.most) if rows.ndim else 1
-        if count == 1:
+        sizes = cut_rows(len(rows), self._threads.most) if rows.ndim else [1]
+        if len(sizes) == 1:
             return [call(rows)]
-        bounds = [len(rows) * part // count for part in range(count + 1)]
-        return self._threads.each(call, [rows[low:high] for low, high in pairwise(bounds)])
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return self._threads.each(call, [rows[low:high] for low, high in bounds])
 
 
 class SideBySide:

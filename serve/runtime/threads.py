@@ -3,8 +3,9 @@
 Knows neither rows nor graphs.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar, final
 
 ItemT = TypeVar("ItemT")
@@ -20,20 +21,40 @@ class Threads:
         self._others: ThreadPoolExecutor | None = None
 
     def each(self, call: Callable[[ItemT], AnswerT], items: Sequence[ItemT]) -> list[AnswerT]:
-        """The answers to all items, at once; raises when all have ended, if one did."""
-        first, *more = items
-        if not more:
-            return [call(first)]
+        """The answers to all items, as many at once as there are threads, each the next.
+
+        Raises when all that began have ended, if one did.
+        """
+        if len(items) == 1:
+            return [call(items[0])]
         if self._others is None:
             self._others = ThreadPoolExecutor(self.most - 1, "rows")
-        others: list[Future[AnswerT]] = []
+        waiting = deque(range(len(items)))
+        answers: dict[int, AnswerT] = {}
+
+        def work() -> None:
+            while True:
+                try:
+                    place = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[place] = call(items[place])
+                except BaseException:
+                    waiting.clear()
+                    raise
+
+        others: list[Future[None]] = []
         try:
-            for item in more:
-                others.append(self._others.submit(call, item))  # may be refused a thread
-            own = call(first)
+            for _ in range(min(self.most, len(items)) - 1):
+                others.append(self._others.submit(work))  # may be refused a thread
+            work()
         finally:
-            wait(others)
-        return [own, *(other.result() for other in others)]
+            for other in others:
+                other.exception()  # waits for its end
+        for other in others:
+            other.result()
+        return [answers[place] for place in range(len(items))]
 
     def close(self) -> None:
         if self._others is not None:

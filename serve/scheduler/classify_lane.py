@@ -30,8 +30,10 @@ _AIM = 0.6
 _CALL_SHARE = 0.25
 # And at most this share of what is left to its first row, for more rows than that one.
 _COMPANY_SHARE = 0.8
-# Calls are not cut as finely as is planned: a request is let in if so much more work would fit.
+# Calls are not cut as finely as is planned: a request is let in if so much more work would fit,
 MARGIN = 1.05
+# and so much more before it: the machine may become slower meanwhile, and late rows cost more.
+_HEADROOM = 1.5
 _REMEMBERED = 64  # deadlines
 
 
@@ -74,6 +76,8 @@ class ClassifyLane(Generic[WorkT]):
         self._relief = relief
         self._full_s = self._least_s = 0.0  # of all that waits
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._priced: Job[WorkT] | None = None  # the last one, with what its lengths cost
+        self._row_prices: dict[int, tuple[float, float]] = {}
 
     def add(self, job: Job[WorkT]) -> None:
         """Queue the rows of a job."""
@@ -116,14 +120,20 @@ class ClassifyLane(Generic[WorkT]):
 
     @property
     def _least_given_s(self) -> float:
-        """The shortest time that a request gave lately."""
         return min(self._given_s, default=math.inf)
 
     # What is predicted.
 
-    def alone_s(self, job: Job[WorkT]) -> float:
-        """The least time of a job on an idle server, until its answer has left."""
-        return self._prices.alone_s(self._choices(job)[0], job.lengths) + IDLE_ANSWER_S
+    def alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of these rows on an idle server, until their answer has left."""
+        return self._prices.alone_s(steps, lengths) + IDLE_ANSWER_S
+
+    def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:
+        """By how much any job due then would be late at least, where it goes behind all others."""
+        if not self.waiting or self.waiting[-1].due_s > due_s:
+            return -math.inf
+        done_s = self._least_s * _HEADROOM + self._prices.usual_s(steps) * MARGIN
+        return start_s + done_s + self._prices.answer_s - due_s
 
     def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
         """By how much a job with a deadline, or one that it pushes back, would be late at worst.
@@ -140,21 +150,20 @@ class ClassifyLane(Generic[WorkT]):
         late_s = -math.inf
         behind = self.waiting[place:]
         added_s = start_s + beside_s + self._prices.answer_s
-        if not behind or (done_s + call_s) * MARGIN + added_s <= behind[0].due_s:
+        if not behind or (done_s + call_s) * _HEADROOM + added_s <= behind[0].due_s:
             # All are done before the first of those behind is due.
             done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
             behind = []
-        # Looked at for every request that comes, behind hundreds: hence no attributes.
+        # For every request that comes, behind hundreds: hence no attributes.
         for row_due_s, _, _, other, _, _, least_s in reversed(behind):
             if other.deadline is not None:
                 row_done_s = done_s + call_s - least_s if call_s > least_s else done_s
-                if row_done_s * MARGIN - row_due_s > late_s:
-                    late_s = row_done_s * MARGIN - row_due_s
+                if row_done_s * _HEADROOM - row_due_s > late_s:
+                    late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
         alone_s = self._prices.alone_s(self._choices(job)[0], job.lengths)
-        done_s += max(0.0, alone_s - own_s, call_s - own_s)
-        late_s = max(late_s, done_s * MARGIN - due_s)
-        return start_s + beside_s + late_s + self._prices.answer_s
+        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * MARGIN
+        return start_s + beside_s + max(late_s, done_s - due_s) + self._prices.answer_s
 
     def wait_s(self, least: bool) -> float:
         """How long until all that waits has run, at the fewest steps or as it will be.
@@ -271,13 +280,16 @@ class ClassifyLane(Generic[WorkT]):
     def _rows_of(self, job: Job[WorkT]) -> list[Row[WorkT]]:
         due_s = job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
         least, full = self._choices(job)[0], self._key.steps
-        prices: dict[int, tuple[float, float]] = {}
-        rows = []
-        for index, tokens in enumerate(job.lengths):
+        if job is not self._priced:  # as when it was asked about before it is added
+            self._priced, self._row_prices = job, {}
+        prices, row_s = self._row_prices, self._prices.row_s
+        for tokens in job.lengths:
             if tokens not in prices:
-                prices[tokens] = self._prices.row_s(full, tokens), self._prices.row_s(least, tokens)
-            rows.append(Row(due_s, job.number, index, job, tokens, *prices[tokens]))
-        return rows
+                prices[tokens] = row_s(full, tokens), row_s(least, tokens)
+        return [
+            Row(due_s, job.number, place, job, tokens, *prices[tokens])
+            for place, tokens in enumerate(job.lengths)
+        ]
 
     def _choices(self, job: Job[WorkT]) -> tuple[int, ...]:
         return job.choices if self._key.late else (self._key.steps,)

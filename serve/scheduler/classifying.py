@@ -3,6 +3,7 @@
 Knows neither generations nor whose turn it is; what those take is told as seconds.
 """
 
+import math
 from typing import Generic
 
 from serve.scheduler.classify_lane import ClassifyLane
@@ -68,9 +69,14 @@ class Classifying(Generic[WorkT]):
         lane = self._lanes.get(key)
         return len(lane.waiting) // self._limits.batch_rows if lane else 0
 
-    def alone_s(self, job: Job[WorkT]) -> float:
-        """The least time of a job on an idle server, until its answer has left."""
-        return self._lanes[job.lane].alone_s(job)
+    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of these rows on an idle server, until their answer has left."""
+        return self._lanes[key].alone_s(steps, lengths)
+
+    def least_late_s(self, key: LaneKey, steps: int, due_s: float, start_s: float) -> float:
+        """By how much any job due then would be late at least, where it goes behind all others."""
+        lane = self._lanes.get(key)
+        return -math.inf if lane is None else lane.least_late_s(steps, due_s, start_s)
 
     def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
         """By how much a job with a deadline, or one that it pushes back, would be late at worst."""

@@ -56,9 +56,14 @@ class Prospects(Generic[WorkT]):
         others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
         return sum(self._usual_s(turn) or 0.0 for turn in others)
 
-    def alone_s(self, job: Job[WorkT]) -> float:
-        """The least time of a classification on an idle server, until its answer has left."""
-        return self._classifying.alone_s(job)
+    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of a classification on an idle server, until its answer has left."""
+        return self._classifying.alone_s(key, steps, lengths)
+
+    def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
+        """By how much any classification due then would be late at least, as far as is known."""
+        start_s = max(now_s, self._busy_until_s)
+        return self._classifying.least_late_s(key, steps, due_s, start_s)
 
     def late_s(self, job: Job[WorkT], now_s: float) -> float:
         """By how much a classification, or one that it pushes back, would be late at worst."""

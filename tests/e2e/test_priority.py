@@ -11,7 +11,7 @@ from tests.server_process import ServerProcess, server_process
 from tests.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it by thread")
-BEFORE = 4
+BEFORE = 10
 
 
 def niceness(server: ServerProcess) -> dict[int, int]:

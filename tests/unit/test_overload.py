@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from serve.errors import TooBusy
+from serve.scheduler.job import Deadline, Job
 from serve.scheduler.latency_model import Series
 from serve.scheduler.limits import Limits
-from tests.simulated import LADDER, MODEL, Request, Simulation, capacity, poisson, usual_cost
+from tests.simulated import LADDER, LATE, MODEL, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])
 LIMITS = Limits(degrade_wait_s=0.5)
@@ -35,6 +37,47 @@ def test_with_fewer_steps_nearly_all_are_in_time(load: int, wanted: float, given
     assert share([request.in_time for request in requests]) >= wanted
     admitted = [request for request in requests if request.outcome in ("done", "lapsed")]
     assert share([request.in_time for request in admitted]) >= 0.999
+
+
+def test_who_is_admitted_is_in_time_though_the_machine_becomes_slower_now_and_then() -> None:
+    def cost(steps: int, rows: int, length: int) -> float:
+        slow = simulation is not None and simulation.now_s % 1.0 > 0.6
+        return (1.4 if slow else 1.0) * usual_cost(steps, rows, length)
+
+    simulation = None
+    simulation = Simulation(LIMITS, cost)
+    requests = poisson(1.1 * capacity(LADDER[0]), 12.0, 1, 0.25)  # too many even at one step
+    simulation.run(requests)
+    outcomes = Counter(request.outcome for request in requests)
+    assert outcomes["too_busy"] > 100 and outcomes["done"] > 0.75 * len(requests)
+    admitted = [request for request in requests if request.outcome in ("done", "lapsed")]
+    assert share([request.in_time for request in admitted]) >= 0.999
+
+
+def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
+    class Watched(Simulation):
+        refused = missed = 0
+
+        def arrive(self, request: Request) -> Job[Request] | None:
+            assert request.given_s is not None
+            now_s, unread = max(self.now_s, request.at_s), False
+            try:
+                deadline = Deadline(request.at_s, request.given_s)
+                self.admission.check_early(LATE, LADDER[0], (128,), deadline, now_s)
+            except TooBusy:
+                unread = True
+            job = super().arrive(request)
+            self.refused += unread
+            self.missed += request.outcome == "too_busy" and not unread
+            assert not unread or request.outcome == "too_busy"
+            return job
+
+    simulation = Watched(LIMITS)
+    requests = poisson(16 * RATE, 3.0, 1, 0.25)
+    requests += poisson(RATE, 3.0, 2, 0.1)  # those go before others that wait
+    simulation.run(requests)
+    assert simulation.refused > 500
+    assert simulation.missed < 0.2 * simulation.refused
 
 
 def test_with_full_steps_only_as_many_as_there_is_time_for() -> None:

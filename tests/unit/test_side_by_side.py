@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from serve.bundle import Bundle
+from serve.parts import cut_rows
 from serve.runtime import open_model
 from serve.runtime.protocol import FloatArray, RowArray
 from serve.runtime.side_by_side import Parts
@@ -25,7 +26,10 @@ def numbered(rows: int) -> FloatArray:
 
 @pytest.mark.parametrize(
     ("most", "rows", "sizes"),
-    [(1, 5, [5]), (2, 1, [1]), (2, 5, [2, 3]), (4, 16, [4] * 4), (4, 3, [3]), (3, 0, [0])],
+    [
+        *[(1, 5, [5]), (2, 1, [1]), (2, 5, [2, 3]), (4, 16, [4] * 4), (4, 3, [3]), (3, 0, [0])],
+        *[(2, 11, [5, 4, 2]), (2, 16, [6, 6, 2, 2]), (2, 40, [15, 15, 5, 5])],
+    ],
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
     threads = Threads(most)
@@ -33,6 +37,29 @@ def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list
     threads.close()
     assert [len(one) for one in found] == sizes
     assert (np.concatenate(found) == numbered(rows)).all()
+
+
+@pytest.mark.parametrize("most", range(1, 9))
+def test_no_part_has_one_row_of_several(most: int) -> None:
+    for rows in range(2, 70):
+        sizes = cut_rows(rows, most)
+        assert sum(sizes) == rows and min(sizes) >= 2
+
+
+def test_a_thread_that_is_held_up_leaves_what_is_left_to_the_others() -> None:
+    ran: list[tuple[int, int]] = []
+
+    def hold_up(rows: RowArray) -> None:
+        if rows[0, 0] == 0:
+            time.sleep(0.2)
+        ran.append((threading.get_ident(), len(rows)))
+
+    threads = Threads(2)
+    Parts(threads).each(hold_up, numbered(16))
+    threads.close()
+    slow = ran[-1][0]
+    assert [size for thread, size in ran if thread == slow] == [6]
+    assert [size for thread, size in ran if thread != slow] == [6, 2, 2]
 
 
 def test_parts_run_at_the_same_time() -> None:
@@ -46,18 +73,21 @@ def test_parts_run_at_the_same_time() -> None:
     threads.close()
 
 
+@pytest.mark.parametrize("kind", [ArithmeticError, IndexError])
 @pytest.mark.parametrize("failing", [0, 3])
-def test_a_failure_is_told_when_nothing_runs_any_more(failing: int) -> None:
+def test_a_failure_is_told_when_nothing_runs_any_more(failing: int, kind: type[Exception]) -> None:
     ended = []
+    both = threading.Barrier(2)
 
     def fail(rows: RowArray) -> None:
+        both.wait(timeout=10)
         if rows[0, 0] == failing:
-            raise ArithmeticError("of this part")
+            raise kind("of this part")
         time.sleep(0.1)
         ended.append(rows)
 
     threads = Threads(2)
-    with pytest.raises(ArithmeticError, match="of this part"):
+    with pytest.raises(kind, match="of this part"):
         Parts(threads).each(fail, numbered(6))
     assert len(ended) == 1
     threads.close()
