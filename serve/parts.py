@@ -2,7 +2,7 @@
 
 _LEAST = 2  # rows of a part: one row alone is multiplied otherwise, and its last bits differ
 # A thread that has as many rows leaves some to whoever is done first, of four one.
-_SHARED_FROM, _SHARED = 6, 4
+_SHARED_FROM, _SHARED = 8, 4
 
 
 def count_parts(rows: int, most: int) -> int:

@@ -28,7 +28,7 @@ def numbered(rows: int) -> FloatArray:
     ("most", "rows", "sizes"),
     [
         *[(1, 5, [5]), (2, 1, [1]), (2, 5, [2, 3]), (4, 16, [4] * 4), (4, 3, [3]), (3, 0, [0])],
-        *[(2, 11, [5, 4, 2]), (2, 16, [6, 6, 2, 2]), (2, 40, [15, 15, 5, 5])],
+        *[(2, 15, [7, 6, 2]), (2, 16, [6, 6, 2, 2]), (2, 40, [15, 15, 5, 5])],
     ],
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
