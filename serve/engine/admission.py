@@ -47,7 +47,7 @@ class Admission:
             else:
                 asked = Asked(job.lengths[0], job.tokens_left, len(jobs), job.beams)
                 self._check_written(outlook, job.lane, asked, job.deadline, now_s)
-        self._check_wait(now_s, len(jobs), outlook)
+        self._check_wait(now_s, len(jobs), jobs[0].deadline, outlook)
 
     def check_early(
         self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
@@ -77,7 +77,7 @@ class Admission:
         outlook = self._scheduler.prospects.outlook(key.model)
         steps = self._steps_for(outlook, key, choices, asked, deadline, now_s)
         self._check_places(now_s, asked.jobs)
-        self._check_wait(now_s, asked.jobs, outlook)
+        self._check_wait(now_s, asked.jobs, deadline, outlook)
         return steps
 
     def drop_model(self, model: str) -> None:
@@ -121,7 +121,11 @@ class Admission:
                 retry_after_s=self._turn_s(now_s, jobs),
             )
 
-    def _check_wait(self, now_s: float, jobs: int, outlook: Outlook[Work] | None) -> None:
+    def _check_wait(
+        self, now_s: float, jobs: int, deadline: Deadline | None, outlook: Outlook[Work] | None
+    ) -> None:
+        if deadline is not None and deadline.ends_s - now_s <= self._limits.queue_wait_s:
+            return  # it will be in time, so it does not wait for longer
         wait_s = self._scheduler.prospects.wait_s(now_s, least=True, known=outlook)
         if wait_s > self._limits.queue_wait_s:
             raise QueueFull(

@@ -215,6 +215,15 @@ def test_the_queue_is_bounded_by_its_predicted_wait_too() -> None:
     assert 2.5 < max(done) < 8.0
 
 
+def test_who_will_be_in_time_is_not_refused_for_the_wait_of_others() -> None:
+    simulation = Simulation(Limits(queue_requests=100_000, queue_wait_s=4.0))
+    patient = [Request(0.0, (128,) * 64, steps=8) for _ in range(40)]
+    urgent = [Request(0.0, (64,), given_s=0.5) for _ in range(4)]
+    simulation.run([*patient, *urgent])
+    assert "queue_full" in {request.outcome for request in patient}
+    assert all(request.in_time for request in urgent)
+
+
 def test_a_decision_is_quick() -> None:
     simulation = Simulation(LIMITS)
     requests = poisson(4 * RATE, 3.0, 1, 0.25)
