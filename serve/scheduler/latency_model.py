@@ -22,6 +22,7 @@ _FORGET = 0.998  # of the shape, a call
 _SPEED_WEIGHT = 0.12  # of the newest call in the speed of the machine
 _LASTING_WEIGHT = 0.02  # and in the speed that lasts beyond a moment
 _MOST_SURPRISE = 0.35  # a call that took longer or shorter by more counts as if by this much
+_UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # the same of what one number of rows takes
 _TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
 _LEAST = 1e-12  # of the factor of a token
 _LATE_SHARE, _LATE_STEP = 0.05, 0.02
@@ -54,6 +55,7 @@ class LatencyModel:
         self._shapes: dict[Series, _Shape] = {}
         self._parted: dict[Series, _Shape] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
+        self._uneven: dict[str, dict[int, float]] = {}  # there, by rows: how much longer calls take
         self._speed = self._lasting_speed = 1.0
         self._caution = 1.1
         self._answer_s = IDLE_ANSWER_S
@@ -89,6 +91,7 @@ class LatencyModel:
         """Rows of this model's classifications run in so many parts at once, at most."""
         if most_parts > 1:
             self._most_parts[model] = most_parts
+            self._uneven[model] = {}
 
     def knows(self, series: Series) -> bool:
         return series in self._shapes or series in self._parted
@@ -100,11 +103,13 @@ class LatencyModel:
 
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
+        speed = self._speed
         if series.model in self._most_parts:
+            speed *= self._uneven[series.model].get(rows, 1.0)
             shape, rows = self._find(series, rows)
         else:
             shape = self._shapes.get(series)
-        return None if shape is None else self._speed * shape.seconds(rows, length)
+        return None if shape is None else speed * shape.seconds(rows, length)
 
     def decode_line(self, series: Series, rows: int) -> Line | None:
         """The time of a token of so many rows; None if none was ever seen."""
@@ -139,13 +144,16 @@ class LatencyModel:
             for series in [series for series in shapes if series.model == model]:
                 del shapes[series]
         self._most_parts.pop(model, None)
+        self._uneven.pop(model, None)
 
     def observe(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:
             return
-        shape, rows = self._shape(series, rows, length, seconds / self._speed)
-        ratio = seconds / (self._speed * shape.seconds(rows, length))
+        uneven, all_rows = self._uneven.get(series.model, {}), rows
+        usual_s = seconds / uneven.get(all_rows, 1.0)
+        shape, rows = self._shape(series, rows, length, usual_s / self._speed)
+        ratio = usual_s / (self._speed * shape.seconds(rows, length))
         late = ratio > self._caution
         change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
         self._caution = min(_MOST_CAUTION, max(1.0, self._caution + change))
@@ -153,7 +161,9 @@ class LatencyModel:
             surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, ratio - 1))
             self._speed *= 1 + _SPEED_WEIGHT * surprise
             self._lasting_speed += _LASTING_WEIGHT * (self._speed - self._lasting_speed)
-        shape.learn(rows, length, seconds / self._speed)
+        surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, ratio - 1))
+        uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
+        shape.learn(rows, length, usual_s / self._speed)
 
     def _find(self, series: Series, rows: int) -> tuple["_Shape | None", int]:
         """What is known of calls of so many rows, and the rows that count."""
