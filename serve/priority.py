@@ -8,7 +8,7 @@ what is computed next. Knows threads, not what they do.
 import os
 from pathlib import Path
 
-_LOWER = 10  # of 19: less than half the share of a core, where two want one
+_LOWER = 10  # of 19: a tenth of a core, where two want one
 _THREADS = Path("/proc/self/task")
 
 

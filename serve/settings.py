@@ -62,7 +62,12 @@ class Settings(BaseSettings):
         int, Field(ge=1, le=1_000_000, description="requests that may wait before 429")
     ] = 256
     queue_wait_s: Annotated[
-        float, Field(gt=0, le=86400, description="predicted wait of the queue before 429")
+        float,
+        Field(
+            gt=0,
+            le=86400,
+            description="predicted wait of the queue before 429, but for deadlines that are met",
+        ),
     ] = 60.0
     degrade: Annotated[
         bool,

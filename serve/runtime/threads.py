@@ -50,6 +50,7 @@ class Threads:
                 others.append(self._others.submit(work))  # may be refused a thread
             work()
         finally:
+            waiting.clear()  # nothing is left, unless something failed
             for other in others:
                 other.exception()  # waits for its end
         for other in others:

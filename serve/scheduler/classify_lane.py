@@ -76,7 +76,7 @@ class ClassifyLane(Generic[WorkT]):
         self._relief = relief
         self._full_s = self._least_s = 0.0  # of all that waits
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._priced: Job[WorkT] | None = None  # the last one, with what its lengths cost
+        self._priced: Job[WorkT] | None = None  # was asked about, with what its lengths cost
         self._row_prices: dict[int, tuple[float, float]] = {}
 
     def add(self, job: Job[WorkT]) -> None:
@@ -87,6 +87,7 @@ class ClassifyLane(Generic[WorkT]):
             insort(self.waiting, row)
             self._full_s += row.full_s
             self._least_s += row.least_s
+        self._priced = None
 
     def drop(self, job: Job[WorkT]) -> None:
         """The job is over: its rows wait no more."""
@@ -154,8 +155,7 @@ class ClassifyLane(Generic[WorkT]):
             # All are done before the first of those behind is due.
             done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
             behind = []
-        # For every request that comes, behind hundreds: hence no attributes.
-        for row_due_s, _, _, other, _, _, least_s in reversed(behind):
+        for row_due_s, _, _, other, _, _, least_s in reversed(behind):  # hundreds, so no attributes
             if other.deadline is not None:
                 row_done_s = done_s + call_s - least_s if call_s > least_s else done_s
                 if row_done_s * _HEADROOM - row_due_s > late_s:

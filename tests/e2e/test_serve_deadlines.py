@@ -185,6 +185,36 @@ def test_behind_a_queue_the_refusal_comes_at_once_and_says_when_to_come_back() -
         assert ahead[0].result().status_code == 200
 
 
+_TENSOR = {"name": "text", "datatype": "BYTES", "shape": [1], "data": [""]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "read"),
+    [
+        (CLASSIFY, {"input": "good " * 200, "truncate": False, "deadline_ms": 2500}, "tokens"),
+        (
+            "/v2/models/tiny-classify/infer",
+            {"inputs": [_TENSOR], "parameters": {"deadline_ms": 2500}},
+            "empty",
+        ),
+    ],
+)
+def test_what_has_no_time_is_refused_before_it_is_read(
+    path: str, body: dict[str, Any], read: str
+) -> None:
+    with fake_server(batch_rows=1) as server, ThreadPoolExecutor(24) as pool:
+        observe(server, 0.4)
+        response = post(server, path, body)
+        assert response.status_code in (400, 422) and read in response.text
+        server.mood.gate.clear()
+        ahead = [pool.submit(post, server, CLASSIFY, TEXT) for _ in range(24)]
+        server.wait_for(running=1, queued=23)
+        response = post(server, path, body)
+        assert response.status_code == 429 and "behind what waits" in response.text
+        server.mood.gate.set()
+        assert {one.result().status_code for one in ahead} == {200}
+
+
 def degraded(server: FakeServer) -> list[dict[str, Any]]:
     """What became of eight requests that came while a call was held up."""
     observe(server, 0.5)

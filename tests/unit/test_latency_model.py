@@ -221,6 +221,20 @@ def test_what_is_known_of_one_way_is_taken_for_the_other(seen: int) -> None:
     assert model.call_s(FULL, other, 64) == pytest.approx(in_parts(other, 64), rel=0.4)
 
 
+def test_what_one_number_of_rows_takes_is_learned_for_all_rungs() -> None:
+    def uneven(rows: int, length: int) -> float:
+        return in_parts(rows, length) * (1.15 if rows % 2 else 1.0)
+
+    model, half = LatencyModel(), Series("m", "classify", 4)
+    model.share_rows("m", 2)
+    for rows, length in shapes(600):
+        model.observe(FULL, rows, length, uneven(rows, length))
+        if rows != 13:
+            model.observe(half, rows, length, uneven(rows, length) / 2)
+    assert p95(errors_of(model, uneven)) <= 0.05
+    assert model.call_s(half, 13, 64) == pytest.approx(uneven(13, 64) / 2, rel=0.05)
+
+
 def test_a_model_that_is_gone_leaves_nothing() -> None:
     model = LatencyModel()
     model.share_rows("m", 2)

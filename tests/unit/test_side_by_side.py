@@ -48,11 +48,14 @@ def test_no_part_has_one_row_of_several(most: int) -> None:
 
 def test_a_thread_that_is_held_up_leaves_what_is_left_to_the_others() -> None:
     ran: list[tuple[int, int]] = []
+    others_ran = threading.Event()
 
     def hold_up(rows: RowArray) -> None:
         if rows[0, 0] == 0:
-            time.sleep(0.2)
+            others_ran.wait(timeout=10)
         ran.append((threading.get_ident(), len(rows)))
+        if len(ran) == 3:
+            others_ran.set()
 
     threads = Threads(2)
     Parts(threads).each(hold_up, numbered(16))
