@@ -285,7 +285,7 @@ def test_a_command_makes_a_key_for_a_file(tmp_path: Path) -> None:
 def test_unusable_keys_end_the_server_at_its_start(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f'[[key]]\nname = "carol"\nsha256 = "{WRONG}"\n')
-    ended = run_to_end([classify_bundle().folder, "--api-keys-file", path])
+    ended = run_to_end([classify_bundle().folder, "--port", "0", "--api-keys-file", path])
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr and WRONG not in ended.stderr
     assert "stepdial serve: key 1 of" in ended.stderr

@@ -48,7 +48,7 @@ def test_every_line_is_an_object_and_requests_have_their_ids() -> None:
 
 
 def test_what_cannot_be_served_is_said_in_the_same_form() -> None:
-    ended = run_to_end(["nowhere", *FLAGS])
+    ended = run_to_end(["nowhere", "--port", "0", *FLAGS])
     (line,) = lines_of(ended.stderr)
     assert (ended.returncode, line["level"]) == (2, "critical")
     assert line["message"].startswith("stepdial serve: nowhere: is no folder")

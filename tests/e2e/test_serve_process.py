@@ -83,6 +83,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 ) -> None:
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
+    monkeypatch.setenv("STEPDIAL_PORT", "0")
     assert main(list(map(str, arguments))) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
@@ -90,7 +91,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 
 
 def test_the_process_ends_with_that_line_and_status() -> None:
-    ended = run_to_end(["nowhere"])
+    ended = run_to_end(["nowhere", "--port", "0"])
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "stepdial serve: nowhere: is no folder; name the folder of a bundle\n"
 
