@@ -16,7 +16,7 @@ from serve.engine.events import (
     TokenEvent,
     TokenLogprob,
 )
-from serve.engine.sampling import FloatArray, Sampler, Sampling, choose_tokens, likelihood
+from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood
 from serve.engine.stop import StopFilter
 from serve.inputs.text import TextCodec, TextStream
 
@@ -91,8 +91,7 @@ class Generation:
         count = min(len(logits), max(0, self.wish.max_tokens - 1 - first))
         finite = np.isfinite(logits[:count]).all(axis=1)
         count = count if finite.all() else int(finite.argmin())
-        numbers = range(first, first + count)
-        return choose_tokens([self.sampler] * count, logits[:count], numbers)
+        return self.sampler.choose_following(logits[:count], first)
 
     def accept(self, token: int, logits: FloatArray) -> TokenEvent:
         """Take the next token, chosen from logits (V,); sets `finish_reason` if it is the last."""

@@ -129,8 +129,11 @@ class Writing:
         deliveries += self._end_token([part for part in parts if part.ends], found, now_s)
         if single:  # others in the call would make it seem slower than the machine is
             # With what follows the call: the next one waits for that too.
-            series = Series(parts[0].lane.model, "decode", parts[0].lane.steps)
-            self._latency.observe(series, len(parts[0].jobs), longest, self._clock() - begun_s)
+            lane, jobs, spent_s = parts[0].lane, parts[0].jobs, self._clock() - begun_s
+            series = Series(lane.model, "decode", lane.steps)
+            self._latency.observe(series, len(jobs), longest, spent_s)
+            if self._may_run_ahead(lane, jobs):
+                self._ways.leads(lane).observe(1, spent_s)
         return deliveries
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
@@ -172,17 +175,16 @@ class Writing:
 
     def _token(self, lane: LaneKey, jobs: Sequence[Job[Work]], tokens: Sequence[int]) -> FloatArray:
         """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
-        may = self._scheduler.limits.run_ahead and self._runner.runs_ahead(lane)
-        if len(jobs) > 1 or lane.steps == 1 or not may:
+        if not self._may_run_ahead(lane, jobs):
             return self._runner.decode(lane, tokens)
-        leads = self._ways.leads(lane)
-        lead, begun_s = leads.way, self._clock()
+        lead = self._ways.leads(lane).way
         if lead:
-            logits = self._run_ahead(lane, work_as(Generation, jobs[0]), lead)
-        else:
-            logits = self._runner.decode(lane, tokens)
-        leads.observe(1, self._clock() - begun_s)
-        return logits
+            return self._run_ahead(lane, work_as(Generation, jobs[0]), lead)
+        return self._runner.decode(lane, tokens)
+
+    def _may_run_ahead(self, lane: LaneKey, jobs: Sequence[Job[Work]]) -> bool:
+        allowed = self._scheduler.limits.run_ahead and lane.steps > 1 and len(jobs) == 1
+        return allowed and self._runner.runs_ahead(lane)
 
     def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
         """Logits (1, V) behind the row's last token, which may be under way already."""

@@ -129,3 +129,37 @@ def test_likelihood_is_the_models_own() -> None:
 
 def test_softmax_of_large_logits_is_finite() -> None:
     assert softmax(logits(1e4, 0.0)).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0, seed=9),
+        Sampling(seed=9),
+        Sampling(temperature=0.7, top_k=5, seed=9),
+        Sampling(temperature=1.3, top_p=0.8, seed=9),
+    ],
+)
+def test_following_tokens_are_those_of_each_number_however_they_are_asked_for(
+    sampling: Sampling,
+) -> None:
+    draw = np.random.default_rng(0)
+    banned = (3,)
+    sampler = Sampler(sampling, banned)
+    first = 0
+    for _ in range(200):
+        # On, again, one back, far ahead, far back: a row that runs ahead does only the first three.
+        first = max(0, first + int(draw.choice([0, 1, 1, -1, 20, -20])))
+        given = draw.normal(size=(draw.integers(1, 9), 17)).astype(np.float32)
+        alone = [
+            Sampler(sampling, banned).choose(row, number) for number, row in enumerate(given, first)
+        ]
+        assert sampler.choose_following(given, first) == alone
+        assert 3 not in alone
+
+
+def test_what_is_kept_of_following_tokens_does_not_grow() -> None:
+    sampler = Sampler(Sampling(seed=2))
+    for first in range(50):
+        sampler.choose_following(np.zeros((8, 5), np.float32), first)
+        assert sampler._noise[1].shape[0] <= 9
