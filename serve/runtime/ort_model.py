@@ -1,7 +1,7 @@
 """A bundle opened with onnxruntime on the CPU: sessions, made when first needed.
 
-Decoders with caches make every rung of the graphs of one step, so that the weights are in memory
-once. So do large classifiers; for small ones a graph a rung is quicker, since it is one call.
+All but tiny models make every rung of the graphs of one step: the weights are in memory once, and
+what a call takes can be foretold. For tiny ones a graph a rung is quicker, since it is one call.
 Knows which rungs are open; not what is asked of them.
 """
 
@@ -37,8 +37,7 @@ from serve.runtime.warm_rows import largest_in_words, largest_row, largest_token
 if TYPE_CHECKING:
     from serve.bundle import Task
 
-
-MAX_COPIED_BYTES = 32 << 20
+TINY_BYTES = 1 << 20  # of weights: to call a step takes as long as to compute it
 _CPU = Place()
 
 
@@ -285,14 +284,12 @@ class OrtModel:
         return self._weights
 
     def _shares_weights(self) -> bool:
-        """Whether a session a rung, each with a copy of the weights, would take too much memory."""
+        """Whether a classifier's rungs are single steps, not a session each with its weights."""
         manifest = self._bundle.manifest
         if manifest.step is None or not self._place.runs_single_steps:
             return False
-        if manifest.precision == "int8":
-            return True  # only the step has the runtime's own products of bytes
-        copies = manifest.files[manifest.weights].bytes * (len(manifest.rungs) - 1)
-        return copies > MAX_COPIED_BYTES
+        # With 8 bits only the step has the runtime's own products of bytes.
+        return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
 
     def _rung(self, steps: int, task: "Task") -> Rung:
         manifest = self._bundle.manifest
