@@ -1,9 +1,8 @@
 """How near the predicted time of a call is to the true one, and what a decision costs.
 
 Calls of random rows, lengths and steps run one after another in the runtime that serves; each is
-predicted just before, and the cores are kept from sleeping. A decision is whether a request is
-taken in, and at how many steps, behind others that wait or run. It deliberately knows nothing of
-HTTP.
+predicted just before. A decision is whether a request is taken in, and at how many steps, behind
+others that wait or run. It deliberately knows nothing of HTTP.
 """
 
 import random
@@ -16,7 +15,6 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.awake import awake
 from benchmarks.decisions import AHEAD, ASKED, DEADLINE, classify_seconds, write_seconds
 from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
@@ -62,8 +60,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     times = 50 if chosen.quick else 2000
     for bundle in chosen.read("classify"):
         name, latency = bundle.manifest.name, LatencyModel()
-        with awake():
-            calls = _predict(bundle, latency, 1.0 if chosen.quick else 80.0)
+        calls = _predict(bundle, latency, 1.0 if chosen.quick else 80.0)
         for steps in bundle.manifest.steps:
             some = [call for call in calls if call.steps == steps]
             if some:

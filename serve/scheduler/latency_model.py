@@ -4,8 +4,8 @@ The seconds of a call are `speed * (a + b * tokens + c * tokens * length)`: a ro
 tokens, or one where it decodes, behind `length` that are cached. Each series has its own a, b and
 c, which change slowly; all share the speed of the machine, which changes fast. Where the rows of a
 classification run in parts side by side, those of the largest part count, and calls in one part and
-in several have factors of their own. It starts from what was measured before and forgets it. Knows
-neither clocks, requests nor lanes.
+in several have factors and a speed of their own. It starts from what was measured before and
+forgets it. Knows neither clocks, requests nor lanes.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,12 @@ from typing import NamedTuple
 from serve.bundle.latency import Latency
 from serve.parts import count_parts
 from serve.scheduler.job import CallKind
+from serve.scheduler.machine_speed import MachineSpeed
 
 # What a rung of unknown shape is taken to spend beside its tokens.
 _FIXED_SHARE = 0.1
 _FORGET = 0.998  # of the shape, a call
-_SPEED_WEIGHT = 0.12  # of the newest call in the speed of the machine
-_LASTING_WEIGHT = 0.02  # and in the speed that lasts beyond a moment
-_MOST_SURPRISE = 0.35  # a call that took longer or shorter by more counts as if by this much
-_UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # the same of what one number of rows takes
+_UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # of the newest call in what one number of rows takes
 _TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
 _LEAST = 1e-12  # of the factor of a token
 _LATE_SHARE, _LATE_STEP = 0.05, 0.02
@@ -56,7 +54,7 @@ class LatencyModel:
         self._parted: dict[Series, _Shape] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
         self._uneven: dict[str, dict[int, float]] = {}  # there, by rows: how much longer calls take
-        self._speed = self._lasting_speed = 1.0
+        self._speed = MachineSpeed()
         self._caution = 1.1
         self._answer_s = IDLE_ANSWER_S
 
@@ -75,7 +73,7 @@ class LatencyModel:
         """Something was refused though nothing runs: believe a little less in what was slow."""
         self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _RELENT)
         self._caution = max(1.0, self._caution * _RELENT)
-        self._speed = max(min(1.0, self._speed), self._speed * _RELENT)
+        self._speed.relent()
 
     @property
     def caution(self) -> float:
@@ -85,7 +83,7 @@ class LatencyModel:
     @property
     def lasting(self) -> float:
         """What to multiply predictions of a long time by: a moment's slowness passes."""
-        return self._lasting_speed / self._speed
+        return self._speed.lasting
 
     def share_rows(self, model: str, most_parts: int) -> None:
         """Rows of this model's classifications run in so many parts at once, at most."""
@@ -103,13 +101,16 @@ class LatencyModel:
 
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
-        speed = self._speed
-        if series.model in self._most_parts:
-            speed *= self._uneven[series.model].get(rows, 1.0)
-            shape, rows = self._find(series, rows)
-        else:
+        if series.model not in self._most_parts:
             shape = self._shapes.get(series)
-        return None if shape is None else speed * shape.seconds(rows, length)
+            return None if shape is None else self._speed.now[0] * shape.seconds(rows, length)
+        parts = count_parts(rows, self._most_parts[series.model])
+        speed = self._speed.now[parts > 1] * self._uneven[series.model].get(rows, 1.0)
+        own, other = self._shapes, self._parted
+        if parts > 1:
+            own, other = other, own
+        shape = own.get(series) or other.get(series)
+        return None if shape is None else speed * shape.seconds(-(-rows // parts), length)
 
     def decode_line(self, series: Series, rows: int) -> Line | None:
         """The time of a token of so many rows; None if none was ever seen."""
@@ -117,8 +118,9 @@ class LatencyModel:
         if shape is None:
             return None
         a, b, c = shape.factors
-        tokens = self._speed * rows / _SCALE
-        return self._speed * a + tokens * b, tokens * c / _SCALE
+        speed = self._speed.now[0]
+        tokens = speed * rows / _SCALE
+        return speed * a + tokens * b, tokens * c / _SCALE
 
     def learn(self, model: str, latency: Latency) -> None:
         """Start from a table that was measured before, on this machine or on another."""
@@ -151,32 +153,23 @@ class LatencyModel:
         if seconds <= 0:
             return
         uneven, all_rows = self._uneven.get(series.model, {}), rows
+        parted = count_parts(rows, self._most_parts.get(series.model, 1)) > 1
         usual_s = seconds / uneven.get(all_rows, 1.0)
-        shape, rows = self._shape(series, rows, length, usual_s / self._speed)
-        ratio = usual_s / (self._speed * shape.seconds(rows, length))
-        late = ratio > self._caution
+        shape, rows = self._shape(series, rows, length, usual_s / self._speed.now[parted])
+        error = usual_s / (self._speed.now[parted] * shape.seconds(rows, length)) - 1
+        late = 1 + error > self._caution
         change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
         self._caution = min(_MOST_CAUTION, max(1.0, self._caution + change))
         if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
-            surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, ratio - 1))
-            self._speed *= 1 + _SPEED_WEIGHT * surprise
-            self._lasting_speed += _LASTING_WEIGHT * (self._speed - self._lasting_speed)
-        surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, ratio - 1))
+            self._speed.observe(parted, error)
+        surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
         uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-        shape.learn(rows, length, usual_s / self._speed)
-
-    def _find(self, series: Series, rows: int) -> tuple["_Shape | None", int]:
-        """What is known of calls of so many rows, and the rows that count."""
-        parts = count_parts(rows, self._most_parts[series.model])
-        own, other = self._shapes, self._parted
-        if parts > 1:
-            own, other = other, own
-        return own.get(series) or other.get(series), -(-rows // parts)
+        shape.learn(rows, length, usual_s / self._speed.now[parted])
 
     def _shape(
         self, series: Series, rows: int, length: int, seconds: float
     ) -> tuple["_Shape", int]:
-        """The same, where a call has taken so long."""
+        """What is known of calls of so many rows, of which one took so long; rows that count."""
         parts = count_parts(rows, self._most_parts.get(series.model, 1))
         shapes, other = self._shapes, self._parted
         if parts > 1:

@@ -199,6 +199,29 @@ def test_rows_that_run_in_parts_are_predicted_by_the_largest() -> None:
     assert p95(errors[200:]) <= 0.1
 
 
+def test_what_slows_calls_in_parts_alone_is_not_believed_of_the_others() -> None:
+    model, chance, errors = LatencyModel(), random.Random(3), []
+    model.share_rows("m", 2)
+    for number, (rows, length) in enumerate(shapes(1500)):
+        slow = 1.5 if rows >= 4 and number % 400 >= 200 else 1.0  # half of a core is taken
+        seconds = slow * in_parts(rows, length) * chance.lognormvariate(0, 0.02)
+        errors.append((rows, abs(seconds / (model.call_s(FULL, rows, length) or 1) - 1)))
+        model.observe(FULL, rows, length, seconds)
+    assert p95([error for rows, error in errors[200:] if rows < 4]) <= 0.1
+    assert p95([error for rows, error in errors[200:] if rows >= 4]) <= 0.25
+
+
+def test_a_machine_that_slows_down_is_noticed_by_whichever_calls_there_are() -> None:
+    model = LatencyModel()
+    model.share_rows("m", 2)
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, in_parts(rows, length))
+    for _, length in shapes(100):
+        model.observe(FULL, 12, length, 2 * in_parts(12, length))
+    assert (model.call_s(FULL, 1, 64) or 0) > 1.15 * in_parts(1, 64)
+    assert model.lasting < 0.95
+
+
 def test_a_table_says_what_calls_in_parts_take() -> None:
     model = LatencyModel()
     model.share_rows("m", 2)
