@@ -64,7 +64,8 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         name, latency = bundle.manifest.name, LatencyModel()
         calls = _predict(bundle, latency, 1.0 if chosen.quick else 80.0)
         least = errors([one.call for one in calls], usable_cores())
-        for steps in (*bundle.manifest.steps, "all"):
+        rungs: list[Cell] = [*bundle.manifest.steps, "all"]
+        for steps in rungs:
             some = [place for place, one in enumerate(calls) if steps in ("all", one.call.steps)]
             if some:
                 kinds = ([one.error for one in calls], [one.noise for one in calls], least)

@@ -84,7 +84,11 @@ class Classifying(Generic[WorkT]):
 
     def wait_s(self, least: bool) -> float:
         """How long until every row that waits has run, at the fewest steps or as it will be."""
-        return sum(lane.wait_s(least) for lane in self._lanes.values() if lane.waiting)
+        return sum(
+            lane.wait_s(least) * self._latency.lasting(key.model)
+            for key, lane in self._lanes.items()
+            if lane.waiting
+        )
 
     def _wake_s(self, lane: ClassifyLane[WorkT]) -> float:
         """When the lane's next batch will have waited long enough."""

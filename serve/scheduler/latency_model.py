@@ -2,10 +2,10 @@
 
 The seconds of a call are `speed * (a + b * tokens + c * tokens * length)`: a row has `length`
 tokens, or one where it decodes, behind `length` that are cached. Each series has its own a, b and
-c, which change slowly; all share the speed of the machine, which changes fast. Where the rows of a
-classification run in parts side by side, those of the largest part count, and calls in one part and
-in several have factors and a speed of their own. It starts from what was measured before and
-forgets it. Knows neither clocks, requests nor lanes.
+c, which change slowly; all of a model share the speed of the machine, which changes fast. Where the
+rows of a classification run in parts side by side, those of the largest part count, and calls in
+one part and in several have factors and a speed of their own. It starts from what was measured
+before and forgets it. Knows neither clocks, requests nor lanes.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,13 @@ _FORGET = 0.998  # of the shape, a call
 _UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # of the newest call in what one number of rows takes
 _TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
 _LEAST = 1e-12  # of the factor of a token
-_LATE_SHARE, _LATE_STEP = 0.05, 0.02
-_MOST_CAUTION = 2.0
 _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # of answers on their way out
 IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _RELENT = 0.9
 _KNOWN_CALLS = 24  # of a series, before it says anything of the machine
 _ROUNDS = 100  # of their fit
 _SCALE = 1000.0  # keeps products of tokens near 1
+_UNKNOWN = MachineSpeed()  # of a model none of whose calls was seen
 
 
 # The seconds of a call, as a line over the length of its rows: at length 0, and each more.
@@ -54,8 +53,7 @@ class LatencyModel:
         self._parted: dict[Series, _Shape] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
         self._uneven: dict[str, dict[int, float]] = {}  # there, by rows: how much longer calls take
-        self._speed = MachineSpeed()
-        self._caution = 1.1
+        self._speeds: dict[str, MachineSpeed] = {}  # by model
         self._answer_s = IDLE_ANSWER_S
 
     @property
@@ -72,18 +70,16 @@ class LatencyModel:
     def relent(self) -> None:
         """Something was refused though nothing runs: believe a little less in what was slow."""
         self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _RELENT)
-        self._caution = max(1.0, self._caution * _RELENT)
-        self._speed.relent()
+        for speed in self._speeds.values():
+            speed.relent()
 
-    @property
-    def caution(self) -> float:
+    def caution(self, model: str) -> float:
         """What to multiply a prediction by so that few calls take longer."""
-        return self._caution
+        return self._speeds.get(model, _UNKNOWN).caution
 
-    @property
-    def lasting(self) -> float:
-        """What to multiply predictions of a long time by: a moment's slowness passes."""
-        return self._speed.lasting
+    def lasting(self, model: str) -> float:
+        """What to multiply predictions of a long time by, in which calls are of many rows."""
+        return self._speeds.get(model, _UNKNOWN).lasting(model in self._most_parts)
 
     def share_rows(self, model: str, most_parts: int) -> None:
         """Rows of this model's classifications run in so many parts at once, at most."""
@@ -101,11 +97,12 @@ class LatencyModel:
 
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
-        if series.model not in self._most_parts:
+        model = series.model
+        if model not in self._most_parts:
             shape = self._shapes.get(series)
-            return None if shape is None else self._speed.now[0] * shape.seconds(rows, length)
-        parts = count_parts(rows, self._most_parts[series.model])
-        speed = self._speed.now[parts > 1] * self._uneven[series.model].get(rows, 1.0)
+            return None if shape is None else self._now(model) * shape.seconds(rows, length)
+        parts = count_parts(rows, self._most_parts[model])
+        speed = self._now(model, parts > 1) * self._uneven[model].get(rows, 1.0)
         own, other = self._shapes, self._parted
         if parts > 1:
             own, other = other, own
@@ -118,7 +115,7 @@ class LatencyModel:
         if shape is None:
             return None
         a, b, c = shape.factors
-        speed = self._speed.now[0]
+        speed = self._now(series.model)
         tokens = speed * rows / _SCALE
         return speed * a + tokens * b, tokens * c / _SCALE
 
@@ -134,6 +131,7 @@ class LatencyModel:
             shape.fit(points)
             for rows, length, seconds in points:
                 shape.learn(rows, length, seconds)
+            shape.seen = _KNOWN_CALLS  # its form is known: what is off now is the machine
 
     def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine, for calls in as many parts."""
@@ -145,6 +143,7 @@ class LatencyModel:
         for shapes in (self._shapes, self._parted):
             for series in [series for series in shapes if series.model == model]:
                 del shapes[series]
+        self._speeds.pop(model, None)
         self._most_parts.pop(model, None)
         self._uneven.pop(model, None)
 
@@ -152,19 +151,21 @@ class LatencyModel:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:
             return
+        speed = self._speeds.setdefault(series.model, MachineSpeed())
         uneven, all_rows = self._uneven.get(series.model, {}), rows
         parted = count_parts(rows, self._most_parts.get(series.model, 1)) > 1
         usual_s = seconds / uneven.get(all_rows, 1.0)
-        shape, rows = self._shape(series, rows, length, usual_s / self._speed.now[parted])
-        error = usual_s / (self._speed.now[parted] * shape.seconds(rows, length)) - 1
-        late = 1 + error > self._caution
-        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
-        self._caution = min(_MOST_CAUTION, max(1.0, self._caution + change))
+        shape, rows = self._shape(series, rows, length, usual_s / speed.now[parted])
+        error = usual_s / (speed.now[parted] * shape.seconds(rows, length)) - 1
+        speed.be_wary(error)
         if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
-            self._speed.observe(parted, error)
+            speed.observe(parted, error)
         surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
         uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-        shape.learn(rows, length, usual_s / self._speed.now[parted])
+        shape.learn(rows, length, usual_s / speed.now[parted])
+
+    def _now(self, model: str, parted: bool = False) -> float:
+        return self._speeds.get(model, _UNKNOWN).now[parted]
 
     def _shape(
         self, series: Series, rows: int, length: int, seconds: float

@@ -52,7 +52,7 @@ class Outlook(Generic[WorkT]):
         together: bool = False,
     ) -> None:
         self.model = model
-        self._caution, self._answer_s = latency.caution, latency.answer_s
+        self._caution, self._answer_s = latency.caution(model), latency.answer_s
         self._max_rows = max_rows
         self._prices = prices
         self._rounds: Rounds[WorkT] = Rounds(lanes, prices, max_rows, beside_s, together)

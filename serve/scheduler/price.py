@@ -32,7 +32,7 @@ class Prices:
     @property
     def caution(self) -> float:
         """What all prices here are multiplied with."""
-        return self._latency.caution
+        return self._latency.caution(self._key.model)
 
     def note_call(self, rows: int, padding: float) -> None:
         """So many rows run together, with so many tokens for each real one."""
@@ -50,7 +50,7 @@ class Prices:
         if seconds is None and self._key.threshold is not None:  # at worst all steps are taken
             full = Series(self._key.model, "classify", steps)
             seconds = self._latency.call_s(full, rows, length)
-        return 0.0 if seconds is None else seconds * self._latency.caution
+        return 0.0 if seconds is None else seconds * self.caution
 
     def row_s(self, steps: int, length: int) -> float:
         """The share of a row in a call as they usually are."""

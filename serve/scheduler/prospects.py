@@ -99,15 +99,17 @@ class Prospects(Generic[WorkT]):
         writing_s = 0.0
         for model in self._models_waiting(known):
             outlook = self.outlook(model) if known is None or model != known.model else known
-            writing_s = max(writing_s, outlook.all_begin_s())
-        work_s = (self._classifying.wait_s(least) + writing_s) * self._latency.lasting
+            writing_s = max(writing_s, outlook.all_begin_s() * self._latency.lasting(model))
+        work_s = self._classifying.wait_s(least) + writing_s
         return max(0.0, self._busy_until_s - now_s) + work_s
 
     def waiting_s(self) -> float:
         """The same without what runs already: the share of those that wait."""
-        outlooks = map(self.outlook, self._models_waiting())
-        writing_s = max((outlook.waiting_s() for outlook in outlooks), default=0.0)
-        return (self._classifying.wait_s(least=False) + writing_s) * self._latency.lasting
+        waiting_s = (
+            self.outlook(model).waiting_s() * self._latency.lasting(model)
+            for model in self._models_waiting()
+        )
+        return self._classifying.wait_s(least=False) + max(waiting_s, default=0.0)
 
     def outlook(self, model: str) -> Outlook[WorkT]:
         """What is predicted of generations of this model."""

@@ -128,7 +128,7 @@ def test_caution_covers_most_calls() -> None:
         seconds = cost(rows, length) * chance.lognormvariate(0, 0.1)
         predicted = model.call_s(FULL, rows, length)
         if number >= 1000 and predicted is not None:
-            late += seconds > predicted * model.caution
+            late += seconds > predicted * model.caution("m")
         model.observe(FULL, rows, length, seconds)
     assert late / 2000 <= 0.08
 
@@ -160,7 +160,7 @@ def test_what_was_slow_is_not_believed_for_ever() -> None:
     for _ in range(60):
         model.relent()
     assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
-    assert model.answer_s < 0.01 and model.caution == 1.0
+    assert model.answer_s < 0.01 and model.caution("m") == 1.0
 
 
 def test_what_runs_alone_for_long_does_not_upset_what_is_known_of_the_rest() -> None:
@@ -218,8 +218,28 @@ def test_a_machine_that_slows_down_is_noticed_by_whichever_calls_there_are() -> 
         model.observe(FULL, rows, length, in_parts(rows, length))
     for _, length in shapes(100):
         model.observe(FULL, 12, length, 2 * in_parts(12, length))
-    assert (model.call_s(FULL, 1, 64) or 0) > 1.15 * in_parts(1, 64)
-    assert model.lasting < 0.95
+    assert (model.call_s(FULL, 1, 64) or 0) > 1.1 * in_parts(1, 64)
+    assert model.lasting("m") < 0.97
+
+
+def test_what_one_model_does_says_nothing_of_another() -> None:
+    model, other = LatencyModel(), Series("other", "decode", 1)
+    for rows, length in shapes(300):
+        model.observe(FULL, rows, length, cost(rows, length))
+        model.observe(other, rows, length, cost(rows, length))
+    chance = random.Random(3)
+    for rows, length in shapes(300):
+        model.observe(other, rows, length, 3 * cost(rows, length) * chance.lognormvariate(0, 0.5))
+    assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.05)
+    assert model.caution("m") < 1.1 < 1.3 < model.caution("other")
+
+
+def test_a_table_is_believed_but_for_the_speed_of_the_machine() -> None:
+    model = LatencyModel()
+    model.learn("m", table(cost, lengths=(32, 64, 128)))
+    for length in (40, 80, 120) * 8:  # of few rows
+        model.observe(FULL, 1, length, 2 * cost(1, length))
+    assert model.call_s(FULL, 16, 128) == pytest.approx(2 * cost(16, 128), rel=0.2)
 
 
 def test_a_table_says_what_calls_in_parts_take() -> None:

@@ -247,7 +247,7 @@ def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> No
     latency = simulation.latency
     call_s = latency.call_s(Series(MODEL, "classify", LADDER[0]), 1, 64)
     assert job is not None and call_s is not None
-    least_s, answer_s = call_s * latency.caution, latency.answer_s
+    least_s, answer_s = call_s * latency.caution(MODEL), latency.answer_s
     assert simulation.scheduler.lapsed(0.05 - least_s - 1.5 * answer_s) == []
     # The call would fit, but its answer would not have left.
     assert simulation.scheduler.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]

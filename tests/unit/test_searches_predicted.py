@@ -123,7 +123,7 @@ def test_searches_and_texts_wait_for_each_other_as_long_as_they_last(done: int) 
         asked = Asked(SOURCE, tokens, 1, BEAMS)
         told_s = clock.scheduler.prospects.outlook(MODEL).ready_s(lane(kind), asked)
         took_s = clock.until(clock.add(kind, tokens))
-        told_s = (told_s - clock.latency.answer_s) / clock.latency.caution
+        told_s = (told_s - clock.latency.answer_s) / clock.latency.caution(MODEL)
         assert told_s == pytest.approx(took_s, rel=0.25)
 
 
