@@ -16,7 +16,7 @@ _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
 _WORTH_RUNNING_AHEAD = 0.08
 _TRIAL_WORTH, _CHOSEN_WORTH = 1300, 40_000
-_LONG_COUNTS = 1 / 6  # an evaluation of M steps counts M to the power of this
+_LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to the power of this
 
 
 class Ways:

@@ -4,8 +4,9 @@ Rungs of one model may share calls of its one-step graph, or go abreast, each on
 until all meet again. A row of M steps needs M calls for a token, so turns of equal number would
 make the many steps slow, and a token for every row in turn would make the few steps wait for the
 many. Between the two, a rung of M steps has a token ready about sqrt(L / M) times as often as the
-longest rung there is, of L steps; where a call has room left, the others come along as well. It
-deliberately knows neither memory nor other models.
+longest rung there is, of L steps; where a call has room left, the others come along as well. Those
+that go abreast have no such room, and there it is the cube root. It deliberately knows neither
+memory nor other models.
 """
 
 import math
@@ -18,6 +19,7 @@ from serve.scheduler.job import DecodeCall, DecodePart, LaneKey, Sharing, WorkT
 
 _MEETINGS = 2  # of those that go abreast while the longest rung makes a token
 _BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
+_ABREAST_SHARE = 2 / 3  # calls of M steps are made in proportion to M to the power of this
 
 
 class Decoding(Generic[WorkT]):
@@ -101,7 +103,7 @@ class Decoding(Generic[WorkT]):
             calls = min(calls, rooms[side] // cost)
             if calls:
                 rooms[side] -= calls * cost
-                due = lane.due + calls / math.sqrt(lane.calls_a_token / longest)
+                due = lane.due + calls / (lane.calls_a_token / longest) ** _ABREAST_SHARE
                 lane.due = min(due, latest)
                 parts.append(lane.part(calls, side))
         return tuple(parts)
