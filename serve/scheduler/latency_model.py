@@ -131,7 +131,8 @@ class LatencyModel:
             shape.fit(points)
             for rows, length, seconds in points:
                 shape.learn(rows, length, seconds)
-            shape.seen = _KNOWN_CALLS  # its form is known: what is off now is the machine
+            if len(points) >= len(shape.factors):  # its form is known: what is off is the machine
+                shape.seen = _KNOWN_CALLS
 
     def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine, for calls in as many parts."""
