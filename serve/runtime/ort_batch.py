@@ -3,15 +3,12 @@
 Knows when to bind which buffer; which rows there are, and why, is the engine's affair.
 """
 
-import weakref
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import count
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from serve.runtime.kv_cache import CacheLayout, RowCaches
 from serve.runtime.ort_crossing import OrtCrossing
@@ -21,7 +18,8 @@ from serve.runtime.ort_steps import StepSessions
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray, Reading, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
-_VERSIONS = count()  # of all batches, so that none is ever taken for another
+_NUMBERS = count()  # of all batches, so that none is ever taken for another
+_VERSIONS = count()  # as well
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 
@@ -50,6 +48,7 @@ class OrtDecodeBatch:
         vocab_size: int,
     ) -> None:
         self.stand: Stand | None = None  # None: between two tokens
+        self.number = next(_NUMBERS)
         self.version = next(_VERSIONS)  # a new one whenever rows or buffers move
         self.sessions, self.names, self.width = sessions, names, width
         self._ends = ends
@@ -58,10 +57,6 @@ class OrtDecodeBatch:
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # positions that each row may come to have
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
-        self._slots: dict[int, list[ort.OrtValue]] = {}
-        # Of calls that are bound to the caches, each to be forgotten once these have moved or gone.
-        self.forget_calls: dict[Hashable, Callable[[], object]] = {}
-        weakref.finalize(self, _forget, self.forget_calls).atexit = False
 
     @property
     def lengths(self) -> list[int]:
@@ -191,13 +186,10 @@ class OrtDecodeBatch:
         assert self.rows == 1
         self._past += 1
 
-    def slots(self, step: int) -> list[ort.OrtValue]:
-        """The caches of a step, as they are bound."""
-        if step not in self._slots:
-            each = len(self.names)
-            arrays = self._used()[step * each : (step + 1) * each]
-            self._slots[step] = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
-        return self._slots[step]
+    def caches(self, step: int) -> list[CacheArray]:
+        """The caches of a step; they stay where they are until the next version."""
+        each, rows = len(self.names), self.rows
+        return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
 
     def remove(self, row: int) -> None:
         self._check_row(row)
@@ -217,8 +209,6 @@ class OrtDecodeBatch:
 
     def _moved(self) -> None:
         self._crossing = None
-        self._slots.clear()
-        _forget(self.forget_calls)
         self.version = next(_VERSIONS)
 
     def _longest(self) -> int:
@@ -267,11 +257,6 @@ class OrtDecodeBatch:
             self.width,
             self._vocab_size,
         )
-
-
-def _forget(calls: dict[Hashable, Callable[[], object]]) -> None:
-    while calls:
-        calls.popitem()[1]()
 
 
 def _one(past: int) -> npt.NDArray[np.int32]:

@@ -45,10 +45,11 @@ class OrtCrossing:
         bind_output(self._embed, "x", states[0])
         bind_output(self._embed, "seqlens", seqlens)
         bind_output(self._embed, "total", total)
+        self._step = sessions.step_of(tokens.size)
         self._steps: list[ort.IOBinding] = []
         self._kept: list[object] = [keep, *states, *velocities, seqlens, total, list(caches)]
         for step in range(steps):
-            binding = sessions.step.io_binding()
+            binding = self._step.io_binding()
             now, then = step % 2, (step + 1) % 2
             bind_input(binding, "x", states[now])
             bind_output(binding, "y", states[then])
@@ -88,7 +89,7 @@ class OrtCrossing:
     def cross(self, first: int, end: int) -> None:
         """Take these steps, which come next."""
         for binding in self._steps[first:end]:
-            self._sessions.step.run_with_iobinding(binding)
+            self._step.run_with_iobinding(binding)
 
     def end(self) -> FloatArray:
         """The logits, once all steps have been taken; the next run overwrites them."""

@@ -6,17 +6,17 @@ Knows which buffers go into which call; not which batches should go together.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
-import onnxruntime as ort
 
-from serve.bundle import BundleError, Method
+from serve.bundle import BundleError, Manifest
+from serve.runtime.interface import cache_names
 from serve.runtime.interruptible import InterruptibleSession
 from serve.runtime.mixing import Leg, Outcome, Wave
 from serve.runtime.ort_batch import OrtDecodeBatch, Stand
+from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
 from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, IntArray
@@ -25,7 +25,7 @@ from serve.runtime.threads import Threads
 _KEPT_CALLS = 64
 _log = logging.getLogger("stepdial.runtime")
 Open = Callable[[], InterruptibleSession]
-Key = tuple[InterruptibleSession, tuple[tuple[int, int], ...]]
+Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 
 
 @final
@@ -35,22 +35,23 @@ class OrtMix:
     def __init__(
         self,
         sessions: StepSessions,
-        names: list[str],
-        method: Method,
-        open_mixed: Open | None,
-        groups: int,
+        manifest: Manifest,
+        open_mixed: Open,
         open_alone: Open,
         threads: Threads,
     ) -> None:
-        """`open_alone` is for the step on one thread."""
-        self.most_batches = 1 if open_mixed is None else groups
+        """`open_mixed` is for the graph of groups, if there is one, `open_alone` for one thread."""
+        files = manifest.step
+        assert files is not None
+        mixes = files.mixed is not None
+        self.most_batches = files.groups if mixes else 1
         self.sides = threads.most
         # Only there a step goes straight along the velocity, which a jump prolongs.
-        self.runs_ahead = method == "euler"
+        self.runs_ahead = manifest.method == "euler"
         self._sessions = sessions
-        self._mixed, self._alone = _Late(open_mixed), _Late(open_alone)
+        self._mixed, self._alone = _Late(open_mixed if mixes else None), _Late(open_alone)
         self._threads = threads
-        self._names = names
+        self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _Call] = {}
         self._wave_calls: WaveCalls = {}
 
@@ -77,7 +78,7 @@ class OrtMix:
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         going = _own(batches)
         assert len(going) <= self.most_batches, "more batches than mix here"
-        session = self._sessions.step if len(going) == 1 else self._mixed.get()
+        session = self._sessions.step_of(going[0].rows) if len(going) == 1 else self._mixed.get()
         if session is None:
             for batch in going:
                 self.advance([batch])
@@ -105,8 +106,8 @@ class OrtMix:
             return error
 
     def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
-        """One step, with the buffers of the last time that these batches stood there."""
-        key = (session, tuple((one.version, _standing(one)) for one in going))
+        """One step, with the buffers of the last time that so many rows stood there."""
+        key = (session, tuple((one.number, one.rows, _standing(one)) for one in going))
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= _KEPT_CALLS:
@@ -114,8 +115,6 @@ class OrtMix:
             call = self._calls[key] = _Call(
                 session, self._sessions, self._names, going, self.most_batches
             )
-            for one in going:  # a call that is kept would keep the caches of rows that have left
-                one.forget_calls[key] = partial(self._calls.pop, key, None)
         call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
@@ -144,7 +143,10 @@ class _Late:
 
 @final
 class _Call:
-    """One composition of batches and steps, with its buffers; batches bring their rows along."""
+    """So many rows of these batches at these steps, with buffers; batches bring their rows along.
+
+    Caches are bound by address: it keeps none, and takes them anew wherever rows have moved.
+    """
 
     def __init__(
         self,
@@ -157,6 +159,9 @@ class _Call:
         self._session = session
         self._binding = session.io_binding()
         self._history = sessions.history
+        self._names = names
+        self._mixed = len(batches) > 1
+        self._versions = [-1] * len(batches)  # of the batches whose caches are bound
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
@@ -167,7 +172,7 @@ class _Call:
             sessions.times(_standing(batch), batch.steps, size)
             for batch, size in zip(batches, sizes, strict=True)
         ]
-        self._kept: list[ort.OrtValue] = []
+        self._kept: list[np.ndarray] = []
         self._x, self._y = self._new("x", shape), self._new("y", shape, out=True)
         for name in told[0]:
             self._give(name, np.concatenate([each[name] for each in told]))
@@ -175,24 +180,27 @@ class _Call:
             self._previous = self._new("previous", shape)
             self._v = self._new("v", shape, out=True)
         self._lengths: list[tuple[np.ndarray, np.ndarray]] = []
-        mixed = len(batches) > 1
-        for group, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-            suffix = f"_{group}" if mixed else ""
-            self._attend(suffix, size, dict(zip(names, batch.slots(_standing(batch)), strict=True)))
-        if mixed:
+        for group, size in enumerate(sizes):
+            self._tell_lengths(group, size)
+        if self._mixed:
             idle = groups - len(batches)
             cache = _empty_slot(batches[0])
             for group in range(len(batches), groups):
-                own = {name: ort.OrtValue.ortvalue_from_numpy(cache.copy()) for name in names}
-                self._attend(f"_{group}", 1, own)
+                self._tell_lengths(group, 1)
+                own = [cache.copy() for _ in names]
+                self._kept += own
+                self._attend(group, own)
             self._give("order", np.array([*range(rows), *[0] * idle], dtype=np.int64))
             self._give("sizes", np.array([*sizes, *[1] * idle], dtype=np.int64))
 
     def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
         begin = 0
-        for batch, end, (seqlens, total) in zip(batches, self._ends, self._lengths, strict=False):
-            stand = batch.stand
+        for group, (batch, end) in enumerate(zip(batches, self._ends, strict=True)):
+            stand, (seqlens, total) = batch.stand, self._lengths[group]
             assert stand is not None
+            if self._versions[group] != batch.version:
+                self._attend(group, batch.caches(stand.step))
+                self._versions[group] = batch.version
             self._x[begin:end] = stand.x
             if self._history:
                 self._previous[begin:end] = stand.v
@@ -209,15 +217,20 @@ class _Call:
             batch.stand.step += 1
             begin = end
 
-    def _attend(self, suffix: str, rows: int, caches: Mapping[str, ort.OrtValue]) -> None:
+    def _tell_lengths(self, group: int, rows: int) -> None:
         seqlens, total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
-        self._give(f"seqlens{suffix}", seqlens)
-        self._give(f"total{suffix}", total)
+        self._give(f"seqlens{self._suffix(group)}", seqlens)
+        self._give(f"total{self._suffix(group)}", total)
         self._lengths.append((seqlens, total))
-        for name, value in caches.items():
-            self._kept.append(value)
-            self._binding.bind_ortvalue_input(f"{name}{suffix}", value)
-            self._binding.bind_ortvalue_output(f"{name}_out{suffix}", value)
+
+    def _attend(self, group: int, caches: Sequence[CacheArray]) -> None:
+        suffix = self._suffix(group)
+        for name, array in zip(self._names, caches, strict=True):
+            bind_input(self._binding, f"{name}{suffix}", array)
+            bind_output(self._binding, f"{name}_out{suffix}", array)
+
+    def _suffix(self, group: int) -> str:
+        return f"_{group}" if self._mixed else ""
 
     def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
         array = np.empty(shape, dtype=np.float32)
@@ -225,10 +238,9 @@ class _Call:
         return array
 
     def _give(self, name: str, array: np.ndarray, out: bool = False) -> None:
-        value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._kept.append(value)
-        bind = self._binding.bind_ortvalue_output if out else self._binding.bind_ortvalue_input
-        bind(name, value)
+        self._kept.append(array)
+        bind = bind_output if out else bind_input
+        bind(self._binding, name, array)
 
 
 def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:

@@ -12,7 +12,6 @@ import numpy as np
 from serve.bundle import Bundle, BundleError, Rung
 from serve.runtime.interface import (
     Interface,
-    cache_names,
     encoder_interface,
     graph_interface,
     mixed_interface,
@@ -29,7 +28,7 @@ from serve.runtime.ort_steps import StepSessions, open_steps
 from serve.runtime.ort_translator import OrtTranslator
 from serve.runtime.ort_weights import Weights
 from serve.runtime.place import Place
-from serve.runtime.session_threads import settle_threads
+from serve.runtime.session_threads import settle_single, settle_threads
 from serve.runtime.side_by_side import Parts, SideBySide, StepsSideBySide
 from serve.runtime.threads import Threads
 from serve.runtime.warm_rows import largest_in_words, largest_row, largest_tokens
@@ -112,16 +111,10 @@ class OrtModel:
         if not manifest.keeps_caches or not self._place.runs_single_steps:
             return None
         if self._mix is None:
-            sessions = self._step_sessions()
-            names = cache_names(sessions.stages, manifest.shape.layers)
-            files = manifest.step
-            assert files is not None
             self._mix = OrtMix(
-                sessions,
-                names,
-                manifest.method,
-                None if files.mixed is None else self._open_mixed,
-                files.groups,
+                self._step_sessions(),
+                manifest,
+                self._open_mixed,
                 self._open_alone,
                 self._side_threads,
             )
@@ -153,8 +146,8 @@ class OrtModel:
         }[manifest.task]
         for rung in manifest.rungs:
             try:
-                if not self.open_steps and self._may_settle:
-                    settle_threads(self._with_threads, self.threads)
+                if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
+                    self._settle()
                 run(rung.steps)
             except BundleError:
                 raise
@@ -167,10 +160,13 @@ class OrtModel:
         if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
             self._open_mixed()  # only to see that it is what it must be: rungs may never meet
 
-    @property
-    def _may_settle(self) -> bool:
-        """Whether one thread a session may be better: rows of a call have threads of their own."""
-        return not self._writes and self.threads > 1 and self._place.device == "cpu"
+    def _settle(self) -> None:
+        """Find where one thread is better than all."""
+        if not self._writes:
+            settle_threads(self._with_threads, self.threads)
+        elif self._bundle.manifest.keeps_caches:
+            steps = self._step_sessions()
+            self._steps = settle_single(steps, self._open_alone, self._bundle.manifest)
 
     @property
     def _writes(self) -> bool:
@@ -244,8 +240,10 @@ class OrtModel:
 
     def _open_alone(self) -> InterruptibleSession:
         """The step on one thread, for rungs that go abreast."""
-        step = self._bundle.manifest.step
+        step, sessions = self._bundle.manifest.step, self._step_sessions()
         assert step is not None
+        if sessions.single is not sessions.step:
+            return sessions.single
         return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
 
     def _open(

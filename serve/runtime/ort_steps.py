@@ -31,6 +31,7 @@ class StepSessions:
 
     embed: InterruptibleSession
     step: InterruptibleSession
+    single: InterruptibleSession  # the step of one token, which may be quicker on fewer threads
     head: InterruptibleSession
     timed: bool  # whether the step wants the time
     sized: bool  # whether it wants its size: a pass of fixed depth has none
@@ -39,6 +40,10 @@ class StepSessions:
     T: float
     contexts: tuple[str, ...]  # what the embedding gives to the step beside the state
     head_contexts: tuple[str, ...]  # and to the head
+
+    def step_of(self, tokens: int) -> InterruptibleSession:
+        """The session that takes so many tokens a step further."""
+        return self.single if tokens == 1 else self.step
 
     def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
         """What a step of a rung is told, row by row."""
@@ -93,6 +98,7 @@ def open_steps(
     head_names = {node.name for node in head.get_inputs()}
     return StepSessions(
         embed,
+        step,
         step,
         head,
         timed="t" in names,

@@ -1,10 +1,13 @@
-"""A warm-up finds whether one row is answered sooner by one thread or by all."""
+"""A warm-up finds whether one row is done sooner by one thread or by all."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from serve.bundle import Bundle
@@ -14,7 +17,7 @@ from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
 from serve.runtime.protocol import RowArray
-from serve.runtime.session_threads import settle_threads
+from serve.runtime.session_threads import interleaved, settle_threads
 from tests.tiny_bundles import build_classify, build_generate
 
 MOST = 4
@@ -95,6 +98,51 @@ def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(tmp_pat
     assert [threads_of(one) for one in (sessions.embed, sessions.step, sessions.head)] == [MOST] * 3
     assert [spins(one) for one in (sessions.embed, sessions.step, sessions.head)] == [0, 1, 0]
     model.close()
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "small", "threads"), [(1.0, True, 1), (1.1, True, MOST), (0.1, False, MOST)]
+)
+def test_a_row_that_is_alone_has_one_thread_where_that_is_no_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone_s: float, small: bool, threads: int
+) -> None:
+    def found(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+        assert rounds > 2
+        for run in runs:
+            run()
+        return [1.0, alone_s]
+
+    monkeypatch.setattr("serve.runtime.session_threads.interleaved", found)
+    if not small:
+        monkeypatch.setattr("serve.runtime.session_threads._SMALL_BYTES", 0)
+    bundle = build_generate(tmp_path / "g")
+    model, plain = OrtModel(bundle, MOST), OrtModel(bundle, MOST)
+    model.warm_up()
+    sessions = model._step_sessions()
+    assert threads_of(sessions.single) == threads and threads_of(sessions.step) == MOST
+    assert model._open_alone() is sessions.single or threads == MOST, "opened once"
+    prompt = np.arange(1, 9)
+    for rows in (1, 2):
+        mine, other = (one.decoder(4).open_batch() for one in (model, plain))
+        for _ in range(rows):
+            np.testing.assert_array_equal(mine.add(prompt), other.add(prompt))
+        for token in range(70):
+            tokens = np.full(rows, 1 + token % 9)
+            np.testing.assert_array_equal(mine.step(tokens), other.step(tokens))
+    model.close()
+    plain.close()
+
+
+def test_runs_are_timed_in_turn_once_they_are_awake() -> None:
+    order: list[str] = []
+
+    def run(name: str, first_s: float, seconds: float) -> None:
+        time.sleep(seconds if name in order[-1:] else first_s)
+        order.append(name)
+
+    quick, slow = interleaved([partial(run, "a", 0.02, 0.0), partial(run, "b", 0.0, 0.02)], 3)
+    assert quick < 0.01 and slow >= 0.02
+    assert order == ["a", "a", "b", "b"] * 3
 
 
 def spins(session: InterruptibleSession) -> int:
