@@ -35,7 +35,7 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
     try:
         tokens = choose_tokens(
             [work.sampler for work in works],
-            logits[good],
+            logits if len(good) == len(jobs) else logits[good],
             [work.completion_tokens for work in works],
         )
     except Exception as error:

@@ -118,8 +118,11 @@ def choose_tokens(
     if len(samplers) == 1:
         return samplers[0].choose_following(logits, numbers[0])
     scores = logits.astype(np.float64)  # (B, V)
-    for row, sampler in zip(scores, samplers, strict=True):
-        if sampler.banned:
+    banned = samplers[0].banned
+    if all(one.banned == banned for one in samplers):  # as those of one model are
+        scores[:, banned] = -np.inf
+    else:
+        for row, sampler in zip(scores, samplers, strict=True):
             row[sampler.banned] = -np.inf
     drawn = [index for index, one in enumerate(samplers) if one.sampling.temperature > 0]
     if drawn:

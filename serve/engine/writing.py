@@ -120,7 +120,7 @@ class Writing:
             deliveries += self._lose(lane, one)
         if not parts:
             return deliveries
-        longest = max(self._runner.lengths(parts[0].lane))
+        longest = max(self._runner.lengths(parts[0].lane)) if single else 0
         for part in parts:
             if part.begins:
                 self._begun_s[part.lane] = begun_s

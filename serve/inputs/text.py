@@ -15,6 +15,7 @@ from serve.inputs.encoder import Encoder
 from serve.inputs.tokens import check_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, and one with the token before it
 
 
 class Encoded(NamedTuple):
@@ -39,7 +40,7 @@ class TextCodec:
             ) from error
         # A caller who writes "<pad>" means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
-        self._alone: dict[int, str] = {}  # texts of single tokens, which streams ask for each time
+        self._short: dict[tuple[int, ...], str] = {}  # texts that streams ask for each time
         with inside_file(bundle.tokenizer_path):
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
@@ -110,11 +111,14 @@ class TextCodec:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens."""
-        if len(tokens) != 1:
+        if len(tokens) > _SHORT_TOKENS:
             return self._decode(tokens)
-        text = self._alone.get(tokens[0])
+        key = tuple(tokens)
+        text = self._short.get(key)
         if text is None:
-            text = self._alone[tokens[0]] = self._decode(tokens)
+            if len(self._short) >= _KEPT_TEXTS:
+                self._short.clear()
+            text = self._short[key] = self._decode(tokens)
         return text
 
     def _encode(self, text: str, param: str, head: int, tail: int) -> Encoded:

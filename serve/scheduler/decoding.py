@@ -32,7 +32,7 @@ class Decoding(Generic[WorkT]):
         self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
         self._readers: deque[GenerateLane[WorkT]] = deque()
         self._calls = 0.0
-        self._active: set[LaneKey] = set()
+        self._active: list[GenerateLane[WorkT]] = []
 
     def __iter__(self) -> Iterator[GenerateLane[WorkT]]:
         return iter(self._lanes.values())
@@ -110,11 +110,14 @@ class Decoding(Generic[WorkT]):
 
     def _activate(self, lanes: list[GenerateLane[WorkT]]) -> None:
         """Whoever has come since is due now, as much as those that are here."""
-        now = min((lane.due for lane in lanes if lane.key in self._active), default=self._calls)
+        if lanes == self._active:
+            return
+        here = [lane for lane in lanes if lane in self._active]
+        now = min((lane.due for lane in here), default=self._calls)
         for lane in lanes:
-            if lane.key not in self._active:
+            if lane not in here:
                 lane.due = min(now, self._calls)
-        self._active = {lane.key for lane in lanes}
+        self._active = list(lanes)
 
     def _fitting(
         self, lanes: list[GenerateLane[WorkT]], most_rows: int

@@ -125,8 +125,7 @@ class PrefillCall(Generic[WorkT]):
     job: Job[WorkT] | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePart(Generic[WorkT]):
+class DecodePart(NamedTuple, Generic[WorkT]):
     """Remove `evict` in order, append those that join, then take the rows further, if any are.
 
     From the beginning of a token to its end there are no changes: a part that neither begins nor
