@@ -64,6 +64,11 @@ class OrtDecodeBatch:
         return lengths
 
     @property
+    def longest(self) -> int:
+        """The most cached positions of a row."""
+        return int(self._past.max(initial=0))
+
+    @property
     def layout(self) -> CacheLayout:
         return self._caches.layout
 
@@ -100,7 +105,7 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = reading.caches
         else:
-            longest = self._longest()
+            longest = self.longest
             self._caches.reserve(
                 row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
             )
@@ -125,7 +130,7 @@ class OrtDecodeBatch:
                 f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
             )
         rows = len(self._past)
-        longest = self._longest()
+        longest = self.longest
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
             self._moved()
         caches = [array[row : row + 1] for array in self._caches.arrays]
@@ -203,16 +208,13 @@ class OrtDecodeBatch:
         self._past = past
         self._rooms[row] = self._rooms[last]
         self._rooms.pop()
-        longest = self._longest()
+        longest = self.longest
         self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
         self._moved()
 
     def _moved(self) -> None:
         self._crossing = None
         self.version = next(_VERSIONS)
-
-    def _longest(self) -> int:
-        return int(self._past.max(initial=0))
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < len(self._past):
@@ -224,7 +226,7 @@ class OrtDecodeBatch:
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
             raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")
-        longest = self._longest()
+        longest = self.longest
         if longest >= self._caches.layout.max_tokens:
             raise WindowFullError(
                 f"row {int(self._past.argmax())} has max_tokens ({longest}) cached positions; "

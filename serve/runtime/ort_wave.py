@@ -32,6 +32,7 @@ class OrtWave:
         self.lead = lead
         self._batch = batch
         self._places: list[int | None] = []  # the tokens
+        self._under_way = 0  # places with a token
         self._step = 0  # of the newest place; the next ones are a lead further each
         self._x: FloatArray = np.empty((0, 1, batch.width), dtype=np.float32)  # (P, 1, D)
         self._calls = calls
@@ -42,19 +43,19 @@ class OrtWave:
 
     @property
     def room(self) -> int:
-        under_way = len(self.tokens)
-        left = self._batch.max_tokens - self._batch.lengths[0] - under_way
-        return min(MOST_AHEAD - under_way, left)
+        left = self._batch.max_tokens - self._batch.longest
+        return min(MOST_AHEAD, left) - self._under_way
 
     def begin(self, token: int) -> None:
         assert self.room > 0, "too many positions"
         leads, more = divmod(self._step, self.lead) if self._places else (1, 0)
         assert leads > 0 and more == 0, "a position begins some leads later"
-        past = self._batch.lengths[0] + len(self.tokens)
+        past = self._batch.longest + self._under_way
         self._batch.reach(past + 1, self.lead)
         stand = self._batch.embed(np.array([token]), np.array([past], dtype=np.int32))
         self._x = np.concatenate([stand.x] * leads + [self._x])
         self._places[:0] = [token] + [None] * (leads - 1)
+        self._under_way += 1
         self._step = 0
 
     def cross(self) -> Crossed:
@@ -65,7 +66,7 @@ class OrtWave:
             call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
         if call.version != batch.version:
             call.bind(batch)
-        call.run(self._x, batch.lengths[0], places)
+        call.run(self._x, batch.longest, places)
         self._x = call.y.copy()  # another wave may come to this call before this one does
         self._step += 1
         drafts = self._step % self.lead == 0
@@ -73,20 +74,23 @@ class OrtWave:
         if not drafts and not ends:
             return Crossed(None, None)
         logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
-        known = [index for index, token in enumerate(reversed(places)) if token is not None]
+        last, rest = (logits[0], logits[1:]) if ends else (None, logits)
         if ends:
             batch.lengthen()
             places.pop()
+            self._under_way -= 1
+        if drafts and len(places) > self._under_way:
+            known = [index for index, token in enumerate(reversed(places)) if token is not None]
+            rest = rest[known]
+        if ends:
             while places and places[-1] is None:
                 places.pop()
             self._x = self._x[: len(places)]
-        known = known[1:] if ends else known
-        return Crossed(logits[known] if drafts else None, logits[0] if ends else None)
+        return Crossed(rest if drafts else None, last)
 
     def keep(self, count: int) -> None:
-        given_up = len(self.tokens) - count
-        while given_up > 0 or (self._places and self._places[0] is None):
-            given_up -= self._places.pop(0) is not None
+        while self._under_way > count or (self._places and self._places[0] is None):
+            self._under_way -= self._places.pop(0) is not None
             self._step += self.lead
         self._x = self._x[len(self._x) - len(self._places) :]
 

@@ -148,8 +148,7 @@ class DecodePart(NamedTuple, Generic[WorkT]):
         return self.begins and self.ends
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCall(Generic[WorkT]):
+class DecodeCall(NamedTuple, Generic[WorkT]):
     """Rows of several lanes of one model, or a whole token for those of one lane."""
 
     parts: tuple[DecodePart[WorkT], ...]
