@@ -16,6 +16,7 @@ ScoreArray = npt.NDArray[np.float64]
 
 MAX_SEED = 2**63 - 1
 _TINY = float(np.finfo(np.float64).tiny)
+_COLDEST = 1e-260  # as good as any temperature below, and no float32 overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, banned_tokens: tuple[int, ...] = ()) -> None:
         self.sampling = sampling
-        self.banned = list(banned_tokens)
+        self.banned = banned_tokens
+        self.filters = sampling.top_k is not None or sampling.top_p < 1.0
+        self.temperature = sampling.temperature and max(_COLDEST, sampling.temperature)
         # The counter is set for each token, so the state itself carries no history.
         self._bits = np.random.Philox(key=sampling.seed)
         self._state = self._bits.state
@@ -59,12 +62,10 @@ class Sampler:
         The same as `choose` would say, and quicker where most of them have been asked for before.
         """
         scores = logits.astype(np.float64)  # (P, V)
-        if self.banned:
-            scores[:, self.banned] = -np.inf
-        temperature = self.sampling.temperature
-        if temperature > 0:
+        _rule_out(scores, self.banned)
+        if self.temperature > 0:
             noise = self._noise_from(first, len(scores), scores.shape[1])
-            scores = _add_noise([self] * len(scores), scores, temperature, noise)
+            scores = _add_noise([self] * len(scores), scores, self.temperature, noise)
         chosen: list[int] = scores.argmax(axis=1).tolist()
         return chosen
 
@@ -120,11 +121,11 @@ def choose_tokens(
     scores = logits.astype(np.float64)  # (B, V)
     banned = samplers[0].banned
     if all(one.banned == banned for one in samplers):  # as those of one model are
-        scores[:, banned] = -np.inf
+        _rule_out(scores, banned)
     else:
         for row, sampler in zip(scores, samplers, strict=True):
-            row[sampler.banned] = -np.inf
-    drawn = [index for index, one in enumerate(samplers) if one.sampling.temperature > 0]
+            _rule_out(row[None], sampler.banned)
+    drawn = [index for index, one in enumerate(samplers) if one.temperature > 0]
     if drawn:
         scores[drawn] = _draw(
             [samplers[index] for index in drawn], scores[drawn], [numbers[index] for index in drawn]
@@ -133,9 +134,15 @@ def choose_tokens(
     return chosen
 
 
+def _rule_out(scores: ScoreArray, tokens: Sequence[int]) -> None:
+    """Give the lowest scores (B, V) to these tokens, which are few."""
+    for token in tokens:
+        scores[:, token] = -np.inf
+
+
 def _draw(samplers: Sequence[Sampler], scores: ScoreArray, numbers: Sequence[int]) -> ScoreArray:
     """Scores (B, V) whose argmax is a draw from what these scores (B, V) make likely."""
-    temperatures = np.array([[one.sampling.temperature] for one in samplers])  # (B, 1)
+    temperatures = np.array([[one.temperature] for one in samplers])  # (B, 1)
     noise = _draw_noise(samplers, numbers, scores.shape[1])
     return _add_noise(samplers, scores, temperatures, noise)
 
@@ -156,11 +163,12 @@ def _add_noise(
 ) -> ScoreArray:
     """Scores (B, V), which may be written over, as each row's sampler would have them."""
     scores -= scores.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore", divide="ignore"):
-        scores /= temperatures
+    scores /= temperatures
     for row, sampler in zip(scores, samplers, strict=True):
-        sampler.keep_likeliest(row)
-    return scores + noise
+        if sampler.filters:
+            sampler.keep_likeliest(row)
+    scores += noise
+    return scores
 
 
 def likelihood(logits: FloatArray, token: int, alternatives: int) -> Likelihood:

@@ -111,6 +111,7 @@ class _Call:
         # Steps to the end with this one: as many times a jump goes along the velocity.
         left = [steps - stand for stand in self._stands]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
+        self._ends = left[-1] == 1  # the first position
         told = [sessions.times(stand, steps, 1) for stand in self._stands]
         self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
         self._session = sessions.step
@@ -143,7 +144,7 @@ class _Call:
     def jumped(self) -> FloatArray:
         """Where each state (P, 1, D) would be at the end, had its last velocity stayed the same."""
         states: FloatArray = self.x + self._left * (self.y - self.x)
-        if self._left[-1] == 1.0:  # no jump: the state itself, to the last bit
+        if self._ends:  # no jump: the state itself, to the last bit
             states[-1] = self.y[-1]
         return states
 
