@@ -89,8 +89,9 @@ class Generation:
         """
         first = self.completion_tokens + ahead
         count = min(len(logits), max(0, self.wish.max_tokens - 1 - first))
-        finite = np.isfinite(logits[:count]).all(axis=1)
-        count = count if finite.all() else int(finite.argmin())
+        finite = np.isfinite(logits[:count])
+        if not finite.all():
+            count = int(finite.all(axis=1).argmin())
         return self.sampler.choose_following(logits[:count], first)
 
     def accept(self, token: int, logits: FloatArray) -> TokenEvent:

@@ -189,12 +189,12 @@ class Writing:
     def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
         """Logits (1, V) behind the row's last token, which may be under way already."""
         wave = self._runner.wave(lane, lead)
-        if wave.tokens:
-            drafted_right = wave.tokens[0] == work.last_token
+        begun = wave.tokens[:1]
+        drafted_right = begun == [work.last_token]
+        if begun:
             self._metrics.accepted.labels(lane.name).inc(drafted_right)
-            if not drafted_right:
-                wave.keep(0)
-        if not wave.tokens:
+        if not drafted_right:
+            wave.keep(0)
             wave.begin(work.last_token)
         while True:
             crossed = wave.cross()

@@ -64,11 +64,6 @@ class OrtDecodeBatch:
         return lengths
 
     @property
-    def longest(self) -> int:
-        """The most cached positions of a row."""
-        return int(self._past.max(initial=0))
-
-    @property
     def layout(self) -> CacheLayout:
         return self._caches.layout
 
@@ -105,7 +100,7 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = reading.caches
         else:
-            longest = self.longest
+            longest = self._longest()
             self._caches.reserve(
                 row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
             )
@@ -130,7 +125,7 @@ class OrtDecodeBatch:
                 f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
             )
         rows = len(self._past)
-        longest = self.longest
+        longest = self._longest()
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
             self._moved()
         caches = [array[row : row + 1] for array in self._caches.arrays]
@@ -164,8 +159,14 @@ class OrtDecodeBatch:
 
     def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
         """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
-        x, seqlens, total = self._ends.embed(tokens, past)
-        return Stand(x, np.zeros_like(x) if self.sessions.history else x, seqlens, total)
+        x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
+        x = x.copy()
+        v = np.zeros_like(x) if self.sessions.history else x
+        return Stand(x, v, seqlens.copy(), total.copy())
+
+    def state(self, token: int, past: int) -> FloatArray:
+        """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
+        return self._ends.embed(token, past)[0]
 
     def read_off(self, x: FloatArray) -> FloatArray:
         """Logits (B, V) of states (B, 1, D)."""
@@ -208,13 +209,16 @@ class OrtDecodeBatch:
         self._past = past
         self._rooms[row] = self._rooms[last]
         self._rooms.pop()
-        longest = self.longest
+        longest = self._longest()
         self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
         self._moved()
 
     def _moved(self) -> None:
         self._crossing = None
         self.version = next(_VERSIONS)
+
+    def _longest(self) -> int:
+        return int(self._past.max(initial=0))
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < len(self._past):
@@ -226,7 +230,7 @@ class OrtDecodeBatch:
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
             raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")
-        longest = self.longest
+        longest = self._longest()
         if longest >= self._caches.layout.max_tokens:
             raise WindowFullError(
                 f"row {int(self._past.argmax())} has max_tokens ({longest}) cached positions; "

@@ -38,7 +38,7 @@ class _Head:
 
 @final
 class OrtEnds:
-    """Calls that come again and again are bound to buffers of their own; answers are copies."""
+    """Calls that come again and again are bound to buffers of their own."""
 
     def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
         self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
@@ -47,16 +47,19 @@ class OrtEnds:
         self._heads: dict[int, _Head] = {}
 
     def embed(
-        self, tokens: IntArray, past: npt.NDArray[np.int32]
+        self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
     ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """State (B, 1, D), lengths (B,) and the largest () of tokens (B,) behind positions (B,)."""
-        call = self._embeds.get(len(tokens)) or self._bound_embed(len(tokens))
+        """State (B, 1, D), lengths (B,) and the largest () of tokens (B,) behind positions (B,).
+
+        The next call for as many rows overwrites them.
+        """
+        call = self._embeds.get(rows) or self._bound_embed(rows)
         call.tokens[:, 0], call.past[:] = tokens, past
         self._sessions.embed.run_with_iobinding(call.binding)
-        return call.x.copy(), call.seqlens.copy(), call.total.copy()
+        return call.x, call.seqlens, call.total
 
     def head(self, x: FloatArray) -> FloatArray:
-        """Logits (B, V) of states (B, 1, D)."""
+        """Logits (B, V) of states (B, 1, D), a copy."""
         call = self._heads.get(len(x)) or self._bound_head(len(x))
         call.x[:] = x
         self._sessions.head.run_with_iobinding(call.binding)

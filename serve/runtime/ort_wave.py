@@ -43,17 +43,17 @@ class OrtWave:
 
     @property
     def room(self) -> int:
-        left = self._batch.max_tokens - self._batch.longest
+        left = self._batch.max_tokens - self._batch.lengths[0]
         return min(MOST_AHEAD, left) - self._under_way
 
     def begin(self, token: int) -> None:
         assert self.room > 0, "too many positions"
         leads, more = divmod(self._step, self.lead) if self._places else (1, 0)
         assert leads > 0 and more == 0, "a position begins some leads later"
-        past = self._batch.longest + self._under_way
+        past = self._batch.lengths[0] + self._under_way
         self._batch.reach(past + 1, self.lead)
-        stand = self._batch.embed(np.array([token]), np.array([past], dtype=np.int32))
-        self._x = np.concatenate([stand.x] * leads + [self._x])
+        x = self._batch.state(token, past)  # (1, 1, D)
+        self._x = np.concatenate([x] * leads + [self._x])
         self._places[:0] = [token] + [None] * (leads - 1)
         self._under_way += 1
         self._step = 0
@@ -66,7 +66,7 @@ class OrtWave:
             call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
         if call.version != batch.version:
             call.bind(batch)
-        call.run(self._x, batch.longest, places)
+        call.run(self._x, batch.lengths[0], places)
         self._x = call.y.copy()  # another wave may come to this call before this one does
         self._step += 1
         drafts = self._step % self.lead == 0
@@ -107,6 +107,8 @@ class _Call:
         self.y = np.empty_like(self.x)  # a step later; the next run of this call overwrites it
         self._seqlens: npt.NDArray[np.int32] = np.empty(count, dtype=np.int32)
         self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
+        # Positions between the first and each place, where every place has one.
+        self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)
         self._stands = [step + lead * older for older in range(count)]
         # Steps to the end with this one: as many times a jump goes along the velocity.
         left = [steps - stand for stand in self._stands]
@@ -134,16 +136,22 @@ class _Call:
     def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
         """Take the states (P, 1, D) a step further; the row has so many positions behind it."""
         self.x[:] = x
-        position = past
-        for index in range(len(places) - 1, -1, -1):
-            self._seqlens[index] = position
-            position += places[index] is not None
+        if None in places:
+            position = past
+            for index in range(len(places) - 1, -1, -1):
+                self._seqlens[index] = position
+                position += places[index] is not None
+        else:
+            np.add(self._behind, past, out=self._seqlens)
+            position = past + len(places)
         self._total[()] = position
         self._session.run_with_iobinding(self._binding)
 
     def jumped(self) -> FloatArray:
         """Where each state (P, 1, D) would be at the end, had its last velocity stayed the same."""
-        states: FloatArray = self.x + self._left * (self.y - self.x)
+        states: FloatArray = self.y - self.x
+        states *= self._left
+        states += self.x
         if self._ends:  # no jump: the state itself, to the last bit
             states[-1] = self.y[-1]
         return states
