@@ -116,6 +116,8 @@ def choose_tokens(
     All rows at once, since a call for each would take longer than small models do. A row's token
     depends on nothing in the others.
     """
+    if not samplers:  # as where no row has numbers to choose by
+        return []
     if len(samplers) == 1:
         return samplers[0].choose_following(logits, numbers[0])
     scores = logits.astype(np.float64)  # (B, V)

@@ -163,3 +163,14 @@ def test_what_is_kept_of_following_tokens_does_not_grow() -> None:
     for first in range(50):
         sampler.choose_following(np.zeros((8, 5), np.float32), first)
         assert sampler._noise[1].shape[0] <= 9
+
+
+def test_without_rows_there_are_no_tokens() -> None:
+    assert choose_tokens([], np.empty((0, 5), np.float32), []) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_logits_at_the_lowest_temperature_are_still_numbers() -> None:
+    largest = float(np.finfo(np.float32).max)
+    sampler = Sampler(Sampling(temperature=5e-324, seed=3), banned_tokens=(4,))
+    assert sampler.choose(logits(-largest, 0.0, largest, 1.0, largest), 0) == 2
