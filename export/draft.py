@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from export.parts import Traced
 from serve.bundle import (
-    MIXED_GROUPS,
     AgainstFp32,
     Depth,
     ImageInput,
@@ -39,7 +38,6 @@ from train.tokens import BEGIN, END
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
 STEP_FILES = StepFiles("embed.onnx", "step.onnx", "head.onnx")
-MIXED_STEP_FILES = dataclasses.replace(STEP_FILES, mixed="mixed.onnx")
 UNMEASURED = Verified(0.0, 0.0, 0.0)
 UNCOMPARED = AgainstFp32(1.0, 0.0, 1)
 
@@ -78,7 +76,7 @@ def draft_manifest(
         shape=_shape(recipe.model, model, traced),
         weights=WEIGHTS,
         rungs=_rungs(traced, ladder, method, model.discrete, precision != "fp32" or small_caches),
-        step=step_files(traced, len(ladder)),
+        step=step_files(traced),
         card=card,
         provenance={
             "recipe": kept.to_json(),
@@ -99,17 +97,9 @@ def _shape(config: ModelConfig, model: Stepped, traced: Traced) -> Shape:
     return Shape(blocks, heads, max(1, traced.width // heads), traced.width, parameters)
 
 
-def step_files(traced: Traced, rungs: int) -> StepFiles | None:
-    """The graphs of one step that a bundle of so many rungs has.
-
-    Groups that are not used take time too, so there are no more than rungs that can meet.
-    """
-    if traced.step is None:
-        return None
-    mixes = traced.caches is not None and traced.graph.depth == "ode" and rungs > 1
-    if not mixes:
-        return STEP_FILES
-    return dataclasses.replace(MIXED_STEP_FILES, groups=min(rungs, MIXED_GROUPS))
+def step_files(traced: Traced) -> StepFiles | None:
+    """The graphs of one step that a bundle has."""
+    return None if traced.step is None else STEP_FILES
 
 
 def graph_name(steps: int) -> str:

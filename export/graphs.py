@@ -11,7 +11,6 @@ import onnx
 
 from export.draft import WEIGHTS, encoder_name, graph_name, step_files
 from export.integers import Ranges, use_integers
-from export.mixed import mixed_step
 from export.parts import Traced
 from export.quantise import quantise
 from export.ranges import measured_ranges
@@ -50,13 +49,11 @@ def write_graphs(
     if precision == "int8" and traced.task == "classify":
         whole = (stitch(traced.graph, ladder.method, steps) for steps in ladder.steps)
         ranges = measured_ranges(whole, unseen)
-    files = step_files(traced, len(ladder.steps))
+    files = step_files(traced)
     if traced.step is not None and files is not None:
         graphs = stitch_step(traced.graph, traced.step, ladder.method)._asdict()
         if scales is not None:
             cache_bytes(graphs["step"].graph, scales)
-        if files.mixed is not None:
-            graphs["mixed"] = mixed_step(graphs["step"], files.groups)
         for field, name in files.graphs.items():
             _write(folder / name, graphs[field], weights, precision, ranges, plain=False)
     for steps in ladder.steps:

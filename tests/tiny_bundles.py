@@ -16,11 +16,9 @@ import numpy.typing as npt
 import onnx
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from export.mixed import mixed_step
 from export.small_caches import cache_bytes
 from serve.bundle import (
     EFFORTS,
-    MIXED_GROUPS,
     AgainstFp32,
     Bundle,
     Cache,
@@ -45,7 +43,7 @@ from serve.bundle import (
 )
 from tests.family_graphs import prefix_graph
 from tests.tiny_graphs import classify_graph, write_graphs
-from tests.tiny_steps import FILES, MIXED_FILES, decoder_steps, text_steps
+from tests.tiny_steps import FILES, decoder_steps, text_steps
 
 Weights = dict[str, npt.NDArray[np.float32]]
 
@@ -73,9 +71,7 @@ def build_generate(
     shape: Shape = GENERATE_SHAPE,
     seed: int = 0,
     latency: bool = True,
-    mixed: bool = True,
     cache: Cache = "kv",
-    groups: int = MIXED_GROUPS,
 ) -> Bundle:
     """A character-level decoder; its caches pass two boundaries of 64 positions by default."""
     tokenizer = chars_tokenizer()
@@ -104,7 +100,7 @@ def build_generate(
         shape=shape,
         weights="weights.bin",
         rungs=tuple(replace(rung, against_fp32=against) for rung in rungs(steps, "loss")),
-        step=replace(MIXED_FILES, groups=groups) if mixed else FILES,
+        step=FILES,
         card={"title": "A tiny decoder", "examples": ["To be, or not", "Once"]},
         provenance={"seed": seed},
     )
@@ -269,9 +265,6 @@ def seal(
     """Write a bundle of graphs by file name, with made-up latencies of these kinds."""
     with open_staging(folder) as staging:
         write_graphs(staging, manifest.weights, weights, graphs)
-        if manifest.step is not None and manifest.step.mixed is not None:
-            step = onnx.load(staging / manifest.step.step, load_external_data=False)
-            onnx.save(mixed_step(step, manifest.step.groups), staging / manifest.step.mixed)
         if tokenizer is not None:
             tokenizer.save(str(staging / manifest.text_tokenizer.file))
         (staging / "README.md").write_text(f"# {manifest.name}\n", encoding="utf-8")

@@ -4,7 +4,6 @@ A velocity is u - x, so one step adds h (u - x) to x, where u is what the blocks
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -16,7 +15,6 @@ from tests.tiny_graphs import CONTRIB, GraphWriter, after_attention, mean_of
 
 INT64, INT32, FLOAT = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
 FILES = StepFiles("embed.onnx", "step.onnx", "head.onnx")
-MIXED_FILES = replace(FILES, mixed="mixed.onnx")
 TOKENS: Node = ("tokens", INT64, ("batch", "length"))
 H: Node = ("h", FLOAT, ("batch",))
 Graphs = dict[str, onnx.GraphProto]

@@ -31,7 +31,7 @@ from serve.bundle.rung import (
     steps_in_words,
 )
 from serve.bundle.seal import seal_bundle, write_latency
-from serve.bundle.spec import MIXED_GROUPS, FileEntry, Shape, StepFiles, TokenizerSpec
+from serve.bundle.spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle.staging import open_staging
 from serve.bundle.task import Cache, Depth, Task
 
@@ -42,7 +42,6 @@ __all__ = [
     "MANIFEST_FILE",
     "MAX_RUNGS",
     "METHODS",
-    "MIXED_GROUPS",
     "SCHEMA_VERSION",
     "AgainstFp32",
     "Bundle",

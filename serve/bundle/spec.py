@@ -85,39 +85,29 @@ class Shape:
         return cls(**check_members(value, keys))
 
 
-# Groups of rows that the mixed step takes, each at a step of its own.
-MIXED_GROUPS = 8  # of `mixed` at most, and of one that does not say
-
-
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The graphs of one step: what comes before it, the step, and what reads the answer.
-
-    With caches there may also be the step for rows at different steps of different rungs.
-    """
+    """The graphs of one step: what comes before it, the step, and what reads the answer."""
 
     embed: str
     step: str
     head: str
-    mixed: str | None = None
-    groups: int = MIXED_GROUPS  # of `mixed`
 
     def __post_init__(self) -> None:
-        check_integer("groups", self.groups, 1, MIXED_GROUPS)
         for field, file in self.graphs.items():
             check_file_name(field, file)
 
     @property
     def graphs(self) -> dict[str, str]:
         """The graphs by their field."""
-        named = {"embed": self.embed, "step": self.step, "head": self.head}
-        return named if self.mixed is None else named | {"mixed": self.mixed}
+        return {"embed": self.embed, "step": self.step, "head": self.head}
 
     @classmethod
     def from_json(cls, value: object) -> Self:
         if isinstance(value, dict):
-            value = {"mixed": None, "groups": MIXED_GROUPS} | value
-        return cls(**check_members(value, ("embed", "step", "head", "mixed", "groups")))
+            # Earlier releases named a graph for rows of several rungs, which nothing runs now.
+            value = {key: item for key, item in value.items() if key not in ("mixed", "groups")}
+        return cls(**check_members(value, ("embed", "step", "head")))
 
 
 @dataclass(frozen=True, slots=True)

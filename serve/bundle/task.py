@@ -89,12 +89,6 @@ def _check_step(manifest: "Manifest") -> None:
             f"{manifest.depth} and the cache {manifest.cache}",
             field="step",
         )
-    mixes = manifest.keeps_caches and manifest.depth == "ode"
-    if manifest.step is not None and manifest.step.mixed is not None and not mixes:
-        raise BundleError(
-            f"must be null for the depth {manifest.depth} and the cache {manifest.cache}",
-            field="step.mixed",
-        )
     stops = manifest.task == "classify" and wanted and manifest.method == "euler"
     if manifest.calibration is not None and not stops:
         raise BundleError(

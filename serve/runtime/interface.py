@@ -82,31 +82,6 @@ def step_interface(manifest: Manifest) -> Interface:
     )
 
 
-def mixed_interface(manifest: Manifest) -> Interface:
-    """Of one step for groups of rows: each has lengths and caches of its own."""
-    assert manifest.step is not None
-    step, groups = step_interface(manifest), manifest.step.groups
-    own = _LENGTHS.keys() | {
-        name for name in (*step.inputs, *step.outputs) if name.startswith(("k_", "v_"))
-    }
-    more: Nodes = {"order": (_INT64, ("ordered",)), "sizes": (_INT64, (groups,))}
-    return Interface(
-        _grouped(step.inputs, own, groups) | more,
-        _grouped(step.outputs, own, groups),
-        step.more_inputs,
-    )
-
-
-def _grouped(nodes: Nodes, own: set[str], groups: int) -> Nodes:
-    shared = {name: node for name, node in nodes.items() if name not in own}
-    return shared | {
-        f"{name}_{group}": node
-        for group in range(groups)
-        for name, node in nodes.items()
-        if name in own
-    }
-
-
 def head_interface(manifest: Manifest) -> Interface:
     """Of what reads the answer off the last state."""
     if manifest.task == "classify":

@@ -3,15 +3,19 @@
 Knows sizes and memory only; neither sessions nor tokens.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, final
 
 import numpy as np
 
 from serve.bundle import Cache, Manifest, Rung
+from serve.runtime.pages import PAGE_BYTES, Pages, Part
 from serve.runtime.protocol import CacheArray
 
 BUCKET_POSITIONS = 64
+_VERSIONS = count()  # of all caches, so that none is ever taken for another
 _FLOATS = np.dtype(np.float32)
 _KINDS: dict[Cache, np.dtype[Any]] = {"kv": _FLOATS, "kv_int8": np.dtype(np.int8)}
 
@@ -45,6 +49,17 @@ class CacheLayout:
         buckets = -(-max(positions, 1) // BUCKET_POSITIONS)
         return min(buckets * BUCKET_POSITIONS, self.max_tokens)
 
+    @property
+    def pitch(self) -> int:
+        """Positions between two heads of a buffer: all a row may ever have, and whole pages a row.
+
+        What no position is written to takes no memory, so it need not be as few as will be used;
+        and rows of any two batches can lie side by side.
+        """
+        a_position = self.heads * self.head_width * self.kind.itemsize
+        quantum = PAGE_BYTES // math.gcd(PAGE_BYTES, a_position)
+        return -(-self.max_tokens // quantum) * quantum
+
     def rows_for(self, rows: int) -> int:
         """Rows that a buffer gets: to the row while they are few, then one to spare at most.
 
@@ -68,21 +83,23 @@ class CacheLayout:
 
 @final
 class RowCaches:
-    """One array (rows, heads, capacity, head_width) a buffer; the rows in use come first.
+    """One array (rows, heads, pitch, head_width) a buffer; the rows in use come first.
 
-    The buffers of all steps lie in one block (steps, rows, heads, capacity, head_width) for each
+    The buffers of all steps lie in one block (steps, rows, heads, pitch, head_width) for each
     buffer of a step, those of steps `lead` apart side by side: so a row that is alone can have
-    positions at such steps in one call.
+    positions at such steps in one call. No more positions than `capacity` are ever written.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
+        self.version = next(_VERSIONS)  # a new one whenever buffers move
         self.rows = 0
         self.capacity = 0
         self.lead = 1
         self.nbytes = 0
         self.arrays: list[CacheArray] = []  # step after step
         self._blocks: list[CacheArray] = []
+        self._pages: Pages | None = None
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
         """Room for so many rows of up to so many positions; True if the buffers moved.
@@ -90,10 +107,10 @@ class RowCaches:
         The first `used` rows keep the `held` positions that they have at most.
         """
         capacity = self.layout.capacity_for(positions)
-        if rows <= self.rows and capacity <= self.capacity:
+        if rows <= self.rows:
+            self._allow(max(capacity, self.capacity))
             return False
-        grown_rows = self.rows if rows <= self.rows else self.layout.rows_for(rows)
-        self._resize(used, held, grown_rows, capacity, self.lead)
+        self._resize(used, held, self.layout.rows_for(rows), capacity, self.lead)
         return True
 
     def shrink(self, used: int, held: int, positions: int) -> bool:
@@ -103,7 +120,9 @@ class RowCaches:
         """
         if used == 0:
             moved = bool(self.arrays)
-            self.arrays, self._blocks, self.rows, self.capacity, self.nbytes = [], [], 0, 0, 0
+            self.arrays, self._blocks, self._pages = [], [], None
+            self.rows = self.capacity = self.nbytes = 0
+            self.version = next(_VERSIONS)
             return moved
         capacity = self.layout.capacity_for(positions)
         # With such slack a batch at a boundary does not copy its caches to and fro; positions get
@@ -144,24 +163,47 @@ class RowCaches:
         for array, theirs in zip(self.arrays, other.arrays, strict=True):
             array[target, :, :positions] = theirs[0, :, :positions]
 
+    def parts(self, step: int, rows: int) -> list[Part]:
+        """Where the first rows' buffers of a step lie, to be seen next to others."""
+        assert self._pages is not None
+        layout = self.layout
+        row_bytes = layout.heads * layout.pitch * layout.head_width * layout.kind.itemsize
+        place = _places(layout.steps, self.lead)[step]
+        return [
+            Part(
+                self._pages,
+                (index * layout.steps + place) * self.rows * row_bytes,
+                rows * row_bytes,
+            )
+            for index in range(len(self._blocks))
+        ]
+
     def _resize(self, used: int, held: int, rows: int, capacity: int, lead: int) -> None:
         layout = self.layout
-        shape = (layout.steps, rows, layout.heads, capacity, layout.head_width)
-        a_step = layout.buffers // layout.steps
-        # All are allocated before any is replaced, so that a MemoryError changes nothing; pages
-        # of zeros cost neither memory nor time until they are written, so only what is held is.
-        blocks = [np.zeros(shape, dtype=layout.kind) for _ in range(a_step)]
         assert held <= min(capacity, self.capacity) or not used, "rows would lose positions"
+        a_step = layout.buffers // layout.steps
+        shape = (a_step, layout.steps, rows, layout.heads, layout.pitch, layout.head_width)
+        # All is there before any is replaced, so that a MemoryError changes nothing; only what is
+        # written takes memory, so only what is held is.
+        old, pages = self._pages, Pages(math.prod(shape) * layout.kind.itemsize)
+        blocks: list[CacheArray] = list(pages.bytes.view(layout.kind).reshape(shape))
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
-        self.arrays = []
-        for index in range(len(self._blocks)):
-            old = self._blocks[index]
+        for index, (block, source) in enumerate(zip(blocks, self._blocks, strict=False)):
             for step in range(layout.steps):
-                blocks[index][then[step], :used, :, :held] = old[now[step], :used, :, :held]
-            self._blocks[index] = blocks[index]  # frees the old one
-        self._blocks, self.rows, self.capacity, self.lead = blocks, rows, capacity, lead
-        self.nbytes = sum(block.nbytes for block in blocks)
+                block[then[step], :used, :, :held] = source[now[step], :used, :, :held]
+            if old is not None:
+                old.free(index * source.nbytes, source.nbytes)
+        self._pages, self._blocks, self.rows, self.lead = pages, blocks, rows, lead
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
+        self.version = next(_VERSIONS)
+        self._allow(capacity)
+
+    def _allow(self, positions: int) -> None:
+        """So many positions may be written: that is what these caches are charged for."""
+        layout = self.layout
+        self.capacity = positions
+        a_row = layout.buffers * layout.heads * positions * layout.head_width
+        self.nbytes = self.rows * a_row * layout.kind.itemsize
 
 
 def _places(steps: int, lead: int) -> list[int]:

@@ -15,11 +15,11 @@ from serve.runtime.ort_crossing import OrtCrossing
 from serve.runtime.ort_ends import OrtEnds
 from serve.runtime.ort_reading import OrtReading, last_of
 from serve.runtime.ort_steps import StepSessions
+from serve.runtime.pages import Part
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray, Reading, WindowFullError
 from serve.runtime.token_checks import check_tokens
 
 _NUMBERS = count()  # of all batches, so that none is ever taken for another
-_VERSIONS = count()  # as well
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 
@@ -30,7 +30,7 @@ class Stand:
     x: FloatArray  # (B, 1, D)
     v: FloatArray  # (B, 1, D): the velocity of the step before, where the method looks back
     seqlens: npt.NDArray[np.int32]  # (B,)
-    total: npt.NDArray[np.int32]  # ()
+    total: int  # positions of the longest row, with the new one
     step: int = 0
 
 
@@ -49,7 +49,6 @@ class OrtDecodeBatch:
     ) -> None:
         self.stand: Stand | None = None  # None: between two tokens
         self.number = next(_NUMBERS)
-        self.version = next(_VERSIONS)  # a new one whenever rows or buffers move
         self.sessions, self.names, self.width = sessions, names, width
         self._ends = ends
         self._vocab_size = vocab_size
@@ -74,6 +73,11 @@ class OrtDecodeBatch:
     @property
     def rows(self) -> int:
         return len(self._past)
+
+    @property
+    def version(self) -> int:
+        """Another one whenever the caches move."""
+        return self._caches.version
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +111,7 @@ class OrtDecodeBatch:
             self._caches.take(row, reading.caches, length)
         self._past = np.append(self._past, np.int32(length))
         self._rooms.append(reading.room)
-        self._moved()
+        self._crossing = None
 
     def add(self, tokens: IntArray) -> FloatArray:
         reading = self.read(tokens)
@@ -127,7 +131,7 @@ class OrtDecodeBatch:
         rows = len(self._past)
         longest = self._longest()
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
-            self._moved()
+            self._crossing = None
         caches = [array[row : row + 1] for array in self._caches.arrays]
         crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
         logits: FloatArray = crossing.run()[0]  # (S, V)
@@ -162,7 +166,7 @@ class OrtDecodeBatch:
         x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
         x = x.copy()
         v = np.zeros_like(x) if self.sessions.history else x
-        return Stand(x, v, seqlens.copy(), total.copy())
+        return Stand(x, v, seqlens.copy(), int(total))
 
     def state(self, token: int, past: int) -> FloatArray:
         """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
@@ -181,7 +185,7 @@ class OrtDecodeBatch:
         held = positions - 1
         arranged = self._caches.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
-            self._moved()
+            self._crossing = None
 
     def along(self, step: int, count: int) -> list[CacheArray]:
         """The caches of the only row at this step and those that are a lead further each."""
@@ -197,6 +201,10 @@ class OrtDecodeBatch:
         each, rows = len(self.names), self.rows
         return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
 
+    def parts(self, step: int) -> list[Part]:
+        """The same, to be seen next to those of other batches."""
+        return self._caches.parts(step, self.rows)
+
     def remove(self, row: int) -> None:
         self._check_row(row)
         assert self.stand is None, "a row leaves between two tokens"
@@ -211,11 +219,7 @@ class OrtDecodeBatch:
         self._rooms.pop()
         longest = self._longest()
         self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
-        self._moved()
-
-    def _moved(self) -> None:
         self._crossing = None
-        self.version = next(_VERSIONS)
 
     def _longest(self) -> int:
         return int(self._past.max(initial=0))
@@ -237,7 +241,7 @@ class OrtDecodeBatch:
                 "remove it and add its last tokens again"
             )
         if self._caches.reserve(rows, longest, rows, longest + 1):
-            self._moved()
+            self._crossing = None
         return self._past
 
     def _used(self) -> list[CacheArray]:

@@ -1,7 +1,7 @@
 """Batches of different rungs of one decoder that share calls of the one-step graph, or go abreast.
 
-In a shared call all rows run together through every product, and attend batch by batch, each to its
-own caches. Abreast, each batch has a thread of its own, which meets the others only at the end.
+In a shared call the caches of all batches are seen side by side, so their rows run as those of one
+batch do. Abreast, each batch has a thread of its own, which meets the others only at the end.
 Knows which buffers go into which call; not which batches should go together.
 """
 
@@ -19,10 +19,11 @@ from serve.runtime.ort_batch import OrtDecodeBatch, Stand
 from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.ort_wave import OrtWave, WaveCalls
+from serve.runtime.pages import can_be_neighbours, side_by_side
 from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, IntArray
 from serve.runtime.threads import Threads
 
-_KEPT_CALLS = 64
+_MOST_CALLS, _MOST_PARTS = 64, 16_384  # kept; of caches, of which a process may map 65,530
 _log = logging.getLogger("stepdial.runtime")
 Open = Callable[[], InterruptibleSession]
 Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
@@ -36,23 +37,21 @@ class OrtMix:
         self,
         sessions: StepSessions,
         manifest: Manifest,
-        open_mixed: Open,
         open_alone: Open,
         threads: Threads,
     ) -> None:
-        """`open_mixed` is for the graph of groups, if there is one, `open_alone` for one thread."""
-        files = manifest.step
-        assert files is not None
-        mixes = files.mixed is not None
-        self.most_batches = files.groups if mixes else 1
+        """`open_alone` is for one thread."""
+        self.most_batches = len(manifest.rungs) if can_be_neighbours() else 1
         self.sides = threads.most
         # Only there a step goes straight along the velocity, which a jump prolongs.
         self.runs_ahead = manifest.method == "euler"
         self._sessions = sessions
-        self._mixed, self._alone = _Late(open_mixed if mixes else None), _Late(open_alone)
+        self._alone = _Late(open_alone)
         self._threads = threads
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _Call] = {}
+        self._most_calls = _most_calls(len(self._names) * self.most_batches)
+        self._apart = False  # whether no more memory could be mapped
         self._wave_calls: WaveCalls = {}
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
@@ -62,7 +61,7 @@ class OrtMix:
         first = 0
         for batch, past in zip(going, pasts, strict=True):
             rows = slice(first, first + len(past))
-            longest = np.array(past.max() + 1, dtype=np.int32)
+            longest = int(past.max()) + 1
             batch.stand = Stand(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
             first += len(past)
 
@@ -78,12 +77,16 @@ class OrtMix:
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         going = _own(batches)
         assert len(going) <= self.most_batches, "more batches than mix here"
-        session = self._sessions.step_of(going[0].rows) if len(going) == 1 else self._mixed.get()
-        if session is None:
-            for batch in going:
-                self.advance([batch])
-            return
-        self._run(session, going)
+        if not self._apart:
+            try:
+                self._run(self._sessions.step_of(sum(batch.rows for batch in going)), going)
+                return
+            except OSError as error:  # not onnxruntime's
+                _log.error("rungs share no more calls: no caches can be mapped (%s)", error)
+                self._apart = True
+                self._calls.clear()
+        for batch in going:
+            self._run(self._sessions.step_of(batch.rows), [batch])
 
     def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
         session = self._alone.get() or self._sessions.step
@@ -110,11 +113,9 @@ class OrtMix:
         key = (session, tuple((one.number, one.rows, _standing(one)) for one in going))
         call = self._calls.get(key)
         if call is None:
-            if len(self._calls) >= _KEPT_CALLS:
+            if len(self._calls) >= self._most_calls:
                 self._calls.clear()
-            call = self._calls[key] = _Call(
-                session, self._sessions, self._names, going, self.most_batches
-            )
+            call = self._calls[key] = _Call(session, self._sessions, self._names, going)
         call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
@@ -124,7 +125,7 @@ class OrtMix:
 
 @final
 class _Late:
-    """A session that is opened when rungs first meet: it has a copy of the weights."""
+    """A session that is opened when rungs first go abreast: it has a copy of the weights."""
 
     def __init__(self, opening: Open | None) -> None:
         self._opening = opening
@@ -145,7 +146,7 @@ class _Late:
 class _Call:
     """So many rows of these batches at these steps, with buffers; batches bring their rows along.
 
-    Caches are bound by address: it keeps none, and takes them anew wherever rows have moved.
+    Caches are bound by address: it keeps none, and takes them anew wherever they have moved.
     """
 
     def __init__(
@@ -154,14 +155,13 @@ class _Call:
         sessions: StepSessions,
         names: list[str],
         batches: Sequence[OrtDecodeBatch],
-        groups: int,
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
         self._history = sessions.history
         self._names = names
-        self._mixed = len(batches) > 1
-        self._versions = [-1] * len(batches)  # of the batches whose caches are bound
+        self._versions: list[int] = []  # of the batches whose caches are bound
+        self._neighbours: list[CacheArray] = []  # the caches of several, side by side
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
@@ -179,33 +179,27 @@ class _Call:
         if self._history:
             self._previous = self._new("previous", shape)
             self._v = self._new("v", shape, out=True)
-        self._lengths: list[tuple[np.ndarray, np.ndarray]] = []
-        for group, size in enumerate(sizes):
-            self._tell_lengths(group, size)
-        if self._mixed:
-            idle = groups - len(batches)
-            cache = _empty_slot(batches[0])
-            for group in range(len(batches), groups):
-                self._tell_lengths(group, 1)
-                own = [cache.copy() for _ in names]
-                self._kept += own
-                self._attend(group, own)
-            self._give("order", np.array([*range(rows), *[0] * idle], dtype=np.int64))
-            self._give("sizes", np.array([*sizes, *[1] * idle], dtype=np.int64))
+        self._seqlens, self._total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
+        self._give("seqlens", self._seqlens)
+        self._give("total", self._total)
 
     def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
         begin = 0
-        for group, (batch, end) in enumerate(zip(batches, self._ends, strict=True)):
-            stand, (seqlens, total) = batch.stand, self._lengths[group]
+        versions, longest = [], 0
+        for batch, end in zip(batches, self._ends, strict=True):
+            stand = batch.stand
             assert stand is not None
-            if self._versions[group] != batch.version:
-                self._attend(group, batch.caches(stand.step))
-                self._versions[group] = batch.version
+            versions.append(batch.version)
             self._x[begin:end] = stand.x
             if self._history:
                 self._previous[begin:end] = stand.v
-            seqlens[:], total[()] = stand.seqlens, stand.total
+            self._seqlens[begin:end] = stand.seqlens
+            longest = max(longest, stand.total)
             begin = end
+        self._total[()] = longest
+        if versions != self._versions:
+            self._attend(batches)
+            self._versions = versions
         self._session.run_with_iobinding(self._binding)
         begin = 0
         for batch, end in zip(batches, self._ends, strict=True):
@@ -217,20 +211,18 @@ class _Call:
             batch.stand.step += 1
             begin = end
 
-    def _tell_lengths(self, group: int, rows: int) -> None:
-        seqlens, total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
-        self._give(f"seqlens{self._suffix(group)}", seqlens)
-        self._give(f"total{self._suffix(group)}", total)
-        self._lengths.append((seqlens, total))
-
-    def _attend(self, group: int, caches: Sequence[CacheArray]) -> None:
-        suffix = self._suffix(group)
+    def _attend(self, batches: Sequence[OrtDecodeBatch]) -> None:
+        caches = batches[0].caches(_standing(batches[0]))
+        if len(batches) > 1:
+            parts = [batch.parts(_standing(batch)) for batch in batches]
+            shape, kind = caches[0].shape[1:], caches[0].dtype
+            caches = [
+                side_by_side(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
+            ]
+            self._neighbours = caches
         for name, array in zip(self._names, caches, strict=True):
-            bind_input(self._binding, f"{name}{suffix}", array)
-            bind_output(self._binding, f"{name}_out{suffix}", array)
-
-    def _suffix(self, group: int) -> str:
-        return f"_{group}" if self._mixed else ""
+            bind_input(self._binding, name, array)
+            bind_output(self._binding, f"{name}_out", array)
 
     def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
         array = np.empty(shape, dtype=np.float32)
@@ -243,6 +235,11 @@ class _Call:
         bind(self._binding, name, array)
 
 
+def _most_calls(parts: int) -> int:
+    """The calls that may be kept, each of so many parts of caches at most."""
+    return max(1, min(_MOST_CALLS, _MOST_PARTS // parts))
+
+
 def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
     going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
     assert len(going) == len(batches), "batches that do not mix here"
@@ -252,9 +249,3 @@ def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
 def _standing(batch: OrtDecodeBatch) -> int:
     assert batch.stand is not None, "a batch that has not begun"
     return batch.stand.step
-
-
-def _empty_slot(batch: OrtDecodeBatch) -> CacheArray:
-    """Of one row and one position."""
-    layout = batch.layout
-    return np.zeros((1, layout.heads, 1, layout.head_width), dtype=layout.kind)

@@ -14,7 +14,6 @@ from serve.runtime.interface import (
     Interface,
     encoder_interface,
     graph_interface,
-    mixed_interface,
     step_interface,
 )
 from serve.runtime.interruptible import InterruptibleSession, shared_options
@@ -114,7 +113,6 @@ class OrtModel:
             self._mix = OrtMix(
                 self._step_sessions(),
                 manifest,
-                self._open_mixed,
                 self._open_alone,
                 self._side_threads,
             )
@@ -157,8 +155,6 @@ class OrtModel:
                     error,
                     self._bundle.folder / self._file_of(rung),
                 ) from error
-        if manifest.step is not None and manifest.step.mixed is not None and self.mix() is not None:
-            self._open_mixed()  # only to see that it is what it must be: rungs may never meet
 
     def _settle(self) -> None:
         """Find where one thread is better than all."""
@@ -232,11 +228,6 @@ class OrtModel:
 
     def _open_graph(self, rung: Rung) -> InterruptibleSession:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))
-
-    def _open_mixed(self) -> InterruptibleSession:
-        step = self._bundle.manifest.step
-        assert step is not None and step.mixed is not None
-        return self._open(step.mixed, mixed_interface(self._bundle.manifest))
 
     def _open_alone(self) -> InterruptibleSession:
         """The step on one thread, for rungs that go abreast."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import torch
 
 from export.__main__ import main
 from export.calibrate import held_out_batches
-from export.mixed import mixed_step
 from export.pack import ExportRequest, calibrate_latency, export_run
 from export.parts import Parts, StepParts
 from export.step_graphs import StepGraphs, stitch_step
@@ -22,6 +21,7 @@ from export.verify import VerificationError
 from serve.bundle import Bundle, Manifest, Precision, read_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_classifier import OrtClassifier
+from serve.runtime.pages import Bytes, Part, side_by_side
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.batch import Batch, Dataset
@@ -117,12 +117,6 @@ def test_norms_depths_and_tokenizers_export_and_verify(
     assert bundle.manifest.depth == ("fixed" if discrete else "ode")
 
 
-def test_there_are_as_many_groups_as_rungs_that_can_meet(text_run: Path, tmp_path: Path) -> None:
-    for ladder, mixed, groups in (((4,), None, 8), ((1, 2, 4), "mixed.onnx", 3)):
-        step = export(text_run, tmp_path / f"{len(ladder)}", *ladder).manifest.step
-        assert step is not None and (step.mixed, step.groups) == (mixed, groups)
-
-
 def test_weights_stand_once_and_graphs_are_valid(text_run: Path, tmp_path: Path) -> None:
     one = export(text_run, tmp_path / "one", 4)
     four = export(text_run, tmp_path / "four", 1, 2, 4, 8)
@@ -213,14 +207,10 @@ def test_a_wrong_step_stops_the_export_too(
 def test_rungs_that_disturb_each_other_stop_the_export(
     text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
 ) -> None:
-    def wrong(step: onnx.ModelProto, groups: int) -> onnx.ModelProto:
-        mixed = mixed_step(step, groups)
-        for node in mixed.graph.node:
-            if node.op_type == "Concat":  # the rows of the first two groups change places
-                node.input[0], node.input[1] = node.input[1], node.input[0]
-        return mixed
+    def wrong(parts: Sequence[Part]) -> Bytes:
+        return side_by_side(parts[::-1])  # the rows of both rungs change places
 
-    monkeypatch.setattr("export.graphs.mixed_step", wrong)
+    monkeypatch.setattr("serve.runtime.ort_mix.side_by_side", wrong)
     request = ExportRequest(tmp_path / "b", (1, 2), precision=precision, samples=2)
     with pytest.raises(VerificationError, match=r"steps? answers otherwise when it shares calls"):
         export_run(text_run, request, say=lambda line: None)

@@ -1,16 +1,17 @@
 """Rows of different rungs in one call: bit for bit what each would get alone."""
 
+import errno
 import gc
 import weakref
 
 import numpy as np
 import pytest
 
-from serve.bundle import MIXED_GROUPS
 from serve.runtime import Leg, Mix, OpenedModel, SteppedBatch, open_model
 from serve.runtime.kv_cache import RowCaches
 from serve.runtime.ort_batch import OrtDecodeBatch
 from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
+from serve.runtime.pages import Bytes
 from serve.runtime.protocol import FloatArray, IntArray
 from tests.tiny_bundles import build_generate
 
@@ -20,12 +21,12 @@ MAX_TOKENS = 160
 
 @pytest.fixture(
     scope="module",
-    params=[("kv", MIXED_GROUPS, 1), ("kv_int8", len(STEPS), 1), ("kv", MIXED_GROUPS, 3)],
+    params=[("kv", 1), ("kv_int8", 1), ("kv", 3)],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     folder = tmp_path_factory.mktemp("bundles") / "g"
-    cache, groups, threads = request.param
-    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache, groups=groups)
+    cache, threads = request.param
+    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache)
     return open_model(bundle, threads=threads)
 
 
@@ -60,8 +61,7 @@ def alone(model: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[
 
 def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedModel) -> None:
     mix = model.mix()
-    files = model.bundle.manifest.step
-    assert mix is not None and files is not None and mix.most_batches == files.groups
+    assert mix is not None and mix.most_batches == len(STEPS)
     batches: dict[int, SteppedBatch] = {}
     found: dict[tuple[int, int], list[FloatArray]] = {}
     lengths = {steps: [5 + 20 * row + 7 * steps for row in range(3)] for steps in STEPS}
@@ -190,12 +190,44 @@ def test_a_prompt_is_read_in_pieces_of_bounded_work(model: OpenedModel) -> None:
             np.testing.assert_allclose(logits, whole, atol=2e-5)
 
 
-def test_a_bundle_without_the_mixed_step_takes_its_rungs_in_turn(
-    tmp_path_factory: pytest.TempPathFactory,
+def test_rungs_take_turns_where_memory_has_one_place_only(
+    model: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = build_generate(tmp_path_factory.mktemp("bundles") / "g", mixed=False)
-    mix = open_model(bundle, threads=1).mix()
+    for name in ("pages", "ort_mix"):
+        monkeypatch.setattr(f"serve.runtime.{name}.can_be_neighbours", lambda: False)
+    opened = open_model(model.bundle, threads=1)
+    mix = opened.mix()
     assert mix is not None and mix.most_batches == 1
+    tokens = prompt(model, 20)
+    np.testing.assert_array_equal(alone(opened, 4, tokens, 3), alone(model, 4, tokens, 3))
+
+
+def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
+    model: OpenedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(_: object) -> Bytes:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    mix = open_model(model.bundle, threads=1).mix()
+    assert mix is not None
+    monkeypatch.setattr("serve.runtime.ort_mix.side_by_side", refused)
+    batches: dict[int, SteppedBatch] = {}
+    for steps in (2, 4):
+        batch = model.decoder(steps).open_batch()
+        assert isinstance(batch, OrtDecodeBatch)
+        batches[steps] = batch
+    found = {steps: [batch.add(prompt(model, 20))] for steps, batch in batches.items()}
+    for _ in range(3):
+        for steps, batch in batches.items():
+            batch.begin(best(found[steps][-1:]))
+        for left in range(4, 0, -1):
+            mix.advance([batch for steps, batch in batches.items() if steps >= left])
+        for steps, batch in batches.items():
+            found[steps].append(batch.end()[0])
+    for steps, logits in found.items():
+        np.testing.assert_array_equal(logits, alone(model, steps, prompt(model, 20), 3))
+    assert [record.message for record in caplog.records if "share no more calls" in record.message]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("lead", [1, 2, 4])

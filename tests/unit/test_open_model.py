@@ -1,5 +1,6 @@
 """Opening a bundle for running: threads, warming up, and graphs that break their promise."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,16 @@ import numpy as np
 import onnx
 import pytest
 
-from serve.bundle import Bundle, BundleError, Manifest, StepFiles, open_staging, seal_bundle
+from serve.bundle import (
+    Bundle,
+    BundleError,
+    Manifest,
+    StepFiles,
+    open_staging,
+    read_bundle,
+    seal_bundle,
+)
+from serve.bundle.reading import SEAL, seal_of
 from serve.runtime import open_model
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
@@ -129,14 +139,6 @@ PROMISES: dict[str, tuple[Change, str]] = {
         lambda m: replace(m, step=StepFiles("step.onnx", "embed.onnx", "head.onnx")),
         "step.onnx: has no input tokens",
     ),
-    "no mixed step": (
-        lambda m: replace(
-            m,
-            step=StepFiles("embed.onnx", "step.onnx", "head.onnx", "steps-1.onnx"),
-            rungs=tuple(replace(r, graph="mixed.onnx") if r.steps == 1 else r for r in m.rungs),
-        ),
-        "steps-1.onnx: has no input x",
-    ),
 }
 
 
@@ -149,6 +151,23 @@ def test_a_graph_that_breaks_its_promise_is_refused(
     with pytest.raises(BundleError) as refusal:
         open_model(bundle, threads=1).warm_up()
     assert message in str(refusal.value)
+
+
+def test_a_bundle_of_an_earlier_release_has_a_graph_that_nobody_opens(
+    generate_bundle: Bundle, tmp_path: Path
+) -> None:
+    with open_staging(tmp_path / "b") as staging:
+        restage(generate_bundle, staging)
+        (staging / "mixed.onnx").write_bytes(b"no graph at all")
+        bundle = seal_bundle(staging, generate_bundle.manifest, tmp_path / "b")
+    path = bundle.folder / "manifest.json"
+    members = json.loads(path.read_text("utf-8"))
+    members["step"] |= {"mixed": "mixed.onnx", "groups": 4}
+    del members[SEAL]
+    path.write_text(json.dumps(members | {SEAL: seal_of(members)}), "utf-8")
+    read = read_bundle(bundle.folder)
+    assert read.manifest == bundle.manifest
+    open_model(read, threads=1).warm_up()
 
 
 @pytest.mark.parametrize("task", ["generate", "classify"])

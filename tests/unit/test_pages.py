@@ -1,0 +1,111 @@
+"""Memory that can be seen in two places: one memory, given back when it is dropped."""
+
+import os
+
+import numpy as np
+import pytest
+
+from serve.runtime.pages import PAGE_BYTES, Pages, Part, can_be_neighbours, side_by_side
+
+
+@pytest.fixture(autouse=True)
+def _linux() -> None:
+    assert can_be_neighbours(), "these tests are of Linux"
+
+
+def blocks(file: int) -> int:
+    return os.fstat(file).st_blocks
+
+
+def test_it_is_zeros_and_takes_no_memory_until_it_is_written() -> None:
+    some = Pages(64 * PAGE_BYTES)
+    assert some.file is not None and blocks(some.file) == 0
+    some.bytes[5] = 7
+    assert 0 < blocks(some.file) * 512 <= 16 * PAGE_BYTES
+    assert some.bytes.sum() == 7
+
+
+def test_parts_lie_side_by_side_and_are_the_same_bytes() -> None:
+    one, two = Pages(4 * PAGE_BYTES), Pages(2 * PAGE_BYTES)
+    one.bytes[:] = np.repeat(np.arange(4, dtype=np.uint8), PAGE_BYTES)
+    two.bytes[:] = 9
+    parts = [
+        Part(one, 3 * PAGE_BYTES, PAGE_BYTES),
+        Part(two, 0, 2 * PAGE_BYTES),
+        Part(one, PAGE_BYTES, PAGE_BYTES),
+    ]
+    seen = side_by_side(parts)
+    assert seen[::PAGE_BYTES].tolist() == [3, 9, 9, 1]
+    seen[0], seen[2 * PAGE_BYTES] = 50, 60
+    assert one.bytes[3 * PAGE_BYTES] == 50 and two.bytes[PAGE_BYTES] == 60
+    one.bytes[PAGE_BYTES] = 70
+    assert seen[3 * PAGE_BYTES] == 70
+    again = side_by_side(parts)
+    assert np.array_equal(again, seen)
+
+
+def test_what_is_freed_is_zeros_again() -> None:
+    some = Pages(8 * PAGE_BYTES)
+    some.bytes[:] = 1
+    assert some.file is not None
+    whole = blocks(some.file)
+    some.free(2 * PAGE_BYTES, 4 * PAGE_BYTES)
+    assert blocks(some.file) == whole / 2
+    assert some.bytes[::PAGE_BYTES].tolist() == [1, 1, 0, 0, 0, 0, 1, 1]
+
+
+def test_a_view_keeps_no_memory_of_what_is_dropped_but_an_array_does() -> None:
+    some = Pages(4 * PAGE_BYTES)
+    some.bytes[:] = 1
+    assert some.file is not None
+    file = os.dup(some.file)
+    try:
+        seen = side_by_side([Part(some, 0, 4 * PAGE_BYTES)])
+        array = some.bytes.view(np.float32)[:10]
+        del some
+        assert blocks(file) > 0 and array.tobytes() == b"\1" * 40
+        del array
+        assert blocks(file) == 0
+        assert not seen.any()  # nobody looks there, but it would not end the process
+    finally:
+        os.close(file)
+
+
+def test_places_and_files_are_given_back() -> None:
+    def held() -> tuple[int, int]:
+        with open("/proc/self/maps", encoding="ascii") as lines:
+            mapped = sum("stepdial-caches" in line for line in lines)
+        return mapped, len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for _ in range(50):
+        some = Pages(4 * PAGE_BYTES)
+        seen = side_by_side([Part(some, PAGE_BYTES, PAGE_BYTES), Part(some, 0, PAGE_BYTES)])
+        assert held() > before
+        del some, seen
+    assert held() == before
+
+
+def test_too_much_memory_is_a_memory_error_that_leaves_no_file() -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryError, match="bytes for caches"):
+        Pages(1 << 62)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_without_files_that_have_no_name_it_is_plain_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    can_be_neighbours.cache_clear()
+    try:
+        monkeypatch.setattr(os, "memfd_create", none)
+        assert not can_be_neighbours()
+        some = Pages(2 * PAGE_BYTES)
+        assert some.file is None and not some.bytes.any()
+        some.bytes[0] = 1
+        some.free(0, PAGE_BYTES)
+    finally:
+        can_be_neighbours.cache_clear()
