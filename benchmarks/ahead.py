@@ -23,6 +23,7 @@ from serve.engine.sampling import Sampling
 from serve.engine.work import Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
+from serve.runtime.ort_session import usable_cores
 from serve.scheduler.job import Job, LaneKey
 from serve.scheduler.limits import Limits
 
@@ -33,16 +34,19 @@ PROMPT_TOKENS, CHECKED_TOKENS = 24, 40
 
 def main(arguments: Sequence[str]) -> int:
     made = parser(__doc__.partition("\n")[0])
-    made.add_argument("--threads", type=int, default=1, help="of a call (default: 1)")
+    made.add_argument("--threads", type=int, help="of a call (default: every core)")
     parsed = made.parse_args(arguments)
-    return run(NAME, arguments, parsed, partial(measure, options(parsed), parsed.threads))
+    threads = parsed.threads or usable_cores()  # as a server has, unless it is told otherwise
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), threads))
 
 
 class Writer:
     """One client of an engine of its own."""
 
     def __init__(self, bundle: Bundle, threads: int, ahead: bool) -> None:
-        self.served = Served.open(bundle, open_model(bundle, threads=threads))
+        model = open_model(bundle, threads=threads)
+        model.warm_up()  # as a server does, which finds what suits the machine
+        self.served = Served.open(bundle, model)
         self.metrics = Metrics()
         self.engine = Engine(Catalog([self.served]), Limits(run_ahead=ahead), self.metrics)
         self.engine.start()

@@ -1,8 +1,9 @@
 """Memory whose parts can be seen side by side with parts of other such memory, without a copy.
 
 On Linux it is a file without a name, whose pages are mapped wherever they are wanted; a page that
-was never written takes no memory. Elsewhere it is plain memory, which has one place only. Knows
-pages and addresses; not what is kept there.
+was never written takes no memory. A little of what is dropped is kept for the next of that size,
+since new pages cost microseconds each. Elsewhere it is plain memory, which has one place only.
+Knows pages and addresses; not what is kept there.
 """
 
 import ctypes
@@ -11,7 +12,8 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import NamedTuple, final
 
@@ -19,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
-_RESERVED, _BOTH = 0, mmap.PROT_READ | mmap.PROT_WRITE
+MOST_SPARE, _MOST_ROOMS = 1 << 25, 16  # bytes of pages, and files, kept for the next
+_BOTH = mmap.PROT_READ | mmap.PROT_WRITE
 _PLACED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 _PUNCH_HOLE = 0x01 | 0x02  # and keep the size
 _NOWHERE = ctypes.c_void_p(-1).value
@@ -29,20 +32,26 @@ Bytes = npt.NDArray[np.uint8]
 
 @final
 class Pages:
-    """So many bytes of zeros."""
+    """So many bytes; what they are is not said."""
 
     def __init__(self, nbytes: int) -> None:
-        self.file: int | None = None
+        self._room: _Room | None = None
         self.bytes: Bytes
-        if not can_be_neighbours():
+        if can_be_neighbours():
+            self._room = _spare_of(nbytes) or _new_room(nbytes)
+            self.bytes = np.asarray(_Seen(self._room.address, nbytes, _give_back, self._room))
+        else:
             self.bytes = np.zeros(nbytes, dtype=np.uint8)
-            return
-        self.file, self.bytes = _file_of(nbytes)
+
+    @property
+    def file(self) -> int:
+        assert self._room is not None, "memory that has one place only"
+        return self._room.file
 
     def free(self, first: int, count: int) -> None:
-        """These bytes, whole pages, are zeros again and take no memory."""
-        if self.file is not None:
-            _libc().fallocate(self.file, _PUNCH_HOLE, first, count)
+        """These bytes, whole pages, take no memory any more."""
+        if self._room is not None:
+            _libc().fallocate(self._room.file, _PUNCH_HOLE, first, count)
 
 
 class Part(NamedTuple):
@@ -58,13 +67,13 @@ def side_by_side(parts: Sequence[Part]) -> Bytes:
 
     OSError where the system lets a process have no more parts.
     """
-    mapped = _Mapped(sum(part.size for part in parts))
-    first = 0
+    size = sum(part.size for part in parts)
+    address = _reserved(size)
+    seen, first = _Seen(address, size, _unmap, address, size), 0
     for part in parts:
-        assert part.pages.file is not None, "memory that has one place only"
-        mapped.place(first, part.size, part.pages.file, part.first)
+        _place(address + first, part.size, part.pages.file, part.first)
         first += part.size
-    return np.asarray(mapped)
+    return np.asarray(seen)
 
 
 @cache
@@ -73,59 +82,102 @@ def can_be_neighbours() -> bool:
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return False
     try:
-        file, plain = _file_of(2 * PAGE_BYTES)
-        mapped = _Mapped(PAGE_BYTES)
-        mapped.place(0, PAGE_BYTES, file, PAGE_BYTES)
-        seen = np.asarray(mapped)
-        plain[PAGE_BYTES] = 1
+        one = _new_room(PAGE_BYTES)
+        _place(other := _reserved(PAGE_BYTES), PAGE_BYTES, one.file, 0)
+        ctypes.c_char.from_address(one.address).value = b"1"
+        same = ctypes.c_char.from_address(other).value == b"1"
+        _unmap(other, PAGE_BYTES)
+        _drop(one)
     except (OSError, MemoryError, AttributeError) as error:
         _log.warning("rungs share no calls: memory cannot be mapped twice here (%s)", error)
         return False
-    return bool(seen[0] == 1)
+    return same
 
 
-def _file_of(nbytes: int) -> tuple[int, Bytes]:
-    """A file without a name, and its bytes, with which it goes."""
+class _Room(NamedTuple):
+    """A file without a name, and where all of it is mapped."""
+
+    file: int
+    address: int
+    nbytes: int
+
+    @property
+    def held(self) -> int:
+        """Bytes of the pages that it has."""
+        return os.fstat(self.file).st_blocks * 512
+
+
+_spare: list[_Room] = []  # used by any thread, also in the middle of this module: by no lock
+
+
+def _spare_of(nbytes: int) -> _Room | None:
+    for room in _spare[:]:
+        if room.nbytes == nbytes:
+            with suppress(ValueError):  # another thread was quicker
+                _spare.remove(room)
+                return room
+    return None
+
+
+def _new_room(nbytes: int) -> _Room:
     try:
-        file = os.memfd_create("stepdial-caches")
-        try:
+        with ExitStack() as undone:
+            file = os.memfd_create("stepdial-caches")
+            undone.callback(os.close, file)
             os.ftruncate(file, nbytes)
-            mapped = _Mapped(nbytes)
-            mapped.place(0, nbytes, file, 0)
-        except BaseException:
-            os.close(file)
-            raise
+            address = _reserved(nbytes)
+            undone.callback(_unmap, address, nbytes)
+            _place(address, nbytes, file, 0)
+            undone.pop_all()
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes for caches ({error.strerror})") from error
+    return _Room(file, address, nbytes)
+
+
+def _give_back(room: _Room) -> None:
+    """Keep it for the next one, and of those that were kept before what is not too much then."""
+    _spare.append(room)
+    with suppress(IndexError):  # another thread was quicker
+        while sum(one.held for one in _spare[:]) > MOST_SPARE or len(_spare) > _MOST_ROOMS:
+            _drop(_spare.pop(0))
+
+
+def _drop(room: _Room) -> None:
     # Other places that show its pages may last longer, which they must not keep in memory.
-    weakref.finalize(mapped, _drop, file, nbytes).atexit = False
-    return file, np.asarray(mapped)
-
-
-def _drop(file: int, nbytes: int) -> None:
-    _libc().fallocate(file, _PUNCH_HOLE, 0, nbytes)
-    os.close(file)
+    _libc().fallocate(room.file, _PUNCH_HOLE, 0, room.nbytes)
+    _unmap(room.address, room.nbytes)
+    os.close(room.file)
 
 
 @final
-class _Mapped:
-    """Addresses in a row, and what is placed there; given back with the last array over them."""
+class _Seen:
+    """Mapped memory as numpy takes it; what becomes of it when no array is left over it."""
 
-    def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        self._address = _mapped_at(None, nbytes, _RESERVED, flags, -1, 0)
+    def __init__(
+        self, address: int, nbytes: int, gone: Callable[..., None], *arguments: object
+    ) -> None:
         self.__array_interface__ = {
-            "data": (self._address, False),
+            "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
             "version": 3,
         }
-        weakref.finalize(self, _libc().munmap, self._address, nbytes).atexit = False
+        weakref.finalize(self, gone, *arguments).atexit = False
 
-    def place(self, first: int, count: int, file: int, offset: int) -> None:
-        """Show so many bytes of a file from this one of mine on."""
-        flags = mmap.MAP_SHARED | _PLACED
-        _mapped_at(self._address + first, count, _BOTH, flags, file, offset)
+
+def _reserved(nbytes: int) -> int:
+    """Addresses in a row where nothing is yet."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return _mapped_at(None, nbytes, 0, flags, -1, 0)
+
+
+def _place(address: int, count: int, file: int, offset: int) -> None:
+    """Show so many bytes of a file there."""
+    _mapped_at(address, count, _BOTH, mmap.MAP_SHARED | _PLACED, file, offset)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _libc().munmap(address, nbytes)
 
 
 def _mapped_at(

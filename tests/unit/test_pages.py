@@ -1,25 +1,30 @@
 """Memory that can be seen in two places: one memory, given back when it is dropped."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from serve.runtime import pages
 from serve.runtime.pages import PAGE_BYTES, Pages, Part, can_be_neighbours, side_by_side
 
 
 @pytest.fixture(autouse=True)
-def _linux() -> None:
+def _nothing_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_be_neighbours(), "these tests are of Linux"
+    monkeypatch.setattr(pages, "_spare", [])
+    monkeypatch.setattr(pages, "MOST_SPARE", 0)
 
 
 def blocks(file: int) -> int:
     return os.fstat(file).st_blocks
 
 
-def test_it_is_zeros_and_takes_no_memory_until_it_is_written() -> None:
+def test_it_takes_no_memory_until_it_is_written() -> None:
     some = Pages(64 * PAGE_BYTES)
-    assert some.file is not None and blocks(some.file) == 0
+    assert blocks(some.file) == 0
     some.bytes[5] = 7
     assert 0 < blocks(some.file) * 512 <= 16 * PAGE_BYTES
     assert some.bytes.sum() == 7
@@ -47,7 +52,6 @@ def test_parts_lie_side_by_side_and_are_the_same_bytes() -> None:
 def test_what_is_freed_is_zeros_again() -> None:
     some = Pages(8 * PAGE_BYTES)
     some.bytes[:] = 1
-    assert some.file is not None
     whole = blocks(some.file)
     some.free(2 * PAGE_BYTES, 4 * PAGE_BYTES)
     assert blocks(some.file) == whole / 2
@@ -57,7 +61,6 @@ def test_what_is_freed_is_zeros_again() -> None:
 def test_a_view_keeps_no_memory_of_what_is_dropped_but_an_array_does() -> None:
     some = Pages(4 * PAGE_BYTES)
     some.bytes[:] = 1
-    assert some.file is not None
     file = os.dup(some.file)
     try:
         seen = side_by_side([Part(some, 0, 4 * PAGE_BYTES)])
@@ -80,6 +83,7 @@ def test_places_and_files_are_given_back() -> None:
     before = held()
     for _ in range(50):
         some = Pages(4 * PAGE_BYTES)
+        some.bytes[:] = 1
         seen = side_by_side([Part(some, PAGE_BYTES, PAGE_BYTES), Part(some, 0, PAGE_BYTES)])
         assert held() > before
         del some, seen
@@ -104,8 +108,47 @@ def test_without_files_that_have_no_name_it_is_plain_memory(
         monkeypatch.setattr(os, "memfd_create", none)
         assert not can_be_neighbours()
         some = Pages(2 * PAGE_BYTES)
-        assert some.file is None and not some.bytes.any()
         some.bytes[0] = 1
         some.free(0, PAGE_BYTES)
+        with pytest.raises(AssertionError, match="one place only"):
+            side_by_side([Part(some, 0, PAGE_BYTES)])
     finally:
         can_be_neighbours.cache_clear()
+
+
+def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MOST_SPARE", 40 * PAGE_BYTES)
+    first, other = Pages(32 * PAGE_BYTES), Pages(16 * PAGE_BYTES)
+    first.bytes[:] = other.bytes[:] = 1
+    files = first.file, other.file
+    del first
+    assert Pages(8 * PAGE_BYTES).file not in files  # dropped at once, and kept: the second
+    again = Pages(32 * PAGE_BYTES)
+    assert again.file == files[0]
+    del again
+    del other  # both are more than may be kept: the one that was dropped last stays
+    assert [room.file for room in pages._spare] == [files[1]]
+    assert sum(room.held for room in pages._spare) <= pages.MOST_SPARE
+
+
+def test_few_files_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MOST_SPARE", 1 << 30)
+    many = [Pages((1 + index) * PAGE_BYTES) for index in range(40)]
+    del many
+    assert len(pages._spare) == 16
+
+
+def test_threads_that_take_and_drop_at_once_share_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "MOST_SPARE", 8 * PAGE_BYTES)
+
+    def work(mark: int) -> None:
+        for _ in range(300):
+            some = Pages(4 * PAGE_BYTES)
+            some.bytes[:] = mark
+            time.sleep(0)
+            assert (some.bytes == mark).all()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(1, 5)))
