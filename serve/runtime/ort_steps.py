@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import onnxruntime as ort
 
-from serve.bundle import EVALUATIONS_PER_STEP, Bundle, BundleError
+from serve.bundle import EVALUATIONS_PER_STEP, Bundle, BundleError, Manifest
 from serve.runtime.interface import (
     Interface,
     embed_interface,
@@ -21,6 +21,7 @@ from serve.runtime.ort_session import open_session
 from serve.runtime.ort_weights import Weights
 from serve.runtime.protocol import FloatArray
 
+_SMALL_END_BYTES = 1 << 20
 HISTORY = 0.5  # of ab2: what a step takes from the one before it
 
 
@@ -70,7 +71,7 @@ def open_steps(
     assert files is not None, f"{manifest.name} has no graphs of one step"
     weights = weights or Weights.read(bundle, in_place=False)
 
-    def opened(file: str, interface: Interface, spins: bool = False) -> InterruptibleSession:
+    def opened(file: str, interface: Interface, threads: int, spins: bool) -> InterruptibleSession:
         return open_session(
             bundle,
             file,
@@ -82,9 +83,10 @@ def open_steps(
         )
 
     # Between two tokens the threads of the others would be in the way of a step's.
-    embed = opened(files.embed, embed_interface(manifest))
-    step = opened(files.step, step_interface(manifest), spin)
-    head = opened(files.head, head_interface(manifest))
+    ends = 1 if _small_ends(manifest) else threads
+    embed = opened(files.embed, embed_interface(manifest), ends, False)
+    step = opened(files.step, step_interface(manifest), threads, spin)
+    head = opened(files.head, head_interface(manifest), ends, False)
     given = {node.name: node.type for node in embed.get_outputs()}
     for file, session in ((files.step, step), (files.head, head)):
         for node in session.get_inputs():
@@ -109,3 +111,11 @@ def open_steps(
         contexts=tuple(name for name in given if name != "x" and name in names),
         head_contexts=tuple(name for name in given if name != "x" and name in head_names),
     )
+
+
+def _small_ends(manifest: Manifest) -> bool:
+    """Whether to embed tokens and to read them off takes less than to wake a thread for it."""
+    if not manifest.keeps_caches:
+        return False
+    tokens = manifest.text_tokenizer.vocab_size
+    return tokens * manifest.shape.width * np.dtype(np.float32).itemsize <= _SMALL_END_BYTES

@@ -42,16 +42,18 @@ def settle_single(
     sessions: StepSessions, open_alone: Callable[[], InterruptibleSession], manifest: Manifest
 ) -> StepSessions:
     """These sessions, with one of one thread for a single row if that is no slower."""
-    rounds = min(_ROUNDS, (manifest.text_input.max_tokens - 1) // 2)
+    most = manifest.text_input.max_tokens
+    middle = most // 2  # positions cached: attention is a share of the work as it is on average
+    rounds = min(_ROUNDS, (most - middle) // 2)
     if rounds < _LEAST_ROUNDS or manifest.files[manifest.weights].bytes > _SMALL_BYTES:
         return sessions
     alone = replace(sessions, single=open_alone())
-    tokens = largest_tokens(manifest)[:1]
+    tokens = largest_tokens(manifest)
     longest = manifest.rungs[-1]
     batches = [OrtDecoder(one, manifest, longest).open_batch() for one in (sessions, alone)]
     for batch in batches:
-        batch.add(tokens)
-    taken = interleaved([partial(batch.step, tokens) for batch in batches], rounds)
+        batch.add(tokens[:middle])
+    taken = interleaved([partial(batch.step, tokens[:1]) for batch in batches], rounds)
     return alone if taken[1] <= _NO_SLOWER * taken[0] else sessions
 
 

@@ -89,13 +89,21 @@ def test_what_was_asked_for_already_keeps_its_sessions(tmp_path: Path) -> None:
     assert model.classifier(2) is classifier and threads_of(classifier_of(model)) == MOST
 
 
-def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Its ends have one where they are small: none is woken for so little between two steps."""
+    if large:
+        monkeypatch.setattr("serve.runtime.ort_steps._SMALL_END_BYTES", 0)
+    ends = MOST if large else 1
     model = OrtModel(build_generate(tmp_path / "g"), MOST)
     model.warm_up()
     decoder = model.decoder(1)
     assert isinstance(decoder, OrtDecoder)
     sessions = decoder._sessions
-    assert [threads_of(one) for one in (sessions.embed, sessions.step, sessions.head)] == [MOST] * 3
+    found = [threads_of(one) for one in (sessions.embed, sessions.step, sessions.head)]
+    assert found == [ends, MOST, ends]
     assert [spins(one) for one in (sessions.embed, sessions.step, sessions.head)] == [0, 1, 0]
     model.close()
 
