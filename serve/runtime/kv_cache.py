@@ -90,12 +90,12 @@ class RowCaches:
     positions at such steps in one call. No more positions than `capacity` are ever written.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, lead: int = 1) -> None:
         self.layout = layout
         self.version = next(_VERSIONS)  # a new one whenever buffers move
         self.rows = 0
         self.capacity = 0
-        self.lead = 1
+        self.lead = lead
         self.nbytes = 0
         self.arrays: list[CacheArray] = []  # step after step
         self._blocks: list[CacheArray] = []
@@ -108,7 +108,8 @@ class RowCaches:
         """
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows:
-            self._allow(max(capacity, self.capacity))
+            if capacity > self.capacity:
+                self._allow(capacity)
             return False
         self._resize(used, held, self.layout.rows_for(rows), capacity, self.lead)
         return True

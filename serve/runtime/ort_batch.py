@@ -55,6 +55,7 @@ class OrtDecodeBatch:
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # positions that each row may come to have
+        self._lead = 1  # of the last row that ran ahead
         self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
 
     @property
@@ -95,7 +96,9 @@ class OrtDecodeBatch:
                 f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
                 "keep its last ones"
             )
-        return OrtReading(self._caches.layout, self._open_alone, tokens, positions)
+        # As the last row that ran ahead wanted them: the next one probably wants the same.
+        caches = RowCaches(self._caches.layout, self._lead)
+        return OrtReading(caches, self._open_alone, tokens, positions)
 
     def join(self, reading: Reading) -> None:
         assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
@@ -182,7 +185,7 @@ class OrtDecodeBatch:
         Before the last of them is begun.
         """
         assert self.rows == 1 and self.stand is None
-        held = positions - 1
+        self._lead, held = lead, positions - 1
         arranged = self._caches.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
             self._crossing = None

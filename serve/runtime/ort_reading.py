@@ -10,7 +10,7 @@ from typing import final
 
 import numpy as np
 
-from serve.runtime.kv_cache import CacheLayout, RowCaches
+from serve.runtime.kv_cache import RowCaches
 from serve.runtime.ort_crossing import OrtCrossing
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray
 
@@ -25,13 +25,13 @@ class OrtReading:
     """One row on its way into a batch."""
 
     def __init__(
-        self, layout: CacheLayout, open_crossing: Opening, tokens: IntArray, positions: int
+        self, caches: RowCaches, open_crossing: Opening, tokens: IntArray, positions: int
     ) -> None:
-        """It may come to have so many positions."""
+        """With caches that hold nothing yet; it may come to have so many positions."""
         self.tokens = tokens  # (S,)
-        self.caches = RowCaches(layout)
+        self.caches = caches
         # One position more at least, since a prompt is read to be continued.
-        self.room = min(max(len(tokens) + 1, positions), layout.max_tokens)
+        self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
         self._open = open_crossing
         self._crossing: OrtCrossing | None = None
