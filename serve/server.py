@@ -27,7 +27,7 @@ HUNG = 70
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 128 * 2**10
-# Models, logs and connections that are let in for probes.
+# Models, their caches, logs and connections that are let in for probes.
 _OTHER_FILES = 256
 # The share of all files that those may have at most.
 _OTHERS_SHARE = 0.5

@@ -51,13 +51,12 @@ class CacheLayout:
 
     @property
     def pitch(self) -> int:
-        """Positions between two heads of a buffer: all a row may ever have, and whole pages a row.
+        """Positions between two heads of a buffer: all a row may ever have, and whole pages.
 
         What no position is written to takes no memory, so it need not be as few as will be used;
         and rows of any two batches can lie side by side.
         """
-        a_position = self.heads * self.head_width * self.kind.itemsize
-        quantum = PAGE_BYTES // math.gcd(PAGE_BYTES, a_position)
+        quantum = PAGE_BYTES // math.gcd(PAGE_BYTES, self.head_width * self.kind.itemsize)
         return -(-self.max_tokens // quantum) * quantum
 
     def rows_for(self, rows: int) -> int:
@@ -70,15 +69,12 @@ class CacheLayout:
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         """Bytes that so many rows of up to so many positions hold."""
-        capacity = self.capacity_for(positions)
-        return (
-            self.rows_for(rows)
-            * self.buffers
-            * self.heads
-            * capacity
-            * self.head_width
-            * self.kind.itemsize
-        )
+        return self.rows_for(rows) * self.row_bytes(self.capacity_for(positions))
+
+    def row_bytes(self, capacity: int) -> int:
+        """Bytes of the pages that so many positions of a row are on, in all buffers."""
+        a_head = capacity * self.head_width * self.kind.itemsize
+        return self.buffers * self.heads * -(-a_head // PAGE_BYTES) * PAGE_BYTES
 
 
 @final
@@ -186,7 +182,10 @@ class RowCaches:
         shape = (a_step, layout.steps, rows, layout.heads, layout.pitch, layout.head_width)
         # All is there before any is replaced, so that a MemoryError changes nothing; only what is
         # written takes memory, so only what is held is.
-        old, pages = self._pages, Pages(math.prod(shape) * layout.kind.itemsize)
+        old, pages = (
+            self._pages,
+            Pages(math.prod(shape) * layout.kind.itemsize, rows * layout.row_bytes(capacity)),
+        )
         blocks: list[CacheArray] = list(pages.bytes.view(layout.kind).reshape(shape))
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
         for index, (block, source) in enumerate(zip(blocks, self._blocks, strict=False)):
@@ -201,10 +200,8 @@ class RowCaches:
 
     def _allow(self, positions: int) -> None:
         """So many positions may be written: that is what these caches are charged for."""
-        layout = self.layout
         self.capacity = positions
-        a_row = layout.buffers * layout.heads * positions * layout.head_width
-        self.nbytes = self.rows * a_row * layout.kind.itemsize
+        self.nbytes = self.rows * self.layout.row_bytes(positions)
 
 
 def _places(steps: int, lead: int) -> list[int]:

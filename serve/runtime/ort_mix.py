@@ -23,7 +23,7 @@ from serve.runtime.pages import can_be_neighbours, side_by_side
 from serve.runtime.protocol import CacheArray, DecodeBatch, FloatArray, IntArray
 from serve.runtime.threads import Threads
 
-_MOST_CALLS, _MOST_PARTS = 64, 16_384  # kept; of caches, of which a process may map 65,530
+_MOST_CALLS, _MOST_PARTS = 64, 8_192  # kept; of caches, of which a process may map 65,530
 _log = logging.getLogger("stepdial.runtime")
 Open = Callable[[], InterruptibleSession]
 Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
@@ -138,7 +138,9 @@ class _Late:
                 self._session = self._opening()
             except BundleError as error:
                 self._opening = None
-                _log.error("%s; until it is loaded again its rungs go one by one", error)
+                _log.error(
+                    "%s; until it is loaded again rungs that go abreast share a session", error
+                )
         return self._session
 
 

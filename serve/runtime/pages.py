@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple, final
 
 import numpy as np
@@ -25,6 +26,7 @@ MOST_SPARE, _MOST_ROOMS = 1 << 25, 16  # bytes of pages, and files, kept for the
 _BOTH = mmap.PROT_READ | mmap.PROT_WRITE
 _PLACED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 _PUNCH_HOLE = 0x01 | 0x02  # and keep the size
+_NAME, _NO_EXEC_SEAL = "stepdial-caches", 0x08  # MFD_NOEXEC_SEAL
 _NOWHERE = ctypes.c_void_p(-1).value
 _log = logging.getLogger("stepdial.runtime")
 Bytes = npt.NDArray[np.uint8]
@@ -32,16 +34,19 @@ Bytes = npt.NDArray[np.uint8]
 
 @final
 class Pages:
-    """So many bytes; what they are is not said."""
+    """So many bytes; what they are is not said.
 
-    def __init__(self, nbytes: int) -> None:
+    No more than `held` take memory at first, which were kept from before.
+    """
+
+    def __init__(self, nbytes: int, held: int) -> None:
         self._room: _Room | None = None
         self.bytes: Bytes
         if can_be_neighbours():
-            self._room = _spare_of(nbytes) or _new_room(nbytes)
+            self._room = _spare_of(nbytes, held) or _new_room(nbytes)
             self.bytes = np.asarray(_Seen(self._room.address, nbytes, _give_back, self._room))
         else:
-            self.bytes = np.zeros(nbytes, dtype=np.uint8)
+            self.bytes = _plain(nbytes)
 
     @property
     def file(self) -> int:
@@ -82,6 +87,10 @@ def can_be_neighbours() -> bool:
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return False
     try:
+        if Path("/proc/sys/vm/overcommit_memory").read_text("ascii").strip() == "2":
+            # A page that cannot be had would end the process, where plain memory is refused before.
+            _log.warning("rungs share no calls: this system promises no more memory than it has")
+            return False
         one = _new_room(PAGE_BYTES)
         _place(other := _reserved(PAGE_BYTES), PAGE_BYTES, one.file, 0)
         ctypes.c_char.from_address(one.address).value = b"1"
@@ -94,6 +103,15 @@ def can_be_neighbours() -> bool:
     return same
 
 
+def _plain(nbytes: int) -> Bytes:
+    """Memory with one place, of which only pages that are written take any."""
+    mapped = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
 class _Room(NamedTuple):
     """A file without a name, and where all of it is mapped."""
 
@@ -101,28 +119,30 @@ class _Room(NamedTuple):
     address: int
     nbytes: int
 
-    @property
-    def held(self) -> int:
-        """Bytes of the pages that it has."""
-        return os.fstat(self.file).st_blocks * 512
+
+class _Spare(NamedTuple):
+    """A room that nobody uses, and the bytes of its pages."""
+
+    room: _Room
+    held: int
 
 
-_spare: list[_Room] = []  # used by any thread, also in the middle of this module: by no lock
+_spare: list[_Spare] = []  # used by any thread, also in the middle of this module: by no lock
 
 
-def _spare_of(nbytes: int) -> _Room | None:
-    for room in _spare[:]:
-        if room.nbytes == nbytes:
+def _spare_of(nbytes: int, most_held: int) -> _Room | None:
+    for one in _spare[:]:
+        if one.room.nbytes == nbytes and one.held <= most_held:
             with suppress(ValueError):  # another thread was quicker
-                _spare.remove(room)
-                return room
+                _spare.remove(one)
+                return one.room
     return None
 
 
 def _new_room(nbytes: int) -> _Room:
     try:
         with ExitStack() as undone:
-            file = os.memfd_create("stepdial-caches")
+            file = _nameless_file()
             undone.callback(os.close, file)
             os.ftruncate(file, nbytes)
             address = _reserved(nbytes)
@@ -134,12 +154,19 @@ def _new_room(nbytes: int) -> _Room:
     return _Room(file, address, nbytes)
 
 
+def _nameless_file() -> int:
+    try:
+        return os.memfd_create(_NAME, os.MFD_CLOEXEC | _NO_EXEC_SEAL)
+    except OSError:  # of Linux before 6.3, which does not know the seal that later ones may want
+        return os.memfd_create(_NAME, os.MFD_CLOEXEC)
+
+
 def _give_back(room: _Room) -> None:
     """Keep it for the next one, and of those that were kept before what is not too much then."""
-    _spare.append(room)
+    _spare.append(_Spare(room, os.fstat(room.file).st_blocks * 512))
     with suppress(IndexError):  # another thread was quicker
         while sum(one.held for one in _spare[:]) > MOST_SPARE or len(_spare) > _MOST_ROOMS:
-            _drop(_spare.pop(0))
+            _drop(_spare.pop(0).room)
 
 
 def _drop(room: _Room) -> None:

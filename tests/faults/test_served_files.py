@@ -70,14 +70,12 @@ def test_bundles_that_are_changed_while_they_are_served_change_no_answer(tmp_pat
             damage(folders[name])
         cut(classifier)
         asked = [*sound] * 2
-        with ThreadPoolExecutor(len(asked)) as pool:  # rungs share calls, of a graph opened now
+        with ThreadPoolExecutor(len(asked)) as pool:  # rungs share calls
             assert list(pool.map(text, *zip(*asked, strict=True))) == [sound[one] for one in asked]
         assert label() == sound_label
         assert client.get("/health/ready").status_code == 200
         server.terminate()
         assert server.wait() == 0
-        said = server.rest_of_output()
-        assert said.count("until it is loaded again its rungs go one by one") == len(DAMAGES)
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "step.onnx", "tokenizer.json"])

@@ -2,7 +2,9 @@
 
 import errno
 import gc
+import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,26 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
         assert count >= 5
         expected = alone(model, steps, prompt(model, 55 + steps), count)
         np.testing.assert_array_equal(logits_of_all, expected)
+
+
+def test_rungs_go_abreast_on_one_session_once_their_bundle_was_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = open_model(build_generate(tmp_path / "g", steps=(1, 2)), threads=2)
+    mix, tokens = opened.mix(), np.arange(1, 9)
+    assert mix is not None and mix.sides == 2
+    expected = {steps: alone(opened, steps, tokens, 3) for steps in (1, 2)}
+    shutil.rmtree(tmp_path / "g")
+    batches = {steps: opened.decoder(steps).open_batch() for steps in (1, 2)}
+    found = {steps: [batch.add(tokens)] for steps, batch in batches.items()}
+    for _ in range(3):
+        legs = [Leg(batch, n, best(found[n][-1:])) for n, batch in batches.items()]
+        for steps, (logits,) in zip(batches, went(mix, [[leg] for leg in legs]), strict=True):
+            assert logits is not None
+            found[steps].append(logits[0])
+    assert caplog.text.count("rungs that go abreast share a session") == 1
+    for steps, logits_of_all in found.items():
+        np.testing.assert_array_equal(logits_of_all, expected[steps])
 
 
 def test_a_leg_that_throws_leaves_the_others(model: OpenedModel) -> None:

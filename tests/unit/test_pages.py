@@ -1,8 +1,10 @@
 """Memory that can be seen in two places: one memory, given back when it is dropped."""
 
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def blocks(file: int) -> int:
 
 
 def test_it_takes_no_memory_until_it_is_written() -> None:
-    some = Pages(64 * PAGE_BYTES)
+    some = Pages(64 * PAGE_BYTES, 64 * PAGE_BYTES)
     assert blocks(some.file) == 0
     some.bytes[5] = 7
     assert 0 < blocks(some.file) * 512 <= 16 * PAGE_BYTES
@@ -31,7 +33,7 @@ def test_it_takes_no_memory_until_it_is_written() -> None:
 
 
 def test_parts_lie_side_by_side_and_are_the_same_bytes() -> None:
-    one, two = Pages(4 * PAGE_BYTES), Pages(2 * PAGE_BYTES)
+    one, two = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES), Pages(2 * PAGE_BYTES, 0)
     one.bytes[:] = np.repeat(np.arange(4, dtype=np.uint8), PAGE_BYTES)
     two.bytes[:] = 9
     parts = [
@@ -50,7 +52,7 @@ def test_parts_lie_side_by_side_and_are_the_same_bytes() -> None:
 
 
 def test_what_is_freed_is_zeros_again() -> None:
-    some = Pages(8 * PAGE_BYTES)
+    some = Pages(8 * PAGE_BYTES, 8 * PAGE_BYTES)
     some.bytes[:] = 1
     whole = blocks(some.file)
     some.free(2 * PAGE_BYTES, 4 * PAGE_BYTES)
@@ -59,7 +61,7 @@ def test_what_is_freed_is_zeros_again() -> None:
 
 
 def test_a_view_keeps_no_memory_of_what_is_dropped_but_an_array_does() -> None:
-    some = Pages(4 * PAGE_BYTES)
+    some = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES)
     some.bytes[:] = 1
     file = os.dup(some.file)
     try:
@@ -82,7 +84,7 @@ def test_places_and_files_are_given_back() -> None:
 
     before = held()
     for _ in range(50):
-        some = Pages(4 * PAGE_BYTES)
+        some = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES)
         some.bytes[:] = 1
         seen = side_by_side([Part(some, PAGE_BYTES, PAGE_BYTES), Part(some, 0, PAGE_BYTES)])
         assert held() > before
@@ -93,21 +95,25 @@ def test_places_and_files_are_given_back() -> None:
 def test_too_much_memory_is_a_memory_error_that_leaves_no_file() -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MemoryError, match="bytes for caches"):
-        Pages(1 << 62)
+        Pages(1 << 62, 0)
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+@pytest.mark.parametrize("why", ["none", "strict"])
 def test_without_files_that_have_no_name_it_is_plain_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     def none(*_: object) -> int:
         raise OSError(38, "Function not implemented")
 
     can_be_neighbours.cache_clear()
     try:
-        monkeypatch.setattr(os, "memfd_create", none)
+        if why == "none":
+            monkeypatch.setattr(os, "memfd_create", none)
+        else:
+            monkeypatch.setattr(Path, "read_text", lambda *_: "2\n")
         assert not can_be_neighbours()
-        some = Pages(2 * PAGE_BYTES)
+        some = Pages(2 * PAGE_BYTES, 2 * PAGE_BYTES)
         some.bytes[0] = 1
         some.free(0, PAGE_BYTES)
         with pytest.raises(AssertionError, match="one place only"):
@@ -118,22 +124,35 @@ def test_without_files_that_have_no_name_it_is_plain_memory(
 
 def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MOST_SPARE", 40 * PAGE_BYTES)
-    first, other = Pages(32 * PAGE_BYTES), Pages(16 * PAGE_BYTES)
+    first, other = Pages(32 * PAGE_BYTES, 0), Pages(16 * PAGE_BYTES, 0)
     first.bytes[:] = other.bytes[:] = 1
     files = first.file, other.file
     del first
-    assert Pages(8 * PAGE_BYTES).file not in files  # dropped at once, and kept: the second
-    again = Pages(32 * PAGE_BYTES)
+    assert Pages(8 * PAGE_BYTES, 8 * PAGE_BYTES).file not in files
+    again = Pages(32 * PAGE_BYTES, 32 * PAGE_BYTES)
     assert again.file == files[0]
     del again
     del other  # both are more than may be kept: the one that was dropped last stays
-    assert [room.file for room in pages._spare] == [files[1]]
-    assert sum(room.held for room in pages._spare) <= pages.MOST_SPARE
+    assert [one.room.file for one in pages._spare] == [files[1]]
+    assert sum(one.held for one in pages._spare) <= pages.MOST_SPARE
+
+
+def test_nothing_is_taken_again_that_has_more_pages_than_are_paid_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "MOST_SPARE", 1 << 30)
+    some = Pages(32 * PAGE_BYTES, 0)
+    some.bytes[: 20 * PAGE_BYTES] = 1
+    file = some.file
+    del some
+    less = Pages(32 * PAGE_BYTES, 16 * PAGE_BYTES)
+    assert less.file != file and blocks(less.file) == 0
+    assert Pages(32 * PAGE_BYTES, 32 * PAGE_BYTES).file == file
 
 
 def test_few_files_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MOST_SPARE", 1 << 30)
-    many = [Pages((1 + index) * PAGE_BYTES) for index in range(40)]
+    many = [Pages((1 + index) * PAGE_BYTES, PAGE_BYTES) for index in range(40)]
     del many
     assert len(pages._spare) == 16
 
@@ -144,11 +163,25 @@ def test_threads_that_take_and_drop_at_once_share_no_memory(
     monkeypatch.setattr(pages, "MOST_SPARE", 8 * PAGE_BYTES)
 
     def work(mark: int) -> None:
-        for _ in range(300):
-            some = Pages(4 * PAGE_BYTES)
+        for turn in range(300):
+            some = Pages((1 + turn % 5) * PAGE_BYTES, 8 * PAGE_BYTES)
             some.bytes[:] = mark
             time.sleep(0)
             assert (some.bytes == mark).all()
 
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(1, 5)))
+    assert not raised
+
+
+def test_plain_memory_of_which_little_is_written_is_little() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
+
+    before, kept = resident(), []
+    for _ in range(4):
+        kept.append(pages._plain(64 << 20))
+        kept[-1][:: 8 << 20] = 1
+    assert resident() - before < 4 << 20
