@@ -25,7 +25,7 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 CLASSIFY = head(len(GOOD)) + GOOD
 WIDE = Shape(layers=4, heads=8, head_width=32, width=64, parameters=1)
-LARGE = Shape(layers=1, heads=1, head_width=64, width=1024, parameters=1)
+LARGE = Shape(layers=1, heads=1, head_width=64, width=2048, parameters=1)
 GAUGES = ("stepdial_queue_depth", "stepdial_in_flight", "stepdial_cache_bytes")
 
 
