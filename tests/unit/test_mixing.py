@@ -10,31 +10,16 @@ import numpy as np
 import pytest
 
 from serve.runtime import Leg, Mix, OpenedModel, SteppedBatch, open_model
-from serve.runtime.kv_cache import RowCaches
 from serve.runtime.ort_batch import OrtDecodeBatch
-from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
 from serve.runtime.pages import Bytes
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.protocol import FloatArray
 from tests.tiny_bundles import build_generate
-
-STEPS = (1, 2, 3, 4, 6, 8)
-MAX_TOKENS = 160
+from tests.tiny_rungs import KINDS, STEPS, alone, best, open_rungs, prompt
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("kv", 1), ("kv_int8", 1), ("kv", 3)],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
-    folder = tmp_path_factory.mktemp("bundles") / "g"
-    cache, threads = request.param
-    bundle = build_generate(folder, steps=STEPS, max_tokens=MAX_TOKENS, cache=cache)
-    return open_model(bundle, threads=threads)
-
-
-def prompt(model: OpenedModel, length: int, seed: int = 0) -> IntArray:
-    vocab_size = model.bundle.manifest.text_tokenizer.vocab_size
-    return np.random.default_rng(seed).integers(1, vocab_size, length)
+    return open_rungs(tmp_path_factory.mktemp("bundles"), request.param)
 
 
 def went(mix: Mix, sides: list[list[Leg]]) -> list[list[FloatArray | None]]:
@@ -45,19 +30,6 @@ def went(mix: Mix, sides: list[list[Leg]]) -> list[list[FloatArray | None]]:
         for outcome in side:
             assert not isinstance(outcome, Exception)
             found[-1].append(outcome)
-    return found
-
-
-def best(logits: list[FloatArray]) -> IntArray:
-    return np.array([row.argmax() for row in logits])
-
-
-def alone(model: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[FloatArray]:
-    """The logits of the prompt and of so many tokens behind it, greedy."""
-    batch = model.decoder(steps).open_batch()
-    found = [batch.add(tokens)]
-    for _ in range(count):
-        found.append(batch.step(best(found[-1:]))[0])
     return found
 
 
@@ -195,21 +167,31 @@ def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> 
         np.testing.assert_array_equal(last, expected[token + 1])
 
 
-def test_a_prompt_is_read_in_pieces_of_bounded_work(model: OpenedModel) -> None:
-    for steps in STEPS:
-        for length in (1, 63, 64, 65, 130, MAX_TOKENS):
-            batch = model.decoder(steps).open_batch()
-            tokens = prompt(model, length)
-            reading, pieces = batch.read(tokens), 1
-            while (logits := reading.advance()) is None:
-                pieces += 1
-            assert reading.positions == length and not batch.lengths
-            assert pieces * PIECE_TOKENS >= length * steps
-            assert pieces <= -(-length // CHUNK_TOKENS) * steps
-            batch.join(reading)
-            assert batch.lengths == [length]
-            whole = model.decoder(steps).forward(tokens[None])[0, -1]
-            np.testing.assert_allclose(logits, whole, atol=2e-5)
+def test_calls_that_come_again_find_caches_that_have_moved_since(model: OpenedModel) -> None:
+    """As many rows as before, in buffers that others have made larger."""
+    mix = model.mix()
+    assert mix is not None
+    two, four = (model.decoder(steps).open_batch() for steps in (2, 4))
+    assert isinstance(two, OrtDecodeBatch) and isinstance(four, OrtDecodeBatch)
+    found: dict[tuple[int, int], list[FloatArray]] = {}
+    for batch in (two, four):
+        for row in range(2):
+            found[batch.steps, row] = [batch.add(prompt(model, 20 + row, row))]
+    for others in (0, 3, 0, 7):  # they come, and leave before the next token
+        for batch in (two, four):
+            for other in range(others):
+                batch.add(prompt(model, 5, 7 + other))
+            while batch.rows > 2:
+                batch.remove(batch.rows - 1)
+            batch.begin(best([found[batch.steps, row][-1] for row in range(2)]))
+        for left in range(4, 0, -1):
+            mix.advance([batch for batch in (four, two) if batch.steps >= left])
+        for batch in (two, four):
+            for row, logits in enumerate(batch.end()):
+                found[batch.steps, row].append(logits)
+    for (steps, row), mixed in found.items():
+        asked = prompt(model, 20 + row, row)
+        np.testing.assert_array_equal(mixed, alone(model, steps, asked, len(mixed) - 1))
 
 
 def test_rungs_take_turns_where_memory_has_one_place_only(
@@ -252,58 +234,6 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("lead", [1, 2, 4])
-@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
-def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
-    model: OpenedModel, lead: int, right: float
-) -> None:
-    """Whatever is drafted, wrong or right, beyond a boundary of 64 positions too."""
-    mix = model.mix()
-    assert mix is not None and mix.runs_ahead
-    chance = np.random.default_rng(lead)
-    tokens = prompt(model, 50)
-    expected = alone(model, 8, tokens, 40)
-    batch = model.decoder(8).open_batch()
-    found = [batch.add(tokens)]
-    wave, most = mix.wave(batch, lead), 0
-    while len(found) < len(expected):
-        (token,) = best(found[-1:])
-        if wave.tokens and wave.tokens[0] != token:
-            wave.keep(0)
-        if not wave.tokens:
-            wave.begin(int(token))
-        crossed = wave.cross()
-        if crossed.drafts is not None and wave.tokens:
-            assert len(crossed.drafts) == len(wave.tokens)
-            if chance.random() > right:
-                wave.keep(int(chance.integers(1, len(wave.tokens) + 1)))
-            behind = len(found) - 1 + len(wave.tokens) + (crossed.last is not None)
-            if wave.room and behind < len(expected):
-                (drafted,) = best(expected[behind : behind + 1])  # the token that comes next
-                wave.begin(int(drafted) if chance.random() < right else 1)
-        most = max(most, len(wave.tokens))
-        if crossed.last is not None:
-            found.append(crossed.last)
-    np.testing.assert_array_equal(found, expected)
-    assert most == 8 // lead if right == 1.0 else most <= 8 // lead
-
-
-def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: OpenedModel) -> None:
-    """A jump prolongs the velocity: what it misses falls with the steps that it replaces."""
-    mix = model.mix()
-    assert mix is not None
-    tokens = prompt(model, 20)
-    (last,) = alone(model, 8, np.append(tokens, 3), 0)
-    batch = model.decoder(8).open_batch()
-    batch.add(tokens)
-    wave = mix.wave(batch, 1)
-    wave.begin(3)
-    drafts = [wave.cross().drafts for _ in range(7)]
-    missed = [float(np.abs(drafted[0] - last).max()) for drafted in drafts if drafted is not None]
-    assert len(missed) == 7
-    assert missed[0] > missed[3] > missed[6] > 0
-
-
 @pytest.mark.parametrize("lost", [False, True])
 def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, lost: bool) -> None:
     """Nor those of a batch that was dropped whole, as it is after a failed call."""
@@ -332,33 +262,3 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
         batches.clear()
     gc.collect()
     assert all(block() is None for block in kept)
-
-
-def test_a_short_row_leaves_the_others_their_room(model: OpenedModel) -> None:
-    batch = model.decoder(2).open_batch()
-    assert isinstance(batch, OrtDecodeBatch)
-    for positions in (MAX_TOKENS, 10):
-        reading = batch.read(prompt(model, 5), positions)
-        while reading.advance() is None:
-            pass
-        batch.join(reading)
-    assert batch._caches.capacity == MAX_TOKENS
-
-
-def test_a_batch_goes_on_where_memory_cannot_be_given_back(
-    model: OpenedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object) -> None:
-        raise MemoryError
-
-    batch = model.decoder(2).open_batch()
-    for seed in range(8):
-        batch.add(prompt(model, 5, seed))
-    with monkeypatch.context() as patched:
-        patched.setattr(RowCaches, "_resize", no_memory)
-        for row in range(7, 0, -1):
-            batch.remove(row)
-    other = model.decoder(2).open_batch()
-    other.add(prompt(model, 5, 0))
-    token = np.array([3])
-    assert np.array_equal(batch.step(token), other.step(token))

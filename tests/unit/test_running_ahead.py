@@ -1,0 +1,64 @@
+"""A row that runs ahead of itself: bit for bit what it would get step by step."""
+
+import numpy as np
+import pytest
+
+from serve.runtime import OpenedModel
+from tests.tiny_rungs import KINDS, alone, best, open_rungs, prompt
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
+    return open_rungs(tmp_path_factory.mktemp("bundles"), request.param)
+
+
+@pytest.mark.parametrize("lead", [1, 2, 4])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
+    model: OpenedModel, lead: int, right: float
+) -> None:
+    """Whatever is drafted, wrong or right, beyond a boundary of 64 positions too."""
+    mix = model.mix()
+    assert mix is not None and mix.runs_ahead
+    chance = np.random.default_rng(lead)
+    tokens = prompt(model, 50)
+    expected = alone(model, 8, tokens, 40)
+    batch = model.decoder(8).open_batch()
+    found = [batch.add(tokens)]
+    wave, most = mix.wave(batch, lead), 0
+    while len(found) < len(expected):
+        (token,) = best(found[-1:])
+        if wave.tokens and wave.tokens[0] != token:
+            wave.keep(0)
+        if not wave.tokens:
+            wave.begin(int(token))
+        crossed = wave.cross()
+        if crossed.drafts is not None and wave.tokens:
+            assert len(crossed.drafts) == len(wave.tokens)
+            if chance.random() > right:
+                wave.keep(int(chance.integers(1, len(wave.tokens) + 1)))
+            behind = len(found) - 1 + len(wave.tokens) + (crossed.last is not None)
+            if wave.room and behind < len(expected):
+                (drafted,) = best(expected[behind : behind + 1])  # the token that comes next
+                wave.begin(int(drafted) if chance.random() < right else 1)
+        most = max(most, len(wave.tokens))
+        if crossed.last is not None:
+            found.append(crossed.last)
+    np.testing.assert_array_equal(found, expected)
+    assert most == 8 // lead if right == 1.0 else most <= 8 // lead
+
+
+def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: OpenedModel) -> None:
+    """A jump prolongs the velocity: what it misses falls with the steps that it replaces."""
+    mix = model.mix()
+    assert mix is not None
+    tokens = prompt(model, 20)
+    (last,) = alone(model, 8, np.append(tokens, 3), 0)
+    batch = model.decoder(8).open_batch()
+    batch.add(tokens)
+    wave = mix.wave(batch, 1)
+    wave.begin(3)
+    drafts = [wave.cross().drafts for _ in range(7)]
+    missed = [float(np.abs(drafted[0] - last).max()) for drafted in drafts if drafted is not None]
+    assert len(missed) == 7
+    assert missed[0] > missed[3] > missed[6] > 0
