@@ -2,8 +2,8 @@
 
     python -m deploy.ray.local zoo/topics zoo/shakespeare --nodes 2
 
-The first node takes HTTP; the others run the replicas, one core each. A node that dies is replaced
-after a while, as a real cluster would. Knows nodes; what is deployed on them is elsewhere.
+The first node runs Serve's proxy; the others run the replicas, one core each. A node that dies is
+replaced after a while.
 """
 
 import argparse
@@ -23,12 +23,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.serve.config import ProxyLocation
+from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import LoggingConfig
 
-from deploy.ray.app import build
-from deploy.ray.arguments import Arguments
-from deploy.ray.engines import Engines
+from deploy.ray.app import Arguments, build
 
 _ADDRESS = "127.0.0.1"
 _STORE_BYTES = 100 * 2**20
@@ -85,7 +83,6 @@ def local_cluster(
     nodes: int,
     port: int,
     replace_s: float,
-    replica: type[Engines] = Engines,
 ) -> Iterator[tuple[str, Nodes]]:
     """A cluster that serves at the address it gives."""
     port = _free_port(port)
@@ -102,17 +99,18 @@ def local_cluster(
         },
     )
     try:
-        # Otherwise it would look for a loopback address on the machine's network.
+        # Otherwise it looks for a loopback address on the machine's network.
         ray._private.worker._global_node = cluster.head_node
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
         running = Nodes(cluster, nodes, arguments.cpus, replace_s)
         running.fill()
         serve.start(
-            proxy_location=ProxyLocation.Disabled,  # the front listens itself
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host=_ADDRESS, port=port),
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )
         serve.run(
-            build(arguments.model_copy(update={"host": _ADDRESS, "port": port}), replica),
+            build(arguments),
             name="stepdial",
             route_prefix="/",
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
@@ -123,8 +121,8 @@ def local_cluster(
         cluster.shutdown()
 
 
-def main(argv: Sequence[str], replica: type[Engines] = Engines) -> int:
-    """Serve until a signal comes; `replica` may be another class of the same kind."""
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.ray.local",
         description="Serve bundles on a Ray cluster of several nodes on this machine.",
@@ -150,7 +148,7 @@ def main(argv: Sequence[str], replica: type[Engines] = Engines) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    cluster = local_cluster(arguments, parsed.nodes, parsed.port, parsed.replace_s, replica)
+    cluster = local_cluster(arguments, parsed.nodes, parsed.port, parsed.replace_s)
     with cluster as (url, nodes):
         print(f"on {url} through Ray Serve, {parsed.nodes} nodes. Ctrl-C ends it.", flush=True)
         nodes.keep(ended)

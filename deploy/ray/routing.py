@@ -1,8 +1,7 @@
 """Which replica a request goes to: the least busy, where one without the model counts as busier.
 
 So requests stay with replicas that hold their model, and a model spreads to another one when those
-are busy. A request, a stream too, is one call: it stays with its replica until it ends. Knows queue
-lengths and names of models; deliberately nothing of what is asked.
+are busy. A request, a stream too, stays with its replica until it ends.
 """
 
 import random
@@ -13,7 +12,7 @@ from ray.serve.request_router import MultiplexMixin, PendingRequest, RequestRout
 
 
 class ModelRouter(MultiplexMixin, RequestRouter):
-    """The router of the engines; Serve makes one in each process that calls them."""
+    """Serve makes one in each process that calls replicas."""
 
     def initialize_state(self, **chosen: Any) -> None:
         self._spill_requests = float(chosen["spill_requests"])

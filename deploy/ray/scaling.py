@@ -1,7 +1,7 @@
 """How many replicas there should be: from what waits, what is busy, and which deadlines are met.
 
 Each replica reports what its engine counts; Ray Serve keeps the series and applies delays and
-limits. Knows these figures; deliberately nothing of HTTP.
+limits.
 """
 
 import math

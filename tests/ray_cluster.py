@@ -1,7 +1,4 @@
-"""Stepdial on a Ray cluster of several nodes on this machine, as a process of its own.
-
-Knows how to start it, find its nodes and kill them; deliberately nothing of what it answers.
-"""
+"""Stepdial on a Ray cluster of several nodes on this machine, as a process of its own."""
 
 import os
 import re
@@ -16,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import ROOT
+ROOT = Path(__file__).parents[1]
 
 _START_S, _STOP_S, _BEAT_S = 240.0, 60.0, 0.1
 _URL = re.compile(r"^on (http://[\d.]+:\d+) through Ray Serve.*Ctrl-C ends it", re.MULTILINE)
 _NODE = re.compile(r"^node \d+: process (\d+)$", re.MULTILINE)
-_LOG = re.compile(r"/replica_stepdial_Engines_(\w+)\.log$")
-_REPLICA = "ServeReplica:stepdial:Engines"
+_LOG = re.compile(r"/replica_stepdial_Replica_(\w+)\.log$")
+_REPLICA = "ServeReplica:stepdial:Replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +65,6 @@ class RayCluster:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
-
-    @contextmanager
-    def halted(self) -> Iterator[None]:
-        """All of it stands still meanwhile, so that another is measured by itself."""
-        processes = [self.process, *self.process.children(recursive=True)]
-        for one in processes:
-            with suppress(psutil.NoSuchProcess):
-                one.suspend()
-        try:
-            yield
-        finally:
-            for one in processes:
-                with suppress(psutil.NoSuchProcess):
-                    one.resume()
 
     def nodes(self) -> list[Node]:
         """Those that live, oldest first."""
