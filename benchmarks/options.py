@@ -5,10 +5,12 @@ Knows flags and folders; what is done with them is each script's own affair.
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import ROOT
+from benchmarks.quiet import quiet_machine
 from benchmarks.result import RESULTS, Provenance, Result
 from serve.bundle import Bundle, Task, read_bundle
 
@@ -50,6 +52,9 @@ def parser(about: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="only show that it works; the figures mean nothing"
     )
     made.add_argument(
+        "--beside-trainings", action="store_true", help="measure even while a queue trains here"
+    )
+    made.add_argument(
         "--results",
         type=Path,
         metavar="FOLDER",
@@ -75,8 +80,9 @@ def run(
     parsed: argparse.Namespace,
     measure: Callable[[Provenance], Result],
 ) -> int:
-    """Measure, print, keep; the exit status of a script."""
-    result = measure(Provenance.now(name, arguments))
+    """Measure, print, keep; the exit status of a script. Quick figures may be of a busy machine."""
+    with nullcontext() if parsed.quick else quiet_machine(parsed.beside_trainings):
+        result = measure(Provenance.now(name, arguments))
     print(result.text)
     folder = parsed.results or (None if parsed.quick else RESULTS)
     if folder is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.options import NOTHING_TO_MEASURE
+from benchmarks.quiet import quiet_machine
 from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.page:
         write_page(RESULTS, PAGE)
         return 0
+    if not parsed.quick:
+        with quiet_machine(parsed.beside_trainings):
+            pass  # each script asks again, and keeps trainings from going on while it measures
     if parsed.quick:
         with tempfile.TemporaryDirectory() as folder:
             long = [] if parsed.names else [one for one in names if one in _NEVER_QUICK]
@@ -104,6 +108,8 @@ def _run(names: Sequence[str], parsed: argparse.Namespace, folder: Path) -> dict
         command = [sys.executable, "-m", f"benchmarks.{name}"]
         if parsed.quick:
             command += ["--quick"]
+        if parsed.beside_trainings:
+            command += ["--beside-trainings"]
         if folder != RESULTS:
             command += ["--results", str(folder)]
         if parsed.bundles and name not in _SERVES_ZOO:
@@ -133,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--quick", action="store_true", help="only show that it works, and keep nothing"
+    )
+    made.add_argument(
+        "--beside-trainings", action="store_true", help="measure even while a queue trains here"
     )
     made.add_argument(
         "--page", action="store_true", help="measure nothing: only write RESULTS.md again"

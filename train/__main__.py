@@ -84,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument(
         "--beams", type=int, default=1, metavar="N", help="beams of --bleu (default 1: greedy)"
     )
+    look.add_argument(
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        metavar="ALPHA",
+        help="of --beams: scores are divided by the length to this power (default 1)",
+    )
     return parser
 
 
@@ -152,6 +159,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         check_bleu(arguments.run, arguments.beams, arguments.bleu)
     elif arguments.beams != 1:
         raise RecipeError(f"--beams {arguments.beams} is for --bleu: add that too")
+    alpha = arguments.length_penalty
+    if alpha != 1 and arguments.beams == 1:
+        raise RecipeError(f"--length-penalty {alpha:g} is for several --beams: add them too")
+    if alpha < 0:
+        raise RecipeError("--length-penalty must not be negative")
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
@@ -166,7 +178,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         from train.bleu import print_bleu
 
         shown = sorted({row.steps for row in report.rows if row.steps is not None})
-        print_bleu(arguments.run, shown, methods, arguments.beams, arguments.bleu, arguments.data)
+        beams, samples = arguments.beams, arguments.bleu
+        print_bleu(arguments.run, shown, methods, beams, samples, arguments.data, alpha)
     return 0
 
 

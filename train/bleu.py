@@ -30,7 +30,13 @@ class Bleu:
 
 
 def bleu_of(
-    run: Run, dataset: PairDataset, steps: int, method: str, beams: int = 1, samples: int = 0
+    run: Run,
+    dataset: PairDataset,
+    steps: int,
+    method: str,
+    beams: int = 1,
+    samples: int = 0,
+    alpha: float = 1.0,
 ) -> Bleu:
     """BLEU of the first `samples` sentences of the test split, 0 for all of them."""
     try:
@@ -38,14 +44,20 @@ def bleu_of(
     except ImportError:
         raise ValueError("BLEU needs sacrebleu: pip install sacrebleu") from None
     pairs = dataset.references[: samples or None]
-    answers = translate(run, dataset, [source for source, _ in pairs], steps, method, beams)
+    answers = translate(run, dataset, [source for source, _ in pairs], steps, method, beams, alpha)
     metric = BLEU()
     score = metric.corpus_score(answers, [[reference for _, reference in pairs]]).score
     return Bleu(score, str(metric.get_signature()), len(pairs))
 
 
 def translate(
-    run: Run, dataset: PairDataset, sources: list[str], steps: int, method: str, beams: int = 1
+    run: Run,
+    dataset: PairDataset,
+    sources: list[str],
+    steps: int,
+    method: str,
+    beams: int = 1,
+    alpha: float = 1.0,
 ) -> list[str]:
     """The answer to each source; of a source longer than the window, its beginning is read."""
     model, window = run.model, run.recipe.model.window
@@ -60,18 +72,24 @@ def translate(
         part = order[start : start + size]
         rows = [torch.tensor(ids[i]) for i in part]
         source = pad_sequence(rows, batch_first=True, padding_value=target.pad)  # (B, S)
-        found = _search(model, source, target, steps, method, beams)
+        found = _search(model, source, target, steps, method, beams, alpha)
         for i, hypothesis in zip(part, found, strict=True):
             answers[i] = dataset.tokenizer.decode(list(hypothesis.tokens)).strip()
     return [answers[i] for i in range(len(sources))]
 
 
 def _search(
-    model: Translates, source: Tensor, target: Target, steps: int, method: str, beams: int
+    model: Translates,
+    source: Tensor,
+    target: Target,
+    steps: int,
+    method: str,
+    beams: int,
+    alpha: float,
 ) -> list[Hypothesis]:
     if beams == 1:
-        return greedy(model, source, target, steps, method)
-    return beam(model, source, target, beams, steps, method)
+        return greedy(model, source, target, steps, method, alpha)
+    return beam(model, source, target, beams, steps, method, alpha)
 
 
 def open_translator(folder: Path, data: str = "") -> tuple[Run, PairDataset]:
@@ -100,16 +118,17 @@ def print_bleu(
     beams: int,
     samples: int,
     data: str = "",
+    alpha: float = 1.0,
 ) -> None:
     """The table of `stepdial evaluate RUN --bleu`."""
     run, dataset = open_translator(folder, data)
-    search = "greedy" if beams == 1 else f"beams {beams}"
+    search = "greedy" if beams == 1 else f"beams {beams}, length penalty {alpha:g}"
     counts = [1] if run.model.discrete else steps
     for method in methods or [run.recipe.steps.method]:
         print(f"{run.recipe.name}, {method}, {search}, test sentences")
         print(f"{'steps':>5} {'nfe':>5} {'bleu':>6}")
         for count in counts:
-            found = bleu_of(run, dataset, count, method, beams, samples)
+            found = bleu_of(run, dataset, count, method, beams, samples, alpha)
             nfe = 2 if run.model.discrete else 2 * count * method_named(method).evaluations
             print(f"{count:>5} {nfe:>5} {found.score:>6.2f}")
         print(f"{found.samples} sentences, {found.signature}\n")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Norm = Literal["pre", "post", "none"]
-Activation = Literal["gelu", "relu"]
+Activation = Literal["gelu", "gelu-exact", "relu"]
 
 
 class Attention(nn.Module):
@@ -58,28 +58,88 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """Two linear layers around a GELU or a ReLU."""
+class RelativeAttention(nn.Module):
+    """Attention over all positions that sees how far apart two are (Shaw and others, 2018).
+
+    Keys and values get a learned vector for each distance from -reach to reach, the same for all
+    heads; what is farther away has the outermost.
+    """
 
     def __init__(
-        self, width: int, hidden: int, activation: Activation = "gelu", bias: bool = True
+        self,
+        width: int,
+        heads: int,
+        causal: bool,
+        reach: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.heads, self.causal, self.reach, self.head_width = heads, causal, reach, width // heads
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.far_keys = nn.Parameter(torch.empty(2 * reach + 1, self.head_width))
+        self.far_values = nn.Parameter(torch.empty(2 * reach + 1, self.head_width))
+        nn.init.xavier_uniform_(self.far_keys)
+        nn.init.xavier_uniform_(self.far_values)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, _ = x.shape
+        q, k, v = (
+            part.view(B, N, self.heads, self.head_width).transpose(1, 2)  # (B, H, N, E)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        at = torch.arange(N, device=x.device)
+        apart = at[None] - at[:, None]  # (N, N): how far a key is to the right of a query
+        place = apart.clamp(-self.reach, self.reach) + self.reach
+        by_distance = q @ self.far_keys.T  # (B, H, N, 2 reach + 1)
+        scores = q @ k.transpose(-1, -2)  # (B, H, N, N)
+        scores = scores + by_distance.gather(-1, place.expand_as(scores))
+        scores = scores * self.head_width**-0.5
+        least = torch.finfo(scores.dtype).min
+        if self.causal:
+            scores = scores.masked_fill(apart > 0, least)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, :], least)
+        shares = self.drop(scores.softmax(-1))
+        y = shares @ v + torch.einsum("bhnm,nmd->bhnd", shares, self.far_values[place])
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # (B, N, D)
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around a GELU (as usual by tanh, or exact, by erf) or a ReLU."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
+        self.drop = nn.Dropout(dropout)  # of what is activated
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        x = F.relu(x) if self.activation == "relu" else F.gelu(x, approximate="tanh")
-        out: Tensor = self.down(x)
+        if self.activation == "relu":
+            x = F.relu(x)
+        else:
+            x = F.gelu(x, approximate="none" if self.activation == "gelu-exact" else "tanh")
+        out: Tensor = self.down(self.drop(x))
         return out
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each with a skip; norms before, after, or nowhere.
 
-    Without hidden units the block is attention alone.
+    Without hidden units the block is attention alone. Without `outer_skip` the feed-forward has no
+    skip around it: the velocity of an N-ODE Transformer as the papers of OT-Transformer have it.
     """
 
     def __init__(
@@ -94,31 +154,52 @@ class Block(nn.Module):
         bias: bool = True,
         project: bool = True,
         head_width: int = 0,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        reach: int = 0,
+        outer_skip: bool = True,
     ) -> None:
         super().__init__()
 
         def new_norm() -> nn.Module:
             return nn.Identity() if norm == "none" else nn.LayerNorm(width, bias=bias)
 
-        self.norm = norm
-        self.attention = Attention(width, heads, causal, 0.0, bias, project, head_width)
+        self.norm, self.outer_skip = norm, outer_skip
+        self.attention: Attention | RelativeAttention
+        if reach:
+            self.attention = RelativeAttention(width, heads, causal, reach, attention_dropout, bias)
+        else:
+            self.attention = Attention(
+                width, heads, causal, attention_dropout, bias, project, head_width
+            )
         self.norm1 = new_norm()
         self.drop = nn.Dropout(dropout)
         self.feedforward: FeedForward | None = None
         if hidden:
-            self.feedforward = FeedForward(width, hidden, activation, bias)
+            self.feedforward = FeedForward(width, hidden, activation, bias, activation_dropout)
             self.norm2 = new_norm()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.attend(x, mask)
+        return self.feed(x) if self.feedforward is not None else x
+
+    def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The first half: attention, its skip and its norm."""
         if self.norm == "post":
-            x = self.norm1(x + self.drop(self.attention(x, mask)))
-            if self.feedforward is not None:
-                x = self.norm2(x + self.drop(self.feedforward(x)))
+            out: Tensor = self.norm1(x + self.drop(self.attention(x, mask)))
         else:
-            x = x + self.drop(self.attention(self.norm1(x), mask))
-            if self.feedforward is not None:
-                x = x + self.drop(self.feedforward(self.norm2(x)))
-        return x
+            out = x + self.drop(self.attention(self.norm1(x), mask))
+        return out
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half: the feed-forward, its skip and its norm."""
+        assert self.feedforward is not None
+        changed: Tensor = self.feedforward(x if self.norm == "post" else self.norm2(x))
+        changed = self.drop(changed)
+        changed = x + changed if self.outer_skip else changed
+        if self.norm == "post":
+            changed = self.norm2(changed)
+        return changed
 
 
 class BlockVelocity(nn.Module):
@@ -172,3 +253,16 @@ def initialise(module: nn.Module, layers: int) -> None:
             nn.init.zeros_(module_.bias)
         if isinstance(module_, Conditioned):
             nn.init.zeros_(module_.down.weight)
+
+
+def initialise_glorot(module: nn.Module) -> None:
+    """As Keras: linear layers by Glorot's rule, biases zero, token embeddings within 0.05."""
+    for each in module.modules():
+        if isinstance(each, nn.Embedding):
+            nn.init.uniform_(each.weight, -0.05, 0.05)
+        if isinstance(each, nn.Linear):
+            nn.init.xavier_uniform_(each.weight)
+            if each.bias is not None:
+                nn.init.zeros_(each.bias)
+        if isinstance(each, Conditioned):
+            nn.init.zeros_(each.down.weight)

@@ -3,17 +3,19 @@
 Puts modules together; how each works is its own file's business.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from train.batch import Sizes
-from train.blocks import Block, BlockVelocity, Conditioned, initialise
+from train.blocks import Block, BlockVelocity, Conditioned, initialise, initialise_glorot
 from train.config import ModelConfig
 from train.cross import CrossBlock
 from train.evolve import EvolvedBlock, EvolvedStack
 from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
 from train.patches import PatchEmbedding
-from train.runge_kutta import BlockFunction, RungeKuttaStack
+from train.runge_kutta import BlockFunction, RungeKuttaStack, halves
 from train.sets import InducedEmbedding, PointEmbedding, PooledByAttention, SetVelocity
 from train.timed import TimedVelocity
 from train.translator import Translator
@@ -26,6 +28,8 @@ def build_model(config: ModelConfig, sizes: Sizes) -> Stepped:
     model = _FAMILIES[config.family](config, sizes)
     if config.initial == "gpt2":
         initialise(model, config.layers)
+    elif config.initial == "glorot":
+        initialise_glorot(model)
     return model
 
 
@@ -89,16 +93,31 @@ def _translator(c: ModelConfig, sizes: Sizes) -> Stepped:
 
 
 def _pooled(c: ModelConfig, sizes: Sizes) -> PooledHead:
-    return PooledHead(c.width, sizes.classes, c.final_norm == "outside", c.pool, c.dropout)
+    return PooledHead(
+        c.width,
+        sizes.classes,
+        c.final_norm == "outside",
+        c.pool,
+        c.dropout,
+        norm_pooled=c.final_norm == "pooled",
+        layers=c.head_layers,
+    )
 
 
 def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> nn.Module:
     """The depth of a model: one velocity, a stack of blocks, or a chain of velocities."""
     if c.block == "timed":
         return nn.ModuleList(
-            TimedVelocity(c.width, c.heads, c.hidden, c.inner_skip, causal) for _ in range(c.layers)
+            TimedVelocity(c.width, c.heads, c.hidden, c.inner_skip, causal, c.timed_attention)
+            for _ in range(c.layers)
         )
+    if c.depth == "chain":
+        return nn.ModuleList(_blocks(c, causal, memory))
     if c.block == "runge-kutta":
+        if memory and not c.scheme_in_decoder:
+            return RungeKuttaStack(map(BlockFunction, _blocks(c, causal, memory)), "residual")
+        if c.function != "block":
+            return halves(cast(list[Block], _blocks(c, causal, memory)), c.function, c.scheme)
         return RungeKuttaStack(map(BlockFunction, _blocks(c, causal, memory)), c.scheme)
     if c.block == "evolved":
         return EvolvedStack(
@@ -112,6 +131,7 @@ def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> 
                     causal=causal,
                     memory=memory,
                     dropout=c.dropout,
+                    attention_dropout=c.attention_dropout,
                 )
                 for _ in range(c.layers)
             ]
@@ -123,7 +143,18 @@ def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> 
 
 def _blocks(c: ModelConfig, causal: bool, memory: bool) -> list[nn.Module]:
     return [
-        CrossBlock(c.width, c.heads, c.hidden, c.norm, c.dropout, c.activation, c.bias)
+        CrossBlock(
+            c.width,
+            c.heads,
+            c.hidden,
+            c.norm,
+            c.dropout,
+            c.activation,
+            c.bias,
+            c.attention_dropout,
+            c.activation_dropout,
+            c.reach,
+        )
         if memory
         else Block(
             c.width,
@@ -136,6 +167,10 @@ def _blocks(c: ModelConfig, causal: bool, memory: bool) -> list[nn.Module]:
             c.bias,
             c.project,
             c.head_width,
+            c.attention_dropout,
+            c.activation_dropout,
+            c.reach,
+            outer_skip=c.depth != "chain",
         )
         for _ in range(c.layers)
     ]

@@ -28,6 +28,7 @@ from train.recipe_file import recipe_from
 
 RECIPE, TOKENIZER, METRICS = "recipe.json", "tokenizer.json", "metrics.jsonl"
 MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"
+AVERAGED = "averaged"  # a folder of weights, by iteration
 
 
 class RunError(ValueError):
@@ -173,6 +174,37 @@ def save_checkpoint(
     write_atomically(folder / MODEL, save(weights, meta))
 
 
+def keep_for_average(folder: Path, iteration: int, wanted: int) -> None:
+    """Keep the weights just saved beside the run, and those of the last checkpoints before it."""
+    kept = folder / AVERAGED
+    kept.mkdir(exist_ok=True)
+    path = kept / f"{iteration}.safetensors"
+    if not path.is_file():  # of a run that has ended, the newest model is the mean already
+        write_atomically(path, (folder / MODEL).read_bytes())
+    for _, older in _checkpoints(kept)[:-wanted]:
+        older.unlink()
+
+
+def average_checkpoints(folder: Path, wanted: int) -> None:
+    """Make the newest model of a run the mean of its last checkpoints; what resumes stays."""
+    last = _checkpoints(folder / AVERAGED)[-wanted:]
+    weights = load_file(last[-1][1])
+    for _, path in last[:-1]:
+        for name, value in load_file(path).items():
+            if value.is_floating_point():
+                weights[name] = weights[name] + value
+    mean = {
+        name: (value / len(last)).contiguous() if value.is_floating_point() else value
+        for name, value in weights.items()
+    }
+    write_atomically(folder / MODEL, save(mean, {"iteration": str(last[-1][0])}))
+
+
+def _checkpoints(kept: Path) -> list[tuple[int, Path]]:
+    """Iterations and files, the oldest first."""
+    return sorted((int(path.stem), path) for path in kept.glob("[0-9]*.safetensors"))
+
+
 def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> Reached:
     """Restore weights and moments; where to go on."""
     state, iteration = _read(folder / STATE)
@@ -192,8 +224,15 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Set every weight; those that are another one are kept once."""
-    tied = {name: weights[owner] for name, owner in tied_weights(model).items()}
-    model.load_state_dict(weights | tied)
+    owners = tied_weights(model)
+    wanted = set(model.state_dict()) - set(owners)
+    if wanted != set(weights):
+        raise RunError(
+            "these weights are of another form of the model (they differ in "
+            f"{', '.join(sorted(wanted ^ set(weights))[:4])}): a release that wrote it another way "
+            "can still export them; this one must train them again"
+        )
+    model.load_state_dict(weights | {name: weights[owner] for name, owner in owners.items()})
 
 
 def start_from(origin: Path, folder: Path, model: Stepped) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+_SINGLE_STEP = ("residual", "rk2", "rk2-gamma1", "rk2-learned", "rk4")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LONGEST_PARITY = 16
 MOST_THREADS = 1024  # far more of them crash the libraries below torch
@@ -25,6 +26,7 @@ Scheme = Literal[
     "dlcl",
     "polynet",
 ]
+Function = Literal["block", "attention", "feedforward", "halves"]
 
 
 class RecipeError(ValueError):
@@ -81,25 +83,34 @@ class ModelConfig:
     window: int = 128  # tokens, or points
     target_window: int = 128  # translator: tokens of an answer
     norm: Literal["pre", "post", "none"] = "pre"
-    final_norm: Literal["inside", "outside", "none"] = "outside"
+    # Inside the velocity, before the head, after pooling, or nowhere.
+    final_norm: Literal["inside", "outside", "pooled", "none"] = "outside"
     positions: Literal["learned", "sinusoidal"] = "learned"
-    activation: Literal["gelu", "relu"] = "gelu"
+    reach: int = 0  # relative positions up to this distance, in self-attention; 0 has none
+    activation: Literal["gelu", "gelu-exact", "relu"] = "gelu"
     project: bool = True  # whether attention ends in a linear layer
     head_width: int = 0  # encoder and image: of each head; 0 is width / heads
-    initial: Literal["gpt2", "torch"] = "gpt2"  # first weights: N(0, 0.02), or torch's own
+    # First weights: N(0, 0.02), torch's own, or Glorot's uniform ones.
+    initial: Literal["gpt2", "torch", "glorot"] = "gpt2"
     bias: bool = True  # of the linear layers and norms of the blocks
     tied: bool = False  # decoder: the head reads out with the weights of the token embedding
     pool: Literal["mean", "max", "first"] = "mean"
+    head_layers: int = 0  # encoder and image: layers as wide as the model before the output layer
     conditioned: bool = False  # the velocity sees the size of the step
     dropout: float = 0.0
     embed_dropout: float = 0.0
+    attention_dropout: float = 0.0  # of attention's shares; evolved blocks: of queries and keys
+    activation_dropout: float = 0.0  # of what the activation of a feed-forward gives
     T: float = 1.0
     patch: int = 7  # image: side of a patch
     inducing: int = 16  # set: inducing points of a block
     scheme: Scheme = "residual"  # of runge-kutta blocks
+    function: Function = "block"  # what the scheme takes for F: a block, a half of it, or each half
+    scheme_in_decoder: bool = True  # translator: or residual blocks there
     evolve: int = 6  # evolved: depth of a block
     feedforward: Literal["full", "random"] = "full"  # of evolved blocks
     inner_skip: bool = True  # of timed blocks
+    timed_attention: bool = False  # of timed blocks: attention knows the time too
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,8 @@ class OptimConfig:
     lr: float = 1e-3
     final_lr: float = 0.05  # of lr, at the end of the cosine
     warmup: int = 100
-    schedule: Literal["cosine", "drops"] = "cosine"
+    # inverse-sqrt: lr is the rate after warm-up; then it falls as 1 / sqrt(iteration).
+    schedule: Literal["cosine", "drops", "inverse-sqrt"] = "cosine"
     drops: tuple[float, ...] = ()  # shares of the training after each of which lr falls tenfold
     beta2: float = 0.99
     weight_decay: float = 0.1
@@ -137,6 +149,7 @@ class OptimConfig:
     transport: float = 0.1  # lambda, the weight of the transport cost
     penalty: Literal["transport", "curvature"] = "transport"  # what lambda weighs
     smoothing: float = 0.0  # label smoothing
+    average: int = 0  # the model that a run leaves is the mean of so many last checkpoints
     token_dropout: float = 0.0  # share of input tokens hidden from a classifier
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -209,6 +222,33 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "model.T must be above 0": model.T > 0,
         "model.dropout and embed_dropout must be in [0, 1)": 0 <= model.dropout < 1
         and 0 <= model.embed_dropout < 1,
+        "model.attention_dropout and activation_dropout must be in [0, 1)": (
+            0 <= model.attention_dropout < 1 and 0 <= model.activation_dropout < 1
+        ),
+        "model.reach must not be negative, and 0 but for encoders and translators of blocks with "
+        "a projection": model.reach == 0
+        or (
+            model.reach > 0
+            and family in ("encoder", "translator")
+            and model.block in ("transformer", "runge-kutta")
+            and model.project
+            and not model.head_width
+        ),
+        'model.final_norm "pooled" and head_layers need model.family "encoder" or "image"': (
+            family in ("encoder", "image")
+            or (model.final_norm != "pooled" and not model.head_layers)
+        ),
+        "model.head_layers must not be negative": model.head_layers >= 0,
+        'model.function needs model.block "runge-kutta", hidden units, and a scheme that does not '
+        "look back": model.function == "block"
+        or (
+            model.block == "runge-kutta"
+            and model.hidden > 0
+            and (model.function == "halves" or model.scheme in _SINGLE_STEP)
+        ),
+        'model.function needs model.scheme_in_decoder "false" for a translator': (
+            model.function == "block" or family != "translator" or not model.scheme_in_decoder
+        ),
         f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family,
         f'model.depth must be "{depth}" for model.block "{model.block}"': depth
         in (None, model.depth),
@@ -236,8 +276,10 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
 def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> dict[str, bool]:
     adaptive = steps.solver == "adaptive"
     return {
-        'model.depth "chain" needs model.block "timed"': model.depth != "chain"
-        or model.block == "timed",
+        'model.depth "chain" needs model.block "timed", or "transformer" but for sets and '
+        "translators": model.depth != "chain"
+        or model.block == "timed"
+        or (model.block == "transformer" and model.family not in ("set", "translator")),
         'model.conditioned needs model.depth "ode"': not model.conditioned or model.depth == "ode",
         'steps.jump needs model.depth "ode" and steps.solver "fixed"': not steps.jump
         or (model.depth == "ode" and not adaptive),
@@ -249,7 +291,10 @@ def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> 
         or model.family == "encoder",
         # The solver takes noise for curvature, and its steps become as small as they can.
         'steps.solver "adaptive" needs model.dropout 0 and optim.precision "fp32"': not adaptive
-        or (model.dropout == 0 and optim.precision == "fp32"),
+        or (
+            model.dropout == model.attention_dropout == model.activation_dropout == 0
+            and optim.precision == "fp32"
+        ),
     }
 
 
@@ -284,6 +329,7 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         f"run.threads must be from 1 to {MOST_THREADS}, or 0 for as many as torch picks": (
             0 <= run.threads <= MOST_THREADS
         ),
+        "optim.average must not be negative": optim.average >= 0,
         "run.checkpoint_every, evaluate_every and evaluate_batches must be at least 1": min(
             run.checkpoint_every, run.evaluate_every, run.evaluate_batches
         )

@@ -7,7 +7,7 @@ where a memory comes from.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.blocks import Activation, Attention, FeedForward, Norm
+from train.blocks import Activation, Attention, FeedForward, Norm, RelativeAttention
 
 
 class CrossAttention(nn.Module):
@@ -53,6 +53,9 @@ class CrossBlock(nn.Module):
         dropout: float = 0.0,
         activation: Activation = "gelu",
         bias: bool = True,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        reach: int = 0,
     ) -> None:
         super().__init__()
 
@@ -60,14 +63,18 @@ class CrossBlock(nn.Module):
             return nn.Identity() if norm == "none" else nn.LayerNorm(width, bias=bias)
 
         self.norm = norm
-        self.attention = Attention(width, heads, causal=True, bias=bias)
+        self.attention: Attention | RelativeAttention
+        if reach:
+            self.attention = RelativeAttention(width, heads, True, reach, attention_dropout, bias)
+        else:
+            self.attention = Attention(width, heads, True, attention_dropout, bias)
         self.norm1 = new_norm()
-        self.cross_attention = CrossAttention(width, heads, bias=bias)
+        self.cross_attention = CrossAttention(width, heads, attention_dropout, bias)
         self.norm2 = new_norm()
         self.drop = nn.Dropout(dropout)
         self.feedforward: FeedForward | None = None
         if hidden:
-            self.feedforward = FeedForward(width, hidden, activation, bias)
+            self.feedforward = FeedForward(width, hidden, activation, bias, activation_dropout)
             self.norm3 = new_norm()
 
     def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None = None) -> Tensor:

@@ -125,6 +125,7 @@ class _Evaluation:
         self.tolerance = config.tolerance if config.solver == ADAPTIVE else None
         self.ways: dict[tuple[str, int | None], _Way] = {}
         self.jumps: dict[str, dict[int, _Share]] = {}
+        self.positions = 1  # the most of any batch
         self.spent: dict[int, tuple[int, int]] = {}  # by length: rows, evaluations of all rows
 
     def add(self, batch: Batch) -> None:
@@ -154,7 +155,7 @@ class _Evaluation:
             Spent(length, rows, evaluations / rows)
             for length, (rows, evaluations) in sorted(self.spent.items())
         )
-        stable = stability(self.model, self.recipe.optim.transport)
+        stable = stability(self.model, self.recipe.optim.transport, self.positions)
         name, discrete = self.recipe.name, self.model.discrete
         return Report(name, self.full, discrete, rows, jumps, stable, lengths)
 
@@ -167,6 +168,7 @@ class _Evaluation:
             method="euler" if count is None else method,
             observe=trail,
         )
+        self.positions = max(self.positions, output.legs[-1].end.shape[1])
         return output, trail
 
     def _way(self, method: str, count: int | None) -> "_Way":

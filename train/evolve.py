@@ -1,8 +1,16 @@
 """Blocks whose attention is computed once, from their input, and then evolved over their depth.
 
-Queries and keys read the input of the block with a vector of time beside it. The products split
-into those of input with input, computed once, and those with time, cheap at every depth. There is
-no value projection. Time runs from 1 to the depth of the block, in layers.
+Queries and keys would read the input of the block with a vector of time T beside it; their products
+split into four terms, of which only T is new at every depth:
+
+    logits[i, j] = Q[i] K[j] / sqrt(E)  +  A1[j] T  +  A2[i] T  +  A3 (T * T)
+
+with A1 = K W for the columns W of the query's weights that read time. Q and K are split into heads
+of width E for the first term. A1, A2 and A3 are of all of Q and K, have as many entries as T, and
+are split into heads themselves, as in the released code: head h has its slice of A1 and of T. A2
+and A3 add the same to a whole row, which the softmax takes away again; so they are not computed,
+and the columns of the key's weights that read time learn nothing. They are kept for the published
+numbers of parameters. There is no value projection. Time runs from 1 to the depth, in layers.
 
 A block is called block(x, mask), or block(x, memory, memory_mask) where it attends to a memory.
 """
@@ -22,16 +30,17 @@ class Origin(NamedTuple):
     """What the input of a block fixes for all its depths."""
 
     logits: Tensor  # (B, H, N, M): products of queries and keys, less where there is no attention
-    query: Tensor  # (B, H, N, E)
-    key: Tensor  # (B, H, M, E)
+    columns: Tensor  # (B, H, M, T/H): what time adds to each column
 
 
 class EvolvingLogits(nn.Module):
-    """Attention logits between two inputs as a function of depth."""
+    """Attention logits between two inputs as a function of depth, but for what rows share."""
 
     waves: Tensor
 
-    def __init__(self, width: int, heads: int, depth: int, time_width: int = 0) -> None:
+    def __init__(
+        self, width: int, heads: int, depth: int, time_width: int = 0, dropout: float = 0.0
+    ) -> None:
         """`time_width` is of each head; 0 makes it as wide as the head."""
         super().__init__()
         times = heads * (time_width or width // heads)
@@ -43,56 +52,35 @@ class EvolvingLogits(nn.Module):
         self.query = nn.Linear(width + times, width + times, bias=False)
         self.key = nn.Linear(width + times, width + times, bias=False)
         limit = math.sqrt(6 / heads)
-        self.scales = nn.ParameterList(
+        self.wave_scales = nn.ParameterList(
             torch.empty(times).uniform_(-limit, limit) for _ in range(depth)
         )
         angles = torch.arange(1, depth + 1)[:, None] * torch.arange(times // 2) * (math.pi / 64)
         waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # (depth, times)
         self.register_buffer("waves", waves, persistent=False)
+        self.drop = nn.Dropout(dropout)  # of queries and keys
 
     def begin(self, x: Tensor, y: Tensor, allowed: Tensor | None) -> Origin:
         """From inputs x (B, N, D) and y (B, M, D), with attention where it is allowed."""
-        query = self._heads(x @ self.query.weight[:, : self.width].T)  # (B, H, N, E)
-        key = self._heads(y @ self.key.weight[:, : self.width].T)  # (B, H, M, E)
-        logits = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        query = self.drop(x @ self.query.weight[:, : self.width].T)  # (B, N, D + T)
+        key = self.drop(y @ self.key.weight[:, : self.width].T)  # (B, M, D + T)
+        queries, keys = self._heads(query), self._heads(key)  # (B, H, N or M, E)
+        logits = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         if allowed is not None:
             # Finite, so that a row which may attend to nothing gives no NaN.
             logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min / 2)
-        return Origin(logits, query, key)
+        columns = self._heads(key @ self.query.weight[:, self.width :])  # (B, H, M, T/H)
+        return Origin(logits, columns)
 
-    def evolve(self, origin: Origin, layer: int, rows: bool = True) -> Tensor:
-        """The logits (B, H, N, M) at a layer, from 0.
-
-        Without `rows` they lack the terms that are the same along a row: softmax cannot see them,
-        and they cost another pass over the logits.
-        """
-        time = self.time(layer)
-        query = (self.query.weight[:, self.width :] @ time).view(self.heads, -1, 1)  # (H, E, 1)
-        scale = 1 / math.sqrt(query.shape[1])
-        column: Tensor = origin.key @ query  # (B, H, M, 1)
-        logits = origin.logits + scale * column.transpose(-1, -2)
-        if not rows:
-            return logits
-        key = (self.key.weight[:, self.width :] @ time).view(self.heads, -1, 1)  # (H, E, 1)
-        row: Tensor = origin.query @ key + (query * key).sum(1, keepdim=True)  # (B, H, N, 1)
-        return logits + scale * row
-
-    def direct(self, x: Tensor, y: Tensor, layer: int) -> Tensor:
-        """The same logits, unmasked, as products of queries and keys of the augmented inputs."""
-        time = self.time(layer)
-        query = self._heads(self.query(_beside(x, time)))
-        key = self._heads(self.key(_beside(y, time)))
-        logits: Tensor = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-        return logits
-
-    def time(self, layer: int) -> Tensor:
-        """The vector of time at a layer: sines and cosines, each with a learned scale."""
-        time: Tensor = self.scales[layer] * self.waves[layer]
-        return time
+    def evolve(self, origin: Origin, layer: int) -> Tensor:
+        """The logits (B, H, N, M) at a layer, from 0."""
+        time = (self.wave_scales[layer] * self.waves[layer]).view(self.heads, -1, 1)  # (H, T/H, 1)
+        column: Tensor = origin.columns @ time  # (B, H, M, 1)
+        return origin.logits + column.transpose(-1, -2)
 
     def _heads(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
-        return x.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, E)
+        return x.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
 
 
 class EvolvedAttention(nn.Module):
@@ -149,11 +137,16 @@ class EvolvedBlock(nn.Module):
         causal: bool = False,
         memory: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.causal = causal
-        self.logits = EvolvingLogits(width, heads, depth, time_width)
-        self.across = EvolvingLogits(width, heads, depth, time_width) if memory else None
+
+        def new_logits() -> EvolvingLogits:
+            return EvolvingLogits(width, heads, depth, time_width, attention_dropout)
+
+        self.logits = new_logits()
+        self.across = new_logits() if memory else None
         self.layers = nn.ModuleList(
             EvolvedLayer(
                 width,
@@ -172,16 +165,13 @@ class EvolvedBlock(nn.Module):
         if self.across is None:
             own = self.logits.begin(x, x, self._allowed(x, *context))
             for i, layer in enumerate(self.layers):
-                x = layer(x, self.logits.evolve(own, i, rows=False))
+                x = layer(x, self.logits.evolve(own, i))
         else:
             memory, *masks = context
             own = self.logits.begin(x, x, self._allowed(x))
             across = self.across.begin(x, memory, masks[0][:, None, None, :] if masks else None)
             for i, layer in enumerate(self.layers):
-                logits = (
-                    self.logits.evolve(own, i, rows=False),
-                    self.across.evolve(across, i, rows=False),
-                )
+                logits = self.logits.evolve(own, i), self.across.evolve(across, i)
                 x = layer(x, *logits, memory)
         out: Tensor = self.norm(x)
         return out
@@ -207,7 +197,3 @@ class EvolvedStack(nn.Module):
         for block in self.blocks:
             x = block(x, *context)
         return x
-
-
-def _beside(x: Tensor, time: Tensor) -> Tensor:
-    return torch.cat([x, time.expand(*x.shape[:2], -1)], dim=-1)  # (B, N, D + T)

@@ -20,8 +20,10 @@ from train.batch import Batch, Dataset
 from train.checkpoint import (
     STATE,
     Reached,
+    average_checkpoints,
     check_resumable,
     check_same_data,
+    keep_for_average,
     load_checkpoint,
     load_teacher,
     lock_run,
@@ -125,9 +127,15 @@ def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(iteration: int, recipe: Recipe) -> float:
-    """Linear warm-up times a cosine down to final_lr * lr, or tenfold drops, over the cost."""
+    """Linear warm-up times a cosine down to final_lr * lr, or tenfold drops, over the cost.
+
+    Or times the inverse square root of the iteration, which is 1 where the warm-up ends.
+    """
     config = recipe.optim
     warm = min(1.0, (iteration + 1) / config.warmup) if config.warmup else 1.0
+    if config.schedule == "inverse-sqrt":
+        first = max(1, config.warmup)
+        return warm * config.lr * min(1.0, math.sqrt(first / (iteration + 1)))
     done = progress(iteration, config.iterations, steps_of(recipe))
     if config.schedule == "drops":
         return warm * config.lr * 0.1 ** sum(done >= drop for drop in config.drops)
@@ -159,6 +167,8 @@ class Loop:
         recipe, optim = self.recipe, self.recipe.optim
         first, self.evaluations = reached
         self.saved = first
+        if self.devices.main and first:
+            self._keep(first)  # it may have been killed before it did
         self.model.train()
         cpu = time.process_time()
         bar = tqdm(
@@ -190,6 +200,8 @@ class Loop:
                     if self.devices.main:
                         print(f"stopped after iteration {done}; the same command goes on there")
                     raise KeyboardInterrupt
+        if optim.average and self.devices.main:
+            average_checkpoints(self.folder, optim.average)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """One optimiser step; what to log of it."""
@@ -229,6 +241,7 @@ class Loop:
             "loss": round(total, 5),
             "cost": round(cost, 6),
             "lr": rate,
+            "gradient_norm": round(norm, 5),
             "tokens_per_s": round(self.devices.processes * tokens / spent_s),
         }
 
@@ -267,7 +280,14 @@ class Loop:
         if self.devices.main:
             reached = Reached(iteration, self.evaluations)
             save_checkpoint(self.folder, self.model, self.optimiser, reached)
+            self._keep(iteration)
         self.saved = iteration
+
+    def _keep(self, iteration: int) -> None:
+        """Keep the weights of a checkpoint for the mean, but not those of an interruption."""
+        optim, every = self.recipe.optim, self.recipe.run.checkpoint_every
+        if optim.average and (iteration % every == 0 or iteration == optim.iterations):
+            keep_for_average(self.folder, iteration, optim.average)
 
     def _diverged(self, iteration: int, loss: float, norm: float) -> str:
         return (

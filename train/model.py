@@ -64,12 +64,27 @@ class TokenHead(nn.Module):
 
 
 class PooledHead(nn.Module):
-    """Class logits from the mean, the maximum or the first of the positions that exist."""
+    """Class logits from the mean, the maximum or the first of the positions that exist.
 
-    def __init__(self, width: int, classes: int, norm: bool, pool: str, dropout: float) -> None:
+    With `norm` every position is normalised before, with `norm_pooled` what was pooled is. There
+    may be layers as wide as the model, each with a ReLU, before the one that reads out.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        norm: bool,
+        pool: str,
+        dropout: float,
+        norm_pooled: bool = False,
+        layers: int = 0,
+    ) -> None:
         super().__init__()
         self.pool = pool
         self.norm: nn.Module = nn.LayerNorm(width) if norm else nn.Identity()
+        self.norm_pooled: nn.Module = nn.LayerNorm(width) if norm_pooled else nn.Identity()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.drop = nn.Dropout(dropout)
         self.linear = nn.Linear(width, classes)
 
@@ -85,6 +100,9 @@ class PooledHead(nn.Module):
                 pooled = (x * present - (1 - present) * 1e4).amax(1)
             else:
                 pooled = (x * present).sum(1) / present.sum(1)
+        pooled = self.norm_pooled(pooled)
+        for layer in self.layers:
+            pooled = layer(pooled).relu()
         logits: Tensor = self.linear(self.drop(pooled))  # (B, classes)
         return logits
 

@@ -17,14 +17,16 @@ What is learned starts where the scheme is the plain sum of all F.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from train.config import Scheme
+from train.blocks import Block
+from train.config import Function, Scheme
 from train.ode import METHODS
 
+HALVES: tuple[Literal["attention", "feedforward"], ...] = ("attention", "feedforward")
 TABLEAUX = {
     "residual": METHODS["euler"],
     "rk2": METHODS["heun"],
@@ -49,39 +51,82 @@ class BlockFunction(nn.Module):
         return out
 
 
-class RungeKuttaStack(nn.Module):
-    """The functions of a stack, one a block, under one scheme."""
+class HalfFunction(nn.Module):
+    """F of one half of a block alone: of its attention, or of its feed-forward, less y."""
 
-    def __init__(self, functions: Iterable[nn.Module], scheme: Scheme) -> None:
+    def __init__(self, block: Block, half: Literal["attention", "feedforward"]) -> None:
+        super().__init__()
+        self.block, self.of = block, half
+
+    def forward(self, y: Tensor, *context: Tensor) -> Tensor:
+        if self.of == "attention":
+            return self.block.attend(y, *context) - y
+        return self.block.feed(y) - y
+
+
+def halves(blocks: Iterable[Block], which: Function, scheme: Scheme) -> "RungeKuttaStack":
+    """Both halves of each block as functions of their own; only `which` of them under the scheme.
+
+    Figure 4 of the paper: F as attention, as feed-forward, or as each of the two ("halves").
+    """
+    functions: list[nn.Module] = []
+    plain = set()
+    for block in blocks:
+        for half in HALVES:
+            if which not in (half, "halves"):
+                plain.add(len(functions))
+            functions.append(HalfFunction(block, half))
+    return RungeKuttaStack(functions, scheme, frozenset(plain))
+
+
+class RungeKuttaStack(nn.Module):
+    """Functions one after another under one scheme; those numbered `plain` are y + F(y)."""
+
+    def __init__(
+        self,
+        functions: Iterable[nn.Module],
+        scheme: Scheme,
+        plain: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__()
         if scheme not in get_args(Scheme):
             raise ValueError(
                 f"unknown scheme {scheme!r}; choose one of {', '.join(get_args(Scheme))}"
             )
-        self.functions, self.scheme = nn.ModuleList(functions), scheme
+        if plain and scheme not in TABLEAUX:
+            raise ValueError(
+                f"scheme {scheme} is of whole blocks: it looks back on what came before"
+            )
+        self.functions, self.scheme, self.plain = nn.ModuleList(functions), scheme, plain
         self.weights = nn.ParameterList(
-            torch.ones(count) for count in _learned(scheme, len(self.functions))
+            torch.ones(count) for count in _learned(scheme, len(self.functions) - len(plain))
         )
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
         states, changes = [x], list[Tensor]()
+        learned = iter(self.weights)
         for i, function in enumerate(self.functions):
             y = states[-1]
-            if self.scheme in TABLEAUX:
-                y = self._runge_kutta(i, y, context)
+            if i in self.plain:
+                y = y + function(y, *context)
+            elif self.scheme in TABLEAUX:
+                weights = next(learned) if self.scheme == "rk2-learned" else None
+                y = self._runge_kutta(function, y, weights, context)
             else:
                 changes.append(function(y, *context))
                 y = self._combine(i, states, changes, context)
             states.append(y)
         return states[-1]
 
-    def _runge_kutta(self, i: int, y: Tensor, context: tuple[Tensor, ...]) -> Tensor:
+    def _runge_kutta(
+        self, function: nn.Module, y: Tensor, weights: Tensor | None, context: tuple[Tensor, ...]
+    ) -> Tensor:
         table = TABLEAUX[self.scheme]
         stages: list[Tensor] = []
         for row in table.a:
-            stages.append(self.functions[i](_add(y, row, stages), *context))
-        if self.scheme == "rk2-learned":
-            return _add(y, self.weights[i].unbind(), stages)
+            stages.append(function(_add(y, row, stages), *context))
+        if weights is not None:
+            return _add(y, weights.unbind(), stages)
         return _add(y, (1.0, 1.0) if self.scheme == "rk2-gamma1" else table.b, stages)
 
     def _combine(

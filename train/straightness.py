@@ -61,7 +61,7 @@ class Stability:
     strict_ratio: float  # the same with lambda in the norms of the theorem
 
 
-def stability(model: Stepped, transport: float) -> Stability:
+def stability(model: Stepped, transport: float, positions: int = 1) -> Stability:
     """Theorem 2, "Stable Forward Propagation", of the journal version of OT-Transformer.
 
     It assumes lambda > T L^2, with T the terminal time and L the 2-operator norm of the weights of
@@ -71,12 +71,17 @@ def stability(model: Stepped, transport: float) -> Stability:
     There the cost is lambda/2 times sums of squares, here (as in the code released with it) lambda
     times their mean over N positions and D channels. Where the task is a mean over positions too,
     or the head reads their mean, N cancels and lambda means 2 lambda / D in the theorem: the strict
-    ratio. A norm before the output weights is outside the theorem, and is not counted.
+    ratio. A head that reads one position of N, the first or in each channel the largest, has
+    outputs that move as far as that one position does: there lambda means 2 lambda / (N D), with
+    the `positions` that were measured, the most of any batch. A norm before the output weights is
+    outside the theorem, and is not counted, nor are layers before them.
     """
     weights = output_weights(model.head)
     norm = float(torch.linalg.matrix_norm(weights.detach().float(), 2))
     threshold = model.T * norm**2
-    strict = 2 * transport / weights.shape[1]
+    pool = getattr(model.head, "pool", None)
+    read = positions if pool in ("first", "max") else 1
+    strict = 2 * transport / (weights.shape[1] * read)
     return Stability(transport, norm**2, threshold, transport / threshold, strict / threshold)
 
 

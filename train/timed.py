@@ -2,8 +2,8 @@
 
     f(x, t) = FFN_t(a x + attention(x)),   every affine layer of FFN_t being A x + b + c t
 
-Attention does not depend on time, and there is neither norm nor dropout. Which times it is asked
-at, and how many such velocities follow each other, is not known here.
+There is neither norm nor dropout. Attention depends on time in the same way, or not at all. Which
+times it is asked at, and how many such velocities follow each other, is not known here.
 """
 
 from typing import Any
@@ -29,22 +29,53 @@ class TimedLinear(nn.Module):
         return out
 
 
+class TimedAttention(nn.Module):
+    """Attention whose affine layers, of queries, keys, values and the output, know the time."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = TimedLinear(width, 3 * width), TimedLinear(width, width)
+
+    def forward(self, x: Tensor, t: float | Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = (
+            part.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
+            for part in self.qkv(x, t).chunk(3, dim=-1)
+        )
+        allowed = None if mask is None else mask[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=self.causal)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2), t)  # (B, N, D)
+        return out
+
+
 class TimedVelocity(nn.Module):
-    """One block; `inner_skip` is whether a = 1 rather than 0."""
+    """One block; `inner_skip` is whether a = 1, `timed_attention` whether attention knows t."""
 
     timed = True
 
     def __init__(
-        self, width: int, heads: int, hidden: int, inner_skip: bool, causal: bool = False
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        inner_skip: bool,
+        causal: bool = False,
+        timed_attention: bool = False,
     ) -> None:
         super().__init__()
-        self.inner_skip = inner_skip
-        self.attention = Attention(width, heads, causal)
+        self.inner_skip, self.timed_attention = inner_skip, timed_attention
+        self.attention: nn.Module = (
+            TimedAttention(width, heads, causal)
+            if timed_attention
+            else Attention(width, heads, causal)
+        )
         self.up, self.down = TimedLinear(width, hidden), TimedLinear(hidden, width)
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         *context, t, _ = rest  # the velocity does not depend on the size of the step
-        y = self.attention(x, *context)  # (B, N, D)
+        time = (t,) if self.timed_attention else ()
+        y = self.attention(x, *time, *context)  # (B, N, D)
         y = x + y if self.inner_skip else y
         out: Tensor = self.down(F.relu(self.up(y, t)), t)
         return out

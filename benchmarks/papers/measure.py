@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.machine import command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
+from train.bleu import bleu_of, open_translator
 from train.checkpoint import METRICS, RunError, load_run
 from train.evaluate import Report, evaluate_run, methods_named
 
@@ -31,10 +32,27 @@ def main(arguments: Sequence[str]) -> int:
         report = evaluate_run(run, counts, methods, parsed.data)
         command = command_line("benchmarks.papers.measure", arguments)
         one = measured(run, parsed.group, report, command)
+        if parsed.bleu:
+            one = with_bleu(one, run, counts, parsed.data, parsed.beams, parsed.length_penalty)
         print(one.write(parsed.results))
         for point in one.points:
             print(f"  {point.method:>8} {point.steps or '':>3} {point.metric} {point.value:.4f}")
     return 0
+
+
+def with_bleu(
+    one: Measured, folder: Path, counts: list[int], data: str, beams: int, alpha: float
+) -> Measured:
+    """The record with corpus BLEU of the test split, at each step count."""
+    run, dataset = open_translator(folder, data)
+    method = run.recipe.steps.method
+    scores, signature = {}, ""
+    for count in [1] if run.model.discrete else counts:
+        found = bleu_of(run, dataset, count, method, beams, alpha=alpha)
+        scores[str(count)] = found.score
+        signature = f"{found.signature}, beams {beams}, length penalty {alpha:g}"
+        print(f"  BLEU at {count}: {found.score:.2f}")
+    return dataclasses.replace(one, bleu=scores, bleu_signature=signature)
 
 
 def _check_ended(folder: Path) -> None:
@@ -115,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     made.add_argument("--steps", default="1,2,4,8", help="step counts (default 1,2,4,8)")
     made.add_argument("--methods", help="`all`, or methods separated by commas")
+    made.add_argument("--bleu", action="store_true", help="translators: BLEU as well")
+    made.add_argument("--beams", type=int, default=4, help="of --bleu (default 4)")
+    made.add_argument("--length-penalty", type=float, default=0.6, help="of --bleu (default 0.6)")
     made.add_argument("--results", type=Path, default=FOLDER, help="where to keep it")
     return made
 

@@ -5,7 +5,7 @@ Knows files and their form; not how anything was trained or is shown.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,6 +63,8 @@ class Measured:
     commit: str
     date: str
     machine: Machine
+    bleu: Mapping[str, float] = field(default_factory=dict)  # by steps, of translators
+    bleu_signature: str = ""
 
     def write(self, folder: Path = FOLDER) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

@@ -63,13 +63,31 @@ FAMILIES: dict[str, tuple[Make, list[str], tuple[str, str, str, tuple[int, ...]]
     ),
     "evolved encoder": (
         label_recipe,
-        [*EVOLVED, "model.feedforward=random"],
+        [*EVOLVED, "model.feedforward=random", "model.final_norm=pooled", "model.head_layers=1"],
         ("classify", "fixed", "none", (1,)),
     ),
     "chain of timed ODEs": (
         label_recipe,
         ["model.block=timed", "model.depth=chain", "model.layers=2", "steps.method=midpoint"],
         ("classify", "chain", "none", (4, 12)),
+    ),
+    "chain of ODEs whose attention knows the time": (
+        label_recipe,
+        ["model.block=timed", "model.depth=chain", "model.layers=2", "model.timed_attention=true"],
+        ("classify", "chain", "none", (2, 6)),
+    ),
+    "chain of plain blocks": (
+        label_recipe,
+        ["model.depth=chain", "model.layers=2", "model.activation=gelu-exact"],
+        ("classify", "chain", "none", (2, 6)),
+    ),
+    "Runge-Kutta translator with relative positions, in its encoder's halves": (
+        tiny_pair_recipe,
+        [
+            *(*RUNGE_KUTTA, "model.scheme=rk2-learned", "model.scheme_in_decoder=false"),
+            *("model.reach=3", "model.function=feedforward"),
+        ],
+        ("translate", "fixed", "none", (2,)),
     ),
     "image": (
         tiny_image_recipe,

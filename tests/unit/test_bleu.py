@@ -44,6 +44,19 @@ def test_answers_keep_the_order_of_their_sources(
     assert len(set(together)) > 1
 
 
+def test_a_length_penalty_decides_between_short_and_long_answers(
+    translator: tuple[Run, PairDataset], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [source for source, _ in translator[1].references[:12]]
+    lengths = [
+        sum(len(answer) for answer in translate(*translator, sources, 1, "euler", 3, alpha))
+        for alpha in (0.0, 3.0)
+    ]
+    assert lengths[0] < lengths[1]  # without a penalty of length, short answers are the likeliest
+    assert main(["evaluate", "nowhere", "--bleu", "--length-penalty", "0.6"]) == 2
+    assert "--length-penalty 0.6 is for several --beams" in capsys.readouterr().err
+
+
 def test_bleu_is_what_sacrebleu_says_of_the_answers(
     translator: tuple[Run, PairDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Evolved attention against the direct product, and the blocks made of it."""
 
+import math
 from typing import Literal
 
 import pytest
@@ -21,20 +22,68 @@ def evolved(
     return EvolvedBlock(WIDTH, HEADS, depth, HIDDEN, feedforward, causal=causal, memory=memory)
 
 
+def published(
+    logits: EvolvingLogits, x: Tensor, y: Tensor, layer: int, unit: float = math.pi / 64
+) -> Tensor:
+    """The probabilities (B, H, N, M) of the published formula, head by head, all four terms."""
+    D, H = logits.width, logits.heads
+    w_query, w_key = logits.query.weight.T, logits.key.weight.T  # (D + T, D + T): x @ w
+    times = w_query.shape[0] - D
+    x_angle = (layer + 1) * unit
+    waves = [math.sin(p * x_angle) for p in range(times // 2)]
+    waves += [math.cos(p * x_angle) for p in range(times // 2)]
+    time = logits.wave_scales[layer] * torch.tensor(waves, dtype=x.dtype)  # (T,)
+    query, key = x @ w_query[:D], y @ w_key[:D]  # (B, N, D + T)
+    a1 = key @ w_query[D:].T  # (B, M, T)
+    a2 = query @ w_key[D:].T  # (B, N, T)
+    a3 = (w_query[D:] * w_key[D:]).sum(1)  # (T,)
+    heads = []
+    for h in range(H):
+        E, own = (D + times) // H, slice(h * times // H, (h + 1) * times // H)
+        part = slice(h * E, (h + 1) * E)
+        a0 = query[..., part] @ key[..., part].transpose(1, 2) / E**0.5
+        column = (a1[..., own] @ time[own])[:, None, :]
+        row = (a2[..., own] @ time[own])[:, :, None]
+        heads.append(a0 + column + row + a3[own] @ time[own] ** 2)
+    return torch.stack(heads, 1).softmax(-1)
+
+
 @pytest.mark.parametrize("time_width", [0, 3])
-def test_evolved_logits_are_the_products_of_augmented_queries_and_keys(time_width: int) -> None:
+def test_attention_is_that_of_the_published_formula_at_every_depth(time_width: int) -> None:
     torch.manual_seed(0)
     logits = EvolvingLogits(WIDTH, HEADS, 6, time_width).double()
     x, y = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 7, WIDTH).double()
     origin = logits.begin(x, y, None)
-    seen = []
+    seen = [logits.evolve(origin, layer).softmax(-1) for layer in range(6)]
     for layer in range(6):
-        whole, direct = logits.evolve(origin, layer), logits.direct(x, y, layer)
-        torch.testing.assert_close(whole, direct)
-        seen.append(direct.softmax(-1))
-        # What a row has in common is lost on softmax.
-        torch.testing.assert_close(logits.evolve(origin, layer, rows=False).softmax(-1), seen[-1])
-    assert not torch.allclose(seen[0], seen[5])
+        expected = published(logits, x, y, layer)
+        torch.testing.assert_close(seen[layer], expected, atol=1e-8, rtol=0)
+        other = published(logits, x, y, layer, unit=math.pi / 32)
+        assert float((seen[layer] - other).detach().abs().max()) > 0.001
+    assert float((seen[0] - seen[5]).detach().abs().max()) > 0.05
+
+
+def test_the_numbers_of_two_heads_are_those_worked_out_by_hand() -> None:
+    """Width 2, two heads, one wave each: T(1) = w * (sin 0, cos 0) = (0, 2) with w = (5, 2).
+
+    Rows of the weights are what a product gives, columns what it reads: two of x, two of T.
+    """
+    logits = EvolvingLogits(2, 2, 1).double()
+    with torch.no_grad():
+        logits.query.weight.copy_(
+            torch.tensor([[1, 0, 7, 1], [0, 1, 7, 0], [1, 1, 7, 3], [0, 0, 7, -1]])
+        )
+        logits.key.weight.copy_(
+            torch.tensor([[1, 0, 3, 3], [2, 0, 3, 3], [0, 1, 3, 3], [0, 1, 3, 3]])
+        )
+        logits.wave_scales[0].copy_(torch.tensor([5.0, 2.0]))
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]).double()
+    # Q = [1 0 1 0], [0 1 1 0]; K = [1 2 0 0], [0 0 1 1]; A1 of the second wave: K (1, 0, 3, -1).
+    head0 = torch.tensor([[1 / 2**0.5, 0.0], [2 / 2**0.5, 0.0]])  # its slice of T is 0
+    head1 = torch.tensor([[0.0, 1 / 2**0.5], [0.0, 1 / 2**0.5]]) + 2 * torch.tensor([1.0, 2.0])
+    expected = torch.stack([head0, head1])[None].double()
+    found = logits.evolve(logits.begin(x, x, None), 0)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_first_layer_of_a_block_is_what_its_formula_says() -> None:
@@ -42,13 +91,25 @@ def test_the_first_layer_of_a_block_is_what_its_formula_says() -> None:
     x = torch.randn(2, 5, WIDTH)
     layer = block.layers[0]
     assert isinstance(layer, EvolvedLayer)
-    weights = block.logits.direct(x, x, 0).softmax(-1)  # (B, H, N, N)
+    weights = published(block.logits, x, x, 0)  # (B, H, N, N)
     values = layer.attention.norm(x).view(2, 5, HEADS, -1)
     mixed = torch.einsum("bhnm,bmhd->bnhd", weights, values).reshape(2, 5, WIDTH)
     h = x + mixed @ layer.attention.out.weight.T
     expected = h + layer.feedforward(layer.norm(h))
     origin = block.logits.begin(x, x, None)
     torch.testing.assert_close(layer(x, block.logits.evolve(origin, 0)), expected)
+
+
+def test_dropout_of_attention_is_of_queries_and_keys_and_in_training_only() -> None:
+    torch.manual_seed(0)
+    logits = EvolvingLogits(WIDTH, HEADS, 1, dropout=0.5)
+    x = torch.randn(1, 400, WIDTH)
+    dropped, whole = logits.begin(x, x, None), logits.eval().begin(x, x, None)
+    assert torch.equal(logits.begin(x, x, None).logits, whole.logits)
+    for one, other in ((dropped.logits, whole.logits), (dropped.columns, whole.columns)):
+        assert not torch.allclose(one, other)
+        ratio = (one * other).sum() / (other * other).sum()
+        assert float(ratio.detach()) == pytest.approx(1, abs=0.2)  # its mean is kept
 
 
 @pytest.mark.parametrize("feedforward", ["full", "random"])
@@ -88,6 +149,34 @@ def test_rotations_are_nearly_orthogonal_follow_from_the_seed_and_are_kept() -> 
     assert not torch.allclose(other(x), one(x))
     other.load_state_dict(one.state_dict())
     assert torch.equal(other(x), one(x))
+
+
+def test_rotations_are_waves_of_the_depth_and_every_layer_has_its_own_depth() -> None:
+    width, seen = 6, []
+    for depth in (1, 2, 5):
+        torch.manual_seed(0)
+        made = rotation(width, depth)
+        torch.manual_seed(0)
+        drawn = torch.randn(width, width // 2)
+        for row in range(width):
+            for p in range(width // 2):
+                angle = depth * math.pi / width * p * width * float(drawn[row, p])
+                pair = float(made[row, p]), float(made[row, width // 2 + p])
+                wave = math.sin(angle) / width**0.5, math.cos(angle) / width**0.5
+                assert pair == pytest.approx(wave, abs=1e-5)
+        seen.append(made)
+    assert not torch.allclose(seen[0], seen[1])
+    depths: list[int] = []
+
+    class Watched(RandomFeedForward):
+        def __init__(self, width: int, hidden: int, depth: int) -> None:
+            depths.append(depth)
+            super().__init__(width, hidden, depth)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.evolve.RandomFeedForward", Watched)
+        evolved("random", depth=3)
+    assert depths == [1, 2, 3]
 
 
 def test_a_random_layer_is_the_product_of_its_parts() -> None:

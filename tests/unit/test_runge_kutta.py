@@ -1,17 +1,21 @@
 """Runge-Kutta stacks: each scheme against its formula, on linear functions and on blocks."""
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.traced import check_trace
+from train.batch import Sizes
 from train.blocks import Block, BlockVelocity
-from train.config import Scheme
+from train.build import build_model
+from train.config import Function as Part
+from train.config import ModelConfig, Scheme
 from train.cross import CrossBlock
-from train.runge_kutta import BlockFunction, RungeKuttaStack
+from train.runge_kutta import BlockFunction, RungeKuttaStack, halves
+from train.translator import Translator
 
 pytestmark = pytest.mark.long
 
@@ -106,6 +110,50 @@ def test_masks_hide_padding_and_causal_stacks_do_not_see_the_future(scheme: Sche
     torch.testing.assert_close(stack(x, mask)[:, :4], stack(x[:, :4]))
     causal = RungeKuttaStack(functions(causal=True), scheme)
     torch.testing.assert_close(causal(x)[:, :4], causal(x[:, :4]))
+
+
+@pytest.mark.parametrize("which", ["attention", "feedforward", "halves"])
+def test_a_scheme_of_halves_leaves_the_other_half_as_it_is(which: Part) -> None:
+    """Figure 4: F as attention, as feed-forward, or each of the two on its own."""
+    blocks = [f.block for f in functions(2)]
+    assert all(isinstance(block, Block) for block in blocks)
+    x, mask = torch.randn(2, 5, WIDTH), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    y = x
+    for block in blocks:
+        for half in ("attention", "feedforward"):
+
+            def change(z: Tensor, block: Any = block, half: str = half) -> Tensor:
+                if half == "attention":
+                    return block.drop(block.attention(block.norm1(z), mask))  # type: ignore[no-any-return]  # a tensor
+                return block.feedforward(block.norm2(z))  # type: ignore[no-any-return]  # a tensor
+
+            first = change(y)
+            second = change(y + first)
+            y = y + ((first + second) / 2 if which in (half, "halves") else first)
+    stack = halves(blocks, which, "rk2")  # type: ignore[arg-type]  # asserted above
+    torch.testing.assert_close(stack(x, mask), y)
+    assert not torch.allclose(y, RungeKuttaStack(map(BlockFunction, blocks), "rk2")(x, mask))
+    learned = halves(blocks, which, "rk2-learned")  # type: ignore[arg-type]  # asserted above
+    assert len(learned.weights) == (4 if which == "halves" else 2)
+    learned(x, mask).sum().backward()
+    assert all(weights.grad is not None for weights in learned.weights)
+
+
+def test_a_scheme_that_looks_back_needs_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="dlcl looks back on what came before"):
+        halves([f.block for f in functions(1)], "attention", "dlcl")  # type: ignore[misc]  # blocks
+
+
+def test_a_decoder_may_stay_residual_where_the_encoder_has_a_scheme() -> None:
+    settings: dict[str, Any] = {"block": "runge-kutta", "scheme": "rk4", "depth": "discrete"}
+    small: dict[str, Any] = {"width": WIDTH, "heads": HEADS, "hidden": HIDDEN, "layers": 1}
+    for inside in (True, False):
+        config = ModelConfig("translator", **settings, **small, scheme_in_decoder=inside)
+        model = build_model(config, Sizes(vocabulary=20))
+        assert isinstance(model, Translator)
+        assert model.encoder.scheme == "rk4"
+        assert model.decoder.scheme == ("rk4" if inside else "residual")
 
 
 def test_an_unknown_scheme_is_refused() -> None:

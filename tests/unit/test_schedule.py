@@ -104,7 +104,17 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
         (["steps.solver=adaptive", "model.dropout=0.1"], "needs model.dropout 0"),
         (["steps.solver=adaptive", "optim.precision=bf16"], 'optim.precision "fp32"'),
         (["model.conditioned=true", "model.depth=discrete"], "model.conditioned needs"),
-        (["model.depth=chain"], 'model.depth "chain" needs model.block "timed"'),
+        (
+            ["model.depth=chain", "model.block=evolved"],
+            'model.depth must be "discrete" for model.block "evolved"',
+        ),
+        (
+            ["model.depth=chain", "model.block=runge-kutta"],
+            'model.depth must be "discrete" for model.block "runge-kutta"',
+        ),
+        (["model.attention_dropout=0.1", "steps.solver=adaptive"], "needs model.dropout 0"),
+        (["model.reach=4", "model.block=timed", "model.depth=chain"], "model.reach must not"),
+        (["model.function=attention"], 'model.function needs model.block "runge-kutta"'),
         (["model.block=timed", "model.depth=chain", "model.hidden=0"], "nor 0 for timed"),
     ],
 )

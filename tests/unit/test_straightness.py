@@ -12,7 +12,9 @@ from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.__main__ import main
 from train.batch import Sizes
 from train.build import build_model
+from train.checkpoint import load_run
 from train.config import ModelConfig
+from train.data import open_dataset
 from train.evaluate import LOGITS, POSITIONS, evaluate_run, rows_at_once
 from train.model import Stepped
 from train.objective import straightness_gap
@@ -91,6 +93,30 @@ def test_stability_is_lambda_against_t_times_the_squared_norm_of_the_output_weig
     assert found.threshold == pytest.approx(18)
     assert found.ratio == pytest.approx(0.9 / 18)
     assert found.strict_ratio == pytest.approx(2 * 0.9 / 16 / 18)
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "first"])
+def test_a_head_that_reads_one_position_needs_lambda_times_the_positions(pool: str) -> None:
+    """The mean of N positions moves by 1 / sqrt(N) of the whole state; one of them by all of it."""
+    model = made(Sizes(vocabulary=20, classes=3), family="encoder", pool=pool)
+    one, many = stability(model, 0.9), stability(model, 0.9, positions=7)
+    assert many.ratio == one.ratio
+    expected = one.strict_ratio if pool == "mean" else one.strict_ratio / 7
+    assert many.strict_ratio == pytest.approx(expected)
+
+
+def test_the_positions_of_a_ratio_are_those_of_the_data(tmp_path: Path) -> None:
+    small = ["optim.iterations=4", "run.evaluate_every=4"]
+    run = tiny_label_run(tmp_path, *small, "model.pool=first")
+    found = evaluate_run(run, [1])
+    longest = max(
+        batch.inputs[0].shape[1] for batch in open_dataset(load_run(run).recipe).held_out(64)
+    )
+    assert longest > 1
+    weights = output_weights(load_run(run).model.head)
+    transport = load_run(run).recipe.optim.transport
+    expected = 2 * transport / (weights.shape[1] * longest) / found.stability.threshold
+    assert found.stability.strict_ratio == pytest.approx(expected)
 
 
 def test_agreement_counts_answers_that_count() -> None:

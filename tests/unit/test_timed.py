@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.traced import check_trace
 from train.adaptive import SolverError, adaptive
 from train.ode import integrate
-from train.timed import TimedLinear, TimedVelocity
+from train.timed import TimedAttention, TimedLinear, TimedVelocity
 from train.travel import Bound, Embedded, travel
 
 WIDTH, HEADS = 8, 4
@@ -49,6 +49,31 @@ def test_a_velocity_is_the_feed_forward_of_attention_with_or_without_a_skip(
     torch.testing.assert_close(made(x, 0.3, 0.1), expected)
     assert not torch.allclose(made(x, 0.6, 0.1), expected)
     assert torch.equal(made(x, 0.3, 0.5), made(x, 0.3, 0.1))
+
+
+@pytest.mark.parametrize("inner_skip", [True, False])
+def test_all_affine_layers_of_timed_attention_know_the_time(inner_skip: bool) -> None:
+    torch.manual_seed(0)
+    made = TimedVelocity(WIDTH, HEADS, WIDTH, inner_skip, timed_attention=True)
+    x, t = torch.randn(2, 5, WIDTH), 0.3
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    attention = made.attention
+    assert isinstance(attention, TimedAttention)
+    into, out = attention.qkv, attention.out
+    qkv = x @ into.affine.weight.T + into.affine.bias + into.drift * t
+    q, k, v = (part.view(2, 5, HEADS, -1).transpose(1, 2) for part in qkv.chunk(3, -1))
+    scores = q @ k.transpose(-1, -2) / (WIDTH / HEADS) ** 0.5
+    shares = scores.masked_fill(~mask[:, None, None, :], -torch.inf).softmax(-1)
+    mixed = (shares @ v).transpose(1, 2).flatten(2)
+    y: Tensor = mixed @ out.affine.weight.T + out.affine.bias + out.drift * t
+    expected = made.down(torch.relu(made.up(y + x if inner_skip else y, t)), t)
+    torch.testing.assert_close(made(x, mask, t, 0.1), expected)
+    for layer in (into, out):
+        moved = made(x, mask, t, 0.1)
+        with torch.no_grad():
+            layer.drift.add_(1)
+        assert not torch.allclose(made(x, mask, t, 0.1), moved)
 
 
 def test_a_chain_integrates_its_velocities_one_after_another_from_time_zero() -> None:

@@ -1,0 +1,222 @@
+"""The queue of trainings: its plan, what it resumes, and that benchmarks do not run beside it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run as runner
+from benchmarks.machine import ROOT
+from benchmarks.papers.measured import Measured
+from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
+from benchmarks.quiet import FOLDER, Busy, quiet_machine
+from train.config import RecipeError
+from train.recipe_file import load_recipe
+
+SMALL = [
+    *("data.rows=400", "model.width=16", "model.hidden=32", "model.heads=2", "optim.batch=8"),
+    *("steps.full=2", "steps.short=[1]", "run.checkpoint_every=5", "run.evaluate_every=20"),
+]
+
+
+def plan(folder: Path, iterations: int, seeds: str = "[0, 1]") -> Path:
+    path = folder / "plan.toml"
+    settings = json.dumps([*SMALL, f"optim.iterations={iterations}"])
+    path.write_text(
+        f"""
+[[experiment]]
+seeds = {seeds}
+steps = "1,2"
+[[experiment.run]]
+group = "tiny"
+recipe = "parity"
+set = {settings}
+[[experiment.run]]
+group = "tiny-lambda0"
+recipe = "parity"
+set = {settings[:-1]}, "optim.transport=0"]
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """A command line, with files and marks of its own."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "kept")]
+
+    def made(do: str, path: Path, *more: str) -> list[str]:
+        return [do, "--plan", str(path), *folders, *more]
+
+    return made
+
+
+def started(arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.papers.queue", *arguments]
+    return subprocess.Popen(command, cwd=ROOT)
+
+
+def until(what: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_one_seed_of_every_run_comes_before_the_next_seed(tmp_path: Path) -> None:
+    jobs = read_plan(plan(tmp_path, 20))
+    assert [job.name for job in jobs] == ["tiny-0", "tiny-lambda0-0", "tiny-1", "tiny-lambda0-1"]
+    assert jobs[1].overrides[-1] == "optim.transport=0" and jobs[1].steps == "1,2"
+    assert jobs[2].described().run.seed == 1
+
+
+def test_the_shipped_plan_is_of_recipes_that_load() -> None:
+    jobs = read_plan(PLAN)
+    assert len(jobs) > 50
+    place = Place(Path("nowhere"))
+    for job in jobs:
+        place.kept(job)  # what is kept under its name is of its recipe
+
+
+def test_faults_of_a_plan_are_named(tmp_path: Path) -> None:
+    path = plan(tmp_path, 20)
+    text = path.read_text()
+    path.write_text(text.replace("parity", "pariti", 1))
+    with pytest.raises(RecipeError, match="pariti"):
+        read_plan(path)
+    path.write_text(text.replace('group = "tiny-lambda0"', 'group = "tiny"'))
+    with pytest.raises(ValueError, match="tiny-0 is there twice"):
+        read_plan(path)
+    path.write_text(text + 'colour = "red"\n')
+    with pytest.raises(ValueError, match="unknown key 'colour' of tiny-lambda0"):
+        read_plan(path)
+
+
+def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
+    tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, 400, "[0]")
+    first = started(arguments("run", path))
+    metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
+    until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1)
+    assert main(arguments("status", path)) == 0
+    assert "tiny-0          running, " in capsys.readouterr().out
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    lock = tmp_path / "runs" / "tiny-0" / ".lock"
+    until(lambda: subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode == 0)
+    main(arguments("status", path))
+    assert "tiny-0          waiting, " in capsys.readouterr().out
+
+    second = started(arguments("run", path, "--workers", "2"))
+    assert second.wait(timeout=300) == 0
+    kept = {one.name: one for one in map(Measured.read, (tmp_path / "kept").glob("*.json"))}
+    assert set(kept) == {"tiny-0", "tiny-lambda0-0"}
+    assert kept["tiny-0"].iterations == 400
+    assert kept["tiny-lambda0-0"].recipe["optim"]["transport"] == 0
+    log = (tmp_path / "runs" / "tiny-0.log").read_text()
+    assert log.count("train train parity") == 2 and log.count("papers.measure") == 1
+    main(arguments("status", path))
+    assert capsys.readouterr().out.count("  done\n") == 2
+
+
+def test_a_pause_halts_the_training_and_lets_benchmarks_run(
+    tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, 100_000, "[0]")
+    queue = started(arguments("run", path))
+    metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
+
+    def lines() -> int:
+        return metrics.read_text().count("\n") if metrics.is_file() else 0
+
+    try:
+        until(lambda: lines() > 1)
+        with pytest.raises(SystemExit, match="trainings run on this machine"):
+            runner.main(["queueing"])
+        with quiet_machine(beside=True):
+            assert "WARNING: trainings run" in capsys.readouterr().err
+        main(arguments("pause", path))
+        until(free)
+        with quiet_machine(beside=False):  # what a benchmark holds while it measures
+            at = lines()
+            main(arguments("resume", path))
+            time.sleep(1.5)
+            assert lines() <= at + 1  # one more may have been on its way
+        until(lambda: lines() > at + 1)
+        queue.send_signal(signal.SIGTERM)
+        assert queue.wait(60) == 0
+        assert main(arguments("status", path)) == 0
+        assert "tiny-0          waiting, " in capsys.readouterr().out
+        assert free()
+    finally:
+        queue.kill()
+        queue.wait()
+
+
+def free() -> bool:
+    try:
+        with quiet_machine(beside=False):
+            return True
+    except SystemExit:
+        return False
+
+
+def test_what_fails_three_times_is_left_out_and_said(
+    tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, 20, "[0]")
+    path.write_text(
+        path.read_text().replace("[[experiment.run]]", "data = 'x'\n[[experiment.run]]", 1)
+    )
+    assert main(arguments("run", path)) == 1
+    assert "left: tiny-0, tiny-lambda0-0" in capsys.readouterr().out
+    job = read_plan(path)[0]
+    assert state(job, Place(tmp_path / "runs", results=tmp_path / "kept")).startswith(
+        "left out after 3 failures, not begun: see tiny-0.log"
+    )
+    assert "makes its own data" in (tmp_path / "runs" / "tiny-0.log").read_text()
+
+
+def test_two_queues_do_not_train_the_same_run(tmp_path: Path) -> None:
+    place, job = Place(tmp_path), Job("tiny", "parity", 0)
+    claim = place.claim(job)
+    assert claim is not None and place.claim(job) is None
+    claim.close()
+    again = place.claim(job)
+    assert again is not None
+    again.close()
+
+
+def test_figures_of_another_recipe_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    kept = ROOT / "benchmarks" / "papers" / "measured" / "mnist-any-0.json"
+    record = json.loads(kept.read_text(encoding="utf-8"))
+    record["recipe"] = load_recipe("mnist-any", ["run.seed=0", "run.threads=2"]).to_json()
+    (tmp_path / "mnist-any-0.json").write_text(json.dumps(record))
+    place = Place(tmp_path, results=tmp_path)
+    assert place.kept(Job("mnist-any", "mnist-any", 0))
+    with pytest.raises(RecipeError, match="another recipe than the plan's mnist-any-0"):
+        place.kept(Job("mnist-any", "mnist-any", 0, ("optim.lr=0.1",)))
+
+
+def test_the_mark_is_the_machines_and_goes_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    one, other = Busy(), Busy()
+    assert one.mark() and other.mark() and not free()
+    one.unmark()
+    assert not free()
+    other.unmark()
+    assert free()
+    code = "from benchmarks.quiet import Busy; import os; b = Busy(); assert b.mark(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, env=dict(os.environ))
+    assert free()
