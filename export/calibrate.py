@@ -84,7 +84,7 @@ def measured_by(tally: Tally, labelled: bool) -> Measured:
 def logits_of(opened: Model, steps: int, batch: Batch) -> FloatArray:
     inputs = [each.contiguous().numpy() for each in batch.inputs]
     match opened.bundle.manifest.task:
-        case "classify":
+        case "classify" | "tag":
             return opened.classifier(steps).run(inputs[0])
         case "generate":
             return opened.decoder(steps).forward(inputs[0])

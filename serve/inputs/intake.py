@@ -28,6 +28,8 @@ class Intake(NamedTuple):
 
     row: Row
     truncated: bool = False
+    text: str = ""  # of a model that labels its positions
+    spans: tuple[tuple[int, int], ...] = ()  # where each of them stands in it
 
 
 def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
@@ -50,8 +52,15 @@ def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[
         return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
         return [Intake(read_points(item.value, spec, item.param)) for item in items]
+    if served.manifest.task == "tag":
+        return [_positions(item, served, truncate) for item in items]
     encoded = [served.codec.encode_input(item.value, truncate, item.param) for item in items]
     return [Intake(one.tokens, one.truncated) for one in encoded]
+
+
+def _positions(item: Item, served: Served, truncate: bool) -> Intake:
+    encoded = served.codec.encode_positions(item.value, truncate, item.param)
+    return Intake(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 
 def greatest_length(manifest: Manifest) -> int:

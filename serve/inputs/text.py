@@ -24,6 +24,7 @@ class Encoded(NamedTuple):
     tokens: list[int]
     truncated: bool = False
     counted: int | None = None  # tokens of the whole text, where they were counted
+    spans: tuple[tuple[int, int], ...] = ()  # of each token, if asked: its characters in the text
 
 
 class TextCodec:
@@ -95,10 +96,7 @@ class TextCodec:
 
     def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
         """The tokens of a text to classify, cut as in training if it is too long."""
-        spec = self._manifest.text_input
-        head, tail = spec.max_tokens, 0
-        if spec.truncation is not None:
-            head, tail = spec.truncation.head, spec.truncation.tail
+        head, tail = self._kept
         encoded = self._encode(text, param, head, tail)
         if encoded.truncated and not truncate:
             raise self._too_long(
@@ -108,6 +106,21 @@ class TextCodec:
                 + (f" and last {tail} tokens" if tail else " tokens"),
             )
         return encoded
+
+    def encode_positions(self, text: str, truncate: bool, param: str = "input") -> Encoded:
+        """The same tokens, and where each stands in the text."""
+        encoded = self.encode_input(text, truncate, param)
+        head, tail = self._kept
+        if self._characters is None:
+            found = self._encoder.spans(text, head, tail)
+            return encoded._replace(
+                tokens=[token.number for token in found],
+                spans=tuple((token.start, token.end) for token in found),
+            )
+        places = [*range(len(text))]
+        if encoded.truncated:
+            places = places[:head] + places[len(text) - tail :]
+        return encoded._replace(spans=tuple((place, place + 1) for place in places))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens."""
@@ -146,6 +159,14 @@ class TextCodec:
             return Encoded([known[character] for character in text])
         kept = text[:head] + text[len(text) - tail :]
         return Encoded([known[character] for character in kept], truncated=True, counted=len(text))
+
+    @property
+    def _kept(self) -> tuple[int, int]:
+        """How many of the first and of the last tokens stay of a text that is too long."""
+        spec = self._manifest.text_input
+        if spec.truncation is None:
+            return spec.max_tokens, 0
+        return spec.truncation.head, spec.truncation.tail
 
     @property
     def _shorter(self) -> str:

@@ -107,7 +107,7 @@ def _card(served: Served) -> ModelCard:
 
 
 def _kind(served: Served) -> Kind:
-    return "classify" if served.manifest.task == "classify" else "generate"
+    return "classify" if served.manifest.labelled else "generate"
 
 
 def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:

@@ -95,8 +95,8 @@ class ModelCard(Answer):
     created: int = Field(description="When this server loaded it, in Unix seconds.")
     owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
     task: Task = Field(
-        description="`classify` is answered by /v1/classify, `generate` and `translate` by "
-        "/v1/generate."
+        description="`classify` and `tag` (a label for each token) are answered by /v1/classify, "
+        "`generate` and `translate` by /v1/generate."
     )
     depth: Depth = Field(description=_DEPTH)
     input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
@@ -110,7 +110,9 @@ class ModelCard(Answer):
         "model was not calibrated for it."
     )
     metric: Metric = Field(description="What the quality of a rung is measured in.")
-    labels: list[str] | None = Field(description="What a classifier answers; null for generators.")
+    labels: list[str] | None = Field(
+        description="What a classifier or tagger answers; null for generators."
+    )
     max_tokens: int | None = Field(
         description="Tokens that the model sees at once; of a translator, tokens of the text to "
         "translate. Null for images and points."
