@@ -138,6 +138,26 @@ class BlockVelocity(nn.Module):
         return x
 
 
+class Loop(nn.Module):
+    """A velocity as the step of a loop: f(x, e) = F(x + e) - x, or F(x + e), or F(x) - x.
+
+    With an injection e (B, N, D), the first of the context, every evaluation sees the input again.
+    A residual step of size 1 is x <- F(x).
+    """
+
+    def __init__(self, velocity: nn.Module, inject: bool, residual: bool) -> None:
+        super().__init__()
+        self.velocity, self.inject, self.residual = velocity, inject, residual
+        self.timed: bool = getattr(velocity, "timed", False)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        seen = x
+        if self.inject:
+            seen, rest = x + rest[0], rest[1:]
+        out: Tensor = self.velocity(seen, *rest)
+        return out - x if self.residual else out
+
+
 class Conditioned(nn.Module):
     """A velocity that sees the size of its step: scales and shifts that begin as nothing."""
 

@@ -13,6 +13,7 @@ from train.config import DataConfig, ModelConfig, Recipe
 from train.corpus import read_corpus
 from train.images import ImageDataset
 from train.labelled import LabelledDataset
+from train.logic import PuzzleDataset
 from train.pairs import PairDataset
 from train.points import PointDataset
 from train.stream import StreamDataset
@@ -39,6 +40,8 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
         return PointDataset(data, model.window, recipe.run.seed)
     if data.kind == "pairs":
         return PairDataset(data, model.window, model.target_window, tokenizer, recipe.run.seed)
+    if data.kind == "logic":
+        return PuzzleDataset(data, tokenizer)
     train, test = _labelled_rows(data, recipe.run.seed)
     return LabelledDataset(train, test, data, model.window, tokenizer, recipe.run.seed)
 
