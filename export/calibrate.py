@@ -53,7 +53,7 @@ def _batch_rows(manifest: Manifest) -> int:
         case TextInput(max_tokens=most):
             longest, tokens = max(most, manifest.target_max_tokens or 0), EVALUATION_TOKENS
             if manifest.task != "classify":  # logits at every position
-                vocabulary = manifest.text_tokenizer.vocab_size
+                vocabulary = len(manifest.labels or ()) or manifest.text_tokenizer.vocab_size
                 tokens = min(tokens, EVALUATION_LOGITS // vocabulary)
             return max(1, tokens // longest)
         case PointsInput(max_points=most):
@@ -64,7 +64,7 @@ def _batch_rows(manifest: Manifest) -> int:
 
 def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measured:
     """Quality of a rung; of a translator, that of the true next token."""
-    labelled = opened.bundle.manifest.task == "classify"
+    labelled = opened.bundle.manifest.labelled
     tally = Tally()
     for batch in batches:
         tally.add(batch, torch.from_numpy(logits_of(opened, steps, batch)), 0.0)
@@ -76,7 +76,7 @@ def measured_by(tally: Tally, labelled: bool) -> Measured:
     quality = tally.quality(labelled)
     metric: Metric = "accuracy" if labelled else "loss"
     return Measured(
-        Quality(metric, quality.value, quality.low, quality.high, quality.samples),
+        Quality(metric, quality.value, quality.low, quality.high, quality.samples, quality.whole),
         tally.per_row(labelled),
     )
 

@@ -64,7 +64,7 @@ def describe(bundle: Bundle) -> str:
     lines += _ladder(bundle)
     if m.calibration is not None:
         lines += _early_answers(m.calibration, m.rungs[-1].nfe)
-    elif m.task == "classify":
+    elif m.labelled:
         lines.append("  max_disagreement: not calibrated, so no answer is given early")
     if bundle.latency is None:
         lines.append("  no latency.json: measure this machine with `stepdial calibrate BUNDLE`")

@@ -48,7 +48,7 @@ def input_in_words(manifest: Manifest) -> str:
 
 def unit_of_cost(manifest: Manifest) -> str:
     """What one measured latency is for."""
-    return "request" if manifest.task == "classify" else "token"
+    return "request" if manifest.labelled else "token"
 
 
 def metric_in_words(metric: Metric) -> str:

@@ -114,8 +114,13 @@ class Prelude(nn.Module):
         for block in self.blocks:
             x = block(x, *context)
         if self.inject:
-            context = (self.project(self.norm(x)), *context)
+            context = (self.injected(x), *context)
         return Embedded(x, context, present)
+
+    def injected(self, x: Tensor) -> Tensor:
+        """What every evaluation sees of an embedded input (B, N, D)."""
+        injection: Tensor = self.project(self.norm(x))
+        return injection
 
 
 class Coda(nn.Module):
@@ -126,11 +131,16 @@ class Coda(nn.Module):
         self.blocks, self.head, self.injected = nn.ModuleList(blocks), head, injected
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        x, context = self.behind(x, *context)
+        logits: Tensor = self.head(x, *context)
+        return logits
+
+    def behind(self, x: Tensor, *context: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The state behind the blocks, and what the head sees beside it."""
         context = context[1:] if self.injected else context
         for block in self.blocks:
             x = block(x, *context)
-        logits: Tensor = self.head(x, *context)
-        return logits
+        return x, context
 
 
 class Stepped(nn.Module):

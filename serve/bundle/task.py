@@ -45,6 +45,8 @@ def check_task(manifest: "Manifest") -> None:
     _check_tokenizer(manifest)
     _check_translation(manifest)
     _check_step(manifest)
+    if manifest.shape.state is not None and not manifest.keeps_caches:
+        raise BundleError("must be null for the cache none", field="shape.state")
     if manifest.range is not None and len(manifest.rungs) == 1:
         raise BundleError("must be null for one rung", field="range")
     for index, rung in enumerate(manifest.rungs):

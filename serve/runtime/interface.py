@@ -113,7 +113,7 @@ def _taken(manifest: Manifest) -> Nodes:
 def _state(name: str, manifest: Manifest) -> Nodes:
     """A state: of words as many positions as the input, of other inputs whatever they embed to."""
     if manifest.keeps_caches:
-        return {name: (_FLOAT, ("batch", "length", manifest.shape.width))}
+        return {name: (_FLOAT, ("batch", "length", manifest.shape.state_width))}
     return {name: (_FLOAT, None)}
 
 
