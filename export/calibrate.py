@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Rung, TextInput
+from export.words import TOLERATED
+from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Range, Rung, TextInput
 from serve.runtime import Model
 from serve.runtime.protocol import FloatArray
 from train.batch import Batch, Dataset
@@ -23,7 +24,6 @@ from train.quality import Z95, Tally
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
 EVALUATION_LOGITS = 1 << 26  # numbers in its logits
 EVALUATION_IMAGES = 256
-TOLERATED: dict[str, float] = {"loss": 0.01, "accuracy": 0.005}  # nats, or a share of the rows
 
 
 class Measured(NamedTuple):
@@ -142,11 +142,26 @@ def _sign(measured: dict[int, Measured]) -> int:
     return -1 if next(iter(measured.values())).quality.metric == "loss" else 1
 
 
+def range_of(measured: dict[int, Measured]) -> Range | None:
+    """What the most steps are better than the fewest by; None of one rung, or of one row."""
+    fewest, most = (measured[pick(measured)] for pick in (min, max))
+    ahead, spread = _ahead(most, fewest, _sign(measured))
+    if most is fewest or spread == math.inf:
+        return None
+    return Range(ahead, ahead - spread, ahead + spread)
+
+
 def _as_good(rung: Measured, best: Measured, sign: int) -> bool:
     """Whether the best is ahead by no more than is tolerated, with 95 % confidence.
 
     Few rows leave the difference open, and then the best is kept.
     """
-    ahead = sign * (best.per_row - rung.per_row)  # (R,)
+    ahead, spread = _ahead(best, rung, sign)
+    return rung is best or ahead + spread <= TOLERATED[best.quality.metric]
+
+
+def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
+    """By how much one is better, row by row on the same rows, and half its 95 % interval."""
+    ahead = sign * (one.per_row - other.per_row)  # (R,)
     spread = Z95 * float(ahead.std()) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
-    return rung is best or float(ahead.mean()) + spread <= TOLERATED[best.quality.metric]
+    return float(ahead.mean()), spread

@@ -25,6 +25,7 @@ from export.samples import samples_of
 from export.small_caches import CachePrecision, Scales
 from export.stitch import stitch
 from export.trial import Origin, Trial, threads_each
+from export.words import flat_in_words
 from serve.bundle import (
     LABELLING,
     MAX_RUNGS,
@@ -148,10 +149,13 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             draft,
             rungs=tried.rungs,
             default_steps=tried.default_steps,
+            range=tried.range,
             calibration=tried.calibration,
         )
         (staging / CARD).write_text(model_card(manifest), encoding="utf-8")
         bundle = seal_bundle(staging, manifest, request.target)
+    if (flat := flat_in_words(manifest)) is not None:
+        say(f"{flat} To serve it alone, export again with --steps {manifest.default_steps}.")
     if not request.latency:
         return bundle
     say(f"measuring latency on this machine ({usable_cores()} cores)")

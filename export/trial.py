@@ -20,6 +20,7 @@ from export.calibrate import (
     held_out_batches,
     measure_rung,
     named_rungs,
+    range_of,
 )
 from export.disagreement import Jumps, certify
 from export.expected import Answers, torch_threads
@@ -30,6 +31,7 @@ from export.verify_mix import verify_mix
 from serve.bundle import (
     Calibration,
     Manifest,
+    Range,
     Rung,
     Verified,
     open_staging,
@@ -65,6 +67,7 @@ class Tried:
 
     rungs: tuple[Rung, ...]
     default_steps: int
+    range: Range | None
     calibration: Calibration | None
 
 
@@ -119,6 +122,7 @@ class Trial:
         return Tried(
             named_rungs(tuple(rung for rung, _ in found), measured),
             choose_default(measured),
+            range_of(measured),
             self._certified(opened),
         )
 

@@ -45,12 +45,14 @@ def points_graph(dimensions: int, classes: int, steps: int) -> onnx.GraphProto:
     return plain_graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
 
 
-def prefix_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto:
+def prefix_graph(
+    shape: Shape, vocab_size: int, steps: int, h: float | None = None
+) -> onnx.GraphProto:
     """A decoder rung without caches, of the same weights as the one with them."""
     w = GraphWriter()
     x, bias = embedded(w, "tokens"), _causal(w)
     for _ in range(steps):
-        x = euler(w, x, attend_blocks(w, shape, x, bias), 1 / steps)
+        x = euler(w, x, attend_blocks(w, shape, x, bias), 1 / steps if h is None else h)
     w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
     return plain_graph(w, [TOKENS, KEEP], ("logits", FLOAT, ("batch", "kept", vocab_size)))
 

@@ -1,6 +1,7 @@
 """Any manifest that can be made survives JSON; any mutilated one is refused or still sound."""
 
 import json
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from hypothesis import given, settings
@@ -163,6 +164,13 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Ru
 
 
 @st.composite
+def shapes(draw: st.DrawFn, caches: bool) -> Shape:
+    shape = draw(st.builds(Shape, *[st.integers(1, 1024)] * 5))
+    wider = draw(st.integers(shape.width, 4096)) if caches and draw(st.booleans()) else None
+    return replace(shape, state=wider)
+
+
+@st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     task: Task = draw(st.sampled_from(TASKS))
     depth: Depth = draw(st.sampled_from(get_args(Depth)))
@@ -196,7 +204,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         target_max_tokens=draw(st.integers(2, 1 << 20)) if task == "translate" else None,
         labels=labels if task in LABELLING else None,
         tokenizer=tokenizer,
-        shape=draw(st.builds(Shape, *[st.integers(1, 1024)] * 5)),
+        shape=draw(shapes(cache != "none")),
         weights="w.bin",
         rungs=rungs,
         range=draw(st.none() | ranges()) if len(rungs) > 1 else None,

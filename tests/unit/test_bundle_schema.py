@@ -105,6 +105,7 @@ READER_ONLY_OF_FAMILIES = (
     "files does not list",
     "for one rung",
     "range.high must be from",
+    "shape.state must be from 32",
     "is tokenizer.file already",
 )
 
@@ -113,6 +114,7 @@ READER_ONLY_OF_FAMILIES = (
 OPTIONAL = {
     "tokenizer": {"chat_template"},
     "manifest": {"dial", "grid_steps", "range"},
+    "shape": {"state"},
     "quality": {"exact"},
 }
 # And these they have, which readers ignore.

@@ -105,6 +105,9 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (tag_bundle, "depth", "chain", "dial must be resolution for the depth chain"),
     (tag_bundle, "range", {"value": 0.1}, "range.low is missing"),
     (tag_bundle, "range", {"value": 0.1, "low": 0, "high": 0}, "range.high must be from 0.1"),
+    (generate_bundle, "shape.state", 31, "shape.state must be from 32 to"),
+    (generate_bundle, "shape.state", 64.5, "shape.state must be an integer"),
+    (tag_bundle, "shape.state", 32, "shape.state must be null for the cache none"),
     (tag_bundle, "range", [0.1], "range must be an object, not a list"),
     (prefix_bundle, "range", {"value": 0, "low": 0, "high": 0}, "range must be null for one rung"),
 ]
@@ -136,6 +139,7 @@ def test_a_manifest_that_says_no_dial_has_that_of_resolution() -> None:
     value = classify_bundle().manifest.to_json()
     for key in ("dial", "grid_steps", "range"):
         del value[key]
+    del value["shape"]["state"]
     for rung in value["rungs"]:
         del rung["quality"]["exact"]
     manifest = Manifest.from_json(value)
