@@ -99,6 +99,7 @@ def _card(served: Served) -> ModelCard:
             for level in (manifest.calibration.levels if manifest.calibration else ())
             if level.threshold is not None
         ],
+        traces=served.model.single_steps,
         metric=manifest.rungs[0].quality.metric,
         labels=None if manifest.labels is None else list(manifest.labels),
         max_tokens=(manifest.input.max_tokens if isinstance(manifest.input, TextInput) else None),

@@ -122,6 +122,7 @@ class ModelCard(Answer):
         description="The levels of max_disagreement at which answers come early; none where the "
         "model was not calibrated for it."
     )
+    traces: bool = Field(description="Whether /v1/classify takes `trace` for this model here.")
     metric: Metric = Field(description="What the quality of a rung is measured in.")
     labels: list[str] | None = Field(
         description="What a classifier or tagger answers; null for generators."
