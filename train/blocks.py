@@ -178,13 +178,21 @@ class Conditioned(nn.Module):
         return out
 
 
-def initialise(module: nn.Module, layers: int) -> None:
-    """N(0, 0.02) as in GPT-2, smaller by sqrt(2 layers) where a block writes into its skip."""
+def initialise(module: nn.Module, layers: int, scaled: bool = False) -> None:
+    """N(0, 0.02) as in GPT-2, smaller by sqrt(2 layers) where a block writes into its skip.
+
+    0.02 suits a width of 2500 channels. `scaled`, matrices of blocks have 1 / sqrt(channels in)
+    instead: at a width of 64 training starts several times as fast.
+    """
     for name, parameter in module.named_parameters():
         if parameter.dim() < 2:
             continue
         into_skip = name.endswith(("attention.out.weight", "feedforward.down.weight"))
-        deviation = 0.02 / (2 * layers) ** 0.5 if into_skip else 0.02
+        deviation = 0.02
+        if scaled and ".blocks." in name:
+            deviation = parameter[0].numel() ** -0.5
+        if into_skip:
+            deviation /= (2 * layers) ** 0.5
         with torch.no_grad():
             parameter.normal_(0.0, deviation)
     for module_ in module.modules():

@@ -32,8 +32,9 @@ PAD_ID = 0
 def build_model(config: ModelConfig, sizes: Sizes, steps: StepsConfig | None = None) -> Stepped:
     """Fresh weights: the same for the same seed of torch."""
     model = _FAMILIES[config.family](config, sizes)
-    if config.initial == "gpt2":
-        initialise(model, config.prelude + config.layers + config.coda)
+    if config.initial != "torch":
+        depth = config.prelude + config.layers + config.coda
+        initialise(model, depth, config.initial == "scaled")
     if steps is not None:
         model.dial, model.full = steps.dial, steps.full
     return model

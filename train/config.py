@@ -70,8 +70,9 @@ class DataConfig:
     tail: int = 0
     longest: int = 0  # generators: longest example
     shortest: int = 0  # listops: shortest example; above 0 nests deeper, as the long-range test
+    nesting: int = 0  # listops: every depth from 1 to this is as frequent; 0: as it comes
     rows: int = 0  # generators: how many examples
-    side: Literal[4, 6, 9] = 6  # logic: cells of a row of the grid
+    side: Literal[6, 9] = 6  # logic: cells of a row of the grid
     givens: tuple[int, ...] = (9, 13)  # logic: the fewest and the most cells that are given
     mean: tuple[float, ...] = ()  # images: of each channel of the pixels, from 0 to 1; () measures
     std: tuple[float, ...] = ()
@@ -98,7 +99,8 @@ class ModelConfig:
     activation: Literal["gelu", "relu"] = "gelu"
     project: bool = True  # whether attention ends in a linear layer
     head_width: int = 0  # encoder and image: of each head; 0 is width / heads
-    initial: Literal["gpt2", "torch"] = "gpt2"  # first weights: N(0, 0.02), or torch's own
+    # First weights: N(0, 0.02); that but N(0, 1 / channels in) in blocks; or torch's own.
+    initial: Literal["gpt2", "scaled", "torch"] = "gpt2"
     bias: bool = True  # of the linear layers and norms of the blocks
     tied: bool = False  # decoder: the head reads out with the weights of the token embedding
     pool: Literal["mean", "max", "first"] = "mean"
@@ -245,7 +247,8 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "model.T must be above 0": model.T > 0,
         "model.dropout and embed_dropout must be in [0, 1)": 0 <= model.dropout < 1
         and 0 <= model.embed_dropout < 1,
-        f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family,
+        f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family
+        or (data.kind == "listops" and model.family == "tagger"),
         f'model.depth must be "{depth}" for model.block "{model.block}"': depth
         in (None, model.depth),
         'model.pool must be "first" only for images and texts': model.pool != "first"
@@ -270,6 +273,9 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         ),
         "data.vocabulary must be at least 3": data.vocabulary >= 3,
         "data.shortest must be from 0 to data.longest": 0 <= data.shortest <= data.longest,
+        "data.nesting must be from 0 to a third of data.longest, and 0 with data.shortest": (
+            0 <= data.nesting <= data.longest / 3 and not (data.nesting and data.shortest)
+        ),
         "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
         and data.head + data.tail <= model.window,
         "data.languages must be two": len(data.languages) == 2,

@@ -23,7 +23,7 @@ from train.shuffle import Shuffle, digest_of
 from train.tokens import train_tokenizer
 
 Cells = npt.NDArray[np.int64]  # (rows, cells): digits from 1, 0 where a cell is empty
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of a grid
+BOXES = {6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of a grid
 TEST_SHARE = 0.2
 DRAW = 1  # of the puzzles: every run has the same ones, whatever its seed
 

@@ -16,6 +16,7 @@ from train.positions import Positions
 from train.travel import Depth, Embedded, Leg, travel
 
 Dial = Literal["resolution", "time"]
+INJECTED = 0.1  # first gain of an injection: a larger one drowns what the blocks write, for long
 
 
 class Output(NamedTuple):
@@ -107,6 +108,7 @@ class Prelude(nn.Module):
         self.embed, self.blocks, self.inject = embed, nn.ModuleList(blocks), inject
         if inject:
             self.norm = nn.LayerNorm(width)
+            nn.init.constant_(self.norm.weight, INJECTED)
             self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, *inputs: Tensor) -> Embedded:
