@@ -74,6 +74,7 @@ class DataConfig:
     rows: int = 0  # generators: how many examples
     side: Literal[6, 9] = 6  # logic: cells of a row of the grid
     givens: tuple[int, ...] = (9, 13)  # logic: the fewest and the most cells that are given
+    rounds: int = 0  # logic: how often a person looks for the next cells, at least
     mean: tuple[float, ...] = ()  # images: of each channel of the pixels, from 0 to 1; () measures
     std: tuple[float, ...] = ()
     shift: int = 0  # images: move by up to so many pixels in training
@@ -263,6 +264,7 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "data.givens must be the fewest and the most, below the cells of data.side": (
             len(data.givens) == 2 and 1 <= data.givens[0] <= data.givens[1] < cells
         ),
+        "data.rounds must be from 0 to 6": 0 <= data.rounds <= 6,
         f"model.window must be at least {cells} for puzzles of data.side {data.side}": (
             data.kind != "logic" or model.window >= cells
         ),

@@ -48,24 +48,39 @@ class Splits:
 
 
 def make_puzzles(
-    side: int, givens: tuple[int, ...], rows: int, held_out: float, seed: int = DRAW
+    side: int,
+    givens: tuple[int, ...],
+    rows: int,
+    held_out: float,
+    rounds: int = 0,
+    seed: int = DRAW,
 ) -> Splits:
-    """So many puzzles of different grids, split by the forms of the grids."""
-    draw = random.Random(seed)
-    found: dict[bytes, Cells] = {}
-    while len(found) < rows:
-        grid = solved_grid(side, draw)
-        found.setdefault(grid.tobytes(), grid)
-    solved = np.stack(list(found.values()))
-    given = dig(solved, givens, np.random.default_rng(seed))
+    """So many puzzles of different grids, split by the forms of the grids.
+
+    Each takes `rounds` rounds of singles at least: that many times a person has to look again.
+    """
+    draw, order = random.Random(seed), np.random.default_rng(seed)
+    seen: set[bytes] = set()
+    kept: list[Puzzles] = []
+    while sum(map(len, kept)) < rows:
+        grids = [solved_grid(side, draw) for _ in range(rows)]
+        new = [grid for grid in grids if grid.tobytes() not in seen]
+        seen.update(grid.tobytes() for grid in new)
+        made = np.stack(list({grid.tobytes(): grid for grid in new}.values()))
+        dug = dig(made, givens, order)
+        kept.append(Puzzles(dug, made).at(np.flatnonzero(rounds_of_singles(dug) >= rounds)))
+    given, solved = (
+        np.concatenate([getattr(part, name) for part in kept])[:rows]
+        for name in ("given", "solved")
+    )
     forms = [form(grid, side) for grid in solved]
-    order = sorted(set(forms), key=lambda one: hashlib.sha256(f"{seed}/{one}".encode()).digest())
-    members: dict[str, list[int]] = {one: [] for one in order}
+    ranked = sorted(set(forms), key=lambda one: hashlib.sha256(f"{seed}/{one}".encode()).digest())
+    members: dict[str, list[int]] = {one: [] for one in ranked}
     for row, one in enumerate(forms):
         members[one].append(row)
     parts: list[list[int]] = [[], [], []]  # test, validation, train
     wanted = (TEST_SHARE * rows, held_out * rows, np.inf)
-    for one in order:
+    for one in ranked:
         place = next(i for i, most in enumerate(wanted) if len(parts[i]) < most)
         parts[place] += members[one]
     every = Puzzles(given, solved)
@@ -161,22 +176,24 @@ def dig(solved: Cells, givens: tuple[int, ...], draw: np.random.Generator) -> Ce
         open_ = np.flatnonzero((given > 0).sum(1) > wanted)
         tried = given[open_]
         tried[np.arange(len(open_)), cell[open_]] = 0
-        fine = solved_by_singles(tried)
+        fine = rounds_of_singles(tried) > 0
         given[open_[fine]] = tried[fine]
     return given
 
 
-def solved_by_singles(given: Cells) -> npt.NDArray[np.bool_]:
-    """Which puzzles (rows, cells) singles alone solve."""
+def rounds_of_singles(given: Cells) -> npt.NDArray[np.int64]:
+    """In how many rounds singles alone solve puzzles (rows, cells); 0 where they do not."""
     rows, cells = given.shape
     side = round(cells**0.5)
     units, peers = _units(side)
     digits = np.arange(1, side + 1)
     placed = given[..., None] == digits  # (rows, cells, digits)
     possible = placed | (given[..., None] == 0)
-    answer = np.zeros(rows, bool)
+    answer = np.zeros(rows, np.int64)
+    round_ = 0
     left = np.arange(rows)
     while len(left):
+        round_ += 1
         known = placed.any(2, keepdims=True)
         taken = np.einsum("ij,rjd->rid", peers, placed.astype(np.float32), optimize=True) > 0
         possible &= ~taken | placed
@@ -189,7 +206,7 @@ def solved_by_singles(given: Cells) -> npt.NDArray[np.bool_]:
         # here: the puzzles are dug out of solved grids.
         done = more.any(2).all(1)
         stuck = (more == placed).all((1, 2))
-        answer[left[done]] = True
+        answer[left[done]] = round_
         go = ~(done | stuck)
         placed, possible, left = more[go], possible[go], left[go]
     return answer
@@ -251,7 +268,9 @@ class PuzzleDataset:
         self.tokenizer = tokenizer or train_tokenizer(["." + digits], "chars")
         vocab = self.tokenizer.get_vocab()
         self._ids = np.array([vocab[character] for character in "." + digits], np.int64)
-        self._splits = make_puzzles(config.side, config.givens, config.rows, config.held_out)
+        self._splits = make_puzzles(
+            config.side, config.givens, config.rows, config.held_out, config.rounds
+        )
         train, held = self._splits.train, self._splits.validation
         self.digest = digest_of(train.given, train.solved, held.given, held.solved)
         self._shuffle = Shuffle(len(train))
