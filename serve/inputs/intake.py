@@ -13,6 +13,7 @@ from serve.errors import WrongInput
 from serve.inputs.images import PixelCount, read_image
 from serve.inputs.items import Item
 from serve.inputs.points import read_points
+from serve.inputs.text import Span
 
 # What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
 _PIXELS_PER_TOKEN = 256
@@ -29,7 +30,7 @@ class Intake(NamedTuple):
     row: Row
     truncated: bool = False
     text: str = ""  # of a model that labels its positions
-    spans: tuple[tuple[int, int], ...] = ()  # where each of them stands in it
+    spans: tuple[Span, ...] = ()  # what each of them labels of it
 
 
 def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 from serve.bundle import Bundle, BundleError, Manifest
 from serve.bundle.fields import inside_file
 from serve.errors import Unprocessable
-from serve.inputs.encoder import Encoder
+from serve.inputs.encoder import Encoder, Token
 from serve.inputs.tokens import check_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, and one with the token before it
+
+
+Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
 
 
 class Encoded(NamedTuple):
@@ -24,7 +27,7 @@ class Encoded(NamedTuple):
     tokens: list[int]
     truncated: bool = False
     counted: int | None = None  # tokens of the whole text, where they were counted
-    spans: tuple[tuple[int, int], ...] = ()  # of each token, if asked: its characters in the text
+    spans: tuple[Span, ...] = ()  # of each token, if asked: what it labels of the text
 
 
 class TextCodec:
@@ -108,15 +111,16 @@ class TextCodec:
         return encoded
 
     def encode_positions(self, text: str, truncate: bool, param: str = "input") -> Encoded:
-        """The same tokens, and where each stands in the text."""
+        """The same tokens, and what each labels: its character, or the word that it begins.
+
+        A word is what stands between spaces. Tokens inside a word label nothing.
+        """
         encoded = self.encode_input(text, truncate, param)
         head, tail = self._kept
         if self._characters is None:
             found = self._encoder.spans(text, head, tail)
-            return encoded._replace(
-                tokens=[token.number for token in found],
-                spans=tuple((token.start, token.end) for token in found),
-            )
+            tokens = [token.number for token in found]
+            return encoded._replace(tokens=tokens, spans=_words(text, found))
         places = [*range(len(text))]
         if encoded.truncated:
             places = places[:head] + places[len(text) - tail :]
@@ -204,6 +208,24 @@ class TextCodec:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+
+def _words(text: str, tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """For each token the word that it begins, else nothing."""
+    spans: list[Span] = []
+    last = -1  # the token that began the latest word
+    for token in tokens:
+        start, end = token.start, token.end
+        spans.append((start, start))
+        if not text[start:end].strip():
+            continue
+        goes_on = last >= 0 and start <= spans[last][1] and not text[start - 1 : start].isspace()
+        if goes_on or (last >= 0 and start < spans[last][1]):
+            spans[last] = (spans[last][0], max(end, spans[last][1]))
+        elif start == 0 or text[start - 1].isspace():  # else of a word whose beginning was cut off
+            last = len(spans) - 1
+            spans[last] = (start, end)
+    return tuple(spans)
 
 
 class TextStream:

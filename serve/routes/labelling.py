@@ -74,7 +74,7 @@ def ranked(scores: Sequence[float]) -> list[int]:
 
 
 def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel]:
-    """Every token that stands for some text, with its label."""
+    """What the tokens label, with the labels; those inside a word label nothing."""
     labels = manifest.labels or ()
     return [
         {

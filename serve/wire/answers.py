@@ -124,9 +124,11 @@ class ClassifyResult(TypedDict):
 
 
 class TokenLabel(TypedDict):
-    """A token of the text and its label."""
+    """A part of the text and its label: a character, or a word between spaces."""
 
-    text: Annotated[str, Field(description="The characters that the token stands for.")]
+    text: Annotated[
+        str, Field(description="The character, or the word: it has the label of its first token.")
+    ]
     start: Annotated[
         int, Field(description="Where it begins in the input, in characters (Unicode code points).")
     ]
@@ -140,7 +142,9 @@ class TagResult(TypedDict):
 
     tokens: Annotated[
         list[TokenLabel],
-        Field(description="Every token that stands for some text, in their order."),
+        Field(
+            description="Every character of a model of characters, else every word, in their order."
+        ),
     ]
     text: NotRequired[
         Annotated[

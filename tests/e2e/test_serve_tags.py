@@ -87,10 +87,7 @@ def test_words_have_the_places_that_they_have_in_the_text(server: ServerProcess)
     assert all(token["label"] in ("other", "person", "place") for token in tokens)
     starts = [token["start"] for token in tokens]
     assert starts == sorted(starts)
-    # Each character is in some token, but for spaces before a word.
-    covered = {place for token in tokens for place in range(token["start"], token["end"])}
-    assert all(text[place].isspace() for place in set(range(len(text))) - covered)
-    assert {"good", "film"} <= {token["text"] for token in tokens}
+    assert [token["text"] for token in tokens] == text.split()
 
 
 def test_a_trace_is_what_the_rungs_of_fewer_steps_answer(server: ServerProcess) -> None:
@@ -153,8 +150,9 @@ def test_a_long_text_is_cut_and_the_rest_stays_as_it_was(server: ServerProcess) 
     assert refused.status_code == 422 and refused.json()["error"]["param"] == "input"
     long = "a good film " * 5000
     (result,) = results(server, long, model="names")
-    assert result["truncated"] and len(result["tokens"]) == 24
-    assert result["tokens"][-1]["end"] in (len(long), len(long) - 1)
+    assert result["truncated"] and 8 <= len(result["tokens"]) <= 24
+    assert [token["text"] for token in result["tokens"][:3]] == ["a", "good", "film"]
+    assert result["tokens"][-1]["end"] == len(long) - 1
 
 
 @pytest.mark.parametrize(
