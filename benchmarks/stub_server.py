@@ -60,6 +60,7 @@ class StubModel:
         self.bundle = bundle
         self.opening = False
         self.most_parts = 1
+        self.single_steps = False
         self._classifier = StubClassifier(bundle, call_s, row_s)
 
     def classifier(self, steps: int) -> Classifier:

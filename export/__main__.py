@@ -203,12 +203,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from export.evaluate import evaluate_bundle, print_beside_manifest
+    from export.evaluate import measure_bundle, print_beside_manifest
     from train.__main__ import parse_steps
 
     bundle = read_bundle(arguments.bundle)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    rows = evaluate_bundle(bundle, steps, arguments.data, _rows(arguments.samples))
+    rows = measure_bundle(bundle, steps, arguments.data, _rows(arguments.samples))
     print_beside_manifest(bundle, rows)
     return 0
 

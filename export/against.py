@@ -18,7 +18,7 @@ def compare(
     opened: Model, reference: Model, steps: int, batches: Iterable[Batch]
 ) -> tuple[Measured, AgainstFp32]:
     """The quality of a rung, and how it differs from the other's on the same rows."""
-    labelled = opened.bundle.manifest.task == "classify"
+    labelled = opened.bundle.manifest.labelled
     tally, reference_tally = Tally(), Tally()
     same = counted = 0
     for batch in batches:

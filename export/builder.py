@@ -64,6 +64,18 @@ class GraphBuilder:
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=name))
         return name
 
+    def join(self, one: str, other: str, name: str) -> str:
+        """Two values side by side along their last dimension."""
+        self.nodes.append(helper.make_node("Concat", [one, other], [name], name=name, axis=-1))
+        return name
+
+    def halves(self, both: str) -> tuple[str, str]:
+        """The two equal parts of a value along its last dimension."""
+        parts = f"{both}/first", f"{both}/second"
+        split = helper.make_node("Split", [both], parts, f"{both}/split", axis=-1, num_outputs=2)
+        self.nodes.append(split)
+        return parts
+
     def by_row(self, rows: str, rank: int) -> str:
         """A number a row (B,), to be multiplied with what has `rank` dimensions."""
         axes = f"axes.{rank}"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from export.pieces import Piece
 from export.ports import PAST, SEQLENS, TOTAL
-from train.blocks import Attention, Block, BlockVelocity, Conditioned
-from train.model import Embedding
+from train.blocks import Attention, Block, BlockVelocity, Conditioned, Loop
+from train.model import Embedding, Prelude
 from train.runge_kutta import RungeKuttaStack
 
 HEAD_WIDTH_MULTIPLE = 8  # of the operator
@@ -34,7 +34,7 @@ def has_cached_form(velocity: nn.Module) -> bool:
 
 def _is_of_blocks(velocity: nn.Module) -> bool:
     match velocity:
-        case Conditioned():
+        case Conditioned() | Loop():
             return _is_of_blocks(velocity.velocity)
         case BlockVelocity():
             blocks = list(velocity.blocks)
@@ -46,15 +46,18 @@ def _is_of_blocks(velocity: nn.Module) -> bool:
 
 
 class CachedEmbed(nn.Module):
-    """Tokens at absolute positions."""
+    """Tokens at absolute positions, with what of them every evaluation sees again, if anything."""
 
-    def __init__(self, embed: Embedding) -> None:
+    def __init__(self, embed: Embedding | Prelude) -> None:
         super().__init__()
         self.embed = embed
 
-    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
-        embed = self.embed
+    def forward(self, tokens: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        embed = self.embed.embed if isinstance(self.embed, Prelude) else self.embed
+        assert isinstance(embed, Embedding)
         x: Tensor = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
+        if isinstance(self.embed, Prelude):
+            return x, self.embed.injected(x)
         return x
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Rung, TextInput
+from export.words import TOLERATED
+from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Range, Rung, TextInput
 from serve.runtime import Model
 from serve.runtime.protocol import FloatArray
 from train.batch import Batch, Dataset
@@ -23,7 +24,6 @@ from train.quality import Z95, Tally
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
 EVALUATION_LOGITS = 1 << 26  # numbers in its logits
 EVALUATION_IMAGES = 256
-TOLERATED: dict[str, float] = {"loss": 0.01, "accuracy": 0.005}  # nats, or a share of the rows
 
 
 class Measured(NamedTuple):
@@ -53,7 +53,7 @@ def _batch_rows(manifest: Manifest) -> int:
         case TextInput(max_tokens=most):
             longest, tokens = max(most, manifest.target_max_tokens or 0), EVALUATION_TOKENS
             if manifest.task != "classify":  # logits at every position
-                vocabulary = manifest.text_tokenizer.vocab_size
+                vocabulary = len(manifest.labels or ()) or manifest.text_tokenizer.vocab_size
                 tokens = min(tokens, EVALUATION_LOGITS // vocabulary)
             return max(1, tokens // longest)
         case PointsInput(max_points=most):
@@ -64,7 +64,7 @@ def _batch_rows(manifest: Manifest) -> int:
 
 def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measured:
     """Quality of a rung; of a translator, that of the true next token."""
-    labelled = opened.bundle.manifest.task == "classify"
+    labelled = opened.bundle.manifest.labelled
     tally = Tally()
     for batch in batches:
         tally.add(batch, torch.from_numpy(logits_of(opened, steps, batch)), 0.0)
@@ -76,7 +76,7 @@ def measured_by(tally: Tally, labelled: bool) -> Measured:
     quality = tally.quality(labelled)
     metric: Metric = "accuracy" if labelled else "loss"
     return Measured(
-        Quality(metric, quality.value, quality.low, quality.high, quality.samples),
+        Quality(metric, quality.value, quality.low, quality.high, quality.samples, quality.whole),
         tally.per_row(labelled),
     )
 
@@ -84,7 +84,7 @@ def measured_by(tally: Tally, labelled: bool) -> Measured:
 def logits_of(opened: Model, steps: int, batch: Batch) -> FloatArray:
     inputs = [each.contiguous().numpy() for each in batch.inputs]
     match opened.bundle.manifest.task:
-        case "classify":
+        case "classify" | "tag":
             return opened.classifier(steps).run(inputs[0])
         case "generate":
             return opened.decoder(steps).forward(inputs[0])
@@ -142,11 +142,26 @@ def _sign(measured: dict[int, Measured]) -> int:
     return -1 if next(iter(measured.values())).quality.metric == "loss" else 1
 
 
+def range_of(measured: dict[int, Measured]) -> Range | None:
+    """What the most steps are better than the fewest by; None of one rung, or of one row."""
+    fewest, most = (measured[pick(measured)] for pick in (min, max))
+    ahead, spread = _ahead(most, fewest, _sign(measured))
+    if most is fewest or spread == math.inf:
+        return None
+    return Range(ahead, ahead - spread, ahead + spread)
+
+
 def _as_good(rung: Measured, best: Measured, sign: int) -> bool:
     """Whether the best is ahead by no more than is tolerated, with 95 % confidence.
 
     Few rows leave the difference open, and then the best is kept.
     """
-    ahead = sign * (best.per_row - rung.per_row)  # (R,)
+    ahead, spread = _ahead(best, rung, sign)
+    return rung is best or ahead + spread <= TOLERATED[best.quality.metric]
+
+
+def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
+    """By how much one is better, row by row on the same rows, and half its 95 % interval."""
+    ahead = sign * (one.per_row - other.per_row)  # (R,)
     spread = Z95 * float(ahead.std()) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
-    return rung is best or float(ahead.mean()) + spread <= TOLERATED[best.quality.metric]
+    return float(ahead.mean()), spread

@@ -1,6 +1,8 @@
 """Certified early answers: how far ahead must a jump's answer be to be given at once?
 
-A row stops at the first evaluation whose largest logit is ahead of the second by the threshold.
+A row stops at the first evaluation whose largest logit is ahead of the second by the threshold. A
+row with a label at each position stops where the least sure of them is; its answer differs if any
+position does.
 Logits, not probabilities: those order the errors no better, and come to rest at 1 in float32.
 
 A level is certified by fixed-sequence testing. The thresholds are fixed before any answer is seen,
@@ -20,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import Calibration, Level
+from serve.runtime import margins
+from serve.runtime.margins import Present
 from serve.runtime.protocol import FloatArray
 
 CONFIDENCE = 0.95
@@ -29,9 +33,16 @@ LEVELS = (0.002, 0.005, 0.01, 0.02, 0.05)
 THRESHOLDS = (*(round(64.0 * 2.0 ** (-k / 32), 4) for k in range(32 * 10 + 1)), 0.0)
 
 
+class Jumps(NamedTuple):
+    """The answers to some rows after each of M evaluations."""
+
+    logits: FloatArray  # (M, B, C), or (M, B, N, C) of a label at each position
+    present: Present | None = None  # (B, N): which of them are no padding
+
+
 class _Answers(NamedTuple):
     ahead: npt.NDArray[np.float32]  # (M, R): the largest margin up to this evaluation
-    labels: npt.NDArray[np.intp]  # (M, R)
+    differs: npt.NDArray[np.bool_]  # (M, R): whether the answer is another than the last
 
 
 class _Outcomes(NamedTuple):
@@ -42,12 +53,14 @@ class _Outcomes(NamedTuple):
 
 
 def certify(
-    jumps: Iterable[FloatArray], source: str, say: Callable[[str], None] = print
+    jumps: Iterable[Jumps], source: str, say: Callable[[str], None] = print
 ) -> Calibration | None:
-    """Thresholds from the logits (M, B, C) of batches after each of M evaluations, the last the
-    full answer; None, having said so, where there are too few rows."""
+    """Thresholds from answers after each of M evaluations, the last of which is the full one.
+
+    None, having said so, where there are too few rows.
+    """
     answers = _gathered(jumps)
-    rows = answers.labels.shape[1]
+    rows = answers.differs.shape[1]
     if rows < MIN_ROWS:
         say(
             f"max_disagreement stays uncalibrated: {rows:,} rows to measure it on, and it takes "
@@ -75,7 +88,7 @@ def most_differing(rows: int, share: float, confidence: float = CONFIDENCE) -> i
 
 def _level(share: float, outcomes: _Outcomes, answers: _Answers) -> Level:
     """The loosest threshold before the first that fails."""
-    full, rows = answers.labels.shape
+    full, rows = answers.differs.shape
     most = most_differing(rows, share)
     certified = Level(share, None, float(full), 0.0)
     for threshold, differing, evaluations in zip(THRESHOLDS, *outcomes, strict=True):
@@ -85,31 +98,30 @@ def _level(share: float, outcomes: _Outcomes, answers: _Answers) -> Level:
     return certified
 
 
-def _gathered(jumps: Iterable[FloatArray]) -> _Answers:
+def _gathered(jumps: Iterable[Jumps]) -> _Answers:
     """Batch by batch, so that the logits of all rows are never held at once."""
-    batches = [_answered(logits) for logits in jumps]
+    batches = [_answered(*one) for one in jumps]
     if not batches:
-        return _Answers(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.intp))
+        return _Answers(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.bool_))
     ahead = np.concatenate([batch.ahead for batch in batches], axis=1)
-    return _Answers(ahead, np.concatenate([batch.labels for batch in batches], axis=1))
+    return _Answers(ahead, np.concatenate([batch.differs for batch in batches], axis=1))
 
 
-def _answered(logits: FloatArray) -> _Answers:
-    top = np.partition(logits, -2, axis=-1)[..., -2:]  # (M, B, 2); a NaN counts as the largest
-    with np.errstate(invalid="ignore"):
-        margins = top[..., 1] - top[..., 0]
-    margins[np.isnan(margins)] = -np.inf  # nothing is ahead of anything there
-    return _Answers(np.maximum.accumulate(margins), logits.argmax(-1))
+def _answered(logits: FloatArray, present: Present | None) -> _Answers:
+    labels = logits.argmax(-1)  # (M, B), or (M, B, N)
+    differs = labels != labels[-1]
+    if present is not None:
+        differs = (differs & present).any(axis=-1)
+    return _Answers(np.maximum.accumulate(margins.ahead(logits, present)), differs)
 
 
 def _outcomes(answers: _Answers) -> _Outcomes:
     """For all thresholds at once: a row has not stopped where all margins so far lie below."""
-    full, rows = answers.labels.shape
+    full, rows = answers.differs.shape
     differing = np.zeros(len(THRESHOLDS), np.intp)
     going_on = np.zeros(len(THRESHOLDS), np.intp)
     before = np.full(rows, -np.inf, np.float32)
-    for ahead, labels in zip(answers.ahead[: full - 1], answers.labels, strict=False):
-        differs = labels != answers.labels[-1]  # (R,)
+    for ahead, differs in zip(answers.ahead[: full - 1], answers.differs, strict=False):
         # Of the rows that would differ here: those that get here, less those that go on.
         differing += _below(before[differs]) - _below(ahead[differs])
         going_on += _below(ahead)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from export.parts import Traced
 from serve.bundle import (
+    LABELLING,
     AgainstFp32,
     Depth,
     ImageInput,
@@ -56,7 +57,7 @@ def draft_manifest(
     small_caches: bool = False,
 ) -> Manifest:
     """The manifest with quality and verification still open."""
-    c, classifies = recipe.model, traced.task == "classify"
+    c, classifies = recipe.model, traced.task in LABELLING
     translates = traced.task == "translate"
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=""))
     return Manifest(
@@ -67,6 +68,8 @@ def draft_manifest(
         T=1.0 if model.discrete else model.T,
         full_steps=ladder[-1],
         default_steps=ladder[-1],
+        dial=model.dial,
+        grid_steps=traced.graph.grid_steps,
         depth=_depth(model),
         cache="kv_int8" if small_caches else traced.cache,
         input=_input(recipe, dataset, classifies),
@@ -90,7 +93,10 @@ def _shape(config: ModelConfig, model: Stepped, traced: Traced) -> Shape:
     """As the caches have it, or the model says: what was otified is not described by a recipe."""
     caches, parameters = traced.caches, count_parameters(model)
     if caches is not None:
-        return Shape(caches.pairs, caches.heads, caches.head_width, traced.width, parameters)
+        state = None
+        if traced.step is not None and traced.step.injected is not None:
+            state = 2 * traced.width
+        return Shape(caches.pairs, caches.heads, caches.head_width, traced.width, parameters, state)
     blocks, heads = config.layers, config.heads
     if isinstance(model, OtifiedTransformer):
         blocks, heads = model.blocks, model.heads
@@ -117,7 +123,7 @@ def _depth(model: Stepped) -> Depth:
 def _rungs(
     traced: Traced, ladder: tuple[int, ...], method: str, fixed: bool, rounds: bool
 ) -> tuple[Rung, ...]:
-    unknown = Quality("accuracy" if traced.task == "classify" else "loss", 0.0, 0.0, 0.0, 1)
+    unknown = Quality("accuracy" if traced.task in LABELLING else "loss", 0.0, 0.0, 0.0, 1)
     a_step = 1 if fixed else method_named(method).evaluations
     return tuple(
         Rung(

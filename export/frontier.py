@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from export.words import (
+    dial_in_words,
+    flat_in_words,
     input_in_words,
     metric_in_words,
+    range_in_words,
     shape_in_words,
     solved_in_words,
     unit_of_cost,
@@ -61,10 +64,13 @@ def describe(bundle: Bundle) -> str:
         lines.append(f"  {m.precision}: {m.card['precision']}")
     if m.labels:
         lines.append(f"  labels: {', '.join(m.labels)}")
+    if m.depth == "ode":
+        lines.append(f"  {dial_in_words(m)}")
     lines += _ladder(bundle)
+    lines += [f"  {said}" for said in (range_in_words(m), flat_in_words(m)) if said is not None]
     if m.calibration is not None:
         lines += _early_answers(m.calibration, m.rungs[-1].nfe)
-    elif m.task == "classify":
+    elif m.labelled:
         lines.append("  max_disagreement: not calibrated, so no answer is given early")
     if bundle.latency is None:
         lines.append("  no latency.json: measure this machine with `stepdial calibrate BUNDLE`")
@@ -201,9 +207,12 @@ def _ladder(bundle: Bundle) -> list[str]:
     m = bundle.manifest
     beside = "" if not m.rounds else "as fp32    change "
     metric = m.rungs[0].quality.metric
+    wholes = any(rung.quality.exact is not None for rung in m.rungs)
+    whole = f"{'all right':>9} " if wholes else ""
     lines = [
-        f"  {'steps':>5} {'effort':<7} {'nfe':>4} {metric:>9}  {'95 % interval':<16} {beside}"
-        f"{'ms a ' + unit_of_cost(m):>12} {'max error':>9} {'tolerance':>9}  frontier"
+        f"  {'steps':>5} {'effort':<7} {'nfe':>4} {metric:>9}  {'95 % interval':<16} "
+        f"{whole}{beside}{'ms a ' + unit_of_cost(m):>12} {'max error':>9} {'tolerance':>9}"
+        "  frontier"
     ]
     for rung in m.rungs:
         latency = rung_latency_ms(bundle, rung)
@@ -212,11 +221,12 @@ def _ladder(bundle: Bundle) -> list[str]:
         beside = ""
         if against is not None:
             beside = f"{100 * against.top1_agreement:6.2f}% {against.change:>+9.4f} "
+        whole = f"{100 * (q.exact or 0):>7.2f} % " if wholes else ""
         frontier = "-" if rung.dominated else "yes"
         mark = " *" if rung.steps == m.default_steps else ""
         lines.append(
             f"  {rung.steps:>5} {rung.effort or '-':<7} {rung.nfe:>4} {q.value:>9.4f}  "
-            f"{f'{q.low:.4f} to {q.high:.4f}':<16} {beside}{shown:>12} "
+            f"{f'{q.low:.4f} to {q.high:.4f}':<16} {whole}{beside}{shown:>12} "
             f"{v.max_abs_error:>9.1e} {v.tolerance:>9.1e}  {frontier}{mark}"
         )
     lines.append("  * the rung of a request that names none; frontier: no fewer steps are as good")

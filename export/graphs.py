@@ -19,7 +19,7 @@ from export.small_caches import Scales, cache_bytes
 from export.step_graphs import stitch_step
 from export.stitch import stitch
 from export.weights import WeightsFile
-from serve.bundle import Precision
+from serve.bundle import LABELLING, Precision
 from serve.runtime.protocol import RowArray
 
 
@@ -46,7 +46,7 @@ def write_graphs(
     """
     weights = WeightsFile(WEIGHTS)
     ranges: Ranges = {}
-    if precision == "int8" and traced.task == "classify":
+    if precision == "int8" and traced.task in LABELLING:
         whole = (stitch(traced.graph, ladder.method, steps) for steps in ladder.steps)
         ranges = measured_ranges(whole, unseen)
     files = step_files(traced)

@@ -37,7 +37,7 @@ def measure_latency(model: Model, threads: int) -> Latency:
     entries: list[LatencyEntry] = []
     for steps in manifest.steps:
         match manifest.task:
-            case "classify":
+            case "classify" | "tag":
                 entries += _classify(model.classifier(steps).run, steps, manifest)
             case "generate":
                 entries += _write(model.decoder(steps), steps, manifest)

@@ -25,7 +25,9 @@ from export.samples import samples_of
 from export.small_caches import CachePrecision, Scales
 from export.stitch import stitch
 from export.trial import Origin, Trial, threads_each
+from export.words import flat_in_words
 from serve.bundle import (
+    LABELLING,
     MAX_RUNGS,
     Bundle,
     Manifest,
@@ -103,7 +105,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         with torch_threads(threads), answers.ahead(ladder.steps):
             load_exporter()
         say(f"tracing one evaluation of {recipe.name}")
-        traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+        traced = trace(
+            model, samples.draw(2, 3), samples.draw(3, 5), labelled=dataset.labels is not None
+        )
         if traced.task == "generate" and traced.caches is None:
             say(
                 "  no caches: every token costs as much as the whole text before it; the width of "
@@ -145,10 +149,13 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             draft,
             rungs=tried.rungs,
             default_steps=tried.default_steps,
+            range=tried.range,
             calibration=tried.calibration,
         )
         (staging / CARD).write_text(model_card(manifest), encoding="utf-8")
         bundle = seal_bundle(staging, manifest, request.target)
+    if (flat := flat_in_words(manifest)) is not None:
+        say(f"{flat} To serve it alone, export again with --steps {manifest.default_steps}.")
     if not request.latency:
         return bundle
     say(f"measuring latency on this machine ({usable_cores()} cores)")
@@ -158,7 +165,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
 
 def _unseen(precision: Precision, task: Task, dataset: Dataset) -> list[RowArray] | None:
     """Rows to measure layers on, if their bytes need that."""
-    return list(unseen_rows(dataset)) if precision == "int8" and task == "classify" else None
+    return list(unseen_rows(dataset)) if precision == "int8" and task in LABELLING else None
 
 
 def _doubt(

@@ -15,6 +15,7 @@ from export.pieces import Function, Piece, open_sizes, trace_functions
 from export.ports import (
     CLASSES,
     FLOAT,
+    LABELS,
     PAST,
     SEQLENS,
     SOURCE,
@@ -25,7 +26,7 @@ from export.ports import (
     port_of,
 )
 from serve.bundle import Cache, Task
-from train.model import Embedding, OTTransformer, Stepped, as_embedded
+from train.model import Coda, Embedding, OTTransformer, Prelude, Stepped, as_embedded
 from train.translator import Translator
 from train.travel import Depth, flows
 
@@ -53,6 +54,7 @@ class Parts:
     output: Port
     depth: Depth
     T: float
+    grid_steps: int | None  # of the dial of time: steps that cross [0, T]
     rank: int  # dimensions of x
 
 
@@ -67,6 +69,7 @@ class StepParts:
     state: Port  # x
     context: tuple[Port, ...]
     caches: CacheShape | None = None
+    injected: Port | None = None  # with caches: what every evaluation sees, kept behind the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +127,42 @@ class _KeptHead(nn.Module):
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         *context, keep = rest
-        logits: Tensor = self.head(x.index_select(1, keep), *context)
+        head = self.head
+        if isinstance(head, Coda):  # whose blocks see all positions
+            x, seen = head.behind(x, *context)
+            head, context = head.head, list(seen)
+        logits: Tensor = head(x.index_select(1, keep), *context)
         return logits
 
 
-def trace(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
-    """The pieces of a trained model, from two examples of its inputs: what differs is open."""
+def trace(
+    model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor], labelled: bool = False
+) -> Traced:
+    """The pieces of a trained model, from two examples of its inputs: what differs is open.
+
+    One of labelled data whose answer has positions is a tagger, any other such a generator.
+    """
     with torch.no_grad():
         if isinstance(model, Translator):
             return _translator(model, small, large)
         assert isinstance(model, OTTransformer)
-        generates = model(*small, steps=1).logits.dim() == 3
-        plan = _Plan(model.depth, model.T, generates)
+        positions = model(*small, steps=1).logits.dim() == 3
+        generates = positions and not labelled
+        plan = _Plan(model, generates)
         plan.follow(_Embed(model.embed), model.velocity, model.head, (small, large))
     inputs = (TOKENS if generates else _port(small[0]),)
     cached = [_cached_embed(model, small[0])] if generates and _cacheable(model) else []
     pieces = trace_functions(plan.functions + cached)
     count = len(plan.functions)
-    graph = plan.parts(pieces[:count], inputs, VOCABULARY if generates else CLASSES)
-    task: Task = "generate" if generates else "classify"
+    task: Task = "generate" if generates else "tag" if positions else "classify"
+    output = {"generate": VOCABULARY, "tag": LABELS}.get(task, CLASSES)
+    graph = plan.parts(pieces[:count], inputs, output)
     if cached:
         step = _cached_step(plan, velocity=pieces[1], embed=pieces[count])
     elif model.depth == "ode":
         state, *context = plan.states
-        velocity = fused(pieces[1])
-        step = StepParts(graph.embed, velocity, plan.timed, inputs, state, tuple(context))
+        embed, velocity = fused(pieces[0]), fused(pieces[1])
+        step = StepParts(embed, velocity, plan.timed, inputs, state, tuple(context))
     else:
         step = None
     return Traced(task, plan.width, graph, None, step)
@@ -157,8 +171,9 @@ def trace(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> T
 class _Plan:
     """What is to be traced for a graph without caches."""
 
-    def __init__(self, depth: Depth, T: float, keeps: bool, head_sees_context: bool = True) -> None:
-        self.depth, self.T = depth, T
+    def __init__(self, model: Stepped, keeps: bool, head_sees_context: bool = True) -> None:
+        self.depth, self.T = model.depth, model.T
+        self.grid_steps = model.full if model.dial == "time" else None
         self.keeps, self.head_sees_context = keeps, head_sees_context
         self.functions: list[Function] = []
         self.states: list[Port] = []  # x and the context, as the embedding gives them
@@ -201,16 +216,17 @@ class _Plan:
         """The traced functions, in the order in which they were noted."""
         embed, *velocities, head = pieces
         return Parts(
-            embed,
+            written_out(embed),
             tuple(map(written_out, velocities)),
             self.timed,
-            head,
+            written_out(head),
             self.head_sees_context,
             inputs,
             self.keeps,
             output,
             self.depth,
             self.T,
+            self.grid_steps,
             self.rank,
         )
 
@@ -219,16 +235,20 @@ class _Plan:
 
 
 def _cacheable(model: OTTransformer) -> bool:
+    embed, head = model.embed, model.head
+    if isinstance(embed, Prelude) and not embed.blocks:  # it injects, and that is all
+        embed = embed.embed
     return (
         model.depth != "chain"
-        and type(model.embed) is Embedding
-        and model.embed.pad_id is None
+        and type(embed) is Embedding
+        and embed.pad_id is None
         and has_cached_form(model.velocity)
+        and not (isinstance(head, Coda) and head.blocks)
     )
 
 
 def _cached_embed(model: OTTransformer, tokens: Tensor) -> Function:
-    assert isinstance(model.embed, Embedding)
+    assert isinstance(model.embed, Embedding | Prelude)
     return Function(CachedEmbed(model.embed), (tokens, tokens), ((0, 1), (0, 1)))
 
 
@@ -236,16 +256,23 @@ def _cached_step(plan: _Plan, velocity: Piece, embed: Piece) -> StepParts:
     attentions = marks(velocity)
     caches = CacheShape(len(attentions), attentions[0].heads, attentions[0].head_width)
     inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
-    state = plan.states[0]
+    state, *injected = plan.states
     return StepParts(
-        after_past(embed), with_caches(velocity), plan.timed, inputs, state, context, caches
+        after_past(embed),
+        with_caches(velocity),
+        plan.timed,
+        inputs,
+        state,
+        context,
+        caches,
+        injected[0] if injected else None,
     )
 
 
 def _translator(model: Translator, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
-    reads = _Plan(model.depth, model.T, keeps=False, head_sees_context=False)
+    reads = _Plan(model, keeps=False, head_sees_context=False)
     reads.follow(_Embed(model.embed_source), model.encoder, model.norm, (small[:1], large[:1]))
-    writes = _Plan(model.depth, model.T, keeps=True, head_sees_context=False)
+    writes = _Plan(model, keeps=True, head_sees_context=False)
     one, two = (
         (target, model.encode(source), source) for source, target in (small, large)
     )  # (B, N), (B, S, D), (B, S)

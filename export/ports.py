@@ -29,6 +29,7 @@ SEQLENS = Port("seqlens", INT32, ("batch",))  # index of the last position of ea
 TOTAL = Port("total", INT32, ())
 SOURCE = Port("source", INT64, ("batch", "source_length"))
 CLASSES = Port("logits", FLOAT, ("batch", "classes"))
+LABELS = Port("logits", FLOAT, ("batch", "length", "classes"))
 VOCABULARY = Port("logits", FLOAT, ("batch", "kept", "vocabulary"))
 
 

@@ -38,49 +38,75 @@ def stitch_step(parts: Parts, one: StepParts, method: str) -> StepGraphs:
 
 def _embed(build: GraphBuilder, one: StepParts) -> onnx.ModelProto:
     made = build.paste(one.embed, "embed", "embed", [port.name for port in one.inputs])
-    outputs = dict(zip(made, [one.state, *one.context], strict=True))
+    if one.injected is not None:
+        x, injected, *rest = made
+        made = [build.join(x, injected, "both"), *rest]
+    outputs = dict(zip(made, [_state(one), *one.context], strict=True))
     return build.model("embed", one.inputs, outputs)
 
 
+def _state(one: StepParts) -> Port:
+    """What goes from step to step: x, and behind it what every step sees again, if anything."""
+    if one.injected is None:
+        return one.state
+    *sizes, width = one.state.shape
+    assert isinstance(width, int)
+    return Port(one.state.name, one.state.kind, (*sizes, 2 * width))
+
+
 def _head(build: GraphBuilder, parts: Parts, one: StepParts) -> onnx.ModelProto:
-    inputs = [one.state]
+    inputs = [_state(one)]
+    seen = [one.state.name]
+    if one.injected is not None:
+        seen = [*build.halves(one.state.name)]
     if parts.head_sees_context and one.caches is None:
         inputs += one.context
+        seen += [port.name for port in one.context]
     if parts.keeps:
         inputs.append(KEEP)
-    (answer,) = build.paste(parts.head, "head", "head", [port.name for port in inputs])
+        seen.append(KEEP.name)
+    (answer,) = build.paste(parts.head, "head", "head", seen)
     return build.model("head", inputs, {answer: parts.output})
 
 
 def _step(build: GraphBuilder, parts: Parts, one: StepParts, table: Method) -> onnx.ModelProto:
     write = _Writer(one)
-    state, context = one.state, list(one.context)
+    state, context = _state(one), list(one.context)
     after = Port("y", FLOAT, state.shape)
+    start, kept = state.name, list[str]()
+    if one.injected is not None:  # it stays as it is behind the state
+        start, injected = build.halves(state.name)
+        kept = [injected]
+
+    def given(value: str, name: str) -> str:
+        return build.join(value, kept[0], name) if kept else value
+
     if parts.depth == "discrete":
-        v = write.evaluate(build, "pass", [state.name])
+        v = write.evaluate(build, "pass", [start, *kept])
         inputs = [state, *context, *write.taken]
-        return build.model("step", inputs, {v: after} | write.given)
+        return build.model("step", inputs, {given(v, "after"): after} | write.given)
     previous, first = (Port(name, FLOAT, state.shape) for name in ("previous", "v"))
     h = build.by_row(H.name, len(state.shape))
     t = build.by_row(TIME.name, len(state.shape)) if one.timed else ""
     stages: list[str] = []
     for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
-        x = _advance(build, f"at{stage}", state.name, h, row, stages)
+        x = _advance(build, f"at{stage}", start, h, row, stages)
         time = [_later(build, f"at{stage}", t, h, c), h] if one.timed else []
-        stages.append(write.evaluate(build, f"stage{stage}", [x], time))
+        stages.append(write.evaluate(build, f"stage{stage}", [x, *kept], time))
     outputs = dict(write.given)
     if table.history:
-        grown = build.node("Sub", [stages[0], previous.name], "grown")
+        before = build.halves(previous.name)[0] if kept else previous.name
+        grown = build.node("Sub", [stages[0], before], "grown")
         weight = build.by_row(HISTORY.name, len(state.shape))
         more = build.node("Mul", [grown, weight], "more")
         moved = build.node("Mul", [build.node("Add", [stages[0], more], "along"), h], "moved")
-        y = build.node("Add", [state.name, moved], "next")
-        outputs[stages[0]] = first
+        y = build.node("Add", [start, moved], "next")
+        outputs[given(stages[0], "first")] = first
         context += [previous, HISTORY]
     else:
-        y = _advance(build, "next", state.name, h, table.b, stages)
+        y = _advance(build, "next", start, h, table.b, stages)
     inputs = [state, H, *([TIME] if one.timed else []), *context, *write.taken]
-    return build.model("step", inputs, {y: after} | outputs)
+    return build.model("step", inputs, {given(y, "after"): after} | outputs)
 
 
 def _advance(
@@ -115,7 +141,8 @@ class _Writer:
         self, build: GraphBuilder, name: str, x: list[str], time: list[str] | None = None
     ) -> str:
         one = self.one
-        inputs = [*x, *(port.name for port in one.context), *(time or [])]
+        state, *injected = x
+        inputs = [state, *(port.name for port in one.context), *injected, *(time or [])]
         ports: list[Port] = []
         if one.caches is not None:
             size = ("batch", one.caches.heads, "capacity", one.caches.head_width)

@@ -37,8 +37,9 @@ def _integrate(
     x: str,
     context: list[str],
 ) -> str:
-    """One velocity across [0, T]; the state at its end."""
-    h = parts.T / steps
+    """So many steps of one velocity, across [0, T] or along the grid of all; the state behind."""
+    grid = parts.grid_steps or steps  # steps that cross [0, T]
+    h = parts.T / grid
     before: str | None = None
     for step in range(steps):
         name = f"flow{index}/step{step}" if len(parts.velocities) > 1 else f"step{step}"
@@ -47,7 +48,7 @@ def _integrate(
             terms = [(h * a, v) for a, v in zip(row, stages, strict=True)]
             inputs = [build.combine(f"{name}/at{stage}", x, terms), *context]
             if parts.timed:
-                t = parts.T * step / steps + c * h
+                t = parts.T * step / grid + c * h
                 inputs += [build.constant(t, parts.rank), build.constant(h, parts.rank)]
             stages.append(_evaluate(build, parts, index, f"{name}/f{stage}", inputs))
         if table.history and before is not None:

@@ -20,8 +20,9 @@ from export.calibrate import (
     held_out_batches,
     measure_rung,
     named_rungs,
+    range_of,
 )
-from export.disagreement import certify
+from export.disagreement import Jumps, certify
 from export.expected import Answers, torch_threads
 from export.graphs import Ladder, write_graphs
 from export.parts import Traced
@@ -30,6 +31,7 @@ from export.verify_mix import verify_mix
 from serve.bundle import (
     Calibration,
     Manifest,
+    Range,
     Rung,
     Verified,
     open_staging,
@@ -37,8 +39,8 @@ from serve.bundle import (
     steps_in_words,
 )
 from serve.runtime import OpenedModel, open_model
+from serve.runtime.margins import present_positions
 from serve.runtime.ort_session import usable_cores
-from serve.runtime.protocol import FloatArray
 from train.batch import Batch, Dataset
 from train.config import Recipe
 from train.model import Stepped
@@ -65,6 +67,7 @@ class Tried:
 
     rungs: tuple[Rung, ...]
     default_steps: int
+    range: Range | None
     calibration: Calibration | None
 
 
@@ -119,6 +122,7 @@ class Trial:
         return Tried(
             named_rungs(tuple(rung for rung, _ in found), measured),
             choose_default(measured),
+            range_of(measured),
             self._certified(opened),
         )
 
@@ -157,7 +161,7 @@ class Trial:
 
     def _certified(self, opened: OpenedModel) -> Calibration | None:
         draft = self.draft
-        if draft.task != "classify" or draft.step is None:
+        if not draft.labelled or draft.step is None:
             return None
         if draft.method != "euler" or draft.full_steps == 1:
             return None
@@ -169,9 +173,10 @@ class Trial:
             return None
         classifier = open_model(opened.bundle).step_classifier(self.draft.full_steps)
 
-        def jumps() -> Iterator[FloatArray]:
+        def jumps() -> Iterator[Jumps]:
             for batch in self.origin.dataset.validation(CALIBRATION_ROWS):
-                yield classifier.jumps(batch.inputs[0].contiguous().numpy())
+                rows = batch.inputs[0].contiguous().numpy()
+                yield Jumps(classifier.jumps(rows), present_positions(rows, draft))
 
         return certify(jumps(), CALIBRATION_SOURCE, self.say)
 
@@ -211,8 +216,9 @@ def _report(rung: Rung, verified: Verified, say: Callable[[str], None]) -> None:
     beside = (
         "" if against is None else f", {100 * against.top1_agreement:.2f} % answers as in float32"
     )
+    whole = "" if q.exact is None else f", {100 * q.exact:.2f} % of rows right as a whole"
     say(
         f"{steps_in_words(rung.steps):>9}: verified within {verified.max_abs_error:.1e} "
         f"(tolerance {verified.tolerance:.1e}), {q.metric} {q.value:.4f} "
-        f"[{q.low:.4f}, {q.high:.4f}] on {q.samples}{beside}"
+        f"[{q.low:.4f}, {q.high:.4f}] on {q.samples}{whole}{beside}"
     )

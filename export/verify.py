@@ -10,6 +10,7 @@ import numpy as np
 from export.expected import Expected
 from serve.bundle import Rung, Verified, steps_in_words
 from serve.runtime import OpenedModel
+from serve.runtime.margins import Present, present_positions
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
@@ -40,10 +41,10 @@ def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Ver
     check = _Check(rung, manifest.rounds)
     whole = None if manifest.task == "translate" else opened.unrolled(steps)
     for expected in answers:
-        check.begin(expected)
         rows = expected.inputs[0].numpy()
+        check.begin(expected, present_positions(rows, manifest))
         match manifest.task:
-            case "classify":
+            case "classify" | "tag":
                 _verify_classifier(check, opened.classifier(steps), rows, "a batch")
                 if manifest.step is not None:
                     _verify_classifier(check, opened.step_classifier(steps), rows, "single steps")
@@ -123,10 +124,12 @@ class _Check:
         self.error = self.float32_error = self.scale = 0.0
         self.worst = ""
         self.shape: tuple[int, ...] = ()
+        self.present: Present | slice = slice(None)
         self.expected: FloatArray = np.zeros(0, dtype=np.float32)
 
-    def begin(self, expected: Expected) -> None:
-        """What the next answers should be."""
+    def begin(self, expected: Expected, present: Present | None = None) -> None:
+        """What the next answers should be; of a tagger, at the positions that are no padding."""
+        self.present = slice(None) if present is None else present
         self.shape = tuple(expected.inputs[-1].shape)
         self.reference = expected.logits
         self.expected = expected.logits.astype(np.float32)
@@ -135,7 +138,8 @@ class _Check:
 
     def compare(self, logits: FloatArray, what: str) -> None:
         """Take in the difference of what the runtime gave."""
-        difference = float(np.abs(logits.astype(np.float64) - self.reference).max())
+        apart = np.abs(logits.astype(np.float64) - self.reference)[self.present]
+        difference = float(apart.max())
         if not difference <= self.error:  # also true for NaN
             self.error, self.worst = difference, f"{what} of shape {self.shape}"
 

@@ -31,7 +31,7 @@ def _example(served: Served) -> tuple[str, dict[str, object]]:
     given = served.manifest.card.get("examples")
     text = given[0] if isinstance(given, list) and given else "Hello"
     steps = served.manifest.steps[0]
-    if served.manifest.task == "classify":
+    if served.manifest.labelled:
         taken: object = text
         match served.manifest.input:
             case ImageInput():

@@ -28,6 +28,7 @@ InputKind = Literal["text", "image", "points"]
 
 _ENDPOINTS: dict[Task, str] = {
     "classify": "/v1/classify",
+    "tag": "/v1/classify",
     "generate": "/v1/generate",
     "translate": "/v1/generate",
 }
@@ -82,7 +83,7 @@ class Served:
         """The measured time of one call at these steps: one row, the greatest length there is."""
         if self.bundle.latency is None:
             return None
-        kind = "classify" if self.manifest.task == "classify" else "decode"
+        kind = "classify" if self.manifest.labelled else "decode"
         entries = [
             entry
             for entry in self.bundle.latency.entries

@@ -270,6 +270,10 @@ class FakeModel:
     def most_parts(self) -> int:
         return 1
 
+    @property
+    def single_steps(self) -> bool:
+        return False
+
     def classifier(self, steps: int) -> FakeClassifier:
         return FakeClassifier(self._bundle, steps, self.mood)
 

@@ -27,7 +27,7 @@ def image_graph(size: tuple[int, int, int], classes: int, steps: int) -> onnx.Gr
     flat = w.node("Reshape", "pixels", w.constant([0, math.prod(size)], np.int64))
     x = w.node("MatMul", flat, "embed")  # (B, D)
     for _ in range(steps):
-        x = euler(w, x, feed_forward(w, x), steps)
+        x = euler(w, x, feed_forward(w, x), 1 / steps)
     w.node("MatMul", x, "head", out="logits")
     taken: Node = ("pixels", FLOAT, ("batch", *size))
     return plain_graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
@@ -38,19 +38,21 @@ def points_graph(dimensions: int, classes: int, steps: int) -> onnx.GraphProto:
     w = GraphWriter()
     x = w.node("MatMul", "points", "embed")  # (B, N, D)
     for _ in range(steps):
-        x = euler(w, x, feed_forward(w, x), steps)
+        x = euler(w, x, feed_forward(w, x), 1 / steps)
     mean = w.node("ReduceMean", x, w.constant([1], np.int64), keepdims=0)  # (B, D)
     w.node("MatMul", mean, "head", out="logits")
     taken: Node = ("points", FLOAT, ("batch", "count", dimensions))
     return plain_graph(w, [taken], ("logits", FLOAT, ("batch", classes)))
 
 
-def prefix_graph(shape: Shape, vocab_size: int, steps: int) -> onnx.GraphProto:
+def prefix_graph(
+    shape: Shape, vocab_size: int, steps: int, h: float | None = None
+) -> onnx.GraphProto:
     """A decoder rung without caches, of the same weights as the one with them."""
     w = GraphWriter()
     x, bias = embedded(w, "tokens"), _causal(w)
     for _ in range(steps):
-        x = euler(w, x, attend_blocks(w, shape, x, bias), steps)
+        x = euler(w, x, attend_blocks(w, shape, x, bias), 1 / steps if h is None else h)
     w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head", out="logits")
     return plain_graph(w, [TOKENS, KEEP], ("logits", FLOAT, ("batch", "kept", vocab_size)))
 
@@ -61,7 +63,7 @@ def encoder_graph(shape: Shape, steps: int) -> onnx.GraphProto:
     x, bias = embedded(w, "source"), padding(w, "source")
     for step in range(steps):
         u = attend_blocks(w, shape, x, bias)
-        x = euler(w, x, u, steps, out="memory" if step == steps - 1 else "")
+        x = euler(w, x, u, 1 / steps, out="memory" if step == steps - 1 else "")
     return plain_graph(w, [SOURCE], _memory(shape))
 
 
@@ -76,7 +78,7 @@ def translate_graph(shape: Shape, vocab_size: int, eos_id: int, steps: int) -> o
         keys, values = keys_values
         mixed = _attend(w, shape, query, keys, values, pads)
         u = w.node("Add", u, w.node("MatMul", mixed, "cross_mix"))
-        x = euler(w, x, u, steps)
+        x = euler(w, x, u, 1 / steps)
     logits = w.node("MatMul", w.node("Gather", x, "keep", axis=1), "head")  # (B, K, V)
     at = w.node("Unsqueeze", w.node("Cast", "keep", to=FLOAT), w.constant([1], np.int64))
     lean = w.node("Mul", at, w.constant(0.3 * np.eye(vocab_size)[eos_id : eos_id + 1], np.float32))

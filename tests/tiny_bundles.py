@@ -72,12 +72,16 @@ def build_generate(
     seed: int = 0,
     latency: bool = True,
     cache: Cache = "kv",
+    grid_steps: int | None = None,
 ) -> Bundle:
     """A character-level decoder; its caches pass two boundaries of 64 positions by default."""
     tokenizer = chars_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     weights = generate_weights(shape, vocab_size, max_tokens, seed)
-    graphs = {graph_file(count): prefix_graph(shape, vocab_size, count) for count in steps}
+    graphs = {
+        graph_file(count): prefix_graph(shape, vocab_size, count, 1 / (grid_steps or count))
+        for count in steps
+    }
     graphs |= decoder_steps(shape, vocab_size)
     against = None
     if cache == "kv_int8":
@@ -93,6 +97,8 @@ def build_generate(
         T=1.0,
         full_steps=max(steps),
         default_steps=max(steps),
+        dial="time" if grid_steps else "resolution",
+        grid_steps=grid_steps,
         cache=cache,
         input=TextInput(max_tokens=max_tokens),
         labels=None,

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from serve.bundle import (
     Bundle,
+    Calibration,
     ImageInput,
     InputSpec,
     Manifest,
@@ -19,15 +20,19 @@ from serve.bundle import (
     Shape,
     TextInput,
     TokenizerSpec,
+    Truncation,
 )
 from tests import family_graphs
 from tests.tiny_bundles import (
     CHARACTERS,
+    CLASSIFY_SHAPE,
     GENERATE_SHAPE,
     PAD,
     STEPS,
     Weights,
+    bpe_tokenizer,
     chars_tokenizer,
+    classify_weights,
     generate_weights,
     graph_file,
     random_weights,
@@ -35,9 +40,11 @@ from tests.tiny_bundles import (
     seal,
     trunk,
 )
-from tests.tiny_steps import FILES, image_steps, points_steps
+from tests.tiny_graphs import classify_graph
+from tests.tiny_steps import FILES, image_steps, points_steps, text_steps
 
 BEGIN, END = "<s>", "</s>"
+PUZZLE = ".123456"
 LABELS = ("zero", "one", "two", "three")
 TRANSLATE_SHAPE = Shape(layers=1, heads=2, head_width=8, width=16, parameters=10_000)
 _WIDTH = 16
@@ -69,6 +76,67 @@ def build_points(folder: Path, *, max_points: int = 32, dimensions: int = 3) -> 
         for steps in STEPS
     } | points_steps(dimensions, _WIDTH, len(LABELS))
     return _seal_classifier(folder, "tiny-points", spec, dimensions, graphs)
+
+
+def build_tag(
+    folder: Path,
+    *,
+    name: str = "tiny-tag",
+    words: bool = False,
+    steps: Sequence[int] = (1, 2, 4, 8),
+    grid_steps: int = 4,
+    max_tokens: int = 24,
+    calibration: Calibration | None = None,
+    seed: int = 3,
+) -> Bundle:
+    """A model that labels each position, with the dial of time: 8 steps go beyond its grid of 4.
+
+    Of characters, whose labels are the digits of a puzzle; or of words, with kinds of names.
+    """
+    tokenizer = bpe_tokenizer() if words else puzzle_tokenizer()
+    labels = ("other", "person", "place") if words else tuple(PUZZLE[1:])
+    vocab_size, shape, T = tokenizer.get_vocab_size(), CLASSIFY_SHAPE, float(grid_steps)
+    graphs = {
+        graph_file(count): classify_graph(shape, len(labels), count, T / grid_steps, tags=True)
+        for count in steps
+    } | text_steps(shape, len(labels), tags=True)
+    manifest = Manifest(
+        name=name,
+        task="tag",
+        method="euler",
+        T=T,
+        full_steps=max(steps),
+        default_steps=max(steps),
+        dial="time",
+        grid_steps=grid_steps,
+        cache="none",
+        input=TextInput(max_tokens=max_tokens, truncation=Truncation(max_tokens - 4, 4)),
+        labels=labels,
+        tokenizer=TokenizerSpec(
+            "bpe" if words else "chars", "tokenizer.json", pad_id=0, vocab_size=vocab_size
+        ),
+        shape=shape,
+        weights="weights.bin",
+        rungs=tuple(
+            replace(rung, quality=replace(rung.quality, exact=0.1 * index))
+            for index, rung in enumerate(rungs(steps, "accuracy"))
+        ),
+        step=FILES,
+        calibration=calibration,
+        card={"title": "A tiny tagger", "examples": ["a good film"] if words else ["12.4..3."]},
+    )
+    weights = classify_weights(shape, vocab_size, max_tokens, len(labels), seed)
+    return seal(folder, manifest, tokenizer, weights, graphs, ("classify",))
+
+
+def puzzle_tokenizer() -> Tokenizer:
+    """One token a character: a gap or a digit; id 0 is padding."""
+    vocab = {PAD: 0} | {character: 1 + index for index, character in enumerate(PUZZLE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD])
+    return tokenizer
 
 
 def build_prefix(folder: Path, *, max_tokens: int = 40, seed: int = 0) -> Bundle:

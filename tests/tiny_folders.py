@@ -11,7 +11,13 @@ from pathlib import Path
 
 from serve.bundle import Bundle
 from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_families import build_image, build_points, build_prefix, build_translate
+from tests.tiny_families import (
+    build_image,
+    build_points,
+    build_prefix,
+    build_tag,
+    build_translate,
+)
 
 
 @cache
@@ -49,6 +55,18 @@ def points_bundle() -> Bundle:
 def prefix_bundle() -> Bundle:
     """A generator of characters without caches, one rung; a window of 40 tokens."""
     return build_prefix(_root() / "tiny-prefix")
+
+
+@cache
+def tag_bundle() -> Bundle:
+    """A tagger of puzzles with the dial of time: steps 1, 2, 4, 8 of a grid of 4; 24 tokens."""
+    return build_tag(_root() / "tiny-tag")
+
+
+@cache
+def words_tag_bundle() -> Bundle:
+    """The same of BPE tokens, with three kinds of names."""
+    return build_tag(_root() / "tiny-tag-words", name="tiny-tag-words", words=True)
 
 
 @cache

@@ -43,8 +43,13 @@ class GraphWriter:
         return name
 
 
-def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
-    """A classifier rung of plain ONNX operators; its mask follows from the padding."""
+def classify_graph(
+    shape: Shape, classes: int, steps: int, h: float | None = None, tags: bool = False
+) -> onnx.GraphProto:
+    """A classifier rung of plain ONNX operators; its mask follows from the padding.
+
+    Its steps have the size h, or together cross [0, 1]. With `tags` it labels each position.
+    """
     w = GraphWriter()
     heads, width = shape.heads, shape.head_width
     real = w.node("Not", w.node("Equal", "tokens", w.constant(0, np.int64)))  # (B, N)
@@ -72,13 +77,14 @@ def classify_graph(shape: Shape, classes: int, steps: int) -> onnx.GraphProto:
             mixed = w.node("MatMul", w.node("Softmax", scores, axis=-1), v)  # (B, H, N, W)
             mixed = w.node("Reshape", w.node("Transpose", mixed, perm=[0, 2, 1, 3]), merge)
             u = after_attention(w, u, mixed, layer)
-        x = euler(w, x, u, steps)
-    w.node("MatMul", mean_of(w, x, weight), "head", out="logits")
+        x = euler(w, x, u, 1 / steps if h is None else h)
+    w.node("MatMul", x if tags else mean_of(w, x, weight), "head", out="logits")
+    place = ["batch", "length"] if tags else ["batch"]
     return helper.make_graph(
         w.nodes,
         f"classify_{steps}",
         [value_info("tokens", TensorProto.INT64, ["batch", "length"])],
-        [value_info("logits", TensorProto.FLOAT, ["batch", classes])],
+        [value_info("logits", TensorProto.FLOAT, [*place, classes])],
         w.constants,
     )
 
@@ -129,10 +135,10 @@ def after_attention(w: GraphWriter, u: str, attended: str, layer: int) -> str:
     return w.node("Add", u, w.node("MatMul", wide, f"down_{layer}"))
 
 
-def euler(w: GraphWriter, x: str, u: str, steps: int, out: str = "") -> str:
-    """x after one of so many steps of the velocity u - x."""
+def euler(w: GraphWriter, x: str, u: str, h: float, out: str = "") -> str:
+    """x after a step of that size of the velocity u - x."""
     velocity = w.node("Sub", u, x)
-    change = w.node("Mul", velocity, w.constant(1.0 / steps, np.float32))
+    change = w.node("Mul", velocity, w.constant(h, np.float32))
     return w.node("Add", x, change, out=out)
 
 

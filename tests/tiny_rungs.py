@@ -11,12 +11,20 @@ from tests.tiny_bundles import build_generate
 
 STEPS = (1, 2, 3, 4, 6, 8)
 MAX_TOKENS = 160
-KINDS: tuple[tuple[Cache, int], ...] = (("kv", 1), ("kv_int8", 1), ("kv", 3))  # and threads
+KINDS: tuple[tuple[Cache, int, int | None], ...] = (
+    # and threads, and the grid of a dial of time: two of the rungs go beyond it
+    ("kv", 1, None),
+    ("kv_int8", 1, None),
+    ("kv", 3, None),
+    ("kv", 1, 4),
+)
 
 
-def open_rungs(folder: Path, kind: tuple[Cache, int]) -> OpenedModel:
-    cache, threads = kind
-    bundle = build_generate(folder / "g", steps=STEPS, max_tokens=MAX_TOKENS, cache=cache)
+def open_rungs(folder: Path, kind: tuple[Cache, int, int | None]) -> OpenedModel:
+    cache, threads, grid_steps = kind
+    bundle = build_generate(
+        folder / "g", steps=STEPS, max_tokens=MAX_TOKENS, cache=cache, grid_steps=grid_steps
+    )
     return open_model(bundle, threads=threads)
 
 

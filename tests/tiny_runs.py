@@ -79,6 +79,13 @@ def tiny_label_recipe(*overrides: str) -> Recipe:
     return load_recipe("parity", [*TINY, "data.rows=400", *SHORT, *overrides])
 
 
+def tiny_logic_recipe(_: Path, *overrides: str) -> Recipe:
+    """Sudoku of 6 by 6 cells: a tagger with the dial of time, the input injected, four steps."""
+    short = ["data.rows=80", "model.T=4.0"]
+    steps = ["steps.full=4", "steps.short=[1, 2]", "steps.exits=[1, 2]", "steps.stages=[]"]
+    return load_recipe("logic", [*TINY, *short, *steps, *SHORT, *overrides])
+
+
 def tiny_image_recipe(folder: Path, *overrides: str) -> Recipe:
     """Grey images of 14 × 14 that are bright on one side or on both."""
     draw = np.random.default_rng(0)

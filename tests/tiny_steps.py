@@ -37,8 +37,10 @@ def decoder_steps(shape: Shape, vocab_size: int) -> Graphs:
     }
 
 
-def text_steps(shape: Shape, classes: int) -> Graphs:
-    """context_0, the bias of the padding, is the step's; context_1, the weights, is the head's."""
+def text_steps(shape: Shape, classes: int, tags: bool = False) -> Graphs:
+    """With `tags` a label at each position, and context_0 alone.
+
+    context_0, the bias of the padding, is the step's; context_1, the weights, is the head's."""
     state: Node = ("x", FLOAT, ("batch", "length", shape.width))
     bias: Node = ("context_0", FLOAT, ("batch", 1, 1, "length"))
     weight: Node = ("context_1", FLOAT, ("batch", "length"))
@@ -48,11 +50,16 @@ def text_steps(shape: Shape, classes: int) -> Graphs:
     real = embed.node("Not", embed.node("Equal", "tokens", embed.constant(0, np.int64)))
     embed.node("Cast", real, to=FLOAT, out="context_1")
     _along(step, attend_blocks(step, shape, "x", "context_0"), 3)
-    head.node("MatMul", mean_of(head, "x", "context_1"), "head", out="logits")
+    if tags:
+        head.node("MatMul", "x", "head", out="logits")
+        logits: Node = ("logits", FLOAT, ("batch", "length", classes))
+    else:
+        head.node("MatMul", mean_of(head, "x", "context_1"), "head", out="logits")
+        logits = ("logits", FLOAT, ("batch", classes))
     return {
         FILES.embed: _many(embed, [TOKENS], [state, bias, weight]),
         FILES.step: plain_graph(step, [state, H, bias], _next(state)),
-        FILES.head: plain_graph(head, [state, weight], ("logits", FLOAT, ("batch", classes))),
+        FILES.head: plain_graph(head, [state] if tags else [state, weight], logits),
     }
 
 

@@ -9,11 +9,19 @@ import torch
 from torch import nn
 
 from train.batch import Sizes
-from train.blocks import Block, BlockVelocity, Conditioned, initialise, initialise_glorot
-from train.config import ModelConfig
+from train.blocks import Block, BlockVelocity, Conditioned, Loop, initialise, initialise_glorot
+from train.config import ModelConfig, StepsConfig
 from train.cross import CrossBlock
 from train.evolve import EvolvedBlock, EvolvedStack
-from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
+from train.model import (
+    Coda,
+    Embedding,
+    OTTransformer,
+    PooledHead,
+    Prelude,
+    Stepped,
+    TokenHead,
+)
 from train.patches import PatchEmbedding
 from train.runge_kutta import BlockFunction, RungeKuttaStack, halves
 from train.sets import InducedEmbedding, PointEmbedding, PooledByAttention, SetVelocity
@@ -23,14 +31,28 @@ from train.translator import Translator
 PAD_ID = 0
 
 
-def build_model(config: ModelConfig, sizes: Sizes) -> Stepped:
+def build_model(config: ModelConfig, sizes: Sizes, steps: StepsConfig | None = None) -> Stepped:
     """Fresh weights: the same for the same seed of torch."""
     model = _FAMILIES[config.family](config, sizes)
-    if config.initial == "gpt2":
-        initialise(model, config.layers)
-    elif config.initial == "glorot":
+    if config.initial == "glorot":
         initialise_glorot(model)
+    elif config.initial != "torch":
+        depth = config.prelude + config.layers + config.coda
+        initialise(model, depth, config.initial == "scaled")
+    if steps is not None:
+        model.dial, model.full = steps.dial, steps.full
     return model
+
+
+def _looped(
+    c: ModelConfig, embed: nn.Module, velocity: nn.Module, head: nn.Module, causal: bool = False
+) -> Stepped:
+    """One trajectory, with blocks before and after it and its input injected where asked for."""
+    if c.prelude or c.inject:
+        embed = Prelude(embed, _blocks(c, causal, False, c.prelude), c.width, c.inject)
+    if c.coda or c.inject:
+        head = Coda(_blocks(c, causal, False, c.coda), head, c.inject)
+    return OTTransformer(embed, velocity, head, c.T, c.depth)
 
 
 def _decoder(c: ModelConfig, sizes: Sizes) -> Stepped:
@@ -40,14 +62,22 @@ def _decoder(c: ModelConfig, sizes: Sizes) -> Stepped:
     head = TokenHead(c.width, sizes.vocabulary, c.final_norm == "outside", c.bias and not c.tied)
     if c.tied:
         head.linear.weight = embed.tokens.weight
-    return OTTransformer(embed, velocity_for(c, causal=True), head, c.T, c.depth)
+    return _looped(c, embed, velocity_for(c, causal=True), head, causal=True)
 
 
 def _encoder(c: ModelConfig, sizes: Sizes) -> Stepped:
     if not sizes.classes:
         raise ValueError("an encoder predicts classes, but the data has none")
     embed = Embedding(sizes.vocabulary, c.window, c.width, PAD_ID, c.embed_dropout, c.positions)
-    return OTTransformer(embed, velocity_for(c), _pooled(c, sizes), c.T, c.depth)
+    return _looped(c, embed, velocity_for(c), _pooled(c, sizes))
+
+
+def _tagger(c: ModelConfig, sizes: Sizes) -> Stepped:
+    if not sizes.classes:
+        raise ValueError("a tagger predicts a label a position, but the data has none")
+    embed = Embedding(sizes.vocabulary, c.window, c.width, PAD_ID, c.embed_dropout, c.positions)
+    head = TokenHead(c.width, sizes.classes, c.final_norm == "outside")
+    return _looped(c, embed, velocity_for(c), head)
 
 
 def _image(c: ModelConfig, sizes: Sizes) -> Stepped:
@@ -61,7 +91,7 @@ def _image(c: ModelConfig, sizes: Sizes) -> Stepped:
         dropout=c.embed_dropout,
         positions=c.positions,
     )
-    return OTTransformer(embed, velocity_for(c), _pooled(c, sizes), c.T, c.depth)
+    return _looped(c, embed, velocity_for(c), _pooled(c, sizes))
 
 
 def _set(c: ModelConfig, sizes: Sizes) -> Stepped:
@@ -75,7 +105,7 @@ def _set(c: ModelConfig, sizes: Sizes) -> Stepped:
     velocity: nn.Module = SetVelocity(layers, c.width, c.heads, c.inducing, c.norm, inside)
     if c.conditioned:
         velocity = Conditioned(velocity, c.width)
-    return OTTransformer(embed, velocity, head, c.T, c.depth)
+    return _looped(c, embed, _in_loop(c, velocity), head)
 
 
 def _translator(c: ModelConfig, sizes: Sizes) -> Stepped:
@@ -138,10 +168,17 @@ def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> 
         )
     blocks = _blocks(c, causal, memory)
     velocity: nn.Module = BlockVelocity(blocks, c.width, c.final_norm == "inside", c.bias)
-    return Conditioned(velocity, c.width) if c.conditioned else velocity
+    return _in_loop(c, Conditioned(velocity, c.width) if c.conditioned else velocity)
 
 
-def _blocks(c: ModelConfig, causal: bool, memory: bool) -> list[nn.Module]:
+def _in_loop(c: ModelConfig, velocity: nn.Module) -> nn.Module:
+    residual = c.velocity == "residual"
+    return Loop(velocity, c.inject, residual) if c.inject or residual else velocity
+
+
+def _blocks(
+    c: ModelConfig, causal: bool, memory: bool, count: int | None = None
+) -> list[nn.Module]:
     return [
         CrossBlock(
             c.width,
@@ -172,13 +209,14 @@ def _blocks(c: ModelConfig, causal: bool, memory: bool) -> list[nn.Module]:
             c.reach,
             outer_skip=c.depth != "chain",
         )
-        for _ in range(c.layers)
+        for _ in range(c.layers if count is None else count)
     ]
 
 
 _FAMILIES = {
     "decoder": _decoder,
     "encoder": _encoder,
+    "tagger": _tagger,
     "image": _image,
     "set": _set,
     "translator": _translator,

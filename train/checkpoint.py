@@ -265,7 +265,7 @@ def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
         )
     if facts.get("otify"):
         return otified_from(facts["otify"])
-    return build_model(recipe.model, sizes)
+    return build_model(recipe.model, sizes, recipe.steps)
 
 
 class Run(NamedTuple):

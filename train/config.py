@@ -38,7 +38,17 @@ class DataConfig:
     """Where examples come from: files of several kinds, a generator, or a stream."""
 
     kind: Literal[
-        "text", "stream", "table", "images", "points", "pairs", "stdlib", "parity", "listops"
+        "text",
+        "stream",
+        "table",
+        "tags",
+        "images",
+        "points",
+        "pairs",
+        "stdlib",
+        "parity",
+        "listops",
+        "logic",
     ]
     path: str = ""  # the corpus file, the folder of the other files, or the name of the stream
     tokenizer: Literal["chars", "bpe", "words"] = "chars"
@@ -62,7 +72,11 @@ class DataConfig:
     tail: int = 0
     longest: int = 0  # generators: longest example
     shortest: int = 0  # listops: shortest example; above 0 nests deeper, as the long-range test
+    nesting: int = 0  # listops: every depth from 1 to this is as frequent; 0: as it comes
     rows: int = 0  # generators: how many examples
+    side: Literal[6, 9] = 6  # logic: cells of a row of the grid
+    givens: tuple[int, ...] = (9, 13)  # logic: the fewest and the most cells that are given
+    rounds: int = 0  # logic: how often a person looks for the next cells, at least
     mean: tuple[float, ...] = ()  # images: of each channel of the pixels, from 0 to 1; () measures
     std: tuple[float, ...] = ()
     shift: int = 0  # images: move by up to so many pixels in training
@@ -72,7 +86,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    family: Literal["decoder", "encoder", "image", "set", "translator"]
+    family: Literal["decoder", "encoder", "tagger", "image", "set", "translator"]
     # One ODE, one pass through blocks of their own weights, or a chain of ODEs, one a block.
     depth: Literal["ode", "discrete", "chain"] = "ode"
     block: Literal["transformer", "runge-kutta", "evolved", "timed"] = "transformer"
@@ -90,13 +104,19 @@ class ModelConfig:
     activation: Literal["gelu", "gelu-exact", "relu"] = "gelu"
     project: bool = True  # whether attention ends in a linear layer
     head_width: int = 0  # encoder and image: of each head; 0 is width / heads
-    # First weights: N(0, 0.02), torch's own, or Glorot's uniform ones.
-    initial: Literal["gpt2", "torch", "glorot"] = "gpt2"
+    # First weights: N(0, 0.02); that but N(0, 1 / channels in) in blocks; torch's own; or Glorot's
+    # uniform ones.
+    initial: Literal["gpt2", "scaled", "torch", "glorot"] = "gpt2"
     bias: bool = True  # of the linear layers and norms of the blocks
     tied: bool = False  # decoder: the head reads out with the weights of the token embedding
     pool: Literal["mean", "max", "first"] = "mean"
     head_layers: int = 0  # encoder and image: layers as wide as the model before the output layer
     conditioned: bool = False  # the velocity sees the size of the step
+    # The velocity is F(x), the blocks; or F(x) - x: a step of size 1 is then x <- F(x).
+    velocity: Literal["block", "residual"] = "block"
+    inject: bool = False  # every evaluation sees the embedded input again
+    prelude: int = 0  # blocks of their own weights before the steps
+    coda: int = 0  # and after them
     dropout: float = 0.0
     embed_dropout: float = 0.0
     attention_dropout: float = 0.0  # of attention's shares; evolved blocks: of queries and keys
@@ -119,12 +139,26 @@ class StepsConfig:
 
     method: Literal["euler", "ab2", "midpoint", "heun", "rk4"] = "euler"
     full: int = 8
-    # any: one count a batch; sandwich: full, the smallest and one other count on every batch.
-    schedule: Literal["any", "fixed", "sandwich"] = "any"
+    # resolution: any count of steps crosses [0, T]. time: a step is T / full, so that fewer steps
+    # end earlier, and more than `full` go on beyond T.
+    dial: Literal["resolution", "time"] = "resolution"
+    # any: one count a batch; sandwich: full, the smallest and one other count on every batch;
+    # tail: counts about `full`, log-normal, up to four times as many.
+    schedule: Literal["any", "fixed", "sandwich", "tail"] = "any"
     short: tuple[int, ...] = (1, 2, 4)  # the smaller counts that are drawn from
     full_probability: float = 0.5
     grow: float = 0.5  # share of the training cost spent at one step first; not with `fixed`
-    distil: float = 0.0  # sandwich: weight of the divergence of shorter answers from the full one
+    # In place of `grow`: shares of the iterations in which no more than the first, the second, ...
+    # of `short` and `full` steps are taken.
+    stages: tuple[float, ...] = ()
+    # time: counts at which the answer of one trajectory is read and trained, on the way to the
+    # count of the batch, and the weights of those and of `full`. Without weights the last one has
+    # `full_probability`, and the others share the rest.
+    exits: tuple[int, ...] = ()
+    exit_weights: tuple[float, ...] = ()
+    backprop: int = 0  # gradients go back through so many steps at most; 0: through all
+    # Sandwich and exits: weight of the divergence of shorter answers from the longest one.
+    distil: float = 0.0
     jump: float = 0.0  # weight of the divergence of jumps from the full answer
     distil_from: float = 0.0  # share of the training cost after which both begin
     solver: Literal["fixed", "adaptive"] = "fixed"
@@ -147,7 +181,8 @@ class OptimConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     transport: float = 0.1  # lambda, the weight of the transport cost
-    penalty: Literal["transport", "curvature"] = "transport"  # what lambda weighs
+    # What lambda weighs: the transport cost, its excess over the straight way, or its mean in time.
+    penalty: Literal["transport", "curvature", "speed"] = "transport"
     smoothing: float = 0.0  # label smoothing
     average: int = 0  # the model that a run leaves is the mean of so many last checkpoints
     token_dropout: float = 0.0  # share of input tokens hidden from a classifier
@@ -180,6 +215,7 @@ class Recipe:
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
             **_depth_rules(self.model, self.steps, self.optim),
+            **_dial_rules(self.model, self.steps),
             "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
                 _NAME.fullmatch(self.name)
             ),
@@ -194,7 +230,8 @@ class Recipe:
 
 def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, bool]:
     sizes = (model.layers, model.heads, model.width, model.window, model.target_window)
-    made = data.kind in ("parity", "listops")
+    made = data.kind in ("parity", "listops", "logic")
+    cells = data.side**2
     family = {
         "text": "decoder",
         "stream": "decoder",
@@ -202,6 +239,8 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "images": "image",
         "points": "set",
         "pairs": "translator",
+        "tags": "tagger",
+        "logic": "tagger",
     }.get(data.kind, "encoder")
     depth = {"runge-kutta": "discrete", "evolved": "discrete", "timed": "chain"}.get(model.block)
     return {
@@ -249,7 +288,8 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         'model.function needs model.scheme_in_decoder "false" for a translator': (
             model.function == "block" or family != "translator" or not model.scheme_in_decoder
         ),
-        f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family,
+        f'model.family must be "{family}" for data.kind "{data.kind}"': model.family == family
+        or (data.kind == "listops" and model.family == "tagger"),
         f'model.depth must be "{depth}" for model.block "{model.block}"': depth
         in (None, model.depth),
         'model.pool must be "first" only for images and texts': model.pool != "first"
@@ -260,12 +300,24 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         or model.family != "set",
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
         "data.longest must be at least 1 and data.rows at least 20": not made
-        or (data.longest >= 1 and data.rows >= 20),
+        or ((data.longest >= 1 or data.kind == "logic") and data.rows >= 20),
+        "data.givens must be the fewest and the most, below the cells of data.side": (
+            len(data.givens) == 2 and 1 <= data.givens[0] <= data.givens[1] < cells
+        ),
+        "data.rounds must be from 0 to 6": 0 <= data.rounds <= 6,
+        f"model.window must be at least {cells} for puzzles of data.side {data.side}": (
+            data.kind != "logic" or model.window >= cells
+        ),
+        'data.tokenizer must be "chars" for logic': data.kind != "logic"
+        or data.tokenizer == "chars",
         f"data.longest must be at most {LONGEST_PARITY} for parity: every string of bits is made": (
             data.kind != "parity" or data.longest <= LONGEST_PARITY
         ),
         "data.vocabulary must be at least 3": data.vocabulary >= 3,
         "data.shortest must be from 0 to data.longest": 0 <= data.shortest <= data.longest,
+        "data.nesting must be from 0 to a third of data.longest, and 0 with data.shortest": (
+            0 <= data.nesting <= data.longest / 3 and not (data.nesting and data.shortest)
+        ),
         "data.head + data.tail must not exceed model.window": min(data.head, data.tail) >= 0
         and data.head + data.tail <= model.window,
         "data.languages must be two": len(data.languages) == 2,
@@ -298,19 +350,65 @@ def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> 
     }
 
 
+def _dial_rules(model: ModelConfig, steps: StepsConfig) -> dict[str, bool]:
+    ode = model.depth == "ode"
+    counts = sorted({*steps.short, steps.full})
+    exits = sorted(set(steps.exits))
+    return {
+        'model.velocity "residual", inject, prelude and coda need model.depth "ode"': ode
+        or (model.velocity == "block" and not (model.inject or model.prelude or model.coda)),
+        "model.inject, prelude and coda must be off for a translator": model.family != "translator"
+        or not (model.inject or model.prelude or model.coda),
+        "model.prelude and coda must be from 0 up, and 0 for a set": min(model.prelude, model.coda)
+        >= 0
+        and (model.family != "set" or not (model.prelude or model.coda)),
+        'steps.dial "time" needs model.depth "ode", steps.solver "fixed" and no steps.jump (an '
+        "earlier answer is an exit)": steps.dial == "resolution"
+        or (ode and steps.solver == "fixed" and not steps.jump),
+        'steps.schedule "tail" needs steps.dial "time"': steps.schedule != "tail"
+        or steps.dial == "time",
+        'steps.exits needs steps.dial "time", a schedule other than sandwich, and a model that is '
+        "not a translator": not steps.exits
+        or (steps.dial == "time" and steps.schedule != "sandwich" and model.family != "translator"),
+        "steps.exits must be ascending counts from 1 to below steps.full": list(steps.exits)
+        == exits
+        and all(1 <= count < steps.full for count in exits),
+        "steps.exit_weights must be above 0, one for each of steps.exits and one for steps.full": (
+            not steps.exit_weights
+            or (len(steps.exit_weights) == len(exits) + 1 and min(steps.exit_weights) > 0)
+        ),
+        "steps.stages must be shares that sum to 1, one for each of steps.short and steps.full": (
+            not steps.stages
+            or (
+                len(steps.stages) == len(counts)
+                and min(steps.stages) >= 0
+                and abs(sum(steps.stages) - 1) < 1e-6
+            )
+        ),
+        'steps.stages is in place of grow: set steps.grow to 0, and a schedule of "any", "fixed" '
+        'or "tail"': not steps.stages or (steps.grow == 0 and steps.schedule != "sandwich"),
+        'steps.backprop must not be negative, and needs model.depth "ode", steps.solver "fixed" '
+        "and no steps.jump": steps.backprop == 0
+        or (steps.backprop > 0 and ode and steps.solver == "fixed" and not steps.jump),
+    }
+
+
 def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> dict[str, bool]:
     return {
         "steps.full must be at least 1": steps.full >= 1,
         "steps.short must be counts from 1 to steps.full": all(
             1 <= count <= steps.full for count in steps.short
         ),
-        "steps.short must not be empty with schedule any or sandwich": steps.schedule == "fixed"
+        "steps.short must not be empty with schedule any or sandwich": steps.schedule
+        in ("fixed", "tail")
         or bool(steps.short),
         "steps.full_probability must be in [0, 1]": 0 <= steps.full_probability <= 1,
         "steps.grow and distil_from must be in [0, 1)": 0 <= steps.grow < 1
         and 0 <= steps.distil_from < 1,
         "steps.distil and jump must not be negative": min(steps.distil, steps.jump) >= 0,
-        'steps.distil needs schedule "sandwich"': not steps.distil or steps.schedule == "sandwich",
+        'steps.distil needs schedule "sandwich" or steps.exits': not steps.distil
+        or steps.schedule == "sandwich"
+        or bool(steps.exits),
         "steps.tolerance must be above 0": steps.tolerance > 0,
         "optim.iterations, batch and accumulate must be at least 1": min(
             optim.iterations, optim.batch, optim.accumulate

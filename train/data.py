@@ -13,10 +13,12 @@ from train.config import DataConfig, ModelConfig, Recipe
 from train.corpus import read_corpus
 from train.images import ImageDataset
 from train.labelled import LabelledDataset
+from train.logic import PuzzleDataset
 from train.pairs import PairDataset
 from train.points import PointDataset
 from train.stream import StreamDataset
 from train.tables import DataError, Rows, read_table
+from train.tags import TagDataset, Tagged, read_tags
 from train.text import TextDataset
 from train.tokens import plain
 
@@ -39,17 +41,40 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
         return PointDataset(data, model.window, recipe.run.seed)
     if data.kind == "pairs":
         return PairDataset(data, model.window, model.target_window, tokenizer, recipe.run.seed)
+    if data.kind == "logic":
+        return PuzzleDataset(data, tokenizer)
+    if model.family == "tagger":
+        tagged, others = _tagged_rows(data, recipe.run.seed)
+        root_only = data.kind == "listops"  # what is asked; its parts are learnt beside it
+        return TagDataset(
+            tagged, others, data, model.window, tokenizer, recipe.run.seed, first_only=root_only
+        )
     train, test = _labelled_rows(data, recipe.run.seed)
     return LabelledDataset(train, test, data, model.window, tokenizer, recipe.run.seed)
+
+
+def _tagged_rows(data: DataConfig, seed: int) -> tuple[list[Tagged], list[Tagged] | None]:
+    if data.kind == "listops":
+        train, test = (
+            [Tagged(text.split(), generators.listops_values(text.split())) for text, _ in part]
+            for part in _listops(data, seed)
+        )
+        return train, test
+    name = data.train or "train.jsonl"
+    return read_tags(data, name), read_tags(data, data.test) if data.test else None
 
 
 def _labelled_rows(data: DataConfig, seed: int) -> tuple[Rows, Rows | None]:
     if data.kind == "parity":
         return generators.parity(data.longest, data.rows, seed)
     if data.kind == "listops":
-        return generators.listops(data.longest, data.rows, seed, data.shortest)
+        return _listops(data, seed)
     name = data.train or "train.csv"
     return read_table(data, name), read_table(data, data.test) if data.test else None
+
+
+def _listops(data: DataConfig, seed: int) -> tuple[Rows, Rows]:
+    return generators.listops(data.longest, data.rows, seed, data.shortest, data.nesting)
 
 
 def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class _Evaluation:
         return Report(name, self.full, discrete, rows, jumps, stable, lengths)
 
     def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
-        trail = Trail(self.model.T, JUMPS)
+        trail = Trail(self.model.span(count or 1)[1], JUMPS)
         self.model.tolerance = self.tolerance if count is None else None
         output = self.model(
             *batch.inputs,

@@ -36,11 +36,14 @@ def all_parity(longest: int) -> Rows:
     return made
 
 
-def listops(longest: int, rows: int, seed: int, shortest: int = 0) -> tuple[Rows, Rows]:
+def listops(
+    longest: int, rows: int, seed: int, shortest: int = 0, nesting: int = 0
+) -> tuple[Rows, Rows]:
     """Different nestings of MIN, MAX, MED and SM (sum mod 10) over digits: to train and to test on.
 
     Each has `shortest` to `longest` tokens; fewer than `rows` where there are not so many. Where
     there is a shortest, depth and arguments go up to 10, as in the Long Range Arena; else up to 5.
+    With `nesting` each depth up to it is drawn as often; otherwise deep ones are rare.
     """
     most = 10 if shortest else 5
     room = longest if shortest else sys.maxsize  # deep nestings are mostly too long: give up early
@@ -48,7 +51,10 @@ def listops(longest: int, rows: int, seed: int, shortest: int = 0) -> tuple[Rows
     made: dict[str, str] = {}
     for _ in range(20 * rows):
         try:
-            tokens, value = _expression(draw, most, most, room, root=True)
+            if nesting:
+                tokens, value = _nested(draw, draw.randint(1, nesting), longest)
+            else:
+                tokens, value = _expression(draw, most, most, room, root=True)
         except _TooLong:
             continue
         if shortest <= len(tokens) <= longest:
@@ -79,6 +85,48 @@ def _expression(
         tokens += part
         values.append(value)
     return [*tokens, "]"], apply_operator(operator, values)
+
+
+def _nested(draw: random.Random, depth: int, room: int) -> tuple[list[str], int]:
+    """An expression of exactly this depth: one argument at least is one less deep."""
+    if depth == 0:
+        digit = draw.randint(0, 9)
+        return [str(digit)], digit
+    if room < 2 * depth + 2:
+        raise _TooLong
+    operator, count = draw.choice(OPERATORS), draw.randint(2, 5)
+    deepest = draw.randrange(count)
+    tokens, values = [operator], []
+    for place in range(count):
+        under = depth - 1
+        if place != deepest and draw.random() > 0.25:
+            under = 0
+        elif place != deepest:
+            under = draw.randint(0, depth - 1)
+        part, value = _nested(draw, under, room - len(tokens) - 1)
+        tokens += part
+        values.append(value)
+    if len(tokens) >= room:
+        raise _TooLong
+    return [*tokens, "]"], apply_operator(operator, values)
+
+
+def listops_values(tokens: list[str]) -> list[str | None]:
+    """The value of the expression that begins at each operator; other tokens have none."""
+    values: list[str | None] = [None] * len(tokens)
+    open_: list[tuple[int, list[int]]] = []
+    for place, token in enumerate(tokens):
+        if token in OPERATORS:
+            open_.append((place, []))
+        elif token == "]":
+            begun, arguments = open_.pop()
+            value = apply_operator(tokens[begun], arguments)
+            values[begun] = str(value)
+            if open_:
+                open_[-1][1].append(value)
+        else:
+            open_[-1][1].append(int(token))
+    return values
 
 
 def apply_operator(operator: str, values: list[int]) -> int:

@@ -81,6 +81,8 @@ def train(
             check_fits(model, dataset, recipe)
         model.to(devices.device)
         model.checkpoint = recipe.steps.checkpoint
+        model.dial, model.full = recipe.steps.dial, recipe.steps.full
+        model.backprop = recipe.steps.backprop
         if recipe.steps.solver == "adaptive":
             model.tolerance = recipe.steps.tolerance
         optimiser = make_optimiser(model, recipe.optim)
@@ -117,7 +119,8 @@ def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        matrix = parameter.dim() >= 2 and not name.startswith("embed")
+        inside = name.startswith(("embed.blocks.", "embed.project."))  # of a prelude
+        matrix = parameter.dim() >= 2 and (inside or not name.startswith("embed"))
         (decayed if matrix else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},

@@ -5,7 +5,8 @@ The plug-and-play form is `OTTransformer(embed, velocity, head)`: any module tha
 x -> head(velocity(x)), the baseline. Nothing here knows about data or training.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from train.ode import Observer
 from train.positions import Positions
 from train.travel import Depth, Embedded, Leg, travel
 
+Dial = Literal["resolution", "time"]
+INJECTED = 0.1  # first gain of an injection: a larger one drowns what the blocks write, for long
+
 
 class Output(NamedTuple):
     logits: Tensor
@@ -21,6 +25,7 @@ class Output(NamedTuple):
     evaluations: int  # of velocities
     legs: tuple[Leg, ...]  # the trajectories, the one that is read out last
     context: tuple[Tensor, ...] = ()  # what the head sees beside the state
+    early: tuple[Tensor, ...] = ()  # the logits after the counts asked for, in their order
 
 
 class Embedding(nn.Module):
@@ -51,7 +56,7 @@ class Embedding(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Next-token logits at every position."""
+    """Logits at every position: of the next token, or of a label."""
 
     def __init__(self, width: int, vocabulary: int, norm: bool, bias: bool = True) -> None:
         super().__init__()
@@ -107,6 +112,57 @@ class PooledHead(nn.Module):
         return logits
 
 
+class Prelude(nn.Module):
+    """An embedding, blocks of its own behind it, and what of it is injected into the loop.
+
+    The injection is W norm(x0), the first of the context. It is the same at every evaluation, so
+    it is computed once.
+    """
+
+    def __init__(
+        self, embed: nn.Module, blocks: Iterable[nn.Module], width: int, inject: bool
+    ) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.inject = embed, nn.ModuleList(blocks), inject
+        if inject:
+            self.norm = nn.LayerNorm(width)
+            nn.init.constant_(self.norm.weight, INJECTED)
+            self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, *inputs: Tensor) -> Embedded:
+        x, context, present = as_embedded(self.embed(*inputs))
+        for block in self.blocks:
+            x = block(x, *context)
+        if self.inject:
+            context = (self.injected(x), *context)
+        return Embedded(x, context, present)
+
+    def injected(self, x: Tensor) -> Tensor:
+        """What every evaluation sees of an embedded input (B, N, D)."""
+        injection: Tensor = self.project(self.norm(x))
+        return injection
+
+
+class Coda(nn.Module):
+    """Blocks of its own behind the loop, and the head; neither sees what was injected."""
+
+    def __init__(self, blocks: Iterable[nn.Module], head: nn.Module, injected: bool) -> None:
+        super().__init__()
+        self.blocks, self.head, self.injected = nn.ModuleList(blocks), head, injected
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        x, context = self.behind(x, *context)
+        logits: Tensor = self.head(x, *context)
+        return logits
+
+    def behind(self, x: Tensor, *context: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The state behind the blocks, and what the head sees beside it."""
+        context = context[1:] if self.injected else context
+        for block in self.blocks:
+            x = block(x, *context)
+        return x, context
+
+
 class Stepped(nn.Module):
     """A model that is asked for a number of steps: model(*inputs, steps=4) -> Output."""
 
@@ -117,11 +173,24 @@ class Stepped(nn.Module):
         self.T, self.depth = T, depth
         self.checkpoint = False  # recompute each step going backward
         self.tolerance: float | None = None  # of a solver that picks its own steps
+        self.dial: Dial = "resolution"
+        self.full = 1  # the count that [0, T] is crossed in
+        self.backprop = 0  # steps that gradients go back through; 0: all
 
     @property
     def discrete(self) -> bool:
         """Whether its depth is fixed: every number of steps is the same."""
         return self.depth == "discrete"
+
+    def span(self, steps: int) -> tuple[float, float]:
+        """The size of a step, and the time at which so many steps end.
+
+        With the dial of resolution any number of steps crosses [0, T]. With that of time a step is
+        always T / full, and more steps than `full` go on beyond T.
+        """
+        if self.dial == "resolution":
+            return self.T / steps, self.T
+        return self.T / self.full, self.T * steps / self.full
 
     @property
     def saving(self) -> bool:
@@ -148,21 +217,26 @@ class OTTransformer(Stepped):
         steps: int = 1,
         method: str = "euler",
         observe: Observer | None = None,
+        exits: tuple[int, ...] = (),
     ) -> Output:
+        """The answer after `steps`, and on the way there after each of `exits`, ascending."""
         start = as_embedded(self.embed(*inputs))
-        state, cost, evaluations, legs = travel(
+        state, cost, evaluations, legs, passed = travel(
             self.velocity,
             start,
             self.depth,
             steps,
             method,
-            self.T,
+            self.span(steps)[1],
             observe,
             self.saving,
             self.tolerance,
+            exits,
+            self.backprop,
         )
+        early = tuple(self.head(each, *start.context) for each in passed)
         logits = self.head(state, *start.context)
-        return Output(logits, cost, evaluations, legs, start.context)
+        return Output(logits, cost, evaluations, legs, start.context, early)
 
 
 def as_embedded(made: Tensor | Embedded) -> Embedded:

@@ -5,6 +5,8 @@
                  ones share the rest, so that weights sum to 1 as elsewhere; a shorter pass learns
                  the mean of its cross-entropy (weight 1) and of its divergence from the full answer
                  (weight `steps.distil`); the penalty is that of the full pass
+    exits        one pass, read out at several counts on its way: weights sum to 1 too, and an
+                 earlier answer may learn from the last one as a shorter pass does
     jump         + `steps.jump` * divergence of head(x_k + (T - t_k) v_k) from the full answer
 
 The answer that others are drawn to is never moved by it. Which counts a batch goes through is
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.batch import IGNORED
-from train.config import Recipe
+from train.config import Recipe, StepsConfig
 from train.model import Output, Stepped
 from train.schedule import Turn
 
@@ -79,13 +81,20 @@ class Objective:
     ) -> tuple[Pass, Tensor]:
         """One pass and its answer; what is not returned is let go before the next one begins."""
         jumping = place == 0 and turn.jump is not None
+        count = turn.counts[place]
         point = JumpPoint(turn.jump or 0, self.model.T) if jumping else None
+        reading = {"exits": turn.exits} if turn.exits else {}  # a translator has none
         with self.autocast():
             output: Output = self.model(
-                *inputs, steps=turn.counts[place], method=self.steps.method, observe=point
+                *inputs, steps=count, method=self.steps.method, observe=point, **reading
             )
         logits = output.logits.detach()
         loss = self._task(output.logits, aim, targets, turn)
+        if turn.exits:
+            *early, last = exit_weights(self.steps, (*turn.exits, count))
+            loss = last * loss
+            for share, answer in zip(early, output.early, strict=True):
+                loss = loss + share * self._task(answer, logits, targets, turn)
         loss = loss if weight == 1 else weight * loss
         if place == 0:
             loss = loss + self.optim.transport * penalty(output, self.optim.penalty)
@@ -121,6 +130,16 @@ def pass_weights(passes: int, full_weight: float) -> list[float]:
     return [full_weight, *[(1 - full_weight) / (passes - 1)] * (passes - 1)]
 
 
+def exit_weights(steps: StepsConfig, counts: tuple[int, ...]) -> list[float]:
+    """Weights of the task at ascending counts of one pass; they sum to 1."""
+    if not steps.exit_weights:
+        last, *early = pass_weights(len(counts), steps.full_probability)
+        return [*early, last]
+    given = dict(zip((*steps.exits, steps.full), steps.exit_weights, strict=True))
+    weights = [given.get(count, steps.exit_weights[-1]) for count in counts]
+    return [weight / sum(weights) for weight in weights]
+
+
 def task_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy in nats, per token or per row."""
     classes = logits.shape[-1]
@@ -143,7 +162,9 @@ def divergence(logits: Tensor, aim: Tensor, targets: Tensor) -> Tensor:
 
 
 def penalty(output: Output, kind: str) -> Tensor:
-    """What lambda weighs: the transport cost, or its excess over the straight way."""
+    """What lambda weighs: the transport cost, its excess, or the mean of it a unit of time."""
+    if kind == "speed":
+        return output.cost / sum(leg.T for leg in output.legs)
     return output.cost if kind == "transport" else straightness_gap(output)
 
 

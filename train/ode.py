@@ -4,7 +4,7 @@ A velocity is any callable from (B, N, D) to (B, N, D). One whose attribute `tim
 called with (x, t, h) instead. This module does not know what is inside a velocity.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class Path(NamedTuple):
 
     state: Tensor  # (B, N, D)
     cost: Tensor  # ()
+    exits: tuple[Tensor, ...] = ()  # the states after the counts asked for
 
 
 def method_named(name: str) -> Method:
@@ -75,10 +76,14 @@ def integrate(
     mask: Tensor | None = None,
     observe: Observer | None = None,
     checkpoint: bool = False,
+    exits: Collection[int] = (),
+    backprop: int = 0,
 ) -> Path:
     """Carry x0 from 0 to T in `steps` steps; only positions of `mask` (B, N) count in the cost.
 
     With `checkpoint` a step keeps only the state it starts from, and runs again going backward.
+    With `backprop` gradients go back through so many steps at most: from the end, and from those
+    of `exits` that lie before it. Steps that none of them reaches are taken without gradients.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -86,20 +91,35 @@ def integrate(
     h = T / steps
     x, cost = x0, x0.new_zeros((), dtype=torch.float32)
     before: Tensor | None = None
+    passed: list[Tensor] = []
     for m in range(steps):
         t = T * m / steps  # a fraction of the interval: adding h up would drift
         start = x
-        if checkpoint:
-            x, spent, first = recomputed(
-                _step, velocity, table, x, before, t, h, mask, use_reentrant=False
-            )
-        else:
-            x, spent, first = _step(velocity, table, x, before, t, h, mask)
+        learning = torch.is_grad_enabled()
+        if backprop and m and (steps - m) % backprop == 0:
+            x, before = x.detach(), None if before is None else before.detach()
+        if backprop:
+            learning = learning and _reached(m, steps, backprop, exits)
+        with torch.set_grad_enabled(learning):
+            if checkpoint and learning:
+                x, spent, first = recomputed(
+                    _step, velocity, table, x, before, t, h, mask, use_reentrant=False
+                )
+            else:
+                x, spent, first = _step(velocity, table, x, before, t, h, mask)
         cost = cost + spent
         if observe is not None:
             observe(m, t, start, first)
+        if m + 1 in exits:
+            passed.append(x)
         before = first if table.history else None  # held only where it is used
-    return Path(x, cost)
+    return Path(x, cost, tuple(passed))
+
+
+def _reached(m: int, steps: int, backprop: int, exits: Collection[int]) -> bool:
+    """Whether gradients of the end or of an exit come to step m, in spans of `backprop` steps."""
+    end = steps - (steps - m - 1) // backprop * backprop  # of the span that the step is in
+    return end == steps or any(end - backprop < each <= end for each in exits)
 
 
 def _step(

@@ -27,6 +27,7 @@ class Quality:
     samples: int  # tokens, or rows
     loss: float  # cross-entropy, whatever the metric
     cost: float  # transport cost; 0 where it was not computed
+    whole: float | None = None  # of several answers a row: the share of rows that are right in all
 
 
 class Tally:
@@ -54,24 +55,37 @@ class Tally:
 
     def per_row(self, labelled: bool) -> Tensor:
         """What each row (R,) adds to the quality, whose mean it is: what pairs are compared by."""
-        if labelled:
-            return _tensor(self._hits)
-        losses, counts = _tensor(self._losses), _tensor(self._counts)
-        return losses / counts.mean()
+        counts = _tensor(self._counts)
+        return _tensor(self._hits if labelled else self._losses) / counts.mean()
 
     def quality(self, labelled: bool) -> Quality:
         losses, counts = _tensor(self._losses), _tensor(self._counts)
         rows, tokens = self._rows, int(counts.sum())
         loss = float(losses.sum()) / tokens
         cost = self._cost / rows
-        if labelled:
-            hits = int(sum(self._hits))
-            low, high = wilson(hits, rows)
-            return Quality("accuracy", hits / rows, low, high, rows, loss, cost)
-        # A ratio of two sums over rows; where all rows count alike, the spread of their means.
-        apart = (losses - loss * counts) / counts.mean()
-        spread = Z95 * float(apart.std()) / math.sqrt(rows) if rows > 1 else math.inf
+        hits = _tensor(self._hits)
+        if labelled and tokens == rows:
+            right = int(hits.sum())
+            low, high = wilson(right, rows)
+            return Quality("accuracy", right / rows, low, high, rows, loss, cost)
+        if labelled:  # a label a position: positions of a row are not independent
+            share = float(hits.sum()) / tokens
+            spread = _spread(hits, counts)
+            whole = float((hits == counts).double().mean())
+            low, high = max(0.0, share - spread), min(1.0, share + spread)
+            return Quality("accuracy", share, low, high, tokens, loss, cost, whole)
+        spread = _spread(losses, counts)
         return Quality("loss", loss, loss - spread, loss + spread, tokens, loss, cost)
+
+
+def _spread(sums: Tensor, counts: Tensor) -> float:
+    """Half a 95 % interval of a ratio of two sums over rows (R,).
+
+    Where all rows count alike, it is that of the mean of their means.
+    """
+    rows = len(sums)
+    apart = (sums - sums.sum() / counts.sum() * counts) / counts.mean()
+    return Z95 * float(apart.std()) / math.sqrt(rows) if rows > 1 else math.inf
 
 
 def _tensor(values: "array[float]") -> Tensor:

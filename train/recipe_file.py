@@ -16,8 +16,9 @@ from typing import Any, Literal
 from train.config import Recipe, RecipeError
 
 RECIPES = Path(__file__).parent / "recipes"
-_READ_BY_CHARACTER = ("text", "stdlib")  # what has characters as tokens unless it says otherwise
-_MADE = ("parity", "listops", "stdlib")  # data that is made on the spot
+# What has characters as tokens unless it says otherwise.
+_READ_BY_CHARACTER = ("text", "stdlib", "logic")
+_MADE = ("parity", "listops", "logic", "stdlib")  # data that is made on the spot
 
 
 def recipe_names() -> list[str]:

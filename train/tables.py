@@ -31,10 +31,10 @@ Rows = list[tuple[str, str]]
 def read_table(config: DataConfig, name: str) -> Rows:
     """(text, label as written in the file) of every row of one table that has a text."""
     path = table_path(config, name)
-    if _plain_name(path).suffix.lower() not in KINDS:
+    if plain_name(path).suffix.lower() not in KINDS:
         raise DataError(f"{path}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             rows = [
                 _row(record, config, f"{path}, {at}") for at, record in _records(file, path, config)
             ]
@@ -74,11 +74,11 @@ def table_path(config: DataConfig, name: str) -> Path:
     return path
 
 
-def _plain_name(path: Path) -> Path:
+def plain_name(path: Path) -> Path:
     return path.with_suffix("") if path.suffix.lower() in (".gz", ".xz") else path
 
 
-def _open(path: Path) -> IO[str]:
+def open_text(path: Path) -> IO[str]:
     if path.suffix.lower() == ".gz":
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8-sig", newline="")
     if path.suffix.lower() == ".xz":
@@ -88,7 +88,7 @@ def _open(path: Path) -> IO[str]:
 
 def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
     """Where each record stands, and the record: a dictionary by column, or a list."""
-    separator = _SEPARATORS.get(_plain_name(path).suffix.lower())
+    separator = _SEPARATORS.get(plain_name(path).suffix.lower())
     if separator is None:
         for number, line in enumerate(file, 1):
             if line.strip():

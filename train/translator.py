@@ -114,8 +114,9 @@ class Translator(Stepped):
             self.depth,
             steps,
             method,
-            self.T,
+            self.span(steps)[1],
             observe,
             self.saving,
             self.tolerance,
+            backprop=self.backprop,
         )

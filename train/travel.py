@@ -3,6 +3,7 @@
 Knows velocities and the tensors that every evaluation sees; not what they mean.
 """
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class Journey(NamedTuple):
     cost: Tensor  # (): the transport cost
     evaluations: int  # of velocities
     legs: tuple[Leg, ...]
+    exits: tuple[Tensor, ...] = ()  # (B, N, D) each: the states after the counts asked for
 
 
 class Bound:
@@ -66,11 +68,15 @@ def travel(
     observe: Observer | None = None,
     checkpoint: bool = False,
     tolerance: float | None = None,
+    exits: Collection[int] = (),
+    backprop: int = 0,
 ) -> Journey:
     """Carry the embedded input to the end of the model's depth.
 
     With a tolerance the solver picks its own steps, and `steps` and `method` mean nothing.
+    States on the way are those of one ODE: a chain has none that could be read out.
     """
+    assert not exits or depth == "ode"
     x, context, present = start
     if depth == "discrete":
         end = velocity(x, *context)
@@ -79,11 +85,12 @@ def travel(
         return Journey(end, leg.least, 1, (leg,))
     cost, evaluations = x.new_zeros(()), 0
     legs: list[Leg] = []
+    passed: tuple[Tensor, ...] = ()
     for one in flows(velocity, depth):
         if tolerance is None:
             bound = Bound(one, context)
-            state, spent = integrate(
-                bound, x, method, steps, T, present, observe, checkpoint=checkpoint
+            state, spent, passed = integrate(
+                bound, x, method, steps, T, present, observe, checkpoint, exits, backprop
             )
             evaluations += steps * method_named(method).evaluations
         else:
@@ -91,7 +98,7 @@ def travel(
             evaluations += evaluated
         legs.append(Leg(x, state, present, T))
         x, cost = state, cost + spent
-    return Journey(x, cost, evaluations, tuple(legs))
+    return Journey(x, cost, evaluations, tuple(legs), passed)
 
 
 def flows(velocity: nn.Module, depth: Depth) -> list[nn.Module]:

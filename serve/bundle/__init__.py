@@ -26,6 +26,7 @@ from serve.bundle.rung import (
     Method,
     Metric,
     Quality,
+    Range,
     Rung,
     Verified,
     steps_in_words,
@@ -33,11 +34,12 @@ from serve.bundle.rung import (
 from serve.bundle.seal import seal_bundle, write_latency
 from serve.bundle.spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle.staging import open_staging
-from serve.bundle.task import Cache, Depth, Task
+from serve.bundle.task import LABELLING, Cache, Depth, Dial, Task
 
 __all__ = [
     "EFFORTS",
     "EVALUATIONS_PER_STEP",
+    "LABELLING",
     "LATENCY_FILE",
     "MANIFEST_FILE",
     "MAX_RUNGS",
@@ -49,6 +51,7 @@ __all__ = [
     "Cache",
     "Calibration",
     "Depth",
+    "Dial",
     "Effort",
     "FileEntry",
     "ImageInput",
@@ -63,6 +66,7 @@ __all__ = [
     "PointsInput",
     "Precision",
     "Quality",
+    "Range",
     "Rung",
     "Shape",
     "StepFiles",

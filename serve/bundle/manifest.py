@@ -23,17 +23,21 @@ from serve.bundle.fields import (
     shown,
 )
 from serve.bundle.inputs import InputSpec, TextInput, read_input
-from serve.bundle.rung import METHODS, Method, Rung, check_ladder, steps_in_words
+from serve.bundle.rung import METHODS, Method, Range, Rung, check_ladder, steps_in_words
 from serve.bundle.spec import FileEntry, Shape, StepFiles, TokenizerSpec
 from serve.bundle.task import (
     CACHES,
     DEPTHS,
+    DIALS,
+    LABELLING,
     MAX_LABELS,
     TASKS,
     Cache,
     Depth,
+    Dial,
     Task,
     check_depth,
+    check_dial,
     check_task,
 )
 
@@ -62,6 +66,8 @@ class Manifest:
     T: float
     full_steps: int
     default_steps: int
+    dial: Dial = "resolution"
+    grid_steps: int | None = None  # of the dial of time: as many steps as cross [0, T]
     depth: Depth = "ode"
     cache: Cache
     input: InputSpec
@@ -71,6 +77,7 @@ class Manifest:
     shape: Shape
     weights: str
     rungs: tuple[Rung, ...]
+    range: Range | None = None  # of its quality, where it was measured
     step: StepFiles | None = None  # graphs of one step, which make any rung
     calibration: Calibration | None = None  # of early answers
     card: Mapping[str, object] = field(default_factory=dict)
@@ -84,6 +91,7 @@ class Manifest:
         check_choice("task", self.task, TASKS)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("method", self.method, METHODS)
+        check_choice("dial", self.dial, DIALS)
         check_choice("depth", self.depth, DEPTHS)
         check_choice("cache", self.cache, CACHES)
         check_number("T", self.T, 1e-6, 1e6)
@@ -93,6 +101,7 @@ class Manifest:
         with inside("rungs"):
             check_ladder(self.rungs, self.method)
         check_depth(self)
+        check_dial(self)
         self._check_steps()
         check_task(self)
         self._check_names()
@@ -101,6 +110,22 @@ class Manifest:
     def steps(self) -> tuple[int, ...]:
         """The step counts of the ladder, ascending."""
         return tuple([rung.steps for rung in self.rungs])
+
+    def step_size(self, steps: int) -> float:
+        """The h of each of so many steps: all of the grid's size, or as many as cross [0, T]."""
+        return self.T / (self.grid_steps or steps)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether it answers with labels: one for a row, or one for each position."""
+        return self.task in LABELLING
+
+    @property
+    def fills(self) -> bool:
+        """Whether its labels are characters, one for each of the text: a puzzle filled in."""
+        if self.task != "tag" or self.text_tokenizer.kind != "chars":
+            return False
+        return all(len(label) == 1 for label in self.labels or ())
 
     @property
     def keeps_caches(self) -> bool:
@@ -149,6 +174,9 @@ class Manifest:
         if isinstance(value, dict) and "schema_version" in value:
             # Before the keys: a later schema has other keys, and its number explains them best.
             check_version(value["schema_version"], SCHEMA_VERSION)
+        if isinstance(value, dict):
+            # Bundles of earlier releases have the dial of resolution and say none of these.
+            value = {"dial": "resolution", "grid_steps": None, "range": None} | value
         members = dict(check_members(value, _KEYS))
         with inside("input"):
             members["input"] = read_input(members["input"])
@@ -157,6 +185,9 @@ class Manifest:
                 members["tokenizer"] = TokenizerSpec.from_json(members["tokenizer"])
         with inside("shape"):
             members["shape"] = Shape.from_json(members["shape"])
+        with inside("range"):
+            if members["range"] is not None:
+                members["range"] = Range.from_json(members["range"])
         with inside("step"):
             if members["step"] is not None:
                 members["step"] = StepFiles.from_json(members["step"])
@@ -262,6 +293,8 @@ _KEYS = (
     "T",
     "full_steps",
     "default_steps",
+    "dial",
+    "grid_steps",
     "depth",
     "cache",
     "input",
@@ -271,6 +304,7 @@ _KEYS = (
     "shape",
     "weights",
     "rungs",
+    "range",
     "step",
     "calibration",
     "card",

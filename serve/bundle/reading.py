@@ -36,7 +36,7 @@ class Bundle:
     def __post_init__(self) -> None:
         if self.latency is None:
             return
-        kinds = ("classify",) if self.manifest.task == "classify" else ("prefill", "decode")
+        kinds = ("classify",) if self.manifest.labelled else ("prefill", "decode")
         for index, entry in enumerate(self.latency.entries):
             where = f"entries[{index}]"
             with inside_file(self.folder / LATENCY_FILE):

@@ -46,6 +46,7 @@ class Quality:
     low: float
     high: float
     samples: int
+    exact: float | None = None  # of a tagger: the share of rows without a wrong position
 
     def __post_init__(self) -> None:
         check_choice("metric", self.metric, METRICS)
@@ -53,10 +54,36 @@ class Quality:
         check_number("low", self.low, -_HUGE, self.value)
         check_number("high", self.high, self.value, _HUGE)
         check_integer("samples", self.samples, 1, 1 << 53)
+        if self.exact is not None:
+            check_number("exact", self.exact, 0.0, 1.0)
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        return cls(**check_members(value, ("metric", "value", "low", "high", "samples")))
+        if isinstance(value, dict):
+            value = {"exact": None} | value
+        return cls(**check_members(value, ("metric", "value", "low", "high", "samples", "exact")))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What the last rung is better than the first by: the mean over the rows, and its interval.
+
+    Above 0 is better, whatever the metric. Both rungs were measured on the same rows, so that the
+    interval is that of a paired difference.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_number("value", self.value, -_HUGE, _HUGE)
+        check_number("low", self.low, -_HUGE, self.value)
+        check_number("high", self.high, self.value, _HUGE)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, ("value", "low", "high")))
 
 
 @dataclass(frozen=True, slots=True)

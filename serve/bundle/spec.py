@@ -71,6 +71,7 @@ class Shape:
     head_width: int
     width: int
     parameters: int
+    state: int | None = None  # of a decoder's graphs of one step, where it has more than the width
 
     def __post_init__(self) -> None:
         check_integer("layers", self.layers, 1, 1024)
@@ -78,10 +79,19 @@ class Shape:
         check_integer("head_width", self.head_width, 1, 4096)
         check_integer("width", self.width, 1, 1 << 16)
         check_integer("parameters", self.parameters, 1, 10**12)
+        if self.state is not None:
+            check_integer("state", self.state, self.width, 1 << 17)
+
+    @property
+    def state_width(self) -> int:
+        """Of a decoder's state between steps: beside x it may hold what every step sees again."""
+        return self.width if self.state is None else self.state
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        keys = ("layers", "heads", "head_width", "width", "parameters")
+        if isinstance(value, dict):
+            value = {"state": None} | value
+        keys = ("layers", "heads", "head_width", "width", "parameters", "state")
         return cls(**check_members(value, keys))
 
 

@@ -7,26 +7,32 @@ from typing import TYPE_CHECKING, Literal
 
 from serve.bundle.fields import BundleError, check_integer, check_text
 from serve.bundle.inputs import MAX_TOKENS, TextInput
-from serve.bundle.rung import steps_in_words
+from serve.bundle.rung import MAX_STEPS, steps_in_words
 
 if TYPE_CHECKING:
     from serve.bundle.manifest import Manifest
 
-Task = Literal["generate", "classify", "translate"]
+Task = Literal["generate", "classify", "translate", "tag"]
 Depth = Literal["ode", "fixed", "chain"]
 Cache = Literal["kv", "kv_int8", "none"]  # of floats, of bytes, or no caches
+# How M steps relate: each M crosses [0, T] in steps of T / M, or all go along one grid and stop.
+Dial = Literal["resolution", "time"]
 
-TASKS = ("generate", "classify", "translate")
+TASKS = ("generate", "classify", "translate", "tag")
+LABELLING: tuple[Task, ...] = ("classify", "tag")  # a label a row, or a label a position
 DEPTHS = ("ode", "fixed", "chain")
 CACHES = ("kv", "kv_int8", "none")
+DIALS = ("resolution", "time")
 MAX_LABELS = 100_000
 
 
 def check_task(manifest: "Manifest") -> None:
     """What the task asks of labels, input, tokenizer, cache and graphs."""
     task, spec = manifest.task, manifest.input
-    if task == "classify":
-        _check_labels(manifest.labels)
+    if task in LABELLING:
+        _check_labels(task, manifest.labels)
+        if task == "tag" and not isinstance(spec, TextInput):
+            raise BundleError("must be text for the task tag", field="input.kind")
     else:
         if manifest.labels is not None:
             raise BundleError(f"must be null for the task {task}", field="labels")
@@ -39,6 +45,10 @@ def check_task(manifest: "Manifest") -> None:
     _check_tokenizer(manifest)
     _check_translation(manifest)
     _check_step(manifest)
+    if manifest.shape.state is not None and not manifest.keeps_caches:
+        raise BundleError("must be null for the cache none", field="shape.state")
+    if manifest.range is not None and len(manifest.rungs) == 1:
+        raise BundleError("must be null for one rung", field="range")
     for index, rung in enumerate(manifest.rungs):
         if (rung.against_fp32 is None) == manifest.rounds:
             raise BundleError(
@@ -79,6 +89,20 @@ def check_depth(manifest: "Manifest") -> None:
             )
 
 
+def check_dial(manifest: "Manifest") -> None:
+    """What the dial asks: a dial of time says its grid, and its methods stop at any step."""
+    if manifest.dial == "resolution":
+        if manifest.grid_steps is not None:
+            raise BundleError("must be null for the dial resolution", field="grid_steps")
+        return
+    check_integer("grid_steps", manifest.grid_steps, 1, MAX_STEPS)
+    if manifest.depth != "ode":
+        raise BundleError(
+            f"must be resolution for the depth {manifest.depth}: there is no one clock to stop",
+            field="dial",
+        )
+
+
 def _check_step(manifest: "Manifest") -> None:
     """One velocity that is integrated has graphs of one step; so has whatever keeps caches."""
     integrated = manifest.depth == "ode" and manifest.task != "translate"
@@ -89,7 +113,7 @@ def _check_step(manifest: "Manifest") -> None:
             f"{manifest.depth} and the cache {manifest.cache}",
             field="step",
         )
-    stops = manifest.task == "classify" and wanted and manifest.method == "euler"
+    stops = manifest.task in LABELLING and wanted and manifest.method == "euler"
     if manifest.calibration is not None and not stops:
         raise BundleError(
             f"must be null for the task {manifest.task}, the depth {manifest.depth} and the method "
@@ -98,9 +122,9 @@ def _check_step(manifest: "Manifest") -> None:
         )
 
 
-def _check_labels(labels: tuple[str, ...] | None) -> None:
+def _check_labels(task: Task, labels: tuple[str, ...] | None) -> None:
     if labels is None:
-        raise BundleError("must be a list for the task classify, not null", field="labels")
+        raise BundleError(f"must be a list for the task {task}, not null", field="labels")
     if not 2 <= len(labels) <= MAX_LABELS:
         raise BundleError(
             f"has {len(labels)} labels; a classifier has from 2 to {MAX_LABELS}", field="labels"
@@ -153,6 +177,11 @@ def _check_translation(manifest: "Manifest") -> None:
         if not translates and rung.encoder is not None:
             raise BundleError(
                 f"must be null for the task {manifest.task}", field=f"rungs[{index}].encoder"
+            )
+        if manifest.task != "tag" and rung.quality.exact is not None:
+            raise BundleError(
+                f"must be null for the task {manifest.task}",
+                field=f"rungs[{index}].quality.exact",
             )
         if not translates and rung.quality.metric == "bleu":
             raise BundleError(

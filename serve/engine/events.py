@@ -59,10 +59,28 @@ class GeneratedEvent:
     span: Span
 
 
-class ClassifiedEvent(NamedTuple):
-    """The end of a classification: the probability of every label, for each row."""
+Scores = tuple[float, ...]  # the probability of every label
 
-    scores: tuple[tuple[float, ...], ...]
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The likeliest label of each position of a row, by its number, and its probability."""
+
+    labels: tuple[int, ...]
+    scores: Scores
+
+
+class Labelled(NamedTuple):
+    """The answer to a row: what its label is, or what those of its positions are."""
+
+    found: Scores | Tags
+    readouts: tuple[Scores | Tags, ...] = ()  # after each step, if that was asked
+
+
+class ClassifiedEvent(NamedTuple):
+    """The end of a classification."""
+
+    rows: tuple[Labelled, ...]
     steps: tuple[int, ...]  # of the rung that each row ran on
     evaluations: tuple[int, ...]  # velocity evaluations that each row took
     span: Span

@@ -7,7 +7,7 @@ It deliberately knows neither when to run nor who is told: it returns the events
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from serve.engine.classification import Classification, Row, scores_of
+from serve.engine.classification import Classification, Row, labelled_rows
 from serve.engine.ending import Ending, own, span
 from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.engine.failing import CheckCall, Failing
@@ -96,7 +96,7 @@ class Executor:
         rung = call.rung
         try:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
-            scores = scores_of(found.logits)
+            answers = labelled_rows(found, [work.rows[row] for _, work, row in rows])
         except Exception as error:
             return self._ending.fail(rung, [job for job, _ in call.rows], error)
         self._ending.ran(rung)
@@ -104,7 +104,7 @@ class Executor:
         now_s = self._clock()
         self._metrics.call(rung, "classify", len(rows), sum(spent))
         failures: dict[Job[Work], ServeError] = {}
-        for (job, work, row), one, count in zip(rows, scores, spent, strict=True):
+        for (job, work, row), one, count in zip(rows, answers, spent, strict=True):
             if isinstance(one, ModelFailure):
                 failures[job] = one
             else:
@@ -122,8 +122,9 @@ class Executor:
         # With what follows the call: the next one waits for that too.
         spent_s = self._clock() - begun_s
         self._times.observe((call.lane, "classify"), spent_s)
-        series = Series(rung.model, "classify", rung.steps, rung.threshold)
-        self._latency.observe(series, len(rows), call.length, spent_s)
+        if not rung.traced:  # which reads out more often
+            series = Series(rung.model, "classify", rung.steps, rung.threshold)
+            self._latency.observe(series, len(rows), call.length, spent_s)
         return deliveries
 
     def _classified(self, job: Job[Work], work: Classification, now_s: float) -> Event:

@@ -34,7 +34,7 @@ class Timed(NamedTuple):
 def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None:
     """Every model must be warm."""
     for served in models:
-        if served.manifest.task == "classify":
+        if served.manifest.labelled:
             latency.share_rows(served.key, served.model.most_parts)
         if served.bundle.latency is not None:
             latency.learn(served.key, served.bundle.latency)
@@ -55,7 +55,7 @@ def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
 
 def _timed(served: Served) -> Iterator[Timed]:
     for steps in served.manifest.steps:
-        if served.manifest.task == "classify":
+        if served.manifest.labelled:
             yield _timed_classifier(served, steps, 1)
             if (most := served.model.most_parts) > 1:
                 yield _timed_classifier(served, steps, min(_MOST_ROWS, rows_for(most)))

@@ -10,9 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from serve.engine.classification import Row
+from serve.engine.classification import Row, answer_of
 from serve.engine.sampling import FloatArray
 from serve.metrics import Metrics
 from serve.scheduler.job import LaneKey
@@ -26,11 +24,11 @@ class RecheckCall:
 
     promised: LaneKey
     row: Row
-    label: int  # the answer that was given
+    labels: tuple[int, ...]  # the answer that was given: one, or one a position
 
     @property
     def lane(self) -> LaneKey:
-        return self.promised._replace(threshold=None)
+        return self.promised._replace(threshold=None, traced=False)
 
 
 class Rechecks:
@@ -49,14 +47,16 @@ class Rechecks:
         return bool(self._waiting)
 
     def offer(self, promised: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
-        """A row of a lane with a threshold was answered with logits (C,), after all steps or not.
+        """A row of a lane with a threshold was answered with logits, after all steps or not.
+
+        Logits (C,), or (N, C) of a label at each position, which differ if any of those does.
 
         While many wait none is taken: which rows those are has nothing to do with what is in them.
         """
         if len(self._waiting) == _MOST_ROWS or self._random.random() >= self._share:
             return
         if early:
-            self._waiting.append(RecheckCall(promised, row, int(np.argmax(logits))))
+            self._waiting.append(RecheckCall(promised, row, answer_of(logits, row)))
         else:
             self._count(promised, agrees=True)
 
@@ -69,8 +69,8 @@ class Rechecks:
         return self._waiting.popleft()
 
     def found(self, call: RecheckCall, logits: FloatArray) -> None:
-        """What all steps answer: logits (C,)."""
-        self._count(call.promised, agrees=int(np.argmax(logits)) == call.label)
+        """What all steps answer: logits (C,), or (N, C)."""
+        self._count(call.promised, agrees=answer_of(logits, call.row) == call.labels)
 
     def _count(self, promised: LaneKey, agrees: bool) -> None:
         labels = promised.name, str(self._promise(promised))

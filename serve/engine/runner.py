@@ -236,9 +236,11 @@ class Runner:
 
     def _answers(self, lane: LaneKey, stacked: RowArray) -> EarlyAnswers:
         model = self._models[lane.model]
+        if lane.traced:
+            return model.step_classifier(lane.steps).traced(stacked, lane.threshold)
         if lane.threshold is not None:
             return model.step_classifier(lane.steps).early(stacked, lane.threshold)
-        logits = model.classifier(lane.steps).run(stacked)  # (B, C)
+        logits = model.classifier(lane.steps).run(stacked)  # (B, C), or (B, N, C)
         nfe = model.bundle.manifest.rung(lane.steps).nfe
         return EarlyAnswers(logits, np.full(len(stacked), nfe, dtype=np.int64))
 

@@ -13,6 +13,7 @@ from serve.errors import WrongInput
 from serve.inputs.images import PixelCount, read_image
 from serve.inputs.items import Item
 from serve.inputs.points import read_points
+from serve.inputs.text import Span
 
 # What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
 _PIXELS_PER_TOKEN = 256
@@ -28,6 +29,8 @@ class Intake(NamedTuple):
 
     row: Row
     truncated: bool = False
+    text: str = ""  # of a model that labels its positions
+    spans: tuple[Span, ...] = ()  # what each of them labels of it
 
 
 def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
@@ -50,8 +53,15 @@ def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[
         return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
         return [Intake(read_points(item.value, spec, item.param)) for item in items]
+    if served.manifest.task == "tag":
+        return [_positions(item, served, truncate) for item in items]
     encoded = [served.codec.encode_input(item.value, truncate, item.param) for item in items]
     return [Intake(one.tokens, one.truncated) for one in encoded]
+
+
+def _positions(item: Item, served: Served, truncate: bool) -> Intake:
+    encoded = served.codec.encode_positions(item.value, truncate, item.param)
+    return Intake(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 
 def greatest_length(manifest: Manifest) -> int:

@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 from serve.bundle import Bundle, BundleError, Manifest
 from serve.bundle.fields import inside_file
 from serve.errors import Unprocessable
-from serve.inputs.encoder import Encoder
+from serve.inputs.encoder import Encoder, Token
 from serve.inputs.tokens import check_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, and one with the token before it
+
+
+Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
 
 
 class Encoded(NamedTuple):
@@ -24,6 +27,7 @@ class Encoded(NamedTuple):
     tokens: list[int]
     truncated: bool = False
     counted: int | None = None  # tokens of the whole text, where they were counted
+    spans: tuple[Span, ...] = ()  # of each token, if asked: what it labels of the text
 
 
 class TextCodec:
@@ -95,10 +99,7 @@ class TextCodec:
 
     def encode_input(self, text: str, truncate: bool, param: str = "input") -> Encoded:
         """The tokens of a text to classify, cut as in training if it is too long."""
-        spec = self._manifest.text_input
-        head, tail = spec.max_tokens, 0
-        if spec.truncation is not None:
-            head, tail = spec.truncation.head, spec.truncation.tail
+        head, tail = self._kept
         encoded = self._encode(text, param, head, tail)
         if encoded.truncated and not truncate:
             raise self._too_long(
@@ -108,6 +109,22 @@ class TextCodec:
                 + (f" and last {tail} tokens" if tail else " tokens"),
             )
         return encoded
+
+    def encode_positions(self, text: str, truncate: bool, param: str = "input") -> Encoded:
+        """The same tokens, and what each labels: its character, or the word that it begins.
+
+        A word is what stands between spaces. Tokens inside a word label nothing.
+        """
+        encoded = self.encode_input(text, truncate, param)
+        head, tail = self._kept
+        if self._characters is None:
+            found = self._encoder.spans(text, head, tail)
+            tokens = [token.number for token in found]
+            return encoded._replace(tokens=tokens, spans=_words(text, found))
+        places = [*range(len(text))]
+        if encoded.truncated:
+            places = places[:head] + places[len(text) - tail :]
+        return encoded._replace(spans=tuple((place, place + 1) for place in places))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens."""
@@ -148,6 +165,14 @@ class TextCodec:
         return Encoded([known[character] for character in kept], truncated=True, counted=len(text))
 
     @property
+    def _kept(self) -> tuple[int, int]:
+        """How many of the first and of the last tokens stay of a text that is too long."""
+        spec = self._manifest.text_input
+        if spec.truncation is None:
+            return spec.max_tokens, 0
+        return spec.truncation.head, spec.truncation.tail
+
+    @property
     def _shorter(self) -> str:
         if self._manifest.task == "translate":
             return "translate it in parts, for example by sentences"
@@ -183,6 +208,24 @@ class TextCodec:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+
+def _words(text: str, tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """For each token the word that it begins, else nothing."""
+    spans: list[Span] = []
+    last = -1  # the token that began the latest word
+    for token in tokens:
+        start, end = token.start, token.end
+        spans.append((start, start))
+        if not text[start:end].strip():
+            continue
+        goes_on = last >= 0 and start <= spans[last][1] and not text[start - 1 : start].isspace()
+        if goes_on or (last >= 0 and start < spans[last][1]):
+            spans[last] = (spans[last][0], max(end, spans[last][1]))
+        elif start == 0 or text[start - 1].isspace():  # else of a word whose beginning was cut off
+            last = len(spans) - 1
+            spans[last] = (start, end)
+    return tuple(spans)
 
 
 class TextStream:

@@ -1,4 +1,4 @@
-"""POST /v1/classify: texts, images or points in, labels out.
+"""POST /v1/classify: texts, images or points in, labels out: of each input, or of its tokens.
 
 Knows the shape of requests and answers; the engine knows how they are run.
 """
@@ -8,12 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.budget import Decision
+from serve.bundle import LABELLING, Manifest
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent
+from serve.engine.events import ClassifiedEvent, Labelled, Tags
 from serve.errors import InvalidField, Unprocessable
 from serve.inputs.intake import Intake, check_kinds, read_items
-from serve.routes.labelling import labelled, ranked, refuse_early
+from serve.routes.labelling import filled, labelled, ranked, refuse_early, token_labels
 from serve.routes.shared import (
     RUN_PROBLEMS,
     Encoding,
@@ -25,9 +26,12 @@ from serve.routes.shared import (
 )
 from serve.settings import Settings
 from serve.wire.answers import (
+    Budget,
     ClassifyResponse,
     ClassifyResult,
     LabelScore,
+    Readout,
+    TagResult,
     budget_of,
     server_timing,
 )
@@ -44,7 +48,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
 
     @router.post(
         "/v1/classify",
-        summary="Label one text, image or cloud of points, or several",
+        summary="Label one text, image or cloud of points, or several, or every token of texts",
         response_model=ClassifyResponse,
         response_description="A result for each input.",
         responses=RUN_PROBLEMS,
@@ -54,11 +58,11 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         asked = await read_json(
             request, ClassifyRequest, settings.max_body_bytes, settings.body_timeout_s
         )
-        served = engine.catalog.pick(asked.model, ("classify",), asked.input[0].kind)
+        served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
         manifest = served.manifest
         decision = decide_budget(request, served, asked)
-        labels = manifest.labels or ()
-        top = _labels_to_list(asked.top_k, served, len(labels))
+        top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
+        _check_trace(asked, served)
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
@@ -67,12 +71,14 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
             _characters(asked),
             lambda: read_items(asked.input, served, asked.truncate is not False),
         )
-        event = await labelled(request, engine, served, asked, decision, taken)
+        event = await labelled(
+            request, engine, served, asked, decision, taken, traced=asked.trace is True
+        )
         spent = timing(request, engine, event.span)
         response: ClassifyResponse = {
             "id": request_id(request),
             "model": served.name,
-            "results": _results(event, taken, labels, top, decision),
+            "results": _results(event, taken, manifest, top, decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
@@ -83,6 +89,10 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
 
 
 def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
+    if top_k is not None and served.manifest.task == "tag":
+        raise InvalidField(
+            f"{served.name} gives each token one label: leave top_k out", param="top_k"
+        )
     if top_k is None:
         return min(labels, _DEFAULT_LABELS)
     if top_k > labels:
@@ -91,6 +101,15 @@ def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
             param="top_k",
         )
     return top_k
+
+
+def _check_trace(asked: ClassifyRequest, served: Served) -> None:
+    if asked.trace and not served.model.single_steps:
+        raise InvalidField(
+            f"{served.name} does not run step by step here, so there is nothing to trace: leave "
+            "trace out",
+            param="trace",
+        )
 
 
 def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
@@ -113,25 +132,70 @@ def _characters(asked: ClassifyRequest) -> int | None:
 
 
 def _results(
-    event: ClassifiedEvent,
-    taken: list[Intake],
-    labels: tuple[str, ...],
-    top: int,
-    decision: Decision,
-) -> list[ClassifyResult]:
-    results: list[ClassifyResult] = []
-    for scores, steps, evaluations, one in zip(
-        event.scores, event.steps, event.evaluations, taken, strict=True
-    ):
-        best: list[LabelScore] = [
-            {"label": labels[index], "score": scores[index]} for index in ranked(scores)[:top]
-        ]
-        results.append(
-            {
-                **best[0],
-                "top": best,
-                "truncated": one.truncated,
-                "budget": budget_of(decision.served_at(steps), evaluations),
-            }
+    event: ClassifiedEvent, taken: list[Intake], manifest: Manifest, top: int, decision: Decision
+) -> list[ClassifyResult] | list[TagResult]:
+    answered = [
+        (labelled, one, budget_of(decision.served_at(steps), evaluations))
+        for labelled, steps, evaluations, one in zip(
+            event.rows, event.steps, event.evaluations, taken, strict=True
         )
-    return results
+    ]
+    if manifest.task == "tag":
+        return [_tagged(*one, manifest) for one in answered]
+    return [_classified(*one, manifest.labels or (), top) for one in answered]
+
+
+def _classified(
+    labelled: Labelled, one: Intake, budget: Budget, labels: tuple[str, ...], top: int
+) -> ClassifyResult:
+    scores = labelled.found
+    assert not isinstance(scores, Tags)
+    best: list[LabelScore] = [
+        {"label": labels[index], "score": scores[index]} for index in ranked(scores)[:top]
+    ]
+    result: ClassifyResult = {
+        "label": best[0]["label"],
+        "score": best[0]["score"],
+        "top": best,
+        "truncated": one.truncated,
+        "budget": budget,
+    }
+    if labelled.readouts:
+        result["trace"] = [
+            {"steps": step, "labels": [labels[likeliest]], "scores": [found[likeliest]]}
+            for step, found in enumerate(labelled.readouts[: budget["steps"]], start=1)
+            if not isinstance(found, Tags)
+            for likeliest in ranked(found)[:1]
+        ]
+    return result
+
+
+def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest) -> TagResult:
+    tags = labelled.found
+    assert isinstance(tags, Tags)
+    result: TagResult = {
+        "tokens": token_labels(tags, one, manifest),
+        "truncated": one.truncated,
+        "budget": budget,
+    }
+    if manifest.fills:
+        result["text"] = filled(tags, one, manifest)
+    if labelled.readouts:
+        result["trace"] = [
+            _readout(step, found, one, manifest)
+            for step, found in enumerate(labelled.readouts[: budget["steps"]], start=1)
+            if isinstance(found, Tags)
+        ]
+    return result
+
+
+def _readout(step: int, tags: Tags, one: Intake, manifest: Manifest) -> Readout:
+    tokens = token_labels(tags, one, manifest)
+    readout: Readout = {
+        "steps": step,
+        "labels": [token["label"] for token in tokens],
+        "scores": [token["score"] for token in tokens],
+    }
+    if manifest.fills:
+        readout["text"] = filled(tags, one, manifest)
+    return readout

@@ -3,6 +3,7 @@
 Knows tensors in and tensors out; how rows run is the business of what /v1 uses as well.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,13 @@ from starlette.responses import Response
 from serve.bundle import ImageInput, TextInput
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import FailedEvent, GeneratedEvent, Span
+from serve.engine.events import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
 from serve.engine.generation import Wish
 from serve.engine.sampling import MAX_SEED
 from serve.inputs.intake import Intake, read_items
 from serve.inputs.items import Item
 from serve.inputs.tensors import cloud_rows, image_rows
-from serve.routes.labelling import labelled, ranked, refuse_early
+from serve.routes.labelling import labelled, ranked, refuse_early, token_labels
 from serve.routes.oip_models import find_version, oip_problems
 from serve.routes.shared import Encoding, decide_budget, request_id, timing
 from serve.routes.writing import Order, check_max_tokens, check_texts
@@ -94,7 +95,7 @@ def inference_routes(settings: Settings, engine: Engine) -> APIRouter:
         InputSpec.of(manifest).check(sent.asked.inputs, served.name, settings.max_inputs)
         wanted = wanted_outputs(sent.asked, manifest)
         inference = Inference(request, settings, engine, encoding, served, sent, wanted)
-        if manifest.task == "classify":
+        if manifest.labelled:
             return await inference.classify()
         return await inference.write()
 
@@ -124,7 +125,7 @@ class Inference:
     wanted: Sequence[Wanted]
 
     async def classify(self) -> Response:
-        """A label, its score and its steps for each row."""
+        """Labels, their score and their steps for each row."""
         asked = classify_request(self.sent.asked.parameters)
         decision = decide_budget(self.request, self.served, asked)
         rows = self.sent.asked.inputs[0].shape[0]
@@ -137,19 +138,34 @@ class Inference:
             budget_of(decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
-        labels = self.served.manifest.labels or ()
-        best = [ranked(scores)[0] for scores in event.scores]
-        columns: dict[str, Values] = {
-            "label": [labels[index] for index in best],
-            "score": [scores[index] for scores, index in zip(event.scores, best, strict=True)],
-            "steps": [budget["steps"] for budget in budgets],
-        }
+        columns = self._labels(event, taken)
+        columns["steps"] = [budget["steps"] for budget in budgets]
         texts = isinstance(self.served.manifest.input, TextInput)
         truncated = sum(one.truncated for one in taken) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
         self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
+
+    def _labels(self, event: ClassifiedEvent, taken: Sequence[Intake]) -> dict[str, Values]:
+        """A label and its score for each row; of tokens, as JSON, with the least score of any."""
+        manifest = self.served.manifest
+        tagged = [row.found for row in event.rows if isinstance(row.found, Tags)]
+        if tagged:
+            tokens = [
+                token_labels(tags, one, manifest) for tags, one in zip(tagged, taken, strict=True)
+            ]
+            return {
+                "tokens": [json.dumps(row, ensure_ascii=False) for row in tokens],
+                "score": [min(tags.scores) for tags in tagged],
+            }
+        labels = manifest.labels or ()
+        rows = [row.found for row in event.rows if not isinstance(row.found, Tags)]
+        best = [ranked(scores)[0] for scores in rows]
+        return {
+            "label": [labels[index] for index in best],
+            "score": [scores[index] for scores, index in zip(rows, best, strict=True)],
+        }
 
     async def write(self) -> Response:
         """A text for each row, each written by a job of its own."""

@@ -1,4 +1,4 @@
-"""From inputs that were read to the scores of their labels, whatever protocol sent them.
+"""From inputs that were read to their labels, whatever protocol sent them.
 
 Knows how rows run; deliberately neither how requests ask nor how answers look.
 """
@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from serve.budget import Decision
+from serve.bundle import Manifest
 from serve.catalog import Served
 from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Event, FailedEvent
+from serve.engine.events import ClassifiedEvent, Event, FailedEvent, Tags
 from serve.engine.work import Work
 from serve.inputs.intake import Intake, greatest_length, row_length
 from serve.routes.shared import deadline_of, note_decision
 from serve.scheduler.job import Job, LaneKey
+from serve.wire.answers import TokenLabel
 from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields
 
@@ -43,13 +45,14 @@ async def labelled(
     asked: BudgetFields,
     decision: Decision,
     taken: Sequence[Intake],
+    traced: bool = False,
 ) -> ClassifiedEvent:
-    """The scores of these rows; raises what kept them from being answered."""
+    """The labels of these rows; raises what kept them from being answered."""
     manifest = served.manifest
     mailbox: Mailbox[Event] = Mailbox()
     rows = [one.row for one in taken]
     job: Job[Work] = Job(
-        lane=_lane(served, decision),
+        lane=_lane(served, decision)._replace(traced=traced),
         work=Classification(rows, mailbox.deliver),
         lengths=tuple(row_length(row, manifest) for row in rows),
         may_pad=manifest.input.kind == "text",
@@ -68,6 +71,30 @@ async def labelled(
 def ranked(scores: Sequence[float]) -> list[int]:
     """The numbers of the labels, likeliest first."""
     return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+
+
+def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel]:
+    """What the tokens label, with the labels; those inside a word label nothing."""
+    labels = manifest.labels or ()
+    return [
+        {
+            "text": one.text[start:end],
+            "start": start,
+            "end": end,
+            "label": labels[label],
+            "score": score,
+        }
+        for (start, end), label, score in zip(one.spans, tags.labels, tags.scores, strict=True)
+        if start < end
+    ]
+
+
+def filled(tags: Tags, one: Intake, manifest: Manifest) -> str:
+    """The text with the label of each character in its place."""
+    labels, text = manifest.labels or (), list(one.text)
+    for (start, _), label in zip(one.spans, tags.labels, strict=True):
+        text[start] = labels[label]
+    return "".join(text)
 
 
 def _lane(served: Served, decision: Decision) -> LaneKey:

@@ -64,6 +64,8 @@ def model_routes(engine: Engine) -> APIRouter:
                 model=manifest.name,
                 task=manifest.task,
                 depth=manifest.depth,
+                dial=manifest.dial,
+                grid_steps=manifest.grid_steps,
                 input=_takes(manifest),
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
@@ -84,6 +86,8 @@ def _card(served: Served) -> ModelCard:
         created=int(served.loaded_at_s),
         task=manifest.task,
         depth=manifest.depth,
+        dial=manifest.dial,
+        grid_steps=manifest.grid_steps,
         input=_takes(manifest),
         method=manifest.method,
         steps=list(manifest.steps),
@@ -95,6 +99,7 @@ def _card(served: Served) -> ModelCard:
             for level in (manifest.calibration.levels if manifest.calibration else ())
             if level.threshold is not None
         ],
+        traces=served.model.single_steps,
         metric=manifest.rungs[0].quality.metric,
         labels=None if manifest.labels is None else list(manifest.labels),
         max_tokens=(manifest.input.max_tokens if isinstance(manifest.input, TextInput) else None),
@@ -107,7 +112,7 @@ def _card(served: Served) -> ModelCard:
 
 
 def _kind(served: Served) -> Kind:
-    return "classify" if served.manifest.task == "classify" else "generate"
+    return "classify" if served.manifest.labelled else "generate"
 
 
 def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
@@ -130,7 +135,11 @@ def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
         nfe=rung.nfe,
         effort=rung.effort,
         quality=Interval(
-            value=quality.value, low=quality.low, high=quality.high, samples=quality.samples
+            value=quality.value,
+            low=quality.low,
+            high=quality.high,
+            samples=quality.samples,
+            exact=quality.exact,
         ),
         latency_ms=None if measured is None else measured.median_ms,
         predicted_ms=None if predicted_s is None else round(predicted_s * 1000, 3),

@@ -39,7 +39,7 @@ _CONTEXTS: Nodes = {f"context_{index}": ("", None) for index in range(8)}
 
 def graph_interface(manifest: Manifest) -> Interface:
     """Of the graph of any rung: the whole depth, without caches."""
-    if manifest.task == "classify":
+    if manifest.labelled:
         return Interface(_taken(manifest), _classes(manifest))
     if manifest.task == "translate":
         inputs = _TOKENS | _source() | _memory(manifest) | _KEEP
@@ -57,7 +57,7 @@ def embed_interface(manifest: Manifest) -> Interface:
     if manifest.keeps_caches:
         past: Nodes = {"past": (_INT32, ("batch",))}
         return Interface(_TOKENS | past, _state("x", manifest) | _LENGTHS)
-    taken = _taken(manifest) if manifest.task == "classify" else _TOKENS
+    taken = _taken(manifest) if manifest.labelled else _TOKENS
     return Interface(taken, _state("x", manifest), more_outputs=_CONTEXTS)
 
 
@@ -84,7 +84,7 @@ def step_interface(manifest: Manifest) -> Interface:
 
 def head_interface(manifest: Manifest) -> Interface:
     """Of what reads the answer off the last state."""
-    if manifest.task == "classify":
+    if manifest.labelled:
         return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
     inputs, more = _state("x", manifest) | _KEEP, {} if manifest.keeps_caches else _CONTEXTS
     return Interface(inputs, _vocabulary(manifest), more_inputs=more)
@@ -113,12 +113,14 @@ def _taken(manifest: Manifest) -> Nodes:
 def _state(name: str, manifest: Manifest) -> Nodes:
     """A state: of words as many positions as the input, of other inputs whatever they embed to."""
     if manifest.keeps_caches:
-        return {name: (_FLOAT, ("batch", "length", manifest.shape.width))}
+        return {name: (_FLOAT, ("batch", "length", manifest.shape.state_width))}
     return {name: (_FLOAT, None)}
 
 
 def _classes(manifest: Manifest) -> Nodes:
-    return {"logits": (_FLOAT, ("batch", len(manifest.labels or ())))}
+    """The scores of every label, of a row or of each of its positions."""
+    place = ("batch", "length") if manifest.task == "tag" else ("batch",)
+    return {"logits": (_FLOAT, (*place, len(manifest.labels or ())))}
 
 
 def _vocabulary(manifest: Manifest) -> Nodes:

@@ -24,6 +24,11 @@ class Model(Interruptible, Protocol):
         """How many parts the rows of a classification may run in, side by side."""
         ...
 
+    @property
+    def single_steps(self) -> bool:
+        """Whether a classification can be run step by step here."""
+        ...
+
     def classifier(self, steps: int) -> Classifier:
         """The rung of that many steps; BundleError if the ladder or the task has none."""
         ...

@@ -29,7 +29,7 @@ class OrtDecoder:
         self._layout = CacheLayout.of(manifest, rung)
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._steps = rung.steps
-        self._width = manifest.shape.width
+        self._width = manifest.shape.state_width
         self._vocab_size = manifest.text_tokenizer.vocab_size
         self._ends = OrtEnds(sessions, self._width, self._vocab_size)
 

@@ -75,8 +75,13 @@ class OrtModel:
     def most_parts(self) -> int:
         return self._side_threads.most
 
+    @property
+    def single_steps(self) -> bool:
+        manifest = self._bundle.manifest
+        return manifest.labelled and manifest.step is not None and self._place.runs_single_steps
+
     def classifier(self, steps: int) -> SideBySide:
-        rung = self._rung(steps, "classify")
+        rung = self._rung(steps, "classify", "tag")
         if steps not in self._classifiers:
             self._classifiers[steps] = (
                 self.step_classifier(steps)
@@ -86,7 +91,7 @@ class OrtModel:
         return self._classifiers[steps]
 
     def step_classifier(self, steps: int) -> StepsSideBySide:
-        self._rung(steps, "classify")
+        self._rung(steps, "classify", "tag")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
         if not self._place.runs_single_steps:
@@ -122,7 +127,7 @@ class OrtModel:
         """The rung as the one graph that other runtimes run."""
         manifest = self._bundle.manifest
         rung = manifest.rung(steps)
-        if manifest.task == "classify":
+        if manifest.labelled:
             return self._whole(rung)
         return OrtPrefixDecoder(self._open_graph(rung), manifest)
 
@@ -139,6 +144,7 @@ class OrtModel:
         manifest = self._bundle.manifest
         run = {
             "classify": self._warm_classifier,
+            "tag": self._warm_classifier,
             "generate": self._warm_decoder,
             "translate": self._warm_translator,
         }[manifest.task]
@@ -167,7 +173,7 @@ class OrtModel:
     @property
     def _writes(self) -> bool:
         """Whether calls come one upon the other, each waiting for the one before it."""
-        return self._bundle.manifest.task != "classify"
+        return not self._bundle.manifest.labelled
 
     def _with_threads(self, count: int) -> Self:
         """The same with so many threads a session, all of which open anew."""
@@ -280,10 +286,10 @@ class OrtModel:
         # With 8 bits only the step has the runtime's own products of bytes.
         return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
 
-    def _rung(self, steps: int, task: "Task") -> Rung:
+    def _rung(self, steps: int, *tasks: "Task") -> Rung:
         manifest = self._bundle.manifest
-        if manifest.task != task:
+        if manifest.task not in tasks:
             raise BundleError(
-                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {task}"
+                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
             )
         return manifest.rung(steps)

@@ -10,6 +10,7 @@ import numpy as np
 
 from serve.bundle import BundleError, Manifest
 from serve.runtime.classifier_rows import check_rows
+from serve.runtime.margins import ahead, present_positions
 from serve.runtime.ort_steps import StepSessions
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 
@@ -18,7 +19,7 @@ Beside = dict[str, FloatArray]  # what goes along with a state: its context, and
 
 @final
 class OrtStepClassifier:
-    """Rows in, a row of logits each out, step by step."""
+    """Rows in, logits out, step by step: one label a row, or one a position."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, steps: int) -> None:
         self._sessions = sessions
@@ -34,17 +35,17 @@ class OrtStepClassifier:
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         self._check_jumps()
         x, beside = self._embed(rows)
+        present = present_positions(rows, self._manifest)  # (B, N), of a tagger
         left = np.arange(len(x))  # (B,): the rows that go on
         evaluations = np.full(len(x), self._steps, dtype=np.int64)
-        logits = np.empty((len(x), len(self._manifest.labels or ())), dtype=np.float32)
+        positions = () if present is None else present.shape[1:]
+        shape = (len(x), *positions, len(self._manifest.labels or ()))
+        logits = np.empty(shape, dtype=np.float32)
         for step in range(self._steps):
             y = self._step(step, x, beside)
-            after = self._steps - step  # steps from x to the end
-            end = y if after == 1 else x + np.float32(after) * (y - x)
-            found = self._read(end, beside)  # (L, C)
-            top = np.partition(found, -2, axis=-1)
-            sure = top[:, -1] - top[:, -2] >= threshold
-            if after == 1:
+            found = self._read(self._end(step, x, y), beside)  # (L, ..., C)
+            sure = ahead(found, None if present is None else present[left]) >= threshold
+            if step + 1 == self._steps:
                 sure[:] = True
             logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
             if sure.all():
@@ -53,18 +54,41 @@ class OrtStepClassifier:
             beside = {name: array[~sure] for name, array in beside.items()}
         return EarlyAnswers(logits, evaluations)
 
+    def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
+        readouts = self._readouts(rows)  # (M, B, ..., C)
+        evaluations = np.full(len(rows), self._steps, dtype=np.int64)
+        if threshold is not None:
+            self._check_jumps()
+            sure = ahead(readouts, present_positions(rows, self._manifest)) >= threshold  # (M, B)
+            sure[-1] = True
+            evaluations = sure.argmax(axis=0) + 1
+        logits = readouts[evaluations - 1, np.arange(len(rows))]
+        return EarlyAnswers(logits, evaluations * self._sessions.stages, readouts)
+
     def jumps(self, rows: RowArray) -> FloatArray:
-        """Logits (M, B, C): straight to the end after each evaluation; the last are the answer."""
+        """Logits (M, B, ..., C) after each evaluation; the last are the answer."""
         self._check_jumps()
+        return self._readouts(rows)
+
+    def _readouts(self, rows: RowArray) -> FloatArray:
         logits: list[FloatArray] = []
         states = self._states(rows)
-        before, context = next(states)
-        for left, (state, _) in zip(range(self._steps, 0, -1), states, strict=True):
-            # As many steps as are left, all with this step's velocity.
-            end = state if left == 1 else before + np.float32(left) * (state - before)
-            logits.append(self._read(end, context))
-            before = state
-        return np.stack(logits)  # (M, B, C)
+        x, context = next(states)
+        for step, (y, _) in enumerate(states):
+            logits.append(self._read(self._end(step, x, y), context))
+            x = y
+        return np.stack(logits)
+
+    def _end(self, step: int, x: FloatArray, y: FloatArray) -> FloatArray:
+        """The state that is read out after a step from x to y.
+
+        With the dial of time that is y. Otherwise as many steps as are left follow, all with this
+        step's velocity, if the method has one.
+        """
+        left = self._steps - step
+        if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
+            return y
+        return x + np.float32(left) * (y - x)
 
     def _check_jumps(self) -> None:
         if self._manifest.method != "euler":
@@ -108,4 +132,4 @@ class OrtStepClassifier:
     def _read(self, state: FloatArray, beside: Beside) -> FloatArray:
         seen = {name: beside[name] for name in self._sessions.head_contexts}
         logits: FloatArray = self._sessions.head.run(["logits"], {"x": state} | seen)[0]
-        return logits  # (B, C)
+        return logits  # (B, C), or (B, N, C)

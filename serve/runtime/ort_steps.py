@@ -1,6 +1,6 @@
 """The sessions of one step of a bundle on onnxruntime: embed, step, head. They make every rung.
 
-Knows the graphs and how a rung divides the interval; neither rows nor caches.
+Knows the graphs and how a rung divides the interval, or where it stops; neither rows nor caches.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class StepSessions:
     history: bool  # whether it wants the velocity of the step before
     stages: int  # evaluations a step
     T: float
+    grid_steps: int | None  # of the dial of time: steps that cross [0, T]
     contexts: tuple[str, ...]  # what the embedding gives to the step beside the state
     head_contexts: tuple[str, ...]  # and to the head
 
@@ -50,9 +51,9 @@ class StepSessions:
         """What a step of a rung is told, row by row."""
         told: dict[str, float] = {}
         if self.sized:
-            told["h"] = self.T / steps
+            told["h"] = self.T / (self.grid_steps or steps)
         if self.timed:
-            told["t"] = self.T * step / steps
+            told["t"] = self.T * step / (self.grid_steps or steps)
         if self.history:
             told["history"] = HISTORY if step else 0.0
         return {name: np.full(rows, value, dtype=np.float32) for name, value in told.items()}
@@ -108,6 +109,7 @@ def open_steps(
         history=manifest.method == "ab2",
         stages=EVALUATIONS_PER_STEP[manifest.method],
         T=manifest.T,
+        grid_steps=manifest.grid_steps,
         contexts=tuple(name for name in given if name != "x" and name in names),
         head_contexts=tuple(name for name in given if name != "x" and name in head_names),
     )

@@ -114,6 +114,7 @@ class _Call:
         left = [steps - stand for stand in self._stands]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
         self._ends = left[-1] == 1  # the first position
+        self._grid = sessions.grid_steps is not None
         told = [sessions.times(stand, steps, 1) for stand in self._stands]
         self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
         self._session = sessions.step
@@ -148,7 +149,13 @@ class _Call:
         self._session.run_with_iobinding(self._binding)
 
     def jumped(self) -> FloatArray:
-        """Where each state (P, 1, D) would be at the end, had its last velocity stayed the same."""
+        """The states (P, 1, D) that drafts are read off: where each would be at the end.
+
+        With the dial of resolution, had its last velocity stayed the same; with that of time an
+        earlier answer is that of an earlier end.
+        """
+        if self._grid:
+            return self.y
         states: FloatArray = self.y - self.x
         states *= self._left
         states += self.x

@@ -22,7 +22,7 @@ class Classifier(Protocol):
     """One rung of a classifier."""
 
     def run(self, rows: RowArray) -> FloatArray:
-        """Logits (B, C) of what the model takes.
+        """Logits (B, C) of what the model takes; (B, N, C) of one that labels each position.
 
         Tokens (B, N), each row padded on its right with pad_id; or pixels (B, C, H, W), already
         normalised; or points (B, N, dimensions), already centred and scaled.
@@ -33,15 +33,16 @@ class Classifier(Protocol):
 class EarlyAnswers(NamedTuple):
     """Answers to rows that may have stopped before the last step."""
 
-    logits: FloatArray  # (B, C)
+    logits: FloatArray  # (B, C), or (B, N, C)
     evaluations: IntArray  # (B,): of the velocity, that each took
+    readouts: FloatArray | None = None  # (M, B, ..., C): after each step, if that was asked
 
 
 class Unrolled(Protocol):
     """A whole rung as one graph without caches."""
 
     def forward(self, rows: RowArray) -> FloatArray:
-        """Logits of rows: (B, C) of a classifier, (B, S, V) at every position of a generator."""
+        """Logits of rows: (B, C) of a classifier, (B, N, C) or (B, S, V) at every position."""
         ...
 
 
@@ -51,14 +52,23 @@ class StepClassifier(Classifier, Protocol):
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         """Each row's answer at the first jump that is ahead by the threshold, or its own at last.
 
-        A row is ahead by what its largest logit has over the second.
+        A row is ahead by what its largest logit has over the second; one with a label at each
+        position, by the least of these. With the dial of time the jump is the readout there.
+        """
+        ...
+
+    def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
+        """The same answers, or those of all steps, with the readouts after each step.
+
+        Every row takes all steps: those that it would have been spared are in `readouts` too.
         """
         ...
 
     def jumps(self, rows: RowArray) -> FloatArray:
-        """Logits (M, B, C): the answer if each evaluation went straight to the end.
+        """Logits (M, B, ..., C): the answer if each evaluation went straight to the end.
 
-        The last are the rung's own. BundleError for a method that has no jumps.
+        The last are the rung's own. With the dial of time, the readout after each evaluation.
+        BundleError for a method that has no jumps.
         """
         ...
 

@@ -61,8 +61,17 @@ class StepsSideBySide(SideBySide):
             return self._steps.early(part, threshold)
 
         found = self._parts.each(early, rows)
-        logits, evaluations = zip(*found, strict=True)
+        logits, evaluations, _ = zip(*found, strict=True)
         return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
+
+    def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
+        def traced(part: RowArray) -> EarlyAnswers:
+            return self._steps.traced(part, threshold)
+
+        logits, evaluations, readouts = zip(*self._parts.each(traced, rows), strict=True)
+        return EarlyAnswers(
+            np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
+        )
 
     def jumps(self, rows: RowArray) -> FloatArray:
         return np.concatenate(self._parts.each(self._steps.jumps, rows), axis=1)

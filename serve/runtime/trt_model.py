@@ -56,8 +56,12 @@ class TrtModel:
     def most_parts(self) -> int:
         return 1  # a GPU shares the rows of a call among its own
 
+    @property
+    def single_steps(self) -> bool:
+        return False
+
     def classifier(self, steps: int) -> OrtClassifier:
-        rung = self._rung(steps, "classify")
+        rung = self._rung(steps, "classify", "tag")
         return OrtClassifier(self._session(rung.graph), self._bundle.manifest)
 
     def step_classifier(self, steps: int) -> NoReturn:
@@ -71,7 +75,7 @@ class TrtModel:
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
         """The rung as one graph, which is all there is here."""
-        if self._bundle.manifest.task == "classify":
+        if self._bundle.manifest.labelled:
             return self.classifier(steps)
         return self.decoder(steps)
 
@@ -88,7 +92,7 @@ class TrtModel:
     def warm_up(self) -> None:
         manifest = self._bundle.manifest
         for steps in manifest.steps:
-            if manifest.task == "classify":
+            if manifest.labelled:
                 self.classifier(steps).run(largest_row(manifest)[None])
             elif manifest.task == "generate":
                 self.decoder(steps).open_batch().add(largest_tokens(manifest))
@@ -119,10 +123,10 @@ class TrtModel:
                 )
         return self._sessions[graph]
 
-    def _rung(self, steps: int, task: Task) -> Rung:
+    def _rung(self, steps: int, *tasks: Task) -> Rung:
         manifest = self._bundle.manifest
-        if manifest.task != task:
+        if manifest.task not in tasks:
             raise BundleError(
-                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {task}"
+                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
             )
         return manifest.rung(steps)

@@ -36,6 +36,7 @@ class LaneKey(NamedTuple):
     steps: int
     threshold: float | None = None  # of a classification: how sure an early answer must be
     late: bool = False  # of a classification: steps are the most; a batch may get fewer
+    traced: bool = False  # of a classification: what each step reads out is wanted too
 
     @property
     def name(self) -> str:

@@ -36,6 +36,11 @@ export function createComparison(first, second) {
 export function labelsInWords(first, second) {
   const [a, b] = [first.outcome(), second.outcome()];
   if (!a || !b) return "";
+  if (a.labels) {
+    const differing = a.labels.filter((label, at) => label !== b.labels?.[at]).length;
+    const how = differing ? `${differing} of ${a.labels.length} labels differ.` : `All ${a.labels.length} labels are the same.`;
+    return `${how} ${timesInWords(a, b)}`.trim();
+  }
   const what = a.label === b.label ? `Both say ${a.label}.` : `They disagree: ${a.label} and ${b.label}.`;
   return `${what} ${timesInWords(a, b)}`.trim();
 }

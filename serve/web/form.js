@@ -6,14 +6,14 @@ const EXAMPLE_LETTERS = 46;
 const SHORT_LETTERS = 14;
 const SHOWN_LABELS = 10;
 const USUAL_TOKENS = 128; // what the server takes where nothing is said
-const VERBS = { classify: "Classify", generate: "Generate", translate: "Translate" };
-const TITLES = { classify: "Text", generate: "Prompt", translate: "Text to translate" };
+const VERBS = { classify: "Classify", tag: "Label", generate: "Generate", translate: "Translate" };
+const TITLES = { classify: "Text", tag: "Text", generate: "Prompt", translate: "Text to translate" };
 const INPUT_TITLES = { image: "Image", points: "Points: [[x, ...], ...]" };
 const TEMPERATURES = { generate: "0.8", translate: "0" };
 const FIELDS = { tokens: "max-tokens", temperature: "temperature", beams: "beams", seed: "seed" };
 
 /** Whether the model writes a text; else it labels what it is given. */
-export const writes = (model) => model.task !== "classify";
+export const writes = (model) => !["classify", "tag"].includes(model.task);
 
 const sees = (model) => model.input.kind === "image";
 
@@ -75,6 +75,10 @@ export function createForm(picture, onExample) {
   /** The request as the form stands, with this budget; `seed` stands in for a missing one. */
   function request(budget, seed) {
     if (!writes(model)) {
+      if (model.task === "tag") {
+        const trace = model.traces ? { trace: true } : {};
+        return { path: "v1/classify", writes: false, body: { model: model.id, input: inputOf(), ...budget, ...trace } };
+      }
       const topK = model.labels?.length ? { top_k: Math.min(model.labels.length, SHOWN_LABELS) } : {};
       return { path: "v1/classify", writes: false, body: { model: model.id, input: inputOf(), ...budget, ...topK } };
     }

@@ -3,11 +3,13 @@
 
 import * as api from "./api.js";
 import * as format from "./format.js";
+import { createGrid } from "./grid.js";
 import { drawScores } from "./scores.js";
 import { make } from "./shape.js";
 import { createTokens } from "./tokens.js";
 
 const MOST_PIPS = 16;
+const MOST_LETTERS = 18;
 
 /** `head` stands in for the name of the pane, where the reader can choose in it. */
 export function createPane(name, head) {
@@ -16,15 +18,17 @@ export function createPane(name, head) {
   const why = make("p", { className: "why" });
   const text = make("div", { className: "text", tabIndex: 0, role: "region", ariaLabel: `${name}: text` });
   const scores = make("ul", { className: "scores", ariaLabel: `${name}: scores` });
+  const grid = createGrid(name);
   const timing = make("dl", { className: "timing" });
   const problem = make("p", { className: "problem" });
-  const node = make("article", { className: "pane", ariaLabel: name }, make("header", {}, title, pips), why, text, scores, problem, timing);
+  const node = make("article", { className: "pane", ariaLabel: name }, make("header", {}, title, pips), why, text, scores, grid.node, problem, timing);
   const tokens = createTokens(text);
   let outcome = null;
 
   function clear(writes) {
     [text.hidden, scores.hidden, outcome] = [!writes, writes, null];
     tokens.clear();
+    grid.clear();
     for (const part of [scores, timing, pips, why, problem]) part.replaceChildren();
   }
 
@@ -47,21 +51,23 @@ export function createPane(name, head) {
     const roundTripMs = performance.now() - start;
     const [result] = answer.results;
     problem.replaceChildren();
-    drawScores(scores, result);
+    scores.hidden = Boolean(result.tokens);
+    if (result.tokens) grid.show(result);
+    else drawScores(scores, result);
     showBudget(result.budget, reasonInWords(result.budget, request.body));
     showTiming([
       ["Server", format.milliseconds(answer.timing.total_ms)],
       ["Compute", format.milliseconds(answer.timing.compute_ms)],
       ["Round trip", format.milliseconds(roundTripMs)],
     ]);
+    const said = result.tokens ? labelsOf(result) : labelOf(result);
     outcome = {
       budget: result.budget,
       steps: result.budget.steps,
-      label: result.label,
       ms: answer.timing.total_ms,
       totalMs: answer.timing.total_ms,
-      answer: `${result.label} ${(100 * result.score).toFixed(0)} %`,
-      spoken: `${result.label}, ${(100 * result.score).toFixed(1)} percent, ${stepsOf(result.budget)}, in ${format.milliseconds(answer.timing.total_ms)}`,
+      ...said,
+      spoken: `${said.spoken}, ${stepsOf(result.budget)}, in ${format.milliseconds(answer.timing.total_ms)}`,
     };
     return outcome;
   }
@@ -106,6 +112,22 @@ export function createPane(name, head) {
   const showProblem = (message) => problem.replaceChildren(message);
 
   return { node, title, tokens, clear, classify, generate, showProblem, outcome: () => outcome };
+}
+
+const labelOf = ({ label, score }) => ({
+  label,
+  answer: `${label} ${(100 * score).toFixed(0)} %`,
+  spoken: `${label}, ${(100 * score).toFixed(1)} percent`,
+});
+
+function labelsOf({ tokens, text }) {
+  const labels = tokens.map(({ label }) => label);
+  const line = text ?? labels.join(" ");
+  return {
+    labels,
+    answer: line.length > MOST_LETTERS ? `${line.slice(0, MOST_LETTERS)}…` : line,
+    spoken: `${labels.length} labels`,
+  };
 }
 
 const stepsOf = ({ steps, full_steps: full }) => `${steps} of ${format.stepsWord(full)}`;

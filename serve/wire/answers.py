@@ -118,6 +118,64 @@ class ClassifyResult(TypedDict):
     top: Annotated[list[LabelScore], Field(description="The likeliest labels, likeliest first.")]
     truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
     budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[list["Readout"], Field(description="One for each step, if asked for.")]
+    ]
+
+
+class TokenLabel(TypedDict):
+    """A part of the text and its label: a character, or a word between spaces."""
+
+    text: Annotated[
+        str, Field(description="The character, or the word: it has the label of its first token.")
+    ]
+    start: Annotated[
+        int, Field(description="Where it begins in the input, in characters (Unicode code points).")
+    ]
+    end: Annotated[int, Field(description="Where it ends: the first character behind it.")]
+    label: Annotated[str, Field(description="Its likeliest label.")]
+    score: Annotated[float, Field(description="The probability of that label under the model.")]
+
+
+class TagResult(TypedDict):
+    """The answer for one text of a model that labels each token."""
+
+    tokens: Annotated[
+        list[TokenLabel],
+        Field(
+            description="Every character of a model of characters, else every word, in their order."
+        ),
+    ]
+    text: NotRequired[
+        Annotated[
+            str,
+            Field(
+                description="The input with the label of each character in its place, of a model "
+                "whose labels are characters: a puzzle filled in."
+            ),
+        ]
+    ]
+    truncated: Annotated[
+        bool, Field(description="Whether the text was cut to fit the model: the rest has no label.")
+    ]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[list["Readout"], Field(description="One for each step, if asked for.")]
+    ]
+
+
+class Readout(TypedDict):
+    """What was read out after a step."""
+
+    steps: Annotated[int, Field(description="Steps that had been taken.")]
+    labels: Annotated[
+        list[str],
+        Field(description="The likeliest label of each token in `tokens`; of other models one."),
+    ]
+    scores: Annotated[list[float], Field(description="The probability of each of them.")]
+    text: NotRequired[
+        Annotated[str, Field(description="As `text` of the result, with these labels.")]
+    ]
 
 
 class ClassifyResponse(TypedDict):
@@ -126,7 +184,8 @@ class ClassifyResponse(TypedDict):
     id: Annotated[str, Field(description="Of the request; also in the header x-request-id.")]
     model: Annotated[str, Field(description="The model that answered.")]
     results: Annotated[
-        list[ClassifyResult], Field(description="One for each input, in their order.")
+        list[ClassifyResult] | list[TagResult],
+        Field(description="One for each input, in their order; `tokens` if the task is `tag`."),
     ]
     timing: Annotated[Timing, Field(description="Where the time went.")]
 

@@ -7,9 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from serve.bundle import Cache, Depth, Effort, Method, Metric, Task
+from serve.bundle import Cache, Depth, Dial, Effort, Method, Metric, Task
 from serve.wire.answers import METRIC, Answer
 
+_DIAL = (
+    "What `steps` turn: `resolution`, as all steps cross the same depth, more of them more finely; "
+    "or `time`, as each step is of one size, so that fewer steps end earlier."
+)
+_GRID = "With the dial `time`, the steps that the model was trained with; null otherwise."
 _DEPTH = (
     "`ode`: one set of weights for every number of steps; `chain`: one ODE for each block; "
     "`fixed`: weights that differ by depth, so that there is one rung."
@@ -47,6 +52,10 @@ class Interval(Answer):
     low: float = Field(description="Lower end of the interval.")
     high: float = Field(description="Upper end of the interval.")
     samples: int = Field(description="How many samples were measured.")
+    exact: float | None = Field(
+        None,
+        description="Of a model that labels each token: the share of texts without a wrong label.",
+    )
 
 
 class LadderRung(Answer):
@@ -73,6 +82,8 @@ class LadderResponse(Answer):
     model: str = Field(description="Name of the model.")
     task: Task = Field(description="What the model does.")
     depth: Depth = Field(description=_DEPTH)
+    dial: Dial = Field(description=_DIAL)
+    grid_steps: int | None = Field(description=_GRID)
     input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
     metric: Metric = Field(description=METRIC)
     full_steps: int = Field(description="The most steps there are.")
@@ -95,10 +106,12 @@ class ModelCard(Answer):
     created: int = Field(description="When this server loaded it, in Unix seconds.")
     owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
     task: Task = Field(
-        description="`classify` is answered by /v1/classify, `generate` and `translate` by "
-        "/v1/generate."
+        description="`classify` and `tag` (a label for each token) are answered by /v1/classify, "
+        "`generate` and `translate` by /v1/generate."
     )
     depth: Depth = Field(description=_DEPTH)
+    dial: Dial = Field(description=_DIAL)
+    grid_steps: int | None = Field(description=_GRID)
     input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
     method: Method = Field(description="How a step uses the velocity.")
     steps: list[int] = Field(description="What `steps` may be.")
@@ -109,8 +122,11 @@ class ModelCard(Answer):
         description="The levels of max_disagreement at which answers come early; none where the "
         "model was not calibrated for it."
     )
+    traces: bool = Field(description="Whether /v1/classify takes `trace` for this model here.")
     metric: Metric = Field(description="What the quality of a rung is measured in.")
-    labels: list[str] | None = Field(description="What a classifier answers; null for generators.")
+    labels: list[str] | None = Field(
+        description="What a classifier or tagger answers; null for generators."
+    )
     max_tokens: int | None = Field(
         description="Tokens that the model sees at once; of a translator, tokens of the text to "
         "translate. Null for images and points."

@@ -22,6 +22,7 @@ from serve.wire.oip_schemas import (
 PLATFORM = "stepdial_bundle"
 _ANY = -1
 _LABELS: dict[str, Datatype] = {"label": "BYTES", "score": "FP32", "steps": "INT32"}
+_TAGS: dict[str, Datatype] = {"tokens": "BYTES", "score": "FP32", "steps": "INT32"}
 _TEXTS: dict[str, Datatype] = {"text": "BYTES", "finish_reason": "BYTES", "steps": "INT32"}
 
 
@@ -89,6 +90,8 @@ class InputSpec:
 
 def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
     """The outputs of a model with their datatypes; each has one element a row."""
+    if manifest.task == "tag":
+        return _TAGS
     return _LABELS if manifest.task == "classify" else _TEXTS
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from serve.bundle import Task
+from serve.bundle import LABELLING, Task
 from serve.errors import InvalidField
 from serve.wire.body import explain
 from serve.wire.schemas import ClassifyRequest, GenerateRequest
@@ -18,7 +18,9 @@ BINARY_OUTPUT = "binary_data_output"
 # What the tensors, the path and the requested outputs say here.
 _SAID_ELSEWHERE = frozenset({"model", "input", "prompt", "stream", "logprobs"})
 CLASSIFY = tuple(
-    name for name in ClassifyRequest.model_fields if name not in _SAID_ELSEWHERE | {"top_k"}
+    name
+    for name in ClassifyRequest.model_fields
+    if name not in _SAID_ELSEWHERE | {"top_k", "trace"}
 )
 GENERATE = tuple(name for name in GenerateRequest.model_fields if name not in _SAID_ELSEWHERE)
 # Of Triton, under another name here.
@@ -27,7 +29,7 @@ _OTHER_NAMES = {"timeout": "deadline_ms"}
 
 def parameter_names(task: Task) -> tuple[str, ...]:
     """What `parameters` may hold for a model of this task."""
-    own = CLASSIFY if task == "classify" else GENERATE
+    own = CLASSIFY if task in LABELLING else GENERATE
     if task == "generate":
         own = tuple(name for name in own if name != "num_beams")
     return (*own, BINARY_OUTPUT)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from serve.budget import Reason
-from serve.bundle import Method, Metric
+from serve.bundle import Method, Metric, Task
 from serve.wire.answers import METRIC, Answer
 from serve.wire.oip_parameters import parameter_schema
 from serve.wire.schemas import whole
@@ -99,7 +99,7 @@ class TensorMetadata(Answer):
 class ModelParameters(Answer):
     """The dial of a model, and what else a request may set."""
 
-    task: Literal["classify", "generate", "translate"] = Field(description="What it does.")
+    task: Task = Field(description="What it does.")
     steps: list[int] = Field(description="The ladder: what a request may send as `steps`.")
     efforts: dict[str, int] = Field(description="What it may send as `effort`, with their steps.")
     default_steps: int = Field(description="Steps where a request asks for none.")

@@ -21,6 +21,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 _EXAMPLES_CLASSIFY: list[JsonDict] = [
     {"input": "A film that stays with you.", "steps": 2},
+    {"model": "logic", "input": "1...5.", "steps": 8, "trace": True},
     {"input": {"image": [[0, 64, 255], [0, 128, 255], [0, 64, 255]]}, "top_k": 3},
     {"input": {"image": "data:image/png;base64,iVBORw0KGgo..."}, "effort": "low"},
     {"input": {"points": [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.5]]}},
@@ -111,7 +112,12 @@ class ClassifyRequest(BudgetFields):
         None,
         ge=1,
         description="How many labels to list with their scores, at most as many as the model has; "
-        "by default up to 5.",
+        "by default up to 5. Not for a model that labels each token, which gives one label each.",
+    )
+    trace: bool | None = Field(
+        False,
+        description="Also report what was read out after each step: how the answer came to be. "
+        "Only for models that run step by step here.",
     )
     truncate: bool | None = Field(
         True,

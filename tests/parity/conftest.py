@@ -16,11 +16,13 @@ _TRACED: dict[object, Traced] = {}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    def traced(model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor]) -> Traced:
+    def traced(
+        model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor], labelled: bool
+    ) -> Traced:
         weights = tuple(float(p.detach().double().sum()) for p in model.parameters())
-        key = (model.depth, model.T, weights)
+        key = (model.depth, model.T, model.dial, model.full, weights)
         if key not in _TRACED:
-            _TRACED[key] = trace(model, small, large)
+            _TRACED[key] = trace(model, small, large, labelled)
         return _TRACED[key]
 
     monkeypatch.setattr("export.pack.trace", traced)

@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[Make, list[str], tuple[str, str, str, tuple[int, ...]]
 def logits(opened: Model, steps: int, inputs: Inputs) -> np.ndarray[Any, Any]:
     arrays = [each.numpy() for each in inputs]
     match opened.bundle.manifest.task:
-        case "classify":
+        case "classify" | "tag":
             return opened.classifier(steps).run(arrays[0])
         case "generate":
             return opened.decoder(steps).forward(arrays[0])

@@ -1,6 +1,7 @@
 """Any manifest that can be made survives JSON; any mutilated one is refused or still sound."""
 
 import json
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from serve.bundle import (
     EFFORTS,
     EVALUATIONS_PER_STEP,
+    LABELLING,
     AgainstFp32,
     BundleError,
     Cache,
@@ -26,6 +28,7 @@ from serve.bundle import (
     PointsInput,
     Precision,
     Quality,
+    Range,
     Rung,
     Shape,
     StepFiles,
@@ -60,13 +63,20 @@ entries = st.builds(
 
 
 @st.composite
-def qualities(draw: st.DrawFn, metric: str) -> Quality:
+def qualities(draw: st.DrawFn, metric: str, task: Task) -> Quality:
     bound = st.floats(0, 1) if metric == "accuracy" else finite
     low, value, high = sorted(draw(st.tuples(bound, bound, bound)))
     samples = draw(st.integers(1, 10**9))
+    exact = draw(st.none() | st.floats(0, 1)) if task == "tag" else None
     if metric == "accuracy":
-        return Quality("accuracy", value, low, high, samples)
-    return Quality("loss", value, low, high, samples)
+        return Quality("accuracy", value, low, high, samples, exact)
+    return Quality("loss", value, low, high, samples, exact)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> Range:
+    low, value, high = sorted(draw(st.tuples(finite, finite, finite)))
+    return Range(value, low, high)
 
 
 @st.composite
@@ -83,7 +93,7 @@ def inputs(draw: st.DrawFn, task: Task) -> InputSpec:
             max_points=draw(st.integers(1, 1 << 16)), dimensions=draw(st.integers(1, 16))
         )
     max_tokens = draw(st.integers(1, 1 << 20))
-    if task != "classify" or draw(st.booleans()):
+    if task not in LABELLING or draw(st.booleans()):
         return TextInput(max_tokens=max_tokens)
     head = draw(st.integers(0, max_tokens))
     tail = draw(st.integers(0 if head else 1, max_tokens - head if head else max_tokens))
@@ -143,7 +153,7 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Ru
                 nfe=stacks * count * EVALUATIONS_PER_STEP[method],
                 effort=effort,
                 graph=f"steps-{count}.onnx",
-                quality=draw(qualities(metric)),
+                quality=draw(qualities(metric, task)),
                 verified=Verified(error, tolerance, draw(st.floats(0, 1))),
                 encoder=f"encoder-{count}.onnx" if task == "translate" else None,
                 dominated=effort is None and draw(st.booleans()),
@@ -151,6 +161,13 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Ru
             )
         )
     return tuple(rungs)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, caches: bool) -> Shape:
+    shape = draw(st.builds(Shape, *[st.integers(1, 1024)] * 5))
+    wider = draw(st.integers(shape.width, 4096)) if caches and draw(st.booleans()) else None
+    return replace(shape, state=wider)
 
 
 @st.composite
@@ -166,8 +183,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
     labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))
     one_step = cache != "none" or (depth == "ode" and task != "translate")
     step = StepFiles("embed.onnx", "step.onnx", "head.onnx") if one_step else None
-    stops = step is not None and task == "classify" and rungs[0].method == "euler"
+    stops = step is not None and task in LABELLING and rungs[0].method == "euler"
     calibrated = stops and draw(st.booleans())
+    timed = depth == "ode" and draw(st.booleans())
     names = ["w.bin", *(file for rung in rungs for file in rung.graphs.values())]
     names += step.graphs.values() if step is not None else ()
     return Manifest(
@@ -178,15 +196,18 @@ def manifests(draw: st.DrawFn) -> Manifest:
         T=draw(st.floats(1e-3, 1e3)),
         full_steps=rungs[-1].steps,
         default_steps=draw(st.sampled_from([rung.steps for rung in rungs])),
+        dial="time" if timed else "resolution",
+        grid_steps=draw(st.integers(1, 1024)) if timed else None,
         depth=depth,
         cache=cache,
         input=spec,
         target_max_tokens=draw(st.integers(2, 1 << 20)) if task == "translate" else None,
-        labels=labels if task == "classify" else None,
+        labels=labels if task in LABELLING else None,
         tokenizer=tokenizer,
-        shape=draw(st.builds(Shape, *[st.integers(1, 1024)] * 5)),
+        shape=draw(shapes(cache != "none")),
         weights="w.bin",
         rungs=rungs,
+        range=draw(st.none() | ranges()) if len(rungs) > 1 else None,
         step=step,
         calibration=draw(calibrations()) if calibrated else None,
         card=draw(facts),

@@ -22,6 +22,7 @@ from serve.bundle import (
     Cache,
     Calibration,
     Depth,
+    Dial,
     FileEntry,
     ImageInput,
     Latency,
@@ -33,6 +34,7 @@ from serve.bundle import (
     PointsInput,
     Precision,
     Quality,
+    Range,
     Rung,
     Shape,
     StepFiles,
@@ -49,7 +51,9 @@ from tests.tiny_folders import (
     image_bundle,
     points_bundle,
     prefix_bundle,
+    tag_bundle,
     translate_bundle,
+    words_tag_bundle,
 )
 from tests.unit.test_manifest import CLASSIFY_CASES, GENERATE_CASES, broken
 from tests.unit.test_manifest_families import CASES, changed
@@ -71,6 +75,7 @@ PARTS: dict[str, type] = {
     "step": StepFiles,
     "rung": Rung,
     "quality": Quality,
+    "range": Range,
     "verified": Verified,
     "against_fp32": AgainstFp32,
     "calibration": Calibration,
@@ -98,12 +103,20 @@ READER_ONLY_OF_FAMILIES = (
     "repeats encoder-1.onnx",
     "is weights already",
     "files does not list",
+    "for one rung",
+    "range.high must be from",
+    "shape.state must be from 32",
     "is tokenizer.file already",
 )
 
 
 # Bundles of earlier releases have none.
-OPTIONAL = {"tokenizer": {"chat_template"}}
+OPTIONAL = {
+    "tokenizer": {"chat_template"},
+    "manifest": {"dial", "grid_steps", "range"},
+    "shape": {"state"},
+    "quality": {"exact"},
+}
 # And these they have, which readers ignore.
 IGNORED = {"step": {"mixed", "groups"}}
 
@@ -118,7 +131,7 @@ def accepts(manifest: dict[str, Any]) -> bool:
 
 TINY = (
     *(classify_bundle, generate_bundle, image_bundle, points_bundle),
-    *(prefix_bundle, translate_bundle),
+    *(prefix_bundle, translate_bundle, tag_bundle, words_tag_bundle),
 )
 KEPT = sorted(
     path.parent
@@ -144,6 +157,7 @@ def test_the_schema_has_the_words_of_the_code() -> None:
     for key, words in (
         ("task", Task),
         ("depth", Depth),
+        ("dial", Dial),
         ("cache", Cache),
         ("precision", Precision),
     ):

@@ -14,6 +14,7 @@ from export.disagreement import (
     LEVELS,
     MIN_ROWS,
     THRESHOLDS,
+    Jumps,
     certify,
     most_differing,
 )
@@ -62,7 +63,7 @@ def given(jumps: Logits, threshold: float) -> tuple[npt.NDArray[np.intp], npt.ND
 
 
 def certified(jumps: Logits) -> Calibration:
-    calibration = certify([jumps], "a test", say=pytest.fail)
+    calibration = certify([Jumps(jumps)], "a test", say=pytest.fail)
     assert calibration is not None
     return calibration
 
@@ -107,7 +108,7 @@ def test_levels_say_what_the_policy_does_on_the_rows() -> None:
 
 def test_batches_make_no_difference() -> None:
     jumps = population(MIN_ROWS, seed=4)
-    pieces = certify(np.array_split(jumps, 7, axis=1), "a test")
+    pieces = certify(map(Jumps, np.array_split(jumps, 7, axis=1)), "a test")
     assert pieces == certified(jumps)
 
 
@@ -137,10 +138,31 @@ def test_one_evaluation_is_the_full_answer() -> None:
     assert certified(population(MIN_ROWS, seed=7)[-1:]).levels[0].evaluations == 1.0
 
 
+def test_a_row_of_positions_is_as_sure_as_the_least_of_them_and_differs_where_any_does() -> None:
+    cells = np.stack([population(MIN_ROWS, seed=seed) for seed in (11, 12, 13)], axis=2)
+    present = np.random.default_rng(5).random((MIN_ROWS, 3)) < 0.7
+    present[:, 0] = True
+    calibration = certify([Jumps(cells, present)], "a test", say=pytest.fail)
+    assert calibration is not None
+    top = np.sort(cells, axis=-1)  # (M, R, 3, C)
+    margins = np.where(present, top[..., -1] - top[..., -2], np.inf).min(-1)  # (M, R)
+    labels = np.where(present, cells.argmax(-1), -1)
+    for level in calibration.levels:
+        if level.threshold is None:
+            continue
+        sure = margins >= np.float32(level.threshold)
+        sure[-1] = True
+        first = sure.argmax(0)
+        answered = labels[first, np.arange(MIN_ROWS)]  # (R, 3)
+        assert level.observed == (answered != labels[-1]).any(-1).mean()
+        assert level.evaluations == pytest.approx(1 + first.mean())
+    assert any(level.threshold is not None for level in calibration.levels)
+
+
 @pytest.mark.parametrize("rows", [0, MIN_ROWS - 1])
 def test_too_few_rows_certify_nothing_and_say_so(rows: int) -> None:
     said: list[str] = []
-    batches = [population(rows, seed=8)] if rows else []
+    batches = [Jumps(population(rows, seed=8))] if rows else []
     assert certify(batches, "a test", said.append) is None
     assert f"{rows:,} rows" in said[0] and f"{MIN_ROWS:,}" in said[0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from serve.bundle import LatencyEntry
-from serve.engine.events import TokenEvent
+from serve.engine.events import Tags, TokenEvent
 from serve.errors import QueueFull, Unprocessable
 from serve.scheduler.job import LaneKey
 from tests.engine_bench import WINDOW, classified, generated, running
@@ -16,7 +16,8 @@ from tests.fake_model import ROW_BYTES_A_POSITION
 def test_scores_come_back_in_the_order_of_the_rows() -> None:
     with running(batch_rows=2) as bench:
         event = classified(bench.classify(10, 30, 20)[1])
-        seconds = [round(scores[1], 4) for scores in event.scores]
+        scores = [row.found for row in event.rows if not isinstance(row.found, Tags)]
+        seconds = [round(row[1], 4) for row in scores]
         expected = [1 / (1 + np.exp(-0.1 * length)) for length in (10, 30, 20)]
         assert seconds == [round(float(value), 4) for value in expected]
         assert event.span.queue_ms >= 0 and event.span.compute_ms > 0

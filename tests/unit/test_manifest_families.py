@@ -13,11 +13,20 @@ from tests.tiny_folders import (
     image_bundle,
     points_bundle,
     prefix_bundle,
+    tag_bundle,
     translate_bundle,
 )
 
 STEP = {"embed": "a.onnx", "step": "b.onnx", "head": "c.onnx"}
 
+IMAGES = {
+    "kind": "image",
+    "channels": 1,
+    "height": 6,
+    "width": 5,
+    "mean": [0.5],
+    "std": [0.25],
+}
 CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (image_bundle, "input.kind", "sound", "input.kind must be one of text, image, points"),
     (image_bundle, "input.channels", 5, "input.channels must be from 1 to 4"),
@@ -72,6 +81,35 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (generate_bundle, "tokenizer.chat_template", "c.jinja", "files does not list c.jinja"),
     (generate_bundle, "tokenizer.chat_template", "tokenizer.json", "is tokenizer.file already"),
     (translate_bundle, "cache", "kv", "cache must be none for the task translate"),
+    (tag_bundle, "labels", None, "labels must be a list for the task tag"),
+    (tag_bundle, "labels", ["1"], "labels has 1 labels"),
+    (tag_bundle, "cache", "kv", "cache must be none for the task tag"),
+    (tag_bundle, "input", IMAGES, "input.kind must be text for the task tag"),
+    (tag_bundle, "step", None, "step must be an object for the task tag"),
+    (tag_bundle, "target_max_tokens", 8, "target_max_tokens must be null for the task tag"),
+    (tag_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null for the task tag"),
+    (tag_bundle, "rungs.0.encoder", "e.onnx", "encoder must be null for the task tag"),
+    (tag_bundle, "rungs.0.quality.exact", 1.5, "rungs[0].quality.exact must be from 0 to 1"),
+    (tag_bundle, "rungs.0.quality.exact", True, "rungs[0].quality.exact must be a number"),
+    (tag_bundle, "rungs.0.quality.metric", "bleu", "is accuracy, but the first rung's is bleu"),
+    (classify_bundle, "rungs.0.quality.exact", 0.5, "exact must be null for the task classify"),
+    (generate_bundle, "rungs.0.quality.exact", 0.5, "exact must be null for the task generate"),
+    (tag_bundle, "dial", "depth", "dial must be one of resolution, time"),
+    (tag_bundle, "dial", "resolution", "grid_steps must be null for the dial resolution"),
+    (tag_bundle, "grid_steps", None, "grid_steps must be an integer, not null"),
+    (tag_bundle, "grid_steps", 0, "grid_steps must be from 1 to 1024"),
+    (tag_bundle, "grid_steps", 4.5, "grid_steps must be an integer, not a number"),
+    (classify_bundle, "grid_steps", 4, "grid_steps must be null for the dial resolution"),
+    (classify_bundle, "dial", "time", "grid_steps must be an integer, not null"),
+    (translate_bundle, "dial", "time", "grid_steps must be an integer, not null"),
+    (tag_bundle, "depth", "chain", "dial must be resolution for the depth chain"),
+    (tag_bundle, "range", {"value": 0.1}, "range.low is missing"),
+    (tag_bundle, "range", {"value": 0.1, "low": 0, "high": 0}, "range.high must be from 0.1"),
+    (generate_bundle, "shape.state", 31, "shape.state must be from 32 to"),
+    (generate_bundle, "shape.state", 64.5, "shape.state must be an integer"),
+    (tag_bundle, "shape.state", 32, "shape.state must be null for the cache none"),
+    (tag_bundle, "range", [0.1], "range must be an object, not a list"),
+    (prefix_bundle, "range", {"value": 0, "low": 0, "high": 0}, "range must be null for one rung"),
 ]
 
 
@@ -95,6 +133,24 @@ def test_what_a_family_must_not_say_is_refused(
     with pytest.raises(BundleError) as refusal:
         Manifest.from_json(changed(bundle, path, value))
     assert message in str(refusal.value)
+
+
+def test_a_manifest_that_says_no_dial_has_that_of_resolution() -> None:
+    value = classify_bundle().manifest.to_json()
+    for key in ("dial", "grid_steps", "range"):
+        del value[key]
+    del value["shape"]["state"]
+    for rung in value["rungs"]:
+        del rung["quality"]["exact"]
+    manifest = Manifest.from_json(value)
+    assert manifest == classify_bundle().manifest
+    assert [manifest.step_size(steps) for steps in (1, 2, 4)] == [1.0, 0.5, 0.25]
+
+
+def test_all_rungs_of_the_dial_of_time_have_steps_of_one_size() -> None:
+    manifest = tag_bundle().manifest
+    assert (manifest.dial, manifest.grid_steps, manifest.full_steps) == ("time", 4, 8)
+    assert {manifest.step_size(steps) for steps in manifest.steps} == {1.0}
 
 
 def test_a_chain_spends_a_multiple_of_its_steps() -> None:

@@ -102,7 +102,7 @@ def test_no_path_costs_less_than_the_straight_one(name: str, steps: int) -> None
             return torch.tensor([[[t, 1 - 2 * t, 0.5]]])
 
     x0 = torch.zeros(1, 1, 3)
-    end, cost = integrate(Turning(), x0, name, steps, T=2.0)
+    end, cost, _ = integrate(Turning(), x0, name, steps, T=2.0)
     assert float(cost) >= float((end - x0).square().mean() / 2.0) - 1e-6
 
 

@@ -48,6 +48,25 @@ def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
     assert most == 8 // lead if right == 1.0 else most <= 8 // lead
 
 
+def test_a_draft_of_the_dial_of_time_is_what_a_rung_of_fewer_steps_answers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = open_rungs(tmp_path_factory.mktemp("bundles"), ("kv", 1, 4))
+    mix, tokens = model.mix(), prompt(model, 20)
+    assert mix is not None
+    batch = model.decoder(8).open_batch()
+    batch.add(tokens)
+    wave = mix.wave(batch, 1)
+    wave.begin(3)
+    for steps in range(1, 8):
+        drafts = wave.cross().drafts
+        assert drafts is not None
+        if steps in model.bundle.manifest.steps:
+            rung = model.decoder(steps).open_batch()
+            rung.add(tokens)
+            np.testing.assert_allclose(drafts[0], rung.step(np.array([3]))[0], atol=2e-6)
+
+
 def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: OpenedModel) -> None:
     """A jump prolongs the velocity: what it misses falls with the steps that it replaces."""
     mix = model.mix()

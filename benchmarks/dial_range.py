@@ -1,0 +1,294 @@
+"""What the dial buys: the quality of each rung beside plain models of one and of several blocks.
+
+    python -m benchmarks.dial_range --runs RUNS --task logic --steps 1,2,4,8,16
+
+RUNS holds a run of each seed, TASK-s0, TASK-s1, ..., and of plain models of one block and more,
+TASK-plain1-s0, TASK-plain4-s0, ...; what is not there is left out, and said. All are measured on
+the held-out data of the task. Intervals are of paired rows: the same puzzle at two step counts.
+"""
+
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.options import parser, run
+from benchmarks.result import Cell, Provenance, Result, Table
+from train.checkpoint import METRICS, load_run
+from train.data import open_dataset
+from train.evaluate import rows_at_once
+from train.quality import Z95, Quality, Tally
+from train.recipe_file import data_at
+from train.schedule import steps_of
+
+NAME = "dial_range"
+GATE = {"accuracy": 0.03, "loss": 0.05}  # what depth must be worth before a dial can have range
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run at each of its counts."""
+
+    name: str
+    seed: int
+    parameters: int
+    full: int  # the most steps it was trained for
+    trained: int  # evaluations that its training went through
+    cpu_s: float
+    qualities: Mapping[int, Quality]
+    per_row: Mapping[int, Tensor]  # (rows,): what each adds to the quality, whose mean it is
+
+    @property
+    def value(self) -> float:
+        """Of a plain model: its one quality."""
+        return next(iter(self.qualities.values())).value
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """How much better one rung is than another, in rows that are the same."""
+
+    better: float
+    half: float  # of a 95 % interval
+
+    @property
+    def text(self) -> str:
+        return f"{self.better:+.4f} ± {self.half:.4f}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    made = parser(__doc__.partition("\n")[0])
+    made.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
+    made.add_argument("--task", required=True, help="what the names of the runs begin with")
+    made.add_argument("--steps", default="1,2,4,8,16", help="step counts (default 1,2,4,8,16)")
+    made.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    parsed = made.parse_args(arguments)
+    counts = sorted(int(count) for count in parsed.steps.split(","))
+
+    def measure(provenance: Provenance) -> Result:
+        dials, plain = runs_of(parsed.runs, parsed.task)
+        if not dials:
+            raise ValueError(f"{parsed.runs} has no run {parsed.task}-s0: train it first")
+        found = [measured(folder, counts, parsed.data) for folder in dials]
+        beside = {
+            blocks: [measured(folder, [1], parsed.data) for folder in folders]
+            for blocks, folders in plain.items()
+        }
+        return provenance.result(
+            f"{NAME}_{parsed.task}",
+            f"The range of the dial: {parsed.task}",
+            f"{len(found)} seeds, held-out data; plain models: "
+            + (", ".join(f"{k} blocks ({len(v)})" for k, v in beside.items()) or "none"),
+            [
+                ladder_table(found, beside),
+                Table("What it buys", ("what", "found"), says(found, beside)),
+            ],
+            [],
+        )
+
+    return run(NAME, arguments, parsed, measure)
+
+
+def runs_of(folder: Path, task: str) -> tuple[list[Path], dict[int, list[Path]]]:
+    """The finished runs of the dial, and those of plain models by their blocks."""
+    dials: list[Path] = []
+    plain: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob(f"{task}-*")):
+        found = re.fullmatch(rf"{re.escape(task)}-(?:plain(\d+)-)?s\d+", path.name)
+        if found is None or not (path / METRICS).is_file():
+            continue
+        _, recipe, _, facts = load_run(path)
+        if facts["iteration"] < recipe.optim.iterations:
+            print(f"left out, still in training: {path.name}", file=sys.stderr)
+        elif found[1] is None:
+            dials.append(path)
+        else:
+            plain.setdefault(int(found[1]), []).append(path)
+    return dials, dict(sorted(plain.items()))
+
+
+def measured(folder: Path, counts: Sequence[int], data: str = "") -> Measured:
+    model, recipe, tokenizer, facts = load_run(folder)
+    dataset = open_dataset(data_at(recipe, data), tokenizer)
+    labelled = dataset.labels is not None
+    counts = [1] if model.discrete else counts
+    tallies = {count: Tally() for count in counts}
+    with torch.no_grad():
+        for batch in dataset.held_out(rows_at_once(recipe, dataset.sizes)):
+            for count, tally in tallies.items():
+                output = model(*batch.inputs, steps=count, method=recipe.steps.method)
+                tally.add(batch, output.logits, float(output.cost))
+    spent = _spent(folder)
+    return Measured(
+        name=folder.name,
+        seed=recipe.run.seed,
+        parameters=facts["parameters"],
+        full=steps_of(recipe).full,
+        trained=spent.get("evaluations", 0),
+        cpu_s=spent.get("cpu_s", 0.0),
+        qualities={count: tally.quality(labelled) for count, tally in tallies.items()},
+        per_row={count: tally.per_row(labelled) for count, tally in tallies.items()},
+    )
+
+
+def _spent(folder: Path) -> dict[str, Any]:
+    records = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
+    return next((r for r in reversed(list(records)) if "cpu_s" in r), {})
+
+
+def paired(found: Sequence[Measured], first: int, other: int) -> Paired:
+    """How much better `other` steps are than `first`: rows and seeds together.
+
+    The seeds' own differences are averaged; the interval takes the rows of all seeds as drawn, and
+    the seeds as they are.
+    """
+    sign = -1.0 if found[0].qualities[first].metric == "loss" else 1.0
+    apart = [sign * (one.per_row[other] - one.per_row[first]) for one in found]
+    mean = sum(float(each.mean()) for each in apart) / len(apart)
+    variance = sum(float(each.var()) / len(each) for each in apart) / len(apart) ** 2
+    return Paired(mean, Z95 * math.sqrt(variance))
+
+
+def says(
+    found: Sequence[Measured], beside: Mapping[int, Sequence[Measured]]
+) -> list[Sequence[Cell]]:
+    """What the rungs say, in the words of a table."""
+    counts = sorted(found[0].qualities)
+    metric, full = found[0].qualities[counts[0]].metric, found[0].full
+    sign = -1.0 if metric == "loss" else 1.0
+
+    def gained(base: float, count: int) -> float:
+        return sign * (_mean(one.qualities[count].value for one in found) - base)
+
+    first, trained = counts[0], max(count for count in counts if count <= max(full, counts[0]))
+    ranges = [sign * (o.qualities[trained].value - o.qualities[first].value) for o in found]
+    rows: list[Sequence[Cell]] = [
+        ["range", f"{paired(found, first, trained).text} between {first} and {trained} steps"],
+        ["range of each seed", ", ".join(f"{one:+.4f}" for one in ranges)],
+        ["each rung", rising(found, counts)],
+    ]
+    beyond = [count for count in counts if count > full]
+    if beyond:
+        best = paired(found, trained, beyond[-1])
+        rows.append([f"beyond training, {beyond[-1]} steps beside {trained}", best.text])
+    values = {blocks: _mean(one.value for one in runs) for blocks, runs in beside.items() if runs}
+    if 1 in values:
+        rows.append(["first rung beside plain of 1 block", f"{gained(values[1], first):+.4f}"])
+        lead = gained(values[1], trained)
+        rows.append([f"lead at {trained} steps over plain of 1 block", f"{lead:+.4f}"])
+        for blocks, value in values.items():
+            if blocks == 1:
+                continue
+            depth = sign * (value - values[1])
+            rows += [
+                [
+                    f"what {blocks} plain blocks are worth over 1",
+                    f"{depth:+.4f}, {gate(depth, metric)}",
+                ],
+                [
+                    f"lead at {trained} steps over {blocks} plain blocks",
+                    f"{gained(value, trained):+.4f}",
+                ],
+            ]
+            if depth > 0:
+                rows.append(["share of that lead recovered", f"{lead / depth:.2f}"])
+        rows.append(["parameters at equal quality", saved(found, beside, trained, sign)])
+    return rows
+
+
+def gate(depth: float, metric: str) -> str:
+    needed = GATE[metric]
+    return (
+        f"at least {needed:g}: depth helps here"
+        if depth >= needed
+        else f"below {needed:g}: no dial has range here"
+    )
+
+
+def rising(found: Sequence[Measured], counts: Sequence[int]) -> str:
+    """Whether each rung is better than the one before it, beyond its interval."""
+    steps = [(a, b, paired(found, a, b)) for a, b in itertools.pairwise(counts)]
+    falls = [
+        f"{b} steps are worse than {a} by {-p.better:.4f}"
+        for a, b, p in steps
+        if p.better < -p.half
+    ]
+    if falls:
+        return "not monotone: " + "; ".join(falls)
+    flat = [f"{a} to {b}" for a, b, p in steps if p.better <= p.half]
+    return (
+        f"monotone; no gain beyond the interval from {', '.join(flat)}"
+        if flat
+        else "strictly rising"
+    )
+
+
+def saved(
+    found: Sequence[Measured],
+    beside: Mapping[int, Sequence[Measured]],
+    count: int,
+    sign: float,
+) -> str:
+    """The smallest plain model that is as good, beside the dial's own size."""
+    mine, value = found[0].parameters, _mean(one.qualities[count].value for one in found)
+    good = [
+        runs[0].parameters
+        for runs in beside.values()
+        if runs and sign * (_mean(one.value for one in runs) - value) >= 0
+    ]
+    if good:
+        return f"{mine} against {min(good)} of the smallest plain model that is as good"
+    largest = max(runs[0].parameters for runs in beside.values() if runs)
+    return f"{mine}; no plain model up to {largest} is as good"
+
+
+def ladder_table(found: Sequence[Measured], beside: Mapping[int, Sequence[Measured]]) -> Table:
+    counts = sorted(found[0].qualities)
+    rows: list[Sequence[Cell]] = []
+    for one in found:
+        for count in counts:
+            rows.append(_row(one, f"{count} steps", one.qualities[count]))
+    for blocks, runs in beside.items():
+        for one in runs:
+            rows.append(_row(one, f"plain, {blocks} block{'s' * (blocks > 1)}", one.qualities[1]))
+    caption = (
+        "whole: of several answers a row, the share of rows that are right in all. trained: "
+        "evaluations of the blocks in training, forward and back; CPU seconds are of a machine "
+        "that was busy with other work."
+    )
+    columns = (
+        "run",
+        "what",
+        "parameters",
+        "metric",
+        "value",
+        "low",
+        "high",
+        "whole",
+        "trained",
+        "CPU s",
+    )
+    return Table(caption, columns, rows)
+
+
+def _row(one: Measured, what: str, quality: Quality) -> Sequence[Cell]:
+    shown = [f"{value:.4f}" for value in (quality.value, quality.low, quality.high)]
+    whole = None if quality.whole is None else f"{quality.whole:.4f}"
+    return [one.name, what, one.parameters, quality.metric, *shown, whole, one.trained, one.cpu_s]
+
+
+def _mean(values: Any) -> float:
+    numbers = list(values)
+    return float(sum(numbers)) / len(numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

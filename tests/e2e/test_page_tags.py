@@ -1,0 +1,103 @@
+"""The playground page with models that label each token, in a real Chromium."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.e2e.browser import Complaints, Served, audit, opened, pick, served
+from tests.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
+
+pytestmark = pytest.mark.browser
+PUZZLE = "12.4..3.5126.3.4"  # a square of four
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    bundles = (generate_bundle(), tag_bundle(), words_tag_bundle())
+    with served([bundle.folder for bundle in bundles]) as running:
+        yield running
+
+
+def sound(page: Page) -> bool:
+    faults = audit(page)
+    faults.pop("measured")
+    return faults == {"contrast": [], "name": [], "overflow": []}
+
+
+def test_the_answer_forms_step_by_step(page: Page) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    pick(page, "tiny-tag")
+    page.get_by_role("textbox", name="Text").fill(PUZZLE)
+    with page.expect_response("**/v1/classify") as answered:
+        page.get_by_role("button", name="Label").click()
+    (result,) = answered.value.json()["results"]
+    trace = [readout["labels"] for readout in result["trace"]]
+    pane = page.locator(".pane").first
+    cells = pane.locator(".cells.puzzle li")
+    expect(cells).to_have_count(16)
+    assert cells.locator("b").all_inner_texts() == [token["label"] for token in result["tokens"]]
+    assert page.locator(".cells .given").count() == sum(
+        character != "." for character in PUZZLE if character in result["text"]
+    )
+    shown = pane.get_by_role("slider", name="First answer: the step that is shown")
+    expect(shown).to_have_value("8")
+    shown.fill("1")
+    assert cells.locator("b").all_inner_texts() == trace[0]
+    expect(pane).to_contain_text("After 1 step: what one step reads out.")
+    for step in range(2, 9):
+        shown.press("ArrowRight")
+        assert cells.locator("b").all_inner_texts() == trace[step - 1]
+        changed = sum(a != b for a, b in zip(trace[step - 1], trace[step - 2], strict=True))
+        expect(pane.locator(".cells .changed")).to_have_count(changed)
+        expect(pane).to_contain_text(f"After {step} steps: {changed} of 16 label")
+    assert any(a != b for a, b in zip(trace[1:], trace, strict=False))
+    assert sound(page)
+
+
+def test_the_steps_are_played_once_for_an_input_and_again_when_asked(page: Page) -> None:
+    pick(page, "tiny-tag")
+    page.get_by_role("textbox", name="Text").fill(PUZZLE)
+    page.get_by_role("button", name="Label").click()
+    pane = page.locator(".pane").first
+    shown = pane.get_by_role("slider", name="First answer: the step that is shown")
+    expect(shown).to_have_value("3")
+    expect(shown).to_have_value("8")
+    page.get_by_role("button", name="Label").click()
+    expect(shown).to_have_value("8")
+    pane.get_by_role("button", name="Play the steps").click()
+    expect(shown).to_have_value("1")
+    expect(shown).to_have_value("8")
+
+
+def test_words_have_their_labels_and_two_answers_are_compared(page: Page) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    pick(page, "tiny-tag-words")
+    page.get_by_role("textbox", name="Text").fill("a good film is long")
+    page.get_by_role("radio", name="Side by side").check(force=True)
+    page.get_by_role("button", name="Label").click()
+    line = page.locator(".pane").first.locator(".cells.line li")
+    expect(line.first).to_contain_text("a")
+    labels = set(line.locator("b").all_inner_texts())
+    assert labels and labels <= {"other", "person", "place"}
+    expect(page.locator("#difference")).to_contain_text("label")
+    assert sound(page)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_the_grid_looks_right(browser: Browser, server: Served, width: int, theme: str) -> None:
+    size = {"width": width, "height": 900}
+    motion = {"reduced_motion": "reduce", "color_scheme": theme}
+    with opened(browser, server.url, viewport=size, **motion) as (page, complaints):
+        expect(page.locator("#playground")).to_be_visible()
+        pick(page, "tiny-tag")
+        page.get_by_role("textbox", name="Text").fill(PUZZLE)
+        page.get_by_role("button", name="Label").click()
+        cells = page.locator(".cells.puzzle li")
+        expect(cells).to_have_count(16)
+        boxes = [cell.bounding_box() for cell in cells.all()]
+        assert all(box is not None and abs(box["width"] - box["height"]) < 2 for box in boxes)
+        assert len({round(box["y"]) for box in boxes if box is not None}) == 4
+        assert sound(page)
+        assert complaints == Complaints(server.url)

@@ -1,0 +1,109 @@
+"""Data with one label a word: what is read, where a label stands, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.batch import IGNORED
+from train.config import Recipe
+from train.data import open_dataset
+from train.recipe_file import load_recipe
+from train.tables import DataError
+
+RECIPE = """
+name = "names"
+[data]
+kind = "tags"
+train = "train.jsonl"
+text = ["words"]
+label = "tags"
+vocabulary = 300
+[model]
+family = "tagger"
+width = 16
+heads = 2
+hidden = 32
+window = 16
+[optim]
+iterations = 2
+batch = 4
+"""
+ROWS = [(["Ada", "met", "Grace", "Hopper", "."], ["B", "O", "B", "I", "O"])] * 20
+
+
+def recipe_of(folder: Path, *overrides: str) -> Recipe:
+    (folder / "names.toml").write_text(RECIPE)
+    return load_recipe(str(folder / "names.toml"), list(overrides), str(folder))
+
+
+def write_json(folder: Path, rows: list[tuple[list[str], list[str]]]) -> None:
+    lines = [json.dumps({"words": words, "tags": tags}) for words, tags in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "words", "chars"])
+def test_a_label_stands_at_the_first_token_of_its_word(tmp_path: Path, tokenizer: str) -> None:
+    write_json(tmp_path, ROWS)
+    dataset = open_dataset(recipe_of(tmp_path, f"data.tokenizer={tokenizer}", "model.window=64"))
+    batch = dataset.batch(0, 4, 0)
+    counted = batch.targets != IGNORED
+    assert counted.sum(1).tolist() == [5] * 4
+    assert [dataset.labels[i] for i in batch.targets[0][counted[0]].tolist()] == list("BOBIO")
+    assert dataset.tokenizer is not None
+    ids = batch.inputs[0][0][counted[0]].tolist()
+    first = [dataset.tokenizer.id_to_token(i).strip("Ġ ")[:1] for i in ids]
+    assert first[1:] == ["m", "G", "H", "."]
+
+
+def test_both_formats_say_the_same(tmp_path: Path) -> None:
+    write_json(tmp_path, ROWS)
+    lines = ["-DOCSTART- X O", ""]
+    for words, tags in ROWS:
+        lines += [f"{word} NN {tag}" for word, tag in zip(words, tags, strict=True)] + [""]
+    (tmp_path / "train.conll").write_text("\n".join(lines))
+    one = open_dataset(recipe_of(tmp_path)).batch(0, 4, 0)
+    other = open_dataset(recipe_of(tmp_path, "data.train=train.conll")).batch(0, 4, 0)
+    assert torch.equal(one.inputs[0], other.inputs[0]) and torch.equal(one.targets, other.targets)
+
+
+def test_short_texts_are_padded_and_long_ones_cut(tmp_path: Path) -> None:
+    write_json(tmp_path, [(["a"], ["B"]), (["b"] * 40, ["O"] * 40)] * 10)
+    dataset = open_dataset(recipe_of(tmp_path, "data.tokenizer=words"))
+    batch = dataset.batch(0, 18, 0)
+    assert batch.inputs[0].shape[1] == 16
+    assert ((batch.inputs[0] == 0) <= (batch.targets == IGNORED)).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([(["a", "b"], ["O"])] * 4, "expected as many labels as words"),
+        ([(["a"], ["O"])] * 4, "every word has the label O"),
+        ([([], [])] * 4, "expected as many labels as words"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(
+    tmp_path: Path, rows: list[tuple[list[str], list[str]]], sentence: str
+) -> None:
+    write_json(tmp_path, rows)
+    with pytest.raises(DataError, match=sentence):
+        open_dataset(recipe_of(tmp_path))
+
+
+def test_faults_of_files_name_the_line(tmp_path: Path) -> None:
+    (tmp_path / "train.conll").write_text("a O\nb\n")
+    with pytest.raises(DataError, match="line 2: 1 columns"):
+        open_dataset(recipe_of(tmp_path, "data.train=train.conll", "data.label=1"))
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match='line 1: expected an object with the lists "words"'):
+        open_dataset(recipe_of(tmp_path))
+
+
+def test_listops_is_asked_for_the_whole_and_learns_the_parts() -> None:
+    overrides = ["data.rows=200", "data.nesting=4", "data.tokenizer=words", "model.family=tagger"]
+    dataset = open_dataset(load_recipe("listops", overrides))
+    batch, tested = dataset.batch(0, 16, 0), next(dataset.held_out(16))
+    assert int((batch.targets != IGNORED).sum()) > 16
+    assert (tested.targets[:, 0] != IGNORED).all() and int((tested.targets != IGNORED).sum()) == 16

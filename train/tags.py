@@ -1,0 +1,198 @@
+"""Texts with one label a word: files of them, and the data set that a tagger learns from.
+
+A file is .jsonl, with a list of words and a list of labels of the same length in each row, or
+CoNLL: a word a line, its columns separated by spaces or tabs, and an empty line behind each text.
+A word's label stands at its first token; its other tokens count for nothing.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from train.batch import IGNORED, Batch, Sizes
+from train.config import DataConfig
+from train.shuffle import Shuffle, digest_of, divide
+from train.tables import DataError, open_text, plain_name, table_path
+from train.tokens import Ids, train_tokenizer
+
+
+class Tagged(NamedTuple):
+    """A text as words, and the label of each; a word without one is None."""
+
+    words: Sequence[str]
+    labels: Sequence[str | None]
+
+
+class Row(NamedTuple):
+    ids: Ids  # (N,)
+    targets: Ids  # (N,)
+
+
+def read_tags(config: DataConfig, name: str) -> list[Tagged]:
+    """The texts of one file; `data.text` and `data.label` name its columns."""
+    path = table_path(config, name)
+    try:
+        with open_text(path) as file:
+            lines = enumerate(file, 1)
+            if plain_name(path).suffix.lower() in (".jsonl", ".json"):
+                rows = [
+                    _from_json(line, config, f"{path}, line {n}")
+                    for n, line in lines
+                    if line.strip()
+                ]
+            else:
+                rows = list(_from_conll(lines, config, str(path)))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    return rows
+
+
+def _from_json(line: str, config: DataConfig, where: str) -> Tagged:
+    try:
+        record = json.loads(line)
+        words, labels = record[config.text[0]], record[config.label]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise DataError(
+            f'{where}: expected an object with the lists "{config.text[0]}" and "{config.label}": '
+            "set data.text and data.label to the names of its columns"
+        ) from None
+    if not (isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0):
+        raise DataError(f"{where}: expected as many labels as words, each a list that is not empty")
+    return Tagged([str(word) for word in words], [str(label) for label in labels])
+
+
+def _from_conll(
+    lines: Iterator[tuple[int, str]], config: DataConfig, where: str
+) -> Iterator[Tagged]:
+    at = config.text[0] if config.text[0].isdigit() else "0"
+    label_at = config.label if config.label.lstrip("-").isdigit() else "-1"  # the last column
+    words: list[str] = []
+    labels: list[str | None] = []
+    for number, line in lines:
+        cells = line.split()
+        if cells and cells[0] not in ("-DOCSTART-", "#"):
+            try:
+                words.append(cells[int(at)])
+                labels.append(cells[int(label_at)])
+            except IndexError:
+                raise DataError(
+                    f"{where}, line {number}: {len(cells)} columns, but the word is expected in "
+                    f"column {at} and its label in {label_at}: set data.text and data.label"
+                ) from None
+        elif words:
+            yield Tagged(words, labels)
+            words, labels = [], []
+    if words:
+        yield Tagged(words, labels)
+
+
+class TagDataset:
+    """Rows of ids and targets, padded on the right and batched by length.
+
+    With `first_only` quality is that of the first label of each text; training learns them all.
+    """
+
+    def __init__(
+        self,
+        train: list[Tagged],
+        test: list[Tagged] | None,
+        config: DataConfig,
+        window: int,
+        tokenizer: Tokenizer | None,
+        seed: int,
+        first_only: bool = False,
+    ) -> None:
+        used, held = divide(len(train), config.held_out, seed)
+        if len(used) == 0:
+            raise DataError("no rows are left to train on: lower data.held_out or give more rows")
+        found = {label for row in train for label in row.labels if label is not None}
+        values = config.values or config.labels or tuple(sorted(found))
+        self.labels: tuple[str, ...] = config.labels or values
+        if len(self.labels) != len(values) or len(set(self.labels)) != len(values):
+            raise DataError("data.labels must differ, and be as many as data.values")
+        if len(values) < 2:
+            raise DataError(f"every word has the label {', '.join(values)}: a tagger needs two")
+        learn_from = [" ".join(train[i].words) for i in used]
+        if config.tokenizer == "chars":
+            learn_from = [" ".join(row.words) for row in (*train, *(test or ()))]
+        self.tokenizer = tokenizer or train_tokenizer(
+            learn_from, config.tokenizer, config.vocabulary, config.lowercase
+        )
+        self._classes = {value: i for i, value in enumerate(values)}
+        self._window, self._first_only = window, first_only
+        self._used = self._pack([train[i] for i in used])
+        self._held = self._pack([train[i] for i in held])
+        self._test = self._held if test is None else self._pack(test)
+        self.digest = digest_of(*(part for row in (*self._used, *self._held) for part in row))
+        self._shuffle = Shuffle([len(row.ids) for row in self._used])
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(vocabulary=self.tokenizer.get_vocab_size(), classes=len(self.labels))
+
+    def batch(self, iteration: int, size: int, seed: int) -> Batch:
+        return _pad([self._used[i] for i in self._shuffle.rows(iteration, size, seed)])
+
+    def held_out(self, size: int) -> Iterator[Batch]:
+        return self._in_order(self._test, size)
+
+    def validation(self, size: int) -> Iterator[Batch]:
+        batches = list(self._in_order(self._held, size))
+        order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
+        return (batches[i] for i in order)
+
+    def _in_order(self, rows: list[Row], size: int) -> Iterator[Batch]:
+        ordered = sorted(rows, key=lambda row: len(row.ids))
+        for start in range(0, len(ordered), size):
+            batch = _pad(ordered[start : start + size])
+            yield _first(batch) if self._first_only else batch
+
+    def _pack(self, rows: list[Tagged]) -> list[Row]:
+        encoded = self.tokenizer.encode_batch([" ".join(row.words) for row in rows])
+        return [
+            self._row(row, each.ids, each.offsets) for row, each in zip(rows, encoded, strict=True)
+        ]
+
+    def _row(self, row: Tagged, ids: list[int], offsets: list[tuple[int, int]]) -> Row:
+        ends = np.cumsum([len(word) + 1 for word in row.words])  # each with the space behind it
+        targets = np.full(len(ids), IGNORED, np.int32)
+        begun = -1
+        for place, (start, end) in enumerate(offsets):
+            word = int(np.searchsorted(ends, end - 1, side="right"))  # of its last character
+            if end > start and word > begun and word < len(row.words):
+                targets[place] = self._class_of(row.labels[word])
+                begun = word
+        return Row(np.array(ids[: self._window], np.int32), targets[: self._window])
+
+    def _class_of(self, label: str | None) -> int:
+        if label is None:
+            return IGNORED
+        if label not in self._classes:
+            raise DataError(
+                f"label {label!r} is not one of {', '.join(self._classes)}; set data.values (as "
+                "the file writes them) and data.labels (as they are shown)"
+            )
+        return self._classes[label]
+
+
+def _pad(rows: list[Row]) -> Batch:
+    longest = max(len(row.ids) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    targets = torch.full((len(rows), longest), IGNORED)
+    for i, (ids, labels) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.from_numpy(ids)
+        targets[i, : len(ids)] = torch.from_numpy(labels)
+    return Batch((tokens,), targets)  # (B, N) both
+
+
+def _first(batch: Batch) -> Batch:
+    """The same rows with their first target only."""
+    counted = batch.targets != IGNORED
+    first = counted & (counted.cumsum(1) == 1)
+    return Batch(batch.inputs, batch.targets.masked_fill(~first, IGNORED))
