@@ -30,6 +30,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
+    "convert": Command("train", "train", True, "make a dial of a pretrained encoder"),
     "retrofit": Command("train", "train", True, "make a fixed-step run good at any step count"),
     "evaluate": Command("train", "train", True, "quality of a run or a bundle against steps"),
     "export": Command("export", "export", True, "turn a run into a bundle that the server loads"),

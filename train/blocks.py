@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Norm = Literal["pre", "post", "none"]
-Activation = Literal["gelu", "relu"]
+Activation = Literal["gelu", "relu", "erf-gelu"]  # gelu by tanh, as GPT-2; erf as BERT
 
 
 class Attention(nn.Module):
@@ -71,7 +71,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        x = F.relu(x) if self.activation == "relu" else F.gelu(x, approximate="tanh")
+        if self.activation == "relu":
+            x = F.relu(x)
+        else:
+            x = F.gelu(x, approximate="none" if self.activation == "erf-gelu" else "tanh")
         out: Tensor = self.down(x)
         return out
 
