@@ -231,9 +231,7 @@ def _model(
     if (folder / STATE).is_file():
         kept = read_facts(folder).get("pretrained")
         if kept != model.origin:
-            raise RunError(
-                f"{folder} holds a run of another model or conversion: choose another --out"
-            )
+            raise RunError(f"{folder} holds a run of another conversion: choose another --out")
     return model
 
 
