@@ -62,6 +62,11 @@ def describe(bundle: Bundle) -> str:
     if m.labels:
         lines.append(f"  labels: {', '.join(m.labels)}")
     lines += _ladder(bundle)
+    if m.labels and all(rung.quality.low <= 1 / len(m.labels) for rung in m.rungs):
+        lines.append(
+            "  WARNING: at chance: no rung is shown to be better than guessing one of "
+            f"{len(m.labels)} labels"
+        )
     if m.calibration is not None:
         lines += _early_answers(m.calibration, m.rungs[-1].nfe)
     elif m.task == "classify":

@@ -5,8 +5,8 @@ and the same graph gives the same bytes. A large matrix that MatMul or Gemm mult
 bytes. A table that is looked up becomes bytes with a scale for each row if it is so large that it
 is most of the file, as those of pretrained models are; a smaller one stays float32: a lookup reads
 one row, so bytes would save no time. A head tied to a table has bytes of its own beside it, which
-are the same whether it stands in one graph with the table or alone. Layers of a classifier are whole numbers
-instead, if they were measured. Knows ONNX nodes, not models.
+are the same whether it stands in one graph with the table or alone. Layers of a classifier are
+whole numbers instead, if they were measured. Knows ONNX nodes, not models.
 """
 
 from dataclasses import dataclass

@@ -43,6 +43,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
     make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
+    _add_columns(make)
+    make.add_argument(
+        "--from",
+        dest="pretrained",
+        metavar="MODEL",
+        help="begin with a pretrained encoder: as `stepdial convert MODEL --recipe RECIPE` does",
+    )
+    make.add_argument(
+        "--teacher", type=Path, metavar="RUN", help="also learn from the answers of this run"
+    )
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
     _add_overrides(make)
     _add_convert(
@@ -110,10 +120,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", default="", metavar="PATH", help="the table, or a recipe's folder"
     )
-    parser.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of the texts (repeatable)"
-    )
-    parser.add_argument("--label", metavar="COLUMN", help="of the labels")
+    _add_columns(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
     parser.add_argument(
         "--recipe", default="classifier", help="whose data settings, title and card are used"
@@ -132,6 +139,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=float, default=6.0, metavar="N", help="default 6")
     parser.add_argument("--teacher-epochs", type=float, default=3.0, metavar="N", help="default 3")
     _add_overrides(parser)
+
+
+def _add_columns(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", action="append", metavar="COLUMN", help="of a table: of the texts (repeatable)"
+    )
+    parser.add_argument("--label", metavar="COLUMN", help="of a table: of the labels")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -156,11 +170,17 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, _overrides(arguments), arguments.data)
+    overrides = [*_columns(arguments), *_overrides(arguments)]
+    if arguments.pretrained:
+        return _train_from(arguments, overrides)
+    if arguments.teacher:
+        overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
+    recipe = load_recipe(arguments.recipe, overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
         target = Path("bundles") / folder.name
+        _report(folder)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
     return 0
 
@@ -183,20 +203,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         overrides=(*_columns(arguments), *_overrides(arguments)),
     )
     convert(arguments.model, arguments.out, request, arguments.data)
-    counts = ",".join(map(str, steps))
-    print(
-        f"converted: {arguments.out}\nnext: "
-        + command("evaluate", arguments.out, "--steps", counts)
-        + "\n      "
-        + command(
-            "export",
-            arguments.out,
-            "--steps",
-            counts,
-            "--out",
-            Path("bundles") / arguments.out.name,
-        )
-    )
+    _converted(arguments.out, steps)
     return 0
 
 
@@ -215,6 +222,34 @@ def _whole(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise RecipeError(f"{flag} {text!r}: write a whole number") from None
+
+
+def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from train.convert import Conversion, convert
+
+    folder = arguments.out or Path("runs") / Path(arguments.recipe).stem
+    request = Conversion(
+        recipe=arguments.recipe, teacher=arguments.teacher, overrides=tuple(overrides)
+    )
+    convert(arguments.pretrained, folder, request, arguments.data)
+    _converted(folder, request.steps)
+    return 0
+
+
+def _converted(folder: Path, steps: tuple[int, ...]) -> None:
+    _report(folder)
+    counts = ",".join(map(str, steps))
+    export = command("export", folder, "--steps", counts, "--out", Path("bundles") / folder.name)
+    print(f"converted: {folder}\nnext: {command('evaluate', folder, '--steps', counts)}")
+    print(f"      {export}")
+
+
+def _report(folder: Path) -> None:
+    from train.classifier_report import print_report, report_run
+
+    report = report_run(folder)
+    if report is not None:
+        print_report(report)
 
 
 def _retrofit(arguments: argparse.Namespace) -> int:

@@ -54,6 +54,7 @@ def convert(
     model: str, folder: Path, request: Conversion, data: str = "", quiet: bool = False
 ) -> Recipe:
     """Convert a pretrained model into a run; the recipe that this took."""
+    request = _with_window(request)
     original = find_original(model)
     encoder = original.encoder
     layers = request.layers
@@ -66,6 +67,18 @@ def convert(
         teacher = folder / TEACHER
         _train_whole(original, base, teacher, request, quiet)
     return _train(original, base, folder, layers, teacher, request, quiet)
+
+
+def _with_window(request: Conversion) -> Conversion:
+    """An override of model.window is the length that texts are cut to, of the teacher's too."""
+    key = "model.window="
+    given = [each.removeprefix(key) for each in request.overrides if each.startswith(key)]
+    if not given or request.max_tokens:
+        return request
+    if not given[-1].isdigit():
+        raise PretrainedError(f"--set {key}{given[-1]}: write a whole number")
+    others = tuple(each for each in request.overrides if not each.startswith(key))
+    return dataclasses.replace(request, max_tokens=int(given[-1]), overrides=others)
 
 
 def find_original(model: str) -> Original:

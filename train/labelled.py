@@ -13,7 +13,7 @@ from torch import Tensor
 
 from train.batch import Batch, Sizes
 from train.config import DataConfig
-from train.shuffle import Shuffle, digest_of
+from train.shuffle import Shuffle, digest_of, divide
 from train.tables import DataError, Rows
 from train.tokens import Ids, cut, ids_of, train_tokenizer
 
@@ -34,9 +34,7 @@ class LabelledDataset:
         tokenizer: Tokenizer | None,
         seed: int,
     ) -> None:
-        order = np.random.default_rng(seed).permutation(len(train))
-        kept = max(1, int(len(train) * config.held_out))
-        held, used = order[:kept], order[kept:]
+        used, held = divide(len(train), config.held_out, seed)
         values = config.values or config.labels or tuple(sorted({label for _, label in train}))
         self.labels: tuple[str, ...] = config.labels or values
         if len(self.labels) != len(values) or len(set(self.labels)) != len(self.labels):
