@@ -20,21 +20,25 @@ _OWN_PACKAGES = frozenset({"train", "export", "serve", "loadtest", "stepdial"})
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a subcommand lives: `package.__main__.main`, installed by an extra."""
+    """Where a subcommand lives: `package.module.main`, installed by an extra."""
 
     package: str
     extra: str
     takes_name: bool  # the package has several commands, so it is told which one was meant
     summary: str
+    module: str = "__main__"
 
 
 COMMANDS = {
     "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
+    "convert": Command("train", "train", True, "make a dial of a pretrained encoder"),
     "retrofit": Command("train", "train", True, "make a fixed-step run good at any step count"),
     "evaluate": Command("train", "train", True, "quality of a run or a bundle against steps"),
     "export": Command("export", "export", True, "turn a run into a bundle that the server loads"),
     "inspect": Command("export", "export", True, "show a bundle and its quality-latency frontier"),
     "calibrate": Command("export", "export", True, "measure a bundle's latency on this machine"),
+    "predict": Command("serve", "serve", True, "label the rows of a table with a bundle", "local"),
+    "sample": Command("serve", "serve", True, "continue a prompt with a bundle", "local"),
     "serve": Command("serve", "serve", False, "answer HTTP requests; without a bundle, the zoo"),
     "loadtest": Command("loadtest", "loadtest", False, "load a running server and report"),
 }
@@ -73,7 +77,7 @@ def _forward(name: str, arguments: list[str]) -> int:
     forwarded = [name, *arguments] if command.takes_name else arguments
     try:
         # Inside the `try` too: a package may import its heavy dependencies only when it runs.
-        entry = importlib.import_module(f"{command.package}.__main__")
+        entry = importlib.import_module(f"{command.package}.{command.module}")
         status = entry.main(forwarded)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

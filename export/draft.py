@@ -167,6 +167,6 @@ def _tokenizer(
         return None
     size = tokenizer.get_vocab_size()
     if not translates:
-        return TokenizerSpec(data.tokenizer, TOKENIZER, PAD_ID, size)
+        return TokenizerSpec(data.tokenizer, TOKENIZER, data.pad_id, size)
     marks = (tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END))
     return TokenizerSpec("bpe", TOKENIZER, PAD_ID, size, *marks)

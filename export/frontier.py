@@ -68,6 +68,11 @@ def describe(bundle: Bundle) -> str:
         lines.append(f"  {dial_in_words(m)}")
     lines += _ladder(bundle)
     lines += [f"  {said}" for said in (range_in_words(m), flat_in_words(m)) if said is not None]
+    if m.labels and all(rung.quality.low <= 1 / len(m.labels) for rung in m.rungs):
+        lines.append(
+            "  WARNING: at chance: no rung is shown to be better than guessing one of "
+            f"{len(m.labels)} labels"
+        )
     if m.calibration is not None:
         lines += _early_answers(m.calibration, m.rungs[-1].nfe)
     elif m.labelled:

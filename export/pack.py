@@ -47,6 +47,7 @@ from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
 from train.model import Stepped
 from train.ode import method_named
+from train.pretrained import ConvertedTransformer
 from train.recipe_file import data_at
 from train.schedule import ladder_of
 
@@ -113,7 +114,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
                 "  no caches: every token costs as much as the whole text before it; the width of "
                 f"a head (model.width / model.heads) must be a multiple of {HEAD_WIDTH_MULTIPLE}"
             )
-        unseen = _unseen(request.precision, traced.task, dataset)
+        # One scale for all activations of a layer is too coarse for the outliers of those models.
+        blocks = isinstance(model, ConvertedTransformer)
+        unseen = None if blocks else _unseen(request.precision, traced.task, dataset)
         scales = _scales(origin, request, traced, ladder)
         card = {"title": recipe.title, **recipe.card, **request.card}
         if (doubt := _doubt(request.precision, traced, ladder, unseen)) is not None:

@@ -2,10 +2,11 @@
 
 Symmetric, per output channel and block of 64 inputs, rounded to the nearest: no data is needed,
 and the same graph gives the same bytes. A large matrix that MatMul or Gemm multiplies by becomes
-bytes. A table that is looked up stays float32: a lookup reads one row, so bytes would save no time
-and cost agreement. A head tied to such a table has bytes of its own beside it, which are the same
-whether it stands in one graph with the table or alone. Layers of a classifier are whole numbers
-instead, if they were measured. Knows ONNX nodes, not models.
+bytes. A table that is looked up becomes bytes with a scale for each row if it is so large that it
+is most of the file, as those of pretrained models are; a smaller one stays float32: a lookup reads
+one row, so bytes would save no time. A head tied to a table has bytes of its own beside it, which
+are the same whether it stands in one graph with the table or alone. Layers of a classifier are
+whole numbers instead, if they were measured. Knows ONNX nodes, not models.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from serve.bundle import Precision
 BLOCK = 64
 ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
+LEAST_TABLE = 1 << 21  # numbers of a table that becomes bytes: 8 MB as float32
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
 ACCURACY_LEVEL = 4
 
@@ -63,6 +65,19 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
     return (np.rint(blocked / scales[:, :, None]) + ZERO).astype(np.uint8), scales
 
 
+def table_to_bytes(
+    table: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """Bytes (V, D) and scales (V, 1) of a table."""
+    scales = np.abs(table).max(axis=1, keepdims=True) / np.float32(LARGEST)  # (V, 1)
+    scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
+    return np.rint(table / scales).astype(np.int8), scales
+
+
+def _looks_up_rows(node: onnx.NodeProto) -> bool:
+    return all(each.i == 0 for each in node.attribute if each.name == "axis")
+
+
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """A matrix (N, K) that has become NAME.bytes, NAME.scales and, where plain, NAME.zeros."""
@@ -80,9 +95,18 @@ class _Quantising:
         self.made: dict[str, onnx.TensorProto] = {}
         self._matrices: dict[tuple[str, bool], _Matrix] = {}
         self._layers = Layers(graph)
+        self._tables = {
+            tensor.name: tensor
+            for tensor in graph.initializer
+            if tensor.data_type == onnx.TensorProto.FLOAT
+            and len(tensor.dims) == 2
+            and tensor.dims[0] * tensor.dims[1] >= LEAST_TABLE
+        }
 
     def rewritten(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place."""
+        if node.op_type == "Gather" and node.input[0] in self._tables and _looks_up_rows(node):
+            return self._looked_up(node)
         layer = self._layers.of(node)
         if layer is None:
             return [node]
@@ -101,6 +125,22 @@ class _Quantising:
         if layer.bias:
             nodes.append(node_of("Add", [times, layer.bias], answer))
         return nodes
+
+    def _looked_up(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """Rows of bytes, each times its scale."""
+        table, index = node.input
+        name, (answer,) = f"{table}.table", node.output
+        if f"{name}.bytes" not in self.made:
+            data, scales = table_to_bytes(numpy_helper.to_array(self._tables[table]))
+            self._make(f"{name}.bytes", data)
+            self._make(f"{name}.scales", scales)
+        rows, wide, scales_of = f"{answer}/bytes", f"{answer}/wide", f"{answer}/scales"
+        return [
+            node_of("Gather", [f"{name}.bytes", index], rows),
+            node_of("Cast", [rows], wide, to=onnx.TensorProto.FLOAT),
+            node_of("Gather", [f"{name}.scales", index], scales_of),
+            node_of("Mul", [wide, scales_of], answer),
+        ]
 
     def _in_bytes(self, layer: Layer) -> _Matrix:
         values = self._layers.matrix(layer)  # (N, K)

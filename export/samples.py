@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from train.batch import Dataset
-from train.build import PAD_ID
 from train.points import unit_sphere
 
 ENOUGH_TOKENS, ENOUGH_ROWS = 20_000, 64
@@ -45,11 +44,12 @@ class TokenSamples:
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.most, self.ragged = most, dataset.labels is not None
+        self._pad_id = dataset.sizes.pad_id
         self._stream = _stream(dataset, 0)
 
     def draw(self, rows: int, length: int) -> Inputs:
         tokens = _rows(self._stream, rows, length)
-        return (_ragged(tokens) if self.ragged else tokens,)
+        return (_ragged(tokens, self._pad_id) if self.ragged else tokens,)
 
     def edges(self) -> list[Inputs]:
         return _edges(self, self.most)
@@ -115,7 +115,7 @@ def _stream(dataset: Dataset, which: int) -> Tensor:
     pieces: list[Tensor] = []
     for batch in dataset.held_out(8):
         tokens = batch.inputs[which]
-        pieces.append(tokens[tokens != PAD_ID])
+        pieces.append(tokens[tokens != dataset.sizes.pad_id])
         if sum(map(len, pieces)) > ENOUGH_TOKENS:
             break
     return torch.cat(pieces)
@@ -129,8 +129,8 @@ def _rows(stream: Tensor, rows: int, length: int) -> Tensor:
     return stream[torch.arange(rows * length) % len(stream)].view(rows, length)
 
 
-def _ragged(tokens: Tensor) -> Tensor:
+def _ragged(tokens: Tensor, pad_id: int = 0) -> Tensor:
     """Every row a quarter shorter than the one before; none is empty."""
     rows, length = tokens.shape
     keep = (length - torch.arange(rows) * (length // 4)).clamp(min=1)  # (B,)
-    return tokens.where(torch.arange(length) < keep[:, None], PAD_ID)
+    return tokens.where(torch.arange(length) < keep[:, None], pad_id)

@@ -1,6 +1,10 @@
-"""The commands of training: `stepdial train`, `retrofit` and `evaluate`; also `python -m train`."""
+"""The commands of training: `stepdial train`, `convert`, `retrofit` and `evaluate`.
+
+Also `python -m train`.
+"""
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -39,8 +43,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
     make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
+    _add_columns(make)
+    make.add_argument(
+        "--from",
+        dest="pretrained",
+        metavar="MODEL",
+        help="begin with a pretrained encoder: as `stepdial convert MODEL --recipe RECIPE` does",
+    )
+    make.add_argument(
+        "--teacher", type=Path, metavar="RUN", help="also learn from the answers of this run"
+    )
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
     _add_overrides(make)
+    _add_convert(
+        commands.add_parser(
+            "convert",
+            help="make a dial of a pretrained encoder",
+            description="Fine-tune a pretrained encoder on a table of texts and labels, then "
+            "train a few of its layers as the velocity of an ODE, with the fine-tuned original as "
+            "the teacher. The same command resumes.",
+        )
+    )
     again = commands.add_parser(
         "retrofit",
         help="turn a fixed-step run into an any-step one",
@@ -94,6 +117,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, model.safetensors and tokenizer.json (BERT, MiniLM, "
+        "RoBERTa, DistilBERT, ALBERT), or a name of the Hub",
+    )
+    parser.add_argument(
+        "--data", default="", metavar="PATH", help="the table, or a recipe's folder"
+    )
+    _add_columns(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "--recipe", default="classifier", help="whose data settings, title and card are used"
+    )
+    parser.add_argument(
+        "--blocks", default="2", help="layers to keep, or `all` with --steps 1 (default 2)"
+    )
+    parser.add_argument("--layers", help="which layers, e.g. 0,5 (default: as far apart as can be)")
+    parser.add_argument(
+        "--steps", default="1,2,3", help="step counts to train (default 1,2,3); 1: a plain stack"
+    )
+    parser.add_argument(
+        "--teacher", type=Path, metavar="RUN", help="learn from this run, not from a new one"
+    )
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of a text")
+    parser.add_argument("--epochs", type=float, default=6.0, metavar="N", help="default 6")
+    parser.add_argument("--teacher-epochs", type=float, default=3.0, metavar="N", help="default 3")
+    _add_overrides(parser)
+
+
+def _add_columns(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", action="append", metavar="COLUMN", help="of a table: of the texts (repeatable)"
+    )
+    parser.add_argument("--label", metavar="COLUMN", help="of a table: of the labels")
+
+
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
@@ -116,13 +177,86 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, _overrides(arguments), arguments.data)
+    overrides = [*_columns(arguments), *_overrides(arguments)]
+    if arguments.pretrained:
+        return _train_from(arguments, overrides)
+    if arguments.teacher:
+        overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
+    recipe = load_recipe(arguments.recipe, overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
     train(recipe, folder)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
         target = Path("bundles") / folder.name
+        _report(folder)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
     return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from train.convert import Conversion, convert
+
+    steps = tuple(parse_steps(arguments.steps))
+    request = Conversion(
+        blocks=0 if arguments.blocks == "all" else _whole("--blocks", arguments.blocks),
+        layers=tuple(
+            _whole("--layers", part) for part in (arguments.layers or "").split(",") if part
+        ),
+        steps=steps,
+        recipe=arguments.recipe,
+        teacher=arguments.teacher,
+        teacher_epochs=arguments.teacher_epochs,
+        epochs=arguments.epochs,
+        max_tokens=arguments.max_tokens,
+        overrides=(*_columns(arguments), *_overrides(arguments)),
+    )
+    convert(arguments.model, arguments.out, request, arguments.data)
+    _converted(arguments.out, steps)
+    return 0
+
+
+def _columns(arguments: argparse.Namespace) -> list[str]:
+    """The columns that flags name, as overrides."""
+    found = []
+    if arguments.text:
+        found.append(f"data.text={json.dumps(arguments.text)}")
+    if arguments.label:
+        found.append(f"data.label={json.dumps(arguments.label)}")
+    return found
+
+
+def _whole(flag: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RecipeError(f"{flag} {text!r}: write a whole number") from None
+
+
+def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from train.convert import Conversion, convert
+
+    folder = arguments.out or Path("runs") / Path(arguments.recipe).stem
+    request = Conversion(
+        recipe=arguments.recipe, teacher=arguments.teacher, overrides=tuple(overrides)
+    )
+    convert(arguments.pretrained, folder, request, arguments.data)
+    _converted(folder, request.steps)
+    return 0
+
+
+def _converted(folder: Path, steps: tuple[int, ...]) -> None:
+    _report(folder)
+    counts = ",".join(map(str, steps))
+    export = command("export", folder, "--steps", counts, "--out", Path("bundles") / folder.name)
+    print(f"converted: {folder}\nnext: {command('evaluate', folder, '--steps', counts)}")
+    print(f"      {export}")
+
+
+def _report(folder: Path) -> None:
+    from train.classifier_report import print_report, report_run
+
+    report = report_run(folder)
+    if report is not None:
+        print_report(report)
 
 
 def _retrofit(arguments: argparse.Namespace) -> int:
@@ -199,7 +333,7 @@ def parse_steps(text: str) -> list[int]:
     return steps
 
 
-_COMMANDS = {"train": _train, "retrofit": _retrofit, "evaluate": _evaluate}
+_COMMANDS = {"train": _train, "convert": _convert, "retrofit": _retrofit, "evaluate": _evaluate}
 
 
 if __name__ == "__main__":

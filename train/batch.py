@@ -18,6 +18,7 @@ class Batch(NamedTuple):
 
     inputs: tuple[Tensor, ...]  # (tokens,), (pixels,), (points,) or (source, target): (B, ...) each
     targets: Tensor  # (B,) classes, or (B, N) next tokens
+    taught: Tensor | None = None  # (B, classes): logits of a teacher, if they were kept
 
     @property
     def rows(self) -> int:
@@ -34,6 +35,7 @@ class Sizes:
     height: int = 0
     width: int = 0
     dimensions: int = 0  # of a point
+    pad_id: int = 0  # of tokens
 
 
 class Dataset(Protocol):

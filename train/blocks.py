@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Norm = Literal["pre", "post", "none"]
-Activation = Literal["gelu", "gelu-exact", "relu"]
+Activation = Literal["gelu", "gelu-exact", "relu"]  # gelu by tanh, as GPT-2; exact as BERT
 
 
 class Attention(nn.Module):

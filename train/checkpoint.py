@@ -7,6 +7,7 @@ and state.safetensors (weights, optimiser moments and iteration, all that resumi
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +25,13 @@ from train.build import build_model, tied_weights
 from train.config import Recipe
 from train.model import Stepped
 from train.otify import otified_from
+from train.pretrained import converted_from
 from train.recipe_file import recipe_from
 
 RECIPE, TOKENIZER, METRICS = "recipe.json", "tokenizer.json", "metrics.jsonl"
 MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"
 AVERAGED = "averaged"  # a folder of weights, by iteration
+BEST, TAUGHT = "best.safetensors", "taught.safetensors"
 
 
 class RunError(ValueError):
@@ -93,6 +96,7 @@ def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
     kept = recipe_from(read_facts(folder)["recipe"], str(folder / RECIPE)).to_json()
     now = recipe.to_json()
     now["data"]["path"] = kept["data"]["path"]  # it may have moved; its digest is checked
+    now["teacher"]["run"] = kept["teacher"]["run"]  # and so may this
     # How it is run and watched may change with the machine; only the seed makes another run.
     now["run"] = kept["run"] | {"seed": now["run"]["seed"]}
     differs = [
@@ -222,6 +226,34 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
     return Reached(iteration, int(state["evaluations"]))
 
 
+def save_best(folder: Path, model: nn.Module, value: float, iteration: int) -> None:
+    """Keep the weights of the best evaluation so far."""
+    tied = tied_weights(model)
+    weights = {
+        name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied
+    }
+    note = json.dumps({"iteration": iteration, "value": value})
+    write_atomically(folder / BEST, save(weights, {"best": note}))
+
+
+def read_best(folder: Path) -> tuple[float, int]:
+    """What the best evaluation so far was worth, and when; minus infinity, 0 if there is none."""
+    try:
+        with safe_open(folder / BEST, framework="pt") as file:
+            note = json.loads(file.metadata()["best"])
+        return float(note["value"]), int(note["iteration"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return -math.inf, 0
+
+
+def load_best(folder: Path, model: nn.Module) -> None:
+    """Take over the best weights, and make them the run's newest."""
+    weights = load_file(folder / BEST)
+    load_weights(model, weights)
+    meta = {"iteration": str(read_best(folder)[1])}
+    write_atomically(folder / MODEL, save(weights, meta))
+
+
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Set every weight; those that are another one are kept once."""
     owners = tied_weights(model)
@@ -265,6 +297,8 @@ def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
         )
     if facts.get("otify"):
         return otified_from(facts["otify"])
+    if facts.get("pretrained"):
+        return converted_from(facts["pretrained"])
     return build_model(recipe.model, sizes, recipe.steps)
 
 

@@ -51,9 +51,11 @@ class DataConfig:
         "logic",
     ]
     path: str = ""  # the corpus file, the folder of the other files, or the name of the stream
-    tokenizer: Literal["chars", "bpe", "words"] = "chars"
+    # wordpiece and unigram are those of pretrained models, and never learnt here
+    tokenizer: Literal["chars", "bpe", "words", "wordpiece", "unigram"] = "chars"
     tokenizer_file: str = ""  # stream: a tokenizer.json to use instead of learning one
     vocabulary: int = 8192  # size of a BPE vocabulary, the most words of a word vocabulary
+    pad_id: int = 0  # the token that is padding; other than 0 in some pretrained models
     lowercase: bool = False
     held_out: float = 0.1  # share of a corpus or table kept for validation
     # The training file and the official test file, if there is one. Tables: .csv, .jsonl, also .gz
@@ -190,11 +192,23 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherConfig:
+    """A trained run that a model learns from, beside the labels."""
+
+    run: str = ""  # its folder; "" for none
+    weight: float = 0.7  # of its answers; what is left is that of the labels
+    temperature: float = 2.0  # that both answers are softened by
+    states: float = 0.0  # weight of the distance to its states along the way
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     seed: int = 0
     evaluate_every: int = 500
     evaluate_batches: int = 20
     checkpoint_every: int = 500
+    keep: Literal["last", "best"] = "last"  # the weights of which evaluation are the run's
+    patience: int = 0  # evaluations in a row without a better one that end the run; 0: none do
     threads: int = 0  # 0: as many as torch picks
     accelerator: Accelerator = "auto"
 
@@ -209,11 +223,13 @@ class Recipe:
     steps: StepsConfig = field(default_factory=StepsConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
     def __post_init__(self) -> None:
         for sentence, holds in {
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
+            **_teacher_rules(self.teacher),
             **_depth_rules(self.model, self.steps, self.optim),
             **_dial_rules(self.model, self.steps),
             "name must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first": bool(
@@ -393,6 +409,14 @@ def _dial_rules(model: ModelConfig, steps: StepsConfig) -> dict[str, bool]:
     }
 
 
+def _teacher_rules(teacher: TeacherConfig) -> dict[str, bool]:
+    return {
+        "teacher.weight must be in [0, 1]": 0 <= teacher.weight <= 1,
+        "teacher.temperature must be above 0": teacher.temperature > 0,
+        "teacher.states must not be negative": teacher.states >= 0,
+    }
+
+
 def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> dict[str, bool]:
     return {
         "steps.full must be at least 1": steps.full >= 1,
@@ -427,7 +451,10 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         f"run.threads must be from 1 to {MOST_THREADS}, or 0 for as many as torch picks": (
             0 <= run.threads <= MOST_THREADS
         ),
-        "optim.average must not be negative": optim.average >= 0,
+        'optim.average must not be negative, and is for run.keep "last"': optim.average >= 0
+        and (run.keep == "last" or not optim.average),
+        'run.patience must not be negative, and needs run.keep "best"': run.patience >= 0
+        and (run.keep == "best" or not run.patience),
         "run.checkpoint_every, evaluate_every and evaluate_batches must be at least 1": min(
             run.checkpoint_every, run.evaluate_every, run.evaluate_batches
         )

@@ -93,14 +93,18 @@ class Devices:
             )
         mine = slice(self.rank, None, self.processes)
         inputs = tuple(one[mine] for one in batch.inputs)
-        return self.place(Batch(inputs, batch.targets[mine]))
+        taught = None if batch.taught is None else batch.taught[mine]
+        return self.place(Batch(inputs, batch.targets[mine], taught))
 
     def place(self, batch: Batch) -> Batch:
         """A batch on the device of this process."""
         if self.device.type == "cpu":
             return batch
         inputs = tuple(one.to(self.device, non_blocking=True) for one in batch.inputs)
-        return Batch(inputs, batch.targets.to(self.device, non_blocking=True))
+        taught = batch.taught
+        if taught is not None:
+            taught = taught.to(self.device, non_blocking=True)
+        return Batch(inputs, batch.targets.to(self.device, non_blocking=True), taught)
 
     def average_gradients(self, model: nn.Module) -> None:
         """Make the gradients of all processes their mean, in one exchange."""

@@ -5,6 +5,7 @@ Knows runs and how they are answered; neither tables nor pictures, and nothing o
 
 import itertools
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class Report:
     jumps: dict[str, dict[int, float]]  # by method and evaluations: share that agrees with full
     stability: Stability
     lengths: tuple[Spent, ...]  # of the adaptive solver only
+    chance: float | None = None  # of a classifier: the share of the most frequent class
 
 
 def evaluate_run(
@@ -127,8 +129,11 @@ class _Evaluation:
         self.jumps: dict[str, dict[int, _Share]] = {}
         self.positions = 1  # the most of any batch
         self.spent: dict[int, tuple[int, int]] = {}  # by length: rows, evaluations of all rows
+        self.classes: Counter[int] = Counter()  # rows of each class
 
     def add(self, batch: Batch) -> None:
+        if batch.targets.dim() == 1:
+            self.classes.update(batch.targets.tolist())
         solved: Tensor | None = None
         if self.tolerance is not None:
             output, trail = self._answer(batch, ADAPTIVE, None)
@@ -157,7 +162,10 @@ class _Evaluation:
         )
         stable = stability(self.model, self.recipe.optim.transport, self.positions)
         name, discrete = self.recipe.name, self.model.discrete
-        return Report(name, self.full, discrete, rows, jumps, stable, lengths)
+        chance = None
+        if labelled and self.classes:
+            chance = max(self.classes.values()) / self.classes.total()
+        return Report(name, self.full, discrete, rows, jumps, stable, lengths, chance)
 
     def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
         trail = Trail(self.model.span(count or 1)[1], JUMPS)

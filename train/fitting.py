@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from train.batch import Dataset
-from train.build import PAD_ID
 from train.config import Recipe
 from train.model import Stepped
 
@@ -27,9 +26,11 @@ def check_fits(model: Stepped, dataset: Dataset, recipe: Recipe) -> None:
         raise ValueError(f"the model cannot read this data, of {sizes}: {error}") from None
     if answers != (sizes.classes or sizes.vocabulary):
         raise ValueError(f"the model has {answers} answers, but the data is of {sizes}")
-    pad = getattr(getattr(model, "embed", None), "pad_id", PAD_ID)
-    if sizes.vocabulary and sizes.classes and pad != PAD_ID:
-        raise ValueError(f"the data pads with id {PAD_ID}, the model with {pad}: set pad_token_id")
+    pad = getattr(getattr(model, "embed", None), "pad_id", sizes.pad_id)
+    if sizes.vocabulary and sizes.classes and pad != sizes.pad_id:
+        raise ValueError(
+            f"the data pads with id {sizes.pad_id}, the model with {pad}: set pad_token_id"
+        )
 
 
 def _longest_row(dataset: Dataset, window: int) -> tuple[Tensor, ...]:

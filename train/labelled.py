@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from train.batch import Batch, Sizes
 from train.config import DataConfig
-from train.shuffle import Shuffle, digest_of
+from train.shuffle import Shuffle, digest_of, divide
 from train.tables import DataError, Rows
 from train.tokens import Ids, cut, ids_of, train_tokenizer
 
@@ -33,9 +34,7 @@ class LabelledDataset:
         tokenizer: Tokenizer | None,
         seed: int,
     ) -> None:
-        order = np.random.default_rng(seed).permutation(len(train))
-        kept = max(1, int(len(train) * config.held_out))
-        held, used = order[:kept], order[kept:]
+        used, held = divide(len(train), config.held_out, seed)
         values = config.values or config.labels or tuple(sorted({label for _, label in train}))
         self.labels: tuple[str, ...] = config.labels or values
         if len(self.labels) != len(values) or len(set(self.labels)) != len(self.labels):
@@ -66,6 +65,7 @@ class LabelledDataset:
         learn_from = [train[i][0] for i in used]
         if config.tokenizer == "chars":  # what it does not know would be read as padding
             learn_from = [text for text, _ in (*train, *(test or ()))]
+        self.pad_id = config.pad_id
         self.tokenizer = tokenizer or train_tokenizer(
             learn_from, config.tokenizer, config.vocabulary, config.lowercase
         )
@@ -77,11 +77,20 @@ class LabelledDataset:
         self.digest = digest_of(
             *(np.append(ids, label) for part in (self._used, self._held) for ids, label in part)
         )
+        self._taught: Tensor | None = None  # (R, classes), in the order of training_rows
         self._shuffle = Shuffle([len(ids) for ids, _ in self._used])
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(vocabulary=self.tokenizer.get_vocab_size(), classes=len(self.labels))
+        return Sizes(
+            vocabulary=self.tokenizer.get_vocab_size(),
+            classes=len(self.labels),
+            pad_id=self.pad_id,
+        )
+
+    @property
+    def rows_to_train(self) -> int:
+        return len(self._used)
 
     def _pack(self, rows: Rows) -> list[Row]:
         unknown = next((label for _, label in rows if label not in self._classes), None)
@@ -100,26 +109,39 @@ class LabelledDataset:
         return [(i, self._classes[label]) for i, (_, label) in zip(ids, rows, strict=True)]
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
-        return pad([self._used[i] for i in self._shuffle.rows(iteration, size, seed)])
+        at = self._shuffle.rows(iteration, size, seed)
+        batch = pad([self._used[i] for i in at], self.pad_id)
+        return batch if self._taught is None else batch._replace(taught=self._taught[at])
+
+    def training_rows(self, size: int) -> Iterator[tuple[list[int], Batch]]:
+        """All rows that are trained on, with their places, those of like length together."""
+        order = sorted(range(len(self._used)), key=lambda i: len(self._used[i][0]))
+        for start in range(0, len(order), size):
+            at = order[start : start + size]
+            yield at, pad([self._used[i] for i in at], self.pad_id)
+
+    def teach(self, logits: Tensor) -> None:
+        """Give every batch from now on a teacher's logits (R, classes), by the places of rows."""
+        self._taught = logits
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        return in_order(self._test, size)
+        return in_order(self._test, size, self.pad_id)
 
     def validation(self, size: int) -> Iterator[Batch]:
-        batches = list(in_order(self._held, size))
+        batches = list(in_order(self._held, size, self.pad_id))
         order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
         return (batches[i] for i in order)
 
 
-def pad(rows: list[Row]) -> Batch:
+def pad(rows: list[Row], pad_id: int = 0) -> Batch:
     longest = max(len(ids) for ids, _ in rows)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    tokens = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
     for i, (ids, _) in enumerate(rows):
         tokens[i, : len(ids)] = torch.from_numpy(ids)
     return Batch((tokens,), torch.tensor([label for _, label in rows]))
 
 
-def in_order(rows: list[Row], size: int) -> Iterator[Batch]:
+def in_order(rows: list[Row], size: int, pad_id: int = 0) -> Iterator[Batch]:
     ordered = sorted(rows, key=lambda row: len(row[0]))
     for start in range(0, len(ordered), size):
-        yield pad(ordered[start : start + size])
+        yield pad(ordered[start : start + size], pad_id)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,24 +25,30 @@ from train.checkpoint import (
     check_resumable,
     check_same_data,
     keep_for_average,
+    load_best,
     load_checkpoint,
     load_teacher,
     lock_run,
     new_model,
+    read_best,
     read_tokenizer,
+    save_best,
     save_checkpoint,
     start_from,
     start_run,
 )
-from train.config import OptimConfig, Recipe
+from train.config import OptimConfig, Recipe, RunConfig
 from train.data import open_dataset
 from train.devices import Devices, move_state
+from train.distil import Teacher, check_teacher, kept_logits
 from train.fitting import check_fits
 from train.interrupt import listen
+from train.labelled import LabelledDataset
 from train.metrics import MetricsLog
 from train.model import Stepped, count_parameters
 from train.objective import Objective
 from train.otify import OtifiedTransformer
+from train.pretrained import ConvertedTransformer
 from train.quality import measure_model
 from train.schedule import progress, steps_of, turn_for
 
@@ -56,11 +63,13 @@ def train(
     quiet: bool = False,
     origin: Path | None = None,
     model: Stepped | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Stepped:
     """Train a recipe into a run folder, going on from its checkpoint if it holds one.
 
     With an origin, another run, training starts from its weights and keeps them as the teacher.
-    With a model, of `otify` for example, that one is trained in place of the one described.
+    With a model, of `otify` for example, that one is trained in place of the one described. With a
+    tokenizer none is learnt; a run that has a teacher has the teacher's.
     """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -69,9 +78,11 @@ def train(
         if not devices.main:
             devices.wait()  # the main process makes the run, and the others find it there
         resumed = (folder / STATE).is_file()
-        tokenizer = check_resumable(folder, recipe) if resumed else None
-        if origin is not None and not resumed:
-            tokenizer = read_tokenizer(origin)
+        master = Path(recipe.teacher.run) if recipe.teacher.run else None
+        if resumed:
+            tokenizer = check_resumable(folder, recipe)
+        elif (trained := origin or master) is not None:
+            tokenizer = read_tokenizer(trained)
         dataset = open_dataset(recipe, tokenizer)
         torch.manual_seed(recipe.run.seed)
         own = model is not None
@@ -98,7 +109,9 @@ def train(
                 "parameters": count_parameters(model),
                 "data_sha256": dataset.digest,
                 "otify": model.origin if isinstance(model, OtifiedTransformer) else None,
-                "own_model": own and not isinstance(model, OtifiedTransformer),
+                "pretrained": model.origin if isinstance(model, ConvertedTransformer) else None,
+                "own_model": own
+                and not isinstance(model, OtifiedTransformer | ConvertedTransformer),
             }
             if origin is not None:
                 check_same_data(origin, dataset.digest)
@@ -110,8 +123,25 @@ def train(
         teacher = None if origin is None else load_teacher(folder, recipe, dataset.sizes)
         if teacher is not None:
             teacher.to(devices.device)
-        Loop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher).run(first)
+        loop = Loop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher)
+        if master is not None:
+            loop.objective.master = _master(master, recipe, dataset, devices, quiet)
+        loop.run(first)
     return model.eval()
+
+
+def _master(
+    folder: Path, recipe: Recipe, dataset: Dataset, devices: Devices, quiet: bool
+) -> Teacher | None:
+    """The run that is learnt from; none where its answers are kept and its states not compared."""
+    check_teacher(folder, dataset)
+    if isinstance(dataset, LabelledDataset) and not recipe.teacher.states:
+        with devices.autocast():
+            dataset.teach(kept_logits(folder, dataset, quiet))
+        return None
+    teacher = Teacher(folder)
+    teacher.model.to(devices.device)
+    return teacher
 
 
 def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
@@ -144,6 +174,35 @@ def learning_rate(iteration: int, recipe: Recipe) -> float:
         return warm * config.lr * 0.1 ** sum(done >= drop for drop in config.drops)
     share = 0.5 * (1 + math.cos(math.pi * done))
     return warm * config.lr * (config.final_lr + (1 - config.final_lr) * share)
+
+
+class Best:
+    """The weights of the best evaluation so far: the mean over the step counts that are watched.
+
+    They lie in a file of their own with what they are worth, so that a resumed run knows them.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder, self.config = folder, config
+        self.value, self.iteration = read_best(folder)
+
+    def note(self, iteration: int, validation: dict[str, float], model: Stepped) -> None:
+        values = [value if "accuracy" in key else -value for key, value in validation.items()]
+        value = sum(values) / len(values)
+        if value > self.value:
+            self.value, self.iteration = value, iteration
+            save_best(self.folder, model, value, iteration)
+
+    def is_over(self, iteration: int) -> bool:
+        """Whether so many evaluations before this iteration were no better."""
+        config = self.config
+        waited = iteration // config.evaluate_every - self.iteration // config.evaluate_every
+        return bool(config.patience and self.iteration and waited >= config.patience)
+
+    def restore(self, model: Stepped) -> None:
+        """Make them the run's own."""
+        if self.iteration:
+            load_best(self.folder, model)
 
 
 class Loop:
@@ -183,14 +242,23 @@ class Loop:
             disable=self.quiet or not self.devices.main,
             mininterval=1.0,
         )
+        best = Best(self.folder, recipe.run) if recipe.run.keep == "best" else None
         with self._log(first) as log, closing(bar), listen() as interrupt:
             for iteration in bar:
+                over = best is not None and self.devices.main and best.is_over(iteration)
+                if best is not None and self.devices.any(over):
+                    bar.close()
+                    if not self.quiet and self.devices.main:
+                        print(f"no better since iteration {best.iteration}: stopped early")
+                    break
                 record = self.iterate(iteration)
                 done = iteration + 1
                 last = done == optim.iterations
                 if log is not None and (done % recipe.run.evaluate_every == 0 or last):
                     record |= self.watch()
                     record["cpu_s"] = round(log.cpu_s + time.process_time() - cpu, 1)
+                    if best is not None:
+                        best.note(done, record["validation"], self.model)
                 if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
                     bar.set_postfix(_shown(record), refresh=False)
@@ -205,6 +273,8 @@ class Loop:
                     raise KeyboardInterrupt
         if optim.average and self.devices.main:
             average_checkpoints(self.folder, optim.average)
+        if best is not None and self.devices.main:
+            best.restore(self.model)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """One optimiser step; what to log of it."""
@@ -220,7 +290,7 @@ class Loop:
         for part in parts:
             batch = self.dataset.batch(iteration * optim.accumulate + part, optim.batch, seed)
             batch = self.devices.share(batch, optim.accumulate)
-            passes = self.objective.passes(self._hide(batch), batch.targets, turn)
+            passes = self.objective.passes(self._hide(batch), batch.targets, turn, batch.taught)
             for place, one in enumerate(passes):
                 (one.loss / len(parts)).backward()
                 total += float(one.loss.detach()) / len(parts)
@@ -277,7 +347,7 @@ class Loop:
         tokens = batch.inputs[0]
         hidden = torch.rand(tokens.shape, device=tokens.device) < share
         hidden[:, 0] = False
-        return (tokens.masked_fill(hidden, 0), *batch.inputs[1:])
+        return (tokens.masked_fill(hidden, self.dataset.sizes.pad_id), *batch.inputs[1:])
 
     def _save(self, iteration: int) -> None:
         if self.devices.main:

@@ -9,6 +9,10 @@
                  earlier answer may learn from the last one as a shorter pass does
     jump         + `steps.jump` * divergence of head(x_k + (T - t_k) v_k) from the full answer
 
+With a master, another run that is learnt from (the recipe's teacher), the cross-entropy of every
+pass shares its place with the divergence from the master's answer, softened by a temperature, and
+the distance to the master's states may be added.
+
 The answer that others are drawn to is never moved by it. Which counts a batch goes through is
 decided elsewhere.
 """
@@ -23,7 +27,9 @@ from torch import Tensor
 
 from train.batch import IGNORED
 from train.config import Recipe, StepsConfig
+from train.distil import Teacher, Waypath, Waypoints, distance
 from train.model import Output, Stepped
+from train.ode import Observer
 from train.schedule import Turn
 
 
@@ -48,7 +54,10 @@ class JumpPoint:
 
 
 class Objective:
-    """The objective of a recipe for a model; with a teacher, its full answers are the aim."""
+    """The objective of a recipe for a model; with a teacher, its full answers are the aim.
+
+    A master is asked for answers that no batch brings, and for states.
+    """
 
     def __init__(
         self,
@@ -56,16 +65,28 @@ class Objective:
         model: Stepped,
         autocast: Callable[[], AbstractContextManager[object]],
         teacher: Stepped | None = None,
+        master: Teacher | None = None,
     ) -> None:
-        self.steps, self.optim = recipe.steps, recipe.optim
+        self.steps, self.optim, self.learning = recipe.steps, recipe.optim, recipe.teacher
         self.model, self.teacher, self.autocast = model, teacher, autocast
+        self.master = master
 
-    def passes(self, inputs: tuple[Tensor, ...], targets: Tensor, turn: Turn) -> Iterator[Pass]:
-        """The passes of one batch, each with the graph of its own loss only."""
+    def passes(
+        self,
+        inputs: tuple[Tensor, ...],
+        targets: Tensor,
+        turn: Turn,
+        taught: Tensor | None = None,
+    ) -> Iterator[Pass]:
+        """The passes of one batch, each with the graph of its own loss only.
+
+        Taught are the master's answers, if they were kept.
+        """
         aim = self._taught(inputs, turn)
+        lesson = self._lesson(inputs, taught)
         weights = pass_weights(len(turn.counts), self.steps.full_probability)
         for place, weight in enumerate(weights):
-            made, logits = self._pass(inputs, targets, turn, place, weight, aim)
+            made, logits = self._pass(inputs, targets, turn, place, weight, aim, lesson)
             if aim is None and len(weights) > 1:
                 aim = logits
             yield made
@@ -78,23 +99,31 @@ class Objective:
         place: int,
         weight: float,
         aim: Tensor | None,
+        lesson: "_Lesson",
     ) -> tuple[Pass, Tensor]:
         """One pass and its answer; what is not returned is let go before the next one begins."""
         jumping = place == 0 and turn.jump is not None
         count = turn.counts[place]
         point = JumpPoint(turn.jump or 0, self.model.T) if jumping else None
         reading = {"exits": turn.exits} if turn.exits else {}  # a translator has none
-        with self.autocast():
+        with self.autocast(), Waypoints(self.model, bool(lesson.path)) as points:
             output: Output = self.model(
-                *inputs, steps=count, method=self.steps.method, observe=point, **reading
+                *inputs,
+                steps=count,
+                method=self.steps.method,
+                observe=_both(point, points if lesson.path else None),
+                **reading,
             )
         logits = output.logits.detach()
-        loss = self._task(output.logits, aim, targets, turn)
+        loss = self._task(output.logits, aim, targets, turn, lesson.logits)
         if turn.exits:
             *early, last = exit_weights(self.steps, (*turn.exits, count))
             loss = last * loss
             for share, answer in zip(early, output.early, strict=True):
-                loss = loss + share * self._task(answer, logits, targets, turn)
+                loss = loss + share * self._task(answer, logits, targets, turn, lesson.logits)
+        if lesson.path:
+            there = output.legs[-1].present
+            loss = loss + self.learning.states * distance(points.path(output), lesson.path, there)
         loss = loss if weight == 1 else weight * loss
         if place == 0:
             loss = loss + self.optim.transport * penalty(output, self.optim.penalty)
@@ -115,12 +144,48 @@ class Objective:
             ).logits
         return logits
 
-    def _task(self, logits: Tensor, aim: Tensor | None, targets: Tensor, turn: Turn) -> Tensor:
+    def _lesson(self, inputs: tuple[Tensor, ...], taught: Tensor | None) -> "_Lesson":
+        if self.master is None:
+            return _Lesson(taught, {})
+        with self.autocast():
+            output, path = self.master(*inputs)
+        return _Lesson(output.logits, path if self.learning.states else {})
+
+    def _task(
+        self,
+        logits: Tensor,
+        aim: Tensor | None,
+        targets: Tensor,
+        turn: Turn,
+        taught: Tensor | None,
+    ) -> Tensor:
         task = task_loss(logits, targets, self.optim.smoothing)
+        if taught is not None:
+            share, soft = self.learning.weight, self.learning.temperature
+            apart = soft**2 * divergence(logits / soft, taught / soft, targets)
+            task = (1 - share) * task + share * apart
         if aim is None or not turn.distilling:
             return task
         weight = self.steps.distil
         return (task + weight * divergence(logits, aim, targets)) / (1 + weight)
+
+
+class _Lesson(NamedTuple):
+    """What a master says of a batch."""
+
+    logits: Tensor | None
+    path: Waypath  # empty where states are not compared
+
+
+def _both(one: Observer | None, other: Observer | None) -> Observer | None:
+    if one is None or other is None:
+        return one or other
+
+    def observe(evaluation: int, t: float, x: Tensor, v: Tensor) -> None:
+        one(evaluation, t, x, v)
+        other(evaluation, t, x, v)
+
+    return observe
 
 
 def pass_weights(passes: int, full_weight: float) -> list[float]:

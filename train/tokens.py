@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-Kind = Literal["chars", "bpe", "words"]
+Kind = Literal["chars", "bpe", "words", "wordpiece", "unigram"]
 Ids = npt.NDArray[np.int32]
 AT_ONCE = 4_000_000  # characters
 PAD, UNKNOWN, LINE_END = "<pad>", "<unk>", "<eos>"
@@ -26,6 +26,11 @@ def train_tokenizer(
     marks: tuple[str, ...] = (),
 ) -> Tokenizer:
     """Learn a vocabulary from texts; `marks` are tokens of byte-level BPE that no text contains."""
+    if kind in ("wordpiece", "unigram"):
+        raise ValueError(
+            f'data.tokenizer "{kind}" is of pretrained models and not learnt: start with '
+            "`stepdial convert`"
+        )
     if kind == "chars":
         return plain(_characters(texts))
     if kind == "words":

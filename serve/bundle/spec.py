@@ -5,7 +5,7 @@ Knows no rule that spans two parts: the manifest has those.
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from serve.bundle.fields import (
     BundleError,
@@ -15,6 +15,7 @@ from serve.bundle.fields import (
     check_members,
 )
 
+TokenizerKind = Literal["chars", "bpe", "words", "wordpiece", "unigram"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -22,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class TokenizerSpec:
     """Where the tokenizer is, and the facts that the graphs rely on."""
 
-    kind: Literal["chars", "bpe", "words"]
+    kind: TokenizerKind
     file: str
     pad_id: int
     vocab_size: int
@@ -31,7 +32,7 @@ class TokenizerSpec:
     chat_template: str | None = None  # the file that says how messages become a prompt
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("chars", "bpe", "words"))
+        check_choice("kind", self.kind, get_args(TokenizerKind))
         check_file_name("file", self.file)
         if self.chat_template is not None:
             check_file_name("chat_template", self.chat_template)

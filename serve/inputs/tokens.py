@@ -4,11 +4,17 @@ Knows the tokenizers library; deliberately no text.
 """
 
 from tokenizers import Tokenizer
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from serve.bundle import BundleError, TokenizerSpec
 
-_MODELS = {"chars": WordLevel, "bpe": BPE, "words": WordLevel}
+_MODELS = {
+    "chars": WordLevel,
+    "bpe": BPE,
+    "words": WordLevel,
+    "wordpiece": WordPiece,
+    "unigram": Unigram,
+}
 
 
 def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:

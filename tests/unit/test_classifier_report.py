@@ -1,0 +1,119 @@
+"""What `stepdial train` says of a classifier at its end: classes, confusion, a bag of words."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from export.frontier import describe
+from serve.bundle import read_bundle
+from stepdial import main
+from tests.pretrained_folders import write_folder, write_table
+from train.classifier_report import ClassifierReport, at_chance, confusion_lines, print_report
+
+TINY = [
+    "model.width=16",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.layers=1",
+    "model.window=20",
+    "steps.full=2",
+    "steps.short=[1]",
+    "optim.precision=fp32",
+    "optim.batch=8",
+    "optim.token_dropout=0",
+    "run.threads=1",
+    "data.vocabulary=300",
+    "data.held_out=0.25",
+]
+
+
+def trained(tmp_path: Path, *overrides: str) -> int:
+    table = write_table(tmp_path / "table.csv", 240)
+    words = ["train", "classifier", "--data", str(table), "--text", "body", "--label", "topic"]
+    flags = [part for one in (*TINY, *overrides) for part in ("--set", one)]
+    return main([*words, "--out", str(tmp_path / "run"), *flags])
+
+
+def test_a_training_ends_with_classes_and_a_bag_of_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "optim.iterations=80", "optim.lr=0.01", "optim.warmup=5") == 0
+    said = capsys.readouterr().out
+    assert "60 held-out rows" in said and "WARNING: this is not shown" not in said
+    baseline = next(line for line in said.splitlines() if "bag of words" in line)
+    assert float(baseline.split()[3]) > 0.9  # one word of each text says it all
+    for label in ("bad", "good"):
+        cells = next(line for line in said.splitlines() if line.startswith(label)).split()
+        assert int(cells[4]) == sum(map(int, cells[5:]))
+
+
+def test_a_model_that_learnt_nothing_is_warned_of_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "optim.iterations=1", "optim.lr=1e-6") == 0
+    assert "WARNING: this is not shown to be better" in capsys.readouterr().out
+    run, bundle = str(tmp_path / "run"), tmp_path / "bundle"
+    assert main(["evaluate", run, "--steps", "1,2"]) == 0
+    assert "WARNING: at chance" in capsys.readouterr().out
+    assert main(["export", run, "--out", str(bundle), "--no-calibrate"]) == 0
+    assert "WARNING: at chance" in capsys.readouterr().out
+    assert "WARNING: at chance" in describe(read_bundle(bundle))
+
+
+def test_without_scikit_learn_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train import classifier_report
+    from train.recipe_file import load_recipe
+
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "sklearn":
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert classifier_report.bag_of_words(load_recipe("classifier")) is None
+    print_report(ClassifierReport(("a", "b"), {1: 90}, ((45, 5), (5, 45)), 0.5, None, True))
+    assert "needs scikit-learn" in capsys.readouterr().out
+
+
+def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8, True)
+    assert confusion_lines(report)[1].split() == [
+        "no",
+        "0.8182",
+        "0.7500",
+        "0.7826",
+        "60",
+        "45",
+        "15",
+    ]
+    assert confusion_lines(report)[2].split() == [
+        "yes",
+        "0.6667",
+        "0.7500",
+        "0.7059",
+        "40",
+        "10",
+        "30",
+    ]
+    print_report(report)
+    assert "a bag of words is more accurate" in capsys.readouterr().out
+    assert at_chance(52, 100, 0.5) and not at_chance(75, 100, 0.5)
+
+
+def test_from_a_pretrained_model_by_one_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "tiny-bert", "bert")
+    table = write_table(tmp_path / "table.csv", 60)
+    words = ["train", "classifier", "--data", str(table), "--text", "body", "--label", "topic"]
+    flags = ["--set", "model.window=16", "--set", "run.threads=1", "--set", "optim.batch=16"]
+    assert (
+        main(
+            [*words, "--from", str(tmp_path / "tiny-bert"), "--out", str(tmp_path / "run"), *flags]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "fine-tuning tiny-bert, the teacher" in said and "bag of words" in said
+    assert "--steps 1,2,3" in said

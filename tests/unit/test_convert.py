@@ -1,0 +1,226 @@
+"""A pretrained encoder becomes a bundle that answers: distilling, resuming, exporting."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export.pack import ExportRequest, export_run
+from serve.inputs.text import TextCodec
+from serve.runtime import open_model
+from stepdial import main
+from tests.pretrained_folders import FAMILIES, transformers, write_folder, write_table
+from train import distil
+from train.checkpoint import BEST, MODEL, STATE, TAUGHT, RunError, load_run, read_facts
+from train.convert import Conversion, convert
+from train.data import open_dataset
+from train.metrics import read_metrics
+from train.recipe_file import load_recipe
+
+pytestmark = pytest.mark.long
+SMALL = (
+    "optim.precision=fp32",
+    "optim.lr=0.003",
+    "run.threads=1",
+    "run.checkpoint_every=4",
+    "optim.batch=16",
+    "data.held_out=0.2",
+)
+REQUEST = Conversion(
+    max_tokens=12,
+    epochs=2,
+    teacher_epochs=2,
+    overrides=(*SMALL, 'data.text="body"', 'data.label="topic"'),
+)
+
+
+def made(tmp_path: Path, family: str = "bert", **changes: Any) -> tuple[Path, Path, Conversion]:
+    """A pretrained folder, a table, and what to make of them."""
+    folder, table = tmp_path / family, write_table(tmp_path / "table.csv")
+    write_folder(folder, family)
+    return folder, table, dataclasses.replace(REQUEST, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_converts_exports_verifies_and_answers(family: str, tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path, family)
+    convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+    bundle = export_run(
+        tmp_path / "run",
+        ExportRequest(tmp_path / "bundle", (1, 2, 3), samples=16, latency=False),
+        say=lambda _: None,
+    )
+    manifest = bundle.manifest
+    assert manifest.labels == ("bad", "good")
+    assert f"Layers of {family}" in (tmp_path / "bundle/README.md").read_text()
+    codec, tokenizer = TextCodec(bundle), transformers.AutoTokenizer.from_pretrained(folder)
+    # A text that is too long is cut as the original cuts it, its last special token kept.
+    for text in ("the film was lovely", "a very long story " * 9, "Ünknown wörds"):
+        expected = tokenizer(text, truncation=True, max_length=12).input_ids
+        encoded = codec.encode_input(text, truncate=True)
+        assert encoded.tokens == expected
+    model, run = open_model(bundle, 1), load_run(tmp_path / "run")
+    rows = [
+        codec.encode_input(t, True).tokens for t in ("the film was lovely", "an awful scene, it's")
+    ]
+    longest = max(map(len, rows))
+    tokens = np.array(
+        [row + [manifest.text_tokenizer.pad_id] * (longest - len(row)) for row in rows]
+    )
+    for steps in (1, 2, 3):
+        with torch.no_grad():
+            expected = run.model(torch.from_numpy(tokens), steps=steps).logits.numpy()
+        np.testing.assert_allclose(model.classifier(steps).run(tokens), expected, atol=1e-4)
+
+
+def test_a_killed_conversion_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, table, request = made(tmp_path)
+    whole = tmp_path / "whole"
+    convert(str(folder), whole, request, str(table), quiet=True)
+
+    from train.loop import Loop
+
+    cut = tmp_path / "cut"
+    iterate, count = Loop.iterate, 0
+
+    def killed(loop: Loop, iteration: int) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count in (7, 14):  # once in the teacher, once in the dial
+            raise RuntimeError("killed")
+        return iterate(loop, iteration)
+
+    monkeypatch.setattr(Loop, "iterate", killed)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="killed"):
+            convert(str(folder), cut, request, str(table), quiet=True)
+    assert count == 14
+    convert(str(folder), cut, request, str(table), quiet=True)
+    for run in (Path(), Path("teacher")):
+        one, other = (load_run(at / run).model.state_dict() for at in (whole, cut))
+        assert one.keys() == other.keys()
+        for name, weight in one.items():
+            assert torch.equal(weight, other[name]), name
+
+
+def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, table, request = made(tmp_path)
+    convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+    teacher = tmp_path / "run/teacher"
+    assert (teacher / TAUGHT).is_file()
+    run = load_run(tmp_path / "run")
+    dataset: Any = open_dataset(run.recipe, run.tokenizer)
+    original = load_run(teacher).model
+    monkeypatch.setattr(distil, "Teacher", None)  # its answers are there
+    dataset.teach(distil.kept_logits(teacher, dataset, True))
+    for i in range(3):
+        batch = dataset.batch(i, 16, 0)
+        with torch.no_grad():
+            expected = original(*batch.inputs).logits
+        torch.testing.assert_close(batch.taught, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_states_along_the_way_and_a_shallow_stack_are_learnt_from_the_teacher(
+    tmp_path: Path,
+) -> None:
+    folder, table, request = made(tmp_path)
+    far = dataclasses.replace(request, overrides=(*request.overrides, "teacher.states=1.0"))
+    convert(str(folder), tmp_path / "dial", far, str(table), quiet=True)
+    teacher = tmp_path / "dial/teacher"
+    stack = dataclasses.replace(far, steps=(1,), teacher=teacher)
+    convert(str(folder), tmp_path / "stack", stack, str(table), quiet=True)
+    plain = dataclasses.replace(request, teacher=teacher)
+    convert(str(folder), tmp_path / "plain", plain, str(table), quiet=True)
+    assert load_run(tmp_path / "stack").model.discrete
+
+    def apart(run: str) -> float:
+        """How far the states of a run are from the teacher's."""
+        model, recipe, tokenizer, _ = load_run(tmp_path / run)
+        batch = next(iter(open_dataset(recipe, tokenizer).validation(16)))
+        with torch.no_grad(), distil.Waypoints(model) as points:
+            output = model(*batch.inputs, steps=2, observe=points)
+        _, aim = distil.Teacher(teacher)(*batch.inputs)
+        mine = points.path(output)
+        assert set(mine) & set(aim) == set(mine)  # 1/2 and 1
+        assert len(mine) == 2 and len(aim) == 4
+        return float(distil.distance(mine, aim, output.legs[-1].present))
+
+    assert apart("dial") < 0.8 * apart("plain")
+
+
+def test_a_teacher_of_other_rows_or_classes_is_refused(tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path)
+    convert(
+        str(folder),
+        tmp_path / "whole",
+        dataclasses.replace(request, blocks=0, steps=(1,)),
+        str(table),
+        quiet=True,
+    )
+    taught = dataclasses.replace(request, teacher=tmp_path / "whole")
+    with pytest.raises(RunError, match="other rows"):
+        convert(
+            str(folder),
+            tmp_path / "run",
+            dataclasses.replace(taught, max_tokens=9),
+            str(table),
+            quiet=True,
+        )
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([lines[0], *(re.sub(r"good$", "fine", line) for line in lines[1:])]))
+    with pytest.raises(RunError, match="has the classes"):
+        convert(str(folder), tmp_path / "run2", taught, str(table), quiet=True)
+
+
+def test_the_best_weights_are_kept_and_training_ends_early(tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path)
+    long = dataclasses.replace(
+        request,
+        blocks=0,
+        steps=(1,),
+        epochs=40,
+        overrides=(*request.overrides, "run.evaluate_every=4", "run.patience=3", "optim.lr=0.01"),
+    )
+    recipe = convert(str(folder), tmp_path / "run", long, str(table), quiet=True)
+    log = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if "validation" in r]
+    assert log[-1]["iteration"] < recipe.optim.iterations
+    best = max(log, key=lambda record: record["validation"]["accuracy@1"])
+    assert load_run(tmp_path / "run").facts["iteration"] == best["iteration"]
+    assert log[-1]["iteration"] - best["iteration"] == 3 * 4
+    before = (tmp_path / "run" / MODEL).read_bytes()
+    assert (tmp_path / "run" / BEST).is_file() and (tmp_path / "run" / STATE).is_file()
+    convert(str(folder), tmp_path / "run", long, str(table), quiet=True)  # the end again
+    assert (tmp_path / "run" / MODEL).read_bytes() == before
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, table, _ = made(tmp_path)
+    flags = [part for one in SMALL for part in ("--set", one)]
+    words = ["convert", str(folder), "--data", str(table), "--text", "body", "--label", "topic"]
+    words += ["--max-tokens", "12", "--epochs", "1", "--teacher-epochs", "1", *flags]
+    assert main([*words, "--out", str(tmp_path / "run"), "--layers", "0,2"]) == 0
+    assert "stepdial export" in capsys.readouterr().out
+    facts = read_facts(tmp_path / "run")
+    assert facts["pretrained"]["layers"] == [0, 2]
+    assert main([*words, "--out", str(tmp_path / "run"), "--layers", "0,3"]) == 2
+    assert "another conversion" in capsys.readouterr().err
+    assert main(["convert", "org/name", "--data", str(table), "--out", str(tmp_path / "no")]) == 2
+    assert "cannot be fetched from the Hub" in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "few"), "--layers", "0,9"]) == 2
+    assert "has the layers 0 to 3" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_a_pretrained_model_is_not_learnt(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "table.csv")
+    overrides = ["data.tokenizer=wordpiece", "data.text=body", "data.label=topic"]
+    recipe = load_recipe("classifier", overrides, str(table))
+    with pytest.raises(ValueError, match="stepdial convert"):
+        open_dataset(recipe)

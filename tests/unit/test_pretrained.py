@@ -1,0 +1,178 @@
+"""Pretrained encoders: golden outputs and token ids, and what cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pretrained_folders import FAMILIES, texts, transformers, write_folder
+from train.convert import find_original
+from train.pretrained import (
+    PretrainedError,
+    apart,
+    converted,
+    converted_from,
+    kind_of,
+    read_original,
+    special_ends,
+)
+
+KINDS = {
+    "bert": "wordpiece",
+    "roberta": "bpe",
+    "distilbert": "wordpiece",
+    "albert": "unigram",
+}
+
+
+def batch_of(folder: Path, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = [tokenizer(text).input_ids for text, _ in texts(6)]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
+    return tokens, tokens.ne(pad_id)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_the_original_depth_states_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = write_folder(tmp_path, family)
+    original = read_original(tmp_path)
+    ours = converted(original, classes=3).eval()
+    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+    assert float(expected[present].std()) > 0.3
+    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifier_that_is_fine_tuned_already_answers_as_it_did(
+    family: str, tmp_path: Path
+) -> None:
+    labels = {0: "sad", 1: "glad", 2: "neither"}
+    model = write_folder(tmp_path, family, "ForSequenceClassification", id2label=labels)
+    original = read_original(tmp_path)
+    assert original.labels == ("sad", "glad", "neither")
+    ours = converted(original, classes=3).eval()
+    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, attention_mask=present.long()).logits
+        found = ours(tokens).logits
+    assert float(expected.std()) > 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_with_their_number_as_steps_of_one_layer_each(
+    family: str, tmp_path: Path
+) -> None:
+    # Every layer the same: then the dial of one layer, at as many steps, is the original.
+    model = write_folder(tmp_path, family)
+    original = read_original(tmp_path)
+    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
+    dial = converted(original, 2, layers=(0,), gain=float(original.encoder.layers)).eval()
+    stack = converted(original, 2, layers=(0, 0, 0, 0)).eval()
+    with torch.no_grad():
+        end = dial(tokens, steps=original.encoder.layers).legs[-1].end
+        start = stack.embed(tokens)
+        repeated = stack.velocity(start.state, *start.context)
+        torch.testing.assert_close(end[present], repeated[present], rtol=1e-4, atol=1e-4)
+        if family == "albert":  # shared by its layers from the beginning
+            expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
+            torch.testing.assert_close(end[present], expected[present], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_own_tokenizer_gives_the_same_ids(family: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, family)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    # What some models keep in the file must not reach batches of ours.
+    spoilt = json.loads((tmp_path / "tokenizer.json").read_text())
+    spoilt["truncation"] = {
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+        "direction": "Right",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spoilt))
+    original = read_original(tmp_path)
+    assert kind_of(original.tokenizer) == KINDS[family]
+    assert special_ends(original.tokenizer) == (1, 1)
+    for text in [text for text, _ in texts(20)] + ["Ünknown — wörds 😀", " ", "it's  spaced"]:
+        assert original.tokenizer.encode(text).ids == theirs(text).input_ids
+
+
+def test_a_run_makes_its_model_again(tmp_path: Path) -> None:
+    write_folder(tmp_path, "bert")
+    model = converted(read_original(tmp_path), 3, 20, (0, 3), 2.0).eval()
+    again = converted_from(json.loads(json.dumps(model.origin))).eval()
+    again.load_state_dict(model.state_dict())
+    tokens, _ = batch_of(tmp_path, 0)
+    assert torch.equal(again(tokens, steps=2).logits, model(tokens, steps=2).logits)
+    assert not model.embed.tokens.weight.requires_grad  # type: ignore[union-attr]
+
+
+def test_layers_as_far_apart_as_can_be() -> None:
+    assert [apart(n, 6) for n in (1, 2, 3, 6)] == [(0,), (0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)]
+    with pytest.raises(PretrainedError, match="the model has 6 layers"):
+        apart(7, 6)
+
+
+def spoil_family(folder: Path) -> None:
+    change(folder, model_type="t5")
+
+
+def spoil_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def spoil_bytes(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not weights")
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def spoil_activation(folder: Path) -> None:
+    change(folder, hidden_act="silu")
+
+
+def spoil_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (spoil_family, "model_type is 't5'"),
+        (spoil_weights, "safe_serialization"),
+        (spoil_bytes, "is damaged or missing"),
+        (spoil_tokenizer, "has no tokenizer.json"),
+        (spoil_activation, "hidden_act = 'silu' is not supported"),
+        (spoil_config, "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, "bert")
+    spoil(tmp_path)
+    with pytest.raises(PretrainedError, match=said):
+        read_original(tmp_path)
+
+
+def test_a_name_of_the_hub_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(PretrainedError, match="cannot be fetched from the Hub"):
+        find_original("stepdial-tests/no-such-model")
+    with pytest.raises(PretrainedError, match="is no folder"):
+        find_original(str(tmp_path / "nothing"))

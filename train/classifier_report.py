@@ -1,0 +1,164 @@
+"""What a classifier of texts is told at the end of its training: classes, confusion, a baseline.
+
+A bag of words is fitted to the same rows and scored on the same held-out rows, so that nobody
+takes a model that it beats without knowing. Knows runs and tables; not how they are trained.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from train.batch import Batch
+from train.checkpoint import load_run
+from train.config import Recipe
+from train.data import open_dataset
+from train.quality import wilson
+from train.recipe_file import data_at
+from train.schedule import ladder_of
+from train.shuffle import divide
+from train.tables import Rows, read_table
+
+MOST_ROWS = 2000  # held-out rows that are answered at each step count
+ROWS_AT_ONCE = 32
+MOST_SHOWN = 12  # classes of a confusion matrix
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierReport:
+    labels: tuple[str, ...]
+    hits: dict[int, int]  # right answers by steps
+    confusion: tuple[tuple[int, ...], ...]  # rows by true class and by answer, at full steps
+    chance: float  # share of the most frequent class
+    baseline: float | None  # accuracy of the bag of words; None if there is none
+    texts: bool  # whether there could be one
+
+    @property
+    def rows(self) -> int:
+        return sum(map(sum, self.confusion))
+
+
+def report_run(folder: Path, data: str = "", most_rows: int = MOST_ROWS) -> ClassifierReport | None:
+    """The report of a run; None if it does not give every row one of some classes."""
+    model, recipe, tokenizer, _ = load_run(folder)
+    recipe = data_at(recipe, data)
+    dataset = open_dataset(recipe, tokenizer)
+    if dataset.labels is None or next(iter(dataset.held_out(1))).targets.dim() != 1:
+        return None
+    batches = _some(list(dataset.held_out(ROWS_AT_ONCE)), most_rows)
+    counts = [1] if model.discrete else ladder_of(recipe)
+    answers: dict[int, list[int]] = {}
+    targets = [int(one) for batch in batches for one in batch.targets]
+    with torch.no_grad():
+        for steps in counts:
+            found = [
+                model(*batch.inputs, steps=steps, method=recipe.steps.method).logits.argmax(-1)
+                for batch in batches
+            ]
+            answers[steps] = [int(one) for part in found for one in part]
+    classes = range(len(dataset.labels))
+    pairs = Counter(zip(targets, answers[counts[-1]], strict=True))
+    return ClassifierReport(
+        dataset.labels,
+        {
+            steps: sum(a == b for a, b in zip(found, targets, strict=True))
+            for steps, found in answers.items()
+        },
+        tuple(tuple(pairs[true, said] for said in classes) for true in classes),
+        max(Counter(targets).values()) / len(targets),
+        bag_of_words(recipe) if recipe.data.kind == "table" else None,
+        recipe.data.kind == "table",
+    )
+
+
+def _some(batches: list[Batch], rows: int) -> list[Batch]:
+    """About so many rows, of batches all over: they come in order of length."""
+    wanted = max(1, min(len(batches), rows // ROWS_AT_ONCE))
+    return [batches[i * len(batches) // wanted] for i in range(wanted)]
+
+
+def bag_of_words(recipe: Recipe) -> float | None:
+    """Accuracy of TF-IDF with logistic regression; None if scikit-learn is not installed."""
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+    except ImportError:
+        return None
+    train, test = _rows_of(recipe)
+    model = make_pipeline(
+        TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2, max_features=200_000),
+        LogisticRegression(C=10.0, max_iter=200),
+    )
+    try:
+        model.fit([text for text, _ in train], [label for _, label in train])
+    except ValueError:  # no word is in two texts
+        return None
+    return float(model.score([text for text, _ in test], [label for _, label in test]))
+
+
+def _rows_of(recipe: Recipe) -> tuple[Rows, Rows]:
+    """The texts that are trained on, and those that quality is reported on."""
+    data = recipe.data
+    rows = read_table(data, data.train or "train.csv")
+    used, held = divide(len(rows), data.held_out, recipe.run.seed)
+    test = read_table(data, data.test) if data.test else [rows[i] for i in held]
+    return [rows[i] for i in used], test
+
+
+def print_report(report: ClassifierReport) -> None:
+    print(f"\n{'steps':>13}  accuracy  95 % interval   ({report.rows:,} held-out rows)")
+    for steps, hits in report.hits.items():
+        low, high = wilson(hits, report.rows)
+        print(f"{steps:>13}  {hits / report.rows:8.4f}  {low:.4f} to {high:.4f}")
+    best = max(report.hits.values()) / report.rows
+    if report.texts and report.baseline is None:
+        print(
+            " bag of words  not measured: needs scikit-learn (pip install -e '.[bench]') and words "
+            "that occur twice"
+        )
+    elif report.baseline is not None:
+        print(f" bag of words  {report.baseline:8.4f}  TF-IDF and logistic regression")
+    print(f"always the same {report.chance:6.4f}  the most frequent class")
+    if at_chance(max(report.hits.values()), report.rows, report.chance):
+        print("WARNING: this is not shown to be better than always answering the same class")
+    elif report.baseline is not None and best < report.baseline:
+        print("WARNING: a bag of words is more accurate, and far cheaper: see docs/own-data.md")
+    print()
+    for line in confusion_lines(report):
+        print(line)
+
+
+def at_chance(hits: int, rows: int, chance: float) -> bool:
+    """Whether so many right answers may come of the most frequent class alone."""
+    return wilson(hits, rows)[0] <= chance
+
+
+def confusion_lines(report: ClassifierReport) -> list[str]:
+    """A line a class: precision, recall, F1, rows; and for few classes what they are taken for."""
+    matrix, labels = report.confusion, report.labels
+    width = min(24, max(5, *map(len, labels)))
+    few = len(labels) <= MOST_SHOWN
+    columns = [max(5, len(str(max(map(max, matrix)))))] * len(labels) if few else []
+    head = f"{'class':<{width}}  precision  recall      F1    rows"
+    if few:
+        head += "  taken for: " + " ".join(
+            f"{label[:size]:>{size}}" for label, size in zip(labels, columns, strict=True)
+        )
+    lines = [head]
+    for i, label in enumerate(labels):
+        right, rows = matrix[i][i], sum(matrix[i])
+        said = sum(row[i] for row in matrix)
+        precision, recall = _share(right, said), _share(right, rows)
+        f1 = _share(2 * right, rows + said)
+        line = f"{label[:width]:<{width}}  {precision:>9}  {recall:>6}  {f1:>6}  {rows:>6}"
+        if few:
+            counts = zip(matrix[i], columns, strict=True)
+            line += " " * 13 + " ".join(f"{count:>{size}}" for count, size in counts)
+        lines.append(line)
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.4f}" if whole else "-"

@@ -1,0 +1,266 @@
+"""Turning a pretrained encoder into a dial: fine-tune the original, then train some of its layers.
+
+The original's layers, fine-tuned on the data, are the teacher. Of them a few become the velocity of
+an ODE, or with one step alone a shallow stack, and learn from the labels and from the teacher.
+Makes the recipes of both runs; the training itself is the ordinary loop, and the same command
+resumes.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint import STATE, RunError, load_run, read_facts
+from train.config import Recipe
+from train.data import open_dataset
+from train.labelled import LabelledDataset
+from train.loop import train
+from train.pretrained import (
+    ConvertedTransformer,
+    Original,
+    PretrainedError,
+    apart,
+    converted,
+    kind_of,
+    read_original,
+    special_ends,
+)
+from train.recipe_file import load_recipe, overridden
+
+TEACHER = "teacher"  # its run, inside that of the dial
+BATCH = 32
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a pretrained model shall become."""
+
+    blocks: int = 2  # layers that are kept; 0: all
+    layers: tuple[int, ...] = ()  # which; (): as far apart as can be
+    steps: tuple[int, ...] = (1, 2, 3)  # (1,): a stack, no ODE
+    recipe: str = "classifier"  # whose data, title and card are used
+    teacher: Path | None = None  # a run; None: the original is fine-tuned first
+    teacher_epochs: float = 3.0
+    epochs: float = 6.0
+    max_tokens: int = 0  # 0: the recipe's
+    gain: float = 0.0  # 0: layers of the original / layers kept
+    overrides: tuple[str, ...] = ()  # of data and run for the teacher as well
+
+
+def convert(
+    model: str, folder: Path, request: Conversion, data: str = "", quiet: bool = False
+) -> Recipe:
+    """Convert a pretrained model into a run; the recipe that this took."""
+    request = _with_window(request)
+    original = find_original(model)
+    encoder = original.encoder
+    layers = request.layers
+    if not layers:
+        layers = apart(request.blocks or encoder.layers, encoder.layers)
+    whole = layers == tuple(range(encoder.layers)) and request.steps == (1,)
+    base = _base(original, request, data)
+    teacher = request.teacher
+    if teacher is None and not whole:
+        teacher = folder / TEACHER
+        _train_whole(original, base, teacher, request, quiet)
+    return _train(original, base, folder, layers, teacher, request, quiet)
+
+
+def _with_window(request: Conversion) -> Conversion:
+    """An override of model.window is the length that texts are cut to, of the teacher's too."""
+    key = "model.window="
+    given = [each.removeprefix(key) for each in request.overrides if each.startswith(key)]
+    if not given or request.max_tokens:
+        return request
+    if not given[-1].isdigit():
+        raise PretrainedError(f"--set {key}{given[-1]}: write a whole number")
+    others = tuple(each for each in request.overrides if not each.startswith(key))
+    return dataclasses.replace(request, max_tokens=int(given[-1]), overrides=others)
+
+
+def find_original(model: str) -> Original:
+    """A pretrained model in a folder, or one of the Hub, fetched if that can be reached."""
+    folder = Path(model)
+    if folder.is_dir() or not _HUB_NAME.fullmatch(model):
+        return read_original(folder)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise PretrainedError(
+            f"there is no folder {model}; to fetch a model of that name from the Hub, "
+            "pip install huggingface_hub, or download it elsewhere and give its folder"
+        ) from None
+    wanted = ["*.json", "*.safetensors", "README.md", "1_Pooling/*"]
+    try:
+        fetched = snapshot_download(model, allow_patterns=wanted)
+    except Exception as error:  # whatever the network and the Hub may say
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PretrainedError(
+            f"{model} is no folder here and cannot be fetched from the Hub ({reason}): download it "
+            "where there is a network and give its folder"
+        ) from None
+    return dataclasses.replace(read_original(Path(fetched)), name=model)
+
+
+def _base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
+    """A recipe's table with its data read as the original reads it, the rest still as it was."""
+    recipe = load_recipe(request.recipe, [], data)
+    if recipe.data.kind != "table":
+        raise PretrainedError(
+            f"recipe {recipe.name!r} is not of a table of texts and labels: convert needs one"
+        )
+    encoder = original.encoder
+    window = request.max_tokens or min(recipe.model.window, encoder.positions)
+    before, behind = special_ends(original.tokenizer)
+    if window <= before + behind:
+        raise PretrainedError(f"--max-tokens {window}: {before + behind} of them are special")
+    head, tail = recipe.data.head, recipe.data.tail
+    if not 0 < head + tail <= window:
+        head, tail = window - behind, behind
+    table = recipe.to_json()
+    table["data"] |= {
+        "tokenizer": kind_of(original.tokenizer),
+        "pad_id": encoder.pad_id,
+        "lowercase": False,
+        "head": head,
+        "tail": tail,
+    }
+    table["model"] |= {
+        "family": "encoder",
+        "block": "transformer",
+        "heads": encoder.heads,
+        "width": encoder.width,
+        "hidden": encoder.hidden,
+        "window": window,
+        "norm": "post",
+        "final_norm": "none",
+        "pool": encoder.pool,
+        "conditioned": False,
+        "T": 1.0,
+        "embed_dropout": 0.0,
+    }
+    table["card"] = {
+        "made_with": f"Layers of {original.name}"
+        + (f" (licence: {original.licence})" if original.licence else "")
+        + ", fine-tuned.",
+        **table["card"],
+    }
+    table["optim"] |= {
+        "batch": BATCH,
+        "beta2": 0.999,
+        "weight_decay": 0.01,
+        "transport": 0.0,
+        "token_dropout": 0.0,
+        "smoothing": 0.0,
+        "precision": "bf16",
+        "schedule": "cosine",
+        "final_lr": 0.02,
+    }
+    table["run"] |= {
+        "keep": "best",
+        "patience": 6,
+        "evaluate_batches": 1000,
+        "checkpoint_every": 100,
+    }
+    return table
+
+
+def _train_whole(
+    original: Original, base: dict[str, Any], folder: Path, request: Conversion, quiet: bool
+) -> None:
+    if not quiet:
+        print(f"fine-tuning {original.name}, the teacher: {folder}", flush=True)
+    shared = tuple(each for each in request.overrides if each.startswith(("data.", "run.")))
+    whole = Conversion(steps=(1,), epochs=request.teacher_epochs, overrides=shared)
+    layers = tuple(range(original.encoder.layers))
+    _train(original, base, folder, layers, None, whole, quiet)
+
+
+def _train(
+    original: Original,
+    base: dict[str, Any],
+    folder: Path,
+    layers: tuple[int, ...],
+    teacher: Path | None,
+    request: Conversion,
+    quiet: bool,
+) -> Recipe:
+    """One run of some layers of the original."""
+    full, depth = max(request.steps), "discrete" if request.steps == (1,) else "ode"
+    taught = teacher is not None
+    table = base | {
+        "model": base["model"]
+        | {"layers": len(layers), "depth": depth, "dropout": 0.0 if taught else 0.1},
+        "steps": {
+            "full": full,
+            "short": sorted(set(request.steps) - {full}) or [1],
+            "schedule": "any" if depth == "ode" else "fixed",
+            "full_probability": 0.5,
+            "grow": 0.0,
+        },
+        "optim": base["optim"] | {"lr": 1e-4 if taught else 5e-5},
+        "teacher": {"run": str(teacher) if taught else ""},
+    }
+    where = f"convert {original.name}"
+    first = overridden(table, list(request.overrides), where)
+    dataset = open_dataset(first, original.tokenizer)
+    assert isinstance(dataset, LabelledDataset)
+    epoch = max(1, dataset.rows_to_train // first.optim.batch)
+    iterations = max(1, round(request.epochs * epoch))
+    table["optim"] |= {"iterations": iterations, "warmup": max(1, round(0.06 * iterations))}
+    table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
+    recipe = overridden(table, list(request.overrides), where)
+    gain = request.gain or original.encoder.layers / len(layers)
+    model = _model(original, recipe, dataset, layers, gain if depth == "ode" else 0.0, folder)
+    train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer)
+    return recipe
+
+
+def _model(
+    original: Original,
+    recipe: Recipe,
+    dataset: LabelledDataset,
+    layers: tuple[int, ...],
+    gain: float,
+    folder: Path,
+) -> ConvertedTransformer:
+    import torch
+
+    torch.manual_seed(recipe.run.seed)  # a readout that is new
+    model = converted(
+        original,
+        dataset.sizes.classes,
+        recipe.model.window,
+        layers,
+        gain,
+        recipe.model.dropout,
+    )
+    teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
+    if teacher is not None and not (folder / STATE).is_file():
+        _start_from_teacher(model, teacher, layers)
+    if (folder / STATE).is_file():
+        kept = read_facts(folder).get("pretrained")
+        if kept != model.origin:
+            raise RunError(f"{folder} holds a run of another conversion: choose another --out")
+    return model
+
+
+def _start_from_teacher(model: ConvertedTransformer, folder: Path, layers: tuple[int, ...]) -> None:
+    """Begin with the fine-tuned layers, embedding and readout, where the teacher has the same."""
+    taught = load_run(folder).model
+    if not isinstance(taught, ConvertedTransformer):
+        return
+    mine, theirs = model.origin, taught.origin
+    if mine["encoder"] != theirs["encoder"] or mine["window"] != theirs["window"]:
+        return
+    model.embed.load_state_dict(taught.embed.state_dict())
+    model.head.load_state_dict(taught.head.state_dict())
+    places = {layer: i for i, layer in enumerate(theirs["layers"])}
+    blocks: Any = model.velocity.blocks
+    others: Any = taught.velocity.blocks
+    for block, layer in zip(blocks, layers, strict=False):
+        if layer in places:
+            block.load_state_dict(others[min(places[layer], len(others) - 1)].state_dict())

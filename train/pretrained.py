@@ -1,0 +1,537 @@
+"""Pretrained encoders, read from a folder in the Hub's format, and models made of their layers.
+
+    original = read_original(Path("all-MiniLM-L6-v2"))
+    whole = converted(original, classes=4)  # every layer: what is fine-tuned
+    dial = converted(original, classes=4, layers=(0, 5), gain=3.0)
+
+A folder has config.json, model.safetensors and tokenizer.json; no code of it is run and
+`transformers` is not needed. Families: BERT (and MiniLM), RoBERTa, DistilBERT, ALBERT.
+
+With a gain the layers F are the velocity of an ODE, x' = g (F(x) - x), g a vector that is learnt.
+From a gain of (layers of the original / layers kept), as many steps as that are the layers applied
+one after another, without skips; fewer steps go the same way in longer strides.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from train.blocks import Activation, Attention, Block, BlockVelocity
+from train.model import OTTransformer, PooledHead
+from train.positions import Positions
+from train.travel import Embedded
+
+CONFIG, WEIGHTS, INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu-exact",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+}
+
+
+class PretrainedError(ValueError):
+    """A pretrained model that cannot be read or used, with what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """The sizes of a pretrained encoder."""
+
+    family: str
+    vocabulary: int
+    width: int
+    heads: int
+    hidden: int
+    layers: int
+    positions: int  # tokens that it can read
+    first_position: int  # RoBERTa counts from its padding on
+    embedding_width: int
+    eps: float
+    activation: Activation
+    pad_id: int
+    pool: Literal["mean", "first"]
+    dense: Activation | Literal["tanh", ""]  # the classifier's own layer before its last, if any
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How a family calls its weights; what stands behind the family's own prefix."""
+
+    prefix: str
+    layer: str
+    q: str
+    k: str
+    v: str
+    out: str
+    norm1: str
+    up: str
+    down: str
+    norm2: str
+    dense: str  # of a fine-tuned classifier
+    classifier: str
+    dense_activation: Literal["tanh", "relu"]
+    sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names in config.json
+
+
+_BERT = _Names(
+    "bert.",
+    "encoder.layer.{}.",
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+    "output.LayerNorm",
+    "pooler.dense",
+    "classifier",
+    "tanh",
+)
+_FAMILIES = {
+    "bert": _BERT,
+    "roberta": dataclasses.replace(
+        _BERT, prefix="roberta.", dense="classifier.dense", classifier="classifier.out_proj"
+    ),
+    "distilbert": _Names(
+        "distilbert.",
+        "transformer.layer.{}.",
+        "attention.q_lin",
+        "attention.k_lin",
+        "attention.v_lin",
+        "attention.out_lin",
+        "sa_layer_norm",
+        "ffn.lin1",
+        "ffn.lin2",
+        "output_layer_norm",
+        "pre_classifier",
+        "classifier",
+        "relu",
+        {
+            "hidden_size": "dim",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+        },
+    ),
+    "albert": _Names(
+        "albert.",
+        "encoder.albert_layer_groups.0.albert_layers.0.",
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.dense",
+        "attention.LayerNorm",
+        "ffn",
+        "ffn_output",
+        "full_layer_layer_norm",
+        "pooler",
+        "classifier",
+        "tanh",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A pretrained encoder as it lies in its folder."""
+
+    name: str
+    encoder: Encoder
+    weights: dict[str, Tensor]  # without the family's prefix
+    tokenizer: Tokenizer
+    licence: str
+    labels: tuple[str, ...] | None  # of a classifier that is fine-tuned already
+
+    def facts(self) -> dict[str, Any]:
+        """What a run and a card say of where its weights came from."""
+        return {"name": self.name, "licence": self.licence, "family": self.encoder.family}
+
+
+def read_original(folder: Path) -> Original:
+    """A pretrained encoder; PretrainedError names the file at fault."""
+    if not folder.is_dir():
+        raise PretrainedError(
+            f"{folder} is no folder: give one that holds {CONFIG}, {WEIGHTS} and {TOKENIZER}, as "
+            "models of the Hub have them"
+        )
+    config = _read_json(folder / CONFIG)
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise PretrainedError(
+            f"{folder / CONFIG}: model_type is {family!r}; convert takes encoders of the families "
+            f"{', '.join(_FAMILIES)}"
+        )
+    names = _FAMILIES[family]
+    weights = {
+        name.removeprefix(names.prefix).replace(".gamma", ".weight").replace(".beta", ".bias"): w
+        for name, w in _read_weights(folder).items()
+    }
+    encoder = _encoder(config, family, weights, _pooling(folder), folder / CONFIG)
+    labels = None
+    if encoder.dense:
+        numbered = config.get("id2label") or {}
+        count = len(weights[f"{names.classifier}.weight"])
+        labels = tuple(str(numbered.get(str(i), f"LABEL_{i}")) for i in range(count))
+    card = folder / "README.md"
+    licence = _licence(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else ""
+    return Original(
+        folder.absolute().name, encoder, weights, _read_tokenizer(folder), licence, labels
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise PretrainedError(
+            f"{path.parent} has no {path.name}: download the whole model, or save it with "
+            "save_pretrained"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PretrainedError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PretrainedError(f"{path}: must be an object")
+    return value
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = [folder / WEIGHTS]
+    if not files[0].is_file():
+        if not (folder / INDEX).is_file():
+            raise PretrainedError(
+                f"{folder} has no {WEIGHTS}: weights in another format, such as pytorch_model.bin, "
+                "are not read, since they may hold code. Save the model with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        shards = _read_json(folder / INDEX).get("weight_map", {})
+        files = [folder / Path(name).name for name in sorted(set(shards.values()))]
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise PretrainedError(f"{file} is damaged or missing ({error})") from None
+    return {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    """Its own tokenizer without its padding and truncation: batches and windows are ours."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise PretrainedError(
+            f"{folder} has no {TOKENIZER}: save its fast tokenizer there, with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers has no narrower one
+        raise PretrainedError(f"{path} cannot be read: {error}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _pooling(folder: Path) -> Literal["mean", "first"]:
+    """As sentence-transformers notes it beside the model; the mean where nothing is said."""
+    path = folder / "1_Pooling" / CONFIG
+    first = path.is_file() and _read_json(path).get("pooling_mode_cls_token", False)
+    return "first" if first else "mean"
+
+
+def _licence(card: str) -> str:
+    found = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
+    line = re.search(r"^license:\s*(\S+)", found[1], re.MULTILINE) if found else None
+    return line[1] if line else ""
+
+
+def _encoder(
+    config: dict[str, Any],
+    family: str,
+    weights: dict[str, Tensor],
+    pool: Literal["mean", "first"],
+    where: Path,
+) -> Encoder:
+    names = _FAMILIES[family]
+    classifies = f"{names.classifier}.weight" in weights
+
+    def size(name: str) -> Any:
+        key = names.sizes.get(name, name)
+        if key not in config:
+            raise PretrainedError(f"{where} has no {key}")
+        return config[key]
+
+    activation = size("hidden_act")
+    unusual = {
+        "hidden_act": activation not in _ACTIVATIONS,
+        "position_embedding_type": config.get("position_embedding_type") not in (None, "absolute"),
+        "is_decoder": bool(config.get("is_decoder")),
+        "num_hidden_groups": config.get("num_hidden_groups", 1) != 1,
+        "inner_group_num": config.get("inner_group_num", 1) != 1,
+    }
+    for key, is_unusual in unusual.items():
+        if is_unusual:
+            raise PretrainedError(f"{where}: {key} = {config.get(key)!r} is not supported")
+    tokens, positions = (f"embeddings.{name}_embeddings.weight" for name in ("word", "position"))
+    for name in (tokens, positions):
+        if name not in weights:
+            raise PretrainedError(f"{where.parent / WEIGHTS} has no {name}")
+    pad_id = int(config.get("pad_token_id") or 0)
+    first = pad_id + 1 if family == "roberta" else 0
+    return Encoder(
+        family=family,
+        vocabulary=len(weights[tokens]),
+        width=size("hidden_size"),
+        heads=size("num_attention_heads"),
+        hidden=size("intermediate_size"),
+        layers=size("num_hidden_layers"),
+        positions=len(weights[positions]) - first,
+        first_position=first,
+        embedding_width=weights[tokens].shape[1],
+        eps=float(config.get("layer_norm_eps", 1e-12)),
+        activation=_ACTIVATIONS[activation],
+        pad_id=pad_id,
+        pool="first" if classifies else pool,
+        dense=names.dense_activation if classifies else "",
+    )
+
+
+class PretrainedEmbedding(nn.Module):
+    """Tokens, positions and the first segment, normed; what is not padding is the mask."""
+
+    def __init__(self, encoder: Encoder, window: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        inner = encoder.embedding_width
+        self.pad_id, self.window = encoder.pad_id, window
+        self.tokens = nn.Embedding(encoder.vocabulary, inner)
+        self.tokens.weight.requires_grad_(False)
+        self.positions = Positions(window, inner, "learned")
+        self.norm = nn.LayerNorm(inner, eps=encoder.eps)
+        self.drop = nn.Dropout(dropout)
+        self.project: nn.Module = nn.Identity()
+        if inner != encoder.width:
+            self.project = nn.Linear(inner, encoder.width)
+
+    def forward(self, tokens: Tensor) -> Embedded:
+        mask = tokens != self.pad_id  # (B, N)
+        x = self.norm(self.tokens(tokens) + self.positions(tokens.shape[1]))
+        return Embedded(self.project(self.drop(x)), (mask,), mask)  # (B, N, D)
+
+
+class GainVelocity(BlockVelocity):
+    """x' = g (F(x) - x), F the layers."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int, gain: float) -> None:
+        super().__init__(blocks, width, final_norm=False)
+        self.gain = nn.Parameter(torch.full((width,), gain))
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        out: Tensor = self.gain * (super().forward(x, *context) - x)
+        return out
+
+
+class DenseHead(nn.Module):
+    """Class logits as a fine-tuned encoder reads them: the first token through two layers."""
+
+    def __init__(self, width: int, classes: int, activation: str, dropout: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.activation: nn.Module = nn.Tanh() if activation == "tanh" else nn.ReLU()
+        self.drop = nn.Dropout(dropout)
+        self.linear = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        first = self.activation(self.dense(x[:, 0]))  # (B, D)
+        logits: Tensor = self.linear(self.drop(first))  # (B, classes)
+        return logits
+
+
+class ConvertedTransformer(OTTransformer):
+    """A model of pretrained layers, which remembers of which, so that a run can make it again."""
+
+    origin: dict[str, Any]
+
+
+def converted(
+    original: Original,
+    classes: int,
+    window: int = 0,
+    layers: tuple[int, ...] = (),
+    gain: float = 0.0,
+    dropout: float = 0.0,
+) -> ConvertedTransformer:
+    """A classifier of an original's layers, all of them by default, with its weights.
+
+    With a gain it is an ODE, otherwise one pass. The readout is the original's if that has one
+    for so many classes, and new otherwise.
+    """
+    encoder = original.encoder
+    window = window or encoder.positions
+    if window > encoder.positions:
+        raise PretrainedError(f"{original.name} reads at most {encoder.positions} tokens")
+    layers = layers or tuple(range(encoder.layers))
+    if not all(0 <= layer < encoder.layers for layer in layers):
+        raise PretrainedError(
+            f"{original.name} has the layers 0 to {encoder.layers - 1}, not {list(layers)}"
+        )
+    own_head = original.labels is not None and len(original.labels) == classes
+    if not own_head:
+        encoder = dataclasses.replace(encoder, dense="")
+    model = converted_from(
+        {
+            "encoder": dataclasses.asdict(encoder),
+            "classes": classes,
+            "window": window,
+            "layers": list(layers),
+            "gain": gain,
+            "dropout": dropout,
+            "source": original.facts(),
+        }
+    )
+    with torch.no_grad():
+        _load(model, original, layers, own_head)
+    return model
+
+
+def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
+    """The model of a run again, with fresh weights."""
+    encoder = Encoder(**origin["encoder"])
+    width, dropout, classes = encoder.width, origin["dropout"], origin["classes"]
+    kept = origin["layers"]
+    # ALBERT has one layer for its whole depth.
+    blocks = [_block(encoder, dropout) for _ in (kept[:1] if encoder.family == "albert" else kept)]
+    if origin["gain"]:
+        velocity: nn.Module = GainVelocity(blocks, width, origin["gain"])
+    elif encoder.family == "albert":
+        velocity = Repeated(blocks, width, len(kept))
+    else:
+        velocity = BlockVelocity(blocks, width, final_norm=False)
+    head: nn.Module
+    if encoder.dense:
+        head = DenseHead(width, classes, encoder.dense, dropout)
+    else:
+        head = PooledHead(width, classes, False, encoder.pool, dropout)
+        nn.init.normal_(head.linear.weight, std=0.02)
+        nn.init.zeros_(head.linear.bias)
+    embed = PretrainedEmbedding(encoder, origin["window"], dropout)
+    depth: Literal["ode", "discrete"] = "ode" if origin["gain"] else "discrete"
+    model = ConvertedTransformer(embed, velocity, head, 1.0, depth)
+    model.origin = origin
+    return model
+
+
+class Repeated(BlockVelocity):
+    """One layer applied several times over."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int, times: int) -> None:
+        super().__init__(blocks, width, final_norm=False)
+        self.times = times
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = super().forward(x, *context)
+        return x
+
+
+def _block(encoder: Encoder, dropout: float) -> Block:
+    width = encoder.width
+    block = Block(width, encoder.heads, encoder.hidden, False, "post", dropout, encoder.activation)
+    block.attention = Attention(width, encoder.heads, causal=False, dropout=dropout)
+    block.norm1, block.norm2 = (nn.LayerNorm(width, eps=encoder.eps) for _ in range(2))
+    return block
+
+
+def _load(
+    model: ConvertedTransformer, original: Original, layers: tuple[int, ...], own_head: bool
+) -> None:
+    encoder, names, take = original.encoder, _FAMILIES[original.encoder.family], _Taking(original)
+    embed = model.embed
+    assert isinstance(embed, PretrainedEmbedding) and isinstance(model.velocity, BlockVelocity)
+    embed.tokens.weight.copy_(take("embeddings.word_embeddings.weight"))
+    end = encoder.first_position + embed.window
+    positions = take("embeddings.position_embeddings.weight")[encoder.first_position : end]
+    if "embeddings.token_type_embeddings.weight" in original.weights:
+        positions = positions + take("embeddings.token_type_embeddings.weight")[0]
+    table = next(embed.positions.parameters())
+    table.copy_(positions.view_as(table))
+    take.into(embed.norm, "embeddings.LayerNorm")
+    if isinstance(embed.project, nn.Linear):
+        take.into(embed.project, "encoder.embedding_hidden_mapping_in")
+    for block, layer in zip(model.velocity.blocks, layers, strict=False):
+        assert isinstance(block, Block) and block.feedforward is not None
+        at = names.layer.format(layer)
+        for part in ("weight", "bias"):
+            three = [take(f"{at}{name}.{part}") for name in (names.q, names.k, names.v)]
+            getattr(block.attention.qkv, part).copy_(torch.cat(three))
+        for module, name in (
+            (block.attention.out, names.out),
+            (block.norm1, names.norm1),
+            (block.feedforward.up, names.up),
+            (block.feedforward.down, names.down),
+            (block.norm2, names.norm2),
+        ):
+            take.into(module, at + name)
+    if own_head:
+        head = model.head
+        assert isinstance(head, DenseHead)
+        take.into(head.dense, names.dense)
+        take.into(head.linear, names.classifier)
+
+
+class _Taking:
+    """Takes weights by name; says which one a file lacks."""
+
+    def __init__(self, original: Original) -> None:
+        self._original = original
+
+    def __call__(self, name: str) -> Tensor:
+        found = self._original.weights.get(name)
+        if found is None:
+            raise PretrainedError(f"the weights of {self._original.name} have no {name}")
+        return found
+
+    def into(self, module: Any, name: str) -> None:
+        for part in ("weight", "bias"):
+            getattr(module, part).copy_(self(f"{name}.{part}"))
+
+
+def apart(blocks: int, layers: int) -> tuple[int, ...]:
+    """So many of the layers, as far apart as can be: the first, the last and some between."""
+    if not 1 <= blocks <= layers:
+        raise PretrainedError(f"--blocks {blocks}: the model has {layers} layers")
+    if blocks == 1:
+        return (0,)
+    return tuple(round(i * (layers - 1) / (blocks - 1)) for i in range(blocks))
+
+
+def special_ends(tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many special tokens a text has before and behind it."""
+    mask = tokenizer.encode("a").special_tokens_mask
+    return mask.index(0), mask[::-1].index(0)
+
+
+def kind_of(tokenizer: Tokenizer) -> str:
+    """What the bundle calls it: wordpiece, bpe or unigram."""
+    kinds = {"WordPiece": "wordpiece", "BPE": "bpe", "Unigram": "unigram"}
+    name = type(tokenizer.model).__name__
+    if name not in kinds:
+        raise PretrainedError(f"a {name} tokenizer is not supported; {', '.join(kinds)} are")
+    return kinds[name]
