@@ -23,7 +23,7 @@ from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
 from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Event, FailedEvent, GeneratedEvent
+from serve.engine.events import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Tags
 from serve.engine.generation import Generation
 from serve.engine.work import Work
 from serve.errors import ServeError
@@ -118,8 +118,9 @@ class LocalModel:
                 )
                 event = take()
             assert isinstance(event, ClassifiedEvent)
-            for i, scores, taken_steps in zip(at, event.scores, event.steps, strict=True):
-                found[i] = self._label(scores, taken_steps, taken[i])
+            for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
+                assert not isinstance(labelled.found, Tags)  # a classifier, see above
+                found[i] = self._label(labelled.found, taken_steps, taken[i])
         return [found[i] for i in range(len(taken))]
 
     def generate(
