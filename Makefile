@@ -15,6 +15,8 @@ HOST := 127.0.0.1
 PORT := 8000
 RUNTIME := cpu
 IMAGE := stepdial:$(RUNTIME)
+FUZZ := http
+SECONDS := 60
 ARGS :=
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python ...` overrides it.
@@ -27,7 +29,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types audit e2e bench load image clean
+.PHONY: help setup demo test check lint types audit e2e fuzz bench load image clean
 
 help:
 	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
@@ -35,6 +37,7 @@ help:
 	@echo 'make check   ruff, mypy --strict and the import rules'
 	@echo 'make audit   look up known vulnerabilities of what is installed (needs a network)'
 	@echo 'make e2e     only the tests that start the real server'
+	@echo 'make fuzz    look for inputs that break a rule (needs a network once; FUZZ=bodies SECONDS=3600)'
 	@echo 'make load    30 seconds of mixed load against http://$(HOST):$(PORT)'
 	@echo 'make bench   measure what the README states'
 	@echo 'make image   build the Docker image $(IMAGE) (RUNTIME=gpu for NVIDIA)'
@@ -104,6 +107,17 @@ test: $(VENV)/.installed-dev
 
 e2e: $(VENV)/.installed-dev
 	$(PY) -m pytest $(wildcard tests/e2e tests/faults) $(ARGS)
+
+# Beside what is installed already: the fuzzer comes for few systems and versions of Python.
+$(VENV)/.installed-fuzz: $(VENV)/.installed-dev
+	$(PIP) install 'atheris>=3.0'
+	@touch $@
+
+# New inputs go to .fuzz, those that break a rule to .fuzz/broken; the corpus of the tests is read.
+fuzz: $(VENV)/.installed-fuzz
+	@mkdir -p .fuzz/$(FUZZ) .fuzz/broken
+	$(PY) -m tests.fuzz.run $(FUZZ) .fuzz/$(FUZZ) tests/fuzz/corpus/$(FUZZ) \
+		-max_total_time=$(SECONDS) -artifact_prefix=.fuzz/broken/$(FUZZ)- $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/run.py $(ARGS)

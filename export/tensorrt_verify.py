@@ -31,14 +31,17 @@ def verify_engines(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> 
     """BundleError, naming the rung, when engines and CPU are further apart than they may be."""
     engines, reference = TrtModel(bundle, folder), open_model(bundle)
     tolerance = TOLERANCES[engines.precision]
-    for steps in bundle.manifest.steps:
-        count, error = steps_in_words(steps), largest_error(engines, reference, steps)
-        if not error <= tolerance:
-            raise BundleError(
-                f"the engine of {count} is off by {error:.2g} of the largest logit, more "
-                f"than {tolerance:g}: build it with more bits, for example fp32"
-            )
-        say(f"{count}: off by {error:.1e} of the largest logit, at most {tolerance:g}")
+    try:
+        for steps in bundle.manifest.steps:
+            count, error = steps_in_words(steps), largest_error(engines, reference, steps)
+            if not error <= tolerance:
+                raise BundleError(
+                    f"the engine of {count} is off by {error:.2g} of the largest logit, more "
+                    f"than {tolerance:g}: build it with more bits, for example fp32"
+                )
+            say(f"{count}: off by {error:.1e} of the largest logit, at most {tolerance:g}")
+    finally:
+        engines.close()
 
 
 def largest_error(found: OpenedModel, reference: OpenedModel, steps: int) -> float:

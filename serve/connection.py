@@ -229,8 +229,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, problem: ServeError) -> None:
         """Say what is wrong with what came, after the answers to what came before, and close."""
         self.limits.count_refusal(problem.code)
-        answered_first = not self._idle and self._reading is not _BODY
-        if answered_first:
+        behind = self._reading is _BODY and self._answering is not self.cycle
+        if behind:  # of a request that waits for its turn, which never comes
+            assert self._answering is not None
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answering
+        if behind or (not self._idle and self._reading is not _BODY):
             self._end_after_answer()
             return
         # What is wrong is in a body: nothing may be written into another answer that has begun.

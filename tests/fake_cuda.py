@@ -26,6 +26,8 @@ class FakeCuda(ModuleType):
         self.gpus, self.status = gpus, status
         self.memory: dict[int, Any] = {}
         self.captured: list[Callable[[], None]] | None = None
+        self.streams: set[int] = set()
+        self.graphs: list[Any] = []  # that can be launched
         self.launches = self.captures = 0
 
     def cudaGetDeviceCount(self) -> tuple[int, int | None]:
@@ -46,7 +48,12 @@ class FakeCuda(ModuleType):
         return 0, 13050
 
     def cudaStreamCreate(self) -> tuple[int, int]:
-        return 0, 7
+        self.streams.add(7 + len(self.streams))
+        return 0, max(self.streams)
+
+    def cudaStreamDestroy(self, stream: int) -> tuple[int]:
+        self.streams.remove(stream)
+        return (0,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
         block = ctypes.create_string_buffer(size)
@@ -79,12 +86,14 @@ class FakeCuda(ModuleType):
         return 0, work
 
     def cudaGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
+        self.graphs.append(graph)
         return 0, graph
 
     def cudaGraphDestroy(self, graph: Any) -> tuple[int]:
         return (0,)
 
     def cudaGraphExecDestroy(self, executable: Any) -> tuple[int]:
+        self.graphs.remove(executable)
         return (0,)
 
     def cudaGraphLaunch(self, executable: list[Callable[[], None]], stream: int) -> tuple[int]:

@@ -119,6 +119,12 @@ class Cuda:
         """Give back what a captured graph holds."""
         self._call("cudaGraphExecDestroy", executable)
 
+    def close(self) -> None:
+        """Give the stream back, if one was opened."""
+        if self._stream is not None:
+            self._call("cudaStreamDestroy", self._stream)
+            self._stream = None
+
     def _opened_stream(self) -> Any:
         if self._stream is None:
             self._stream = self._call("cudaStreamCreate")

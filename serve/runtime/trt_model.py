@@ -101,7 +101,10 @@ class TrtModel:
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
 
     def close(self) -> None:
-        self._sessions.clear()
+        """Give the memory of the GPU back."""
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+        self._cuda.close()
 
     @property
     def opening(self) -> bool:

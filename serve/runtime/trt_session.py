@@ -73,6 +73,18 @@ class TrtSession:
         """As a session of onnxruntime has it."""
         return [InputName(name) for name in self._inputs]
 
+    def close(self) -> None:
+        """Give the memory of the GPU back; nothing runs here any more."""
+        self._discard_graphs()
+        self._contexts.clear()
+        while self._buffers:
+            _, (address, _) = self._buffers.popitem()
+            self._cuda.free(address)
+        if self._memory:
+            self._cuda.free(self._memory)
+            self._memory = 0
+        self._engine = self._runtime = None  # in this order: see above
+
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
         """These outputs; more rows than the engine takes run one part after another."""
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
@@ -177,12 +189,16 @@ class TrtSession:
         if size <= has:
             return
         if address:
-            self._cuda.wait()
-            for captured in self._captured.values():
-                self._cuda.discard(captured.executable)
-            self._captured.clear()
+            self._discard_graphs()
+            del self._buffers[name]
             self._cuda.free(address)
         self._buffers[name] = (self._cuda.allocate(size), size)
+
+    def _discard_graphs(self) -> None:
+        self._cuda.wait()
+        for captured in self._captured.values():
+            self._cuda.discard(captured.executable)
+        self._captured.clear()
 
     def _max_rows(self) -> int:
         name = next(one for one in self._inputs if one not in _SHARED)

@@ -6,10 +6,14 @@ c, which change slowly; all of a model share the speed of the machine, which cha
 rows of a classification run in parts side by side, those of the largest part count, and calls in
 one part and in several have factors and a speed of their own. It starts from what was measured
 before and forgets it. Knows neither clocks, requests nor lanes.
+
+Three threads write: the engine's after each call, the event loop's after each answer and refusal,
+and one that loads a model. Whatever writes holds a lock; what reads looks up one thing at a time.
 """
 
 from collections.abc import Sequence
 from operator import mul
+from threading import Lock
 from typing import NamedTuple
 
 from serve.bundle.latency import Latency
@@ -46,9 +50,10 @@ class Series(NamedTuple):
 
 
 class LatencyModel:
-    """Predicts calls, and learns from them."""
+    """Predicts calls, and learns from them. Any thread may use it."""
 
     def __init__(self) -> None:
+        self._lock = Lock()  # held by whatever writes, for microseconds
         self._shapes: dict[Series, _Shape] = {}
         self._parted: dict[Series, _Shape] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
@@ -63,15 +68,17 @@ class LatencyModel:
 
     def observe_answer(self, seconds: float) -> None:
         """An answer has left so long after the end of its last call."""
-        slow = seconds > self._answer_s
-        change = _SLOW_STEP * ((1 - _SLOW_SHARE) if slow else -_SLOW_SHARE)
-        self._answer_s = min(_MOST_ANSWER_S, self._answer_s * (1 + change))
+        with self._lock:
+            slow = seconds > self._answer_s
+            change = _SLOW_STEP * ((1 - _SLOW_SHARE) if slow else -_SLOW_SHARE)
+            self._answer_s = min(_MOST_ANSWER_S, self._answer_s * (1 + change))
 
     def relent(self) -> None:
         """Something was refused though nothing runs: believe a little less in what was slow."""
-        self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _RELENT)
-        for speed in self._speeds.values():
-            speed.relent()
+        with self._lock:
+            self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _RELENT)
+            for speed in self._speeds.values():
+                speed.relent()
 
     def caution(self, model: str) -> float:
         """What to multiply a prediction by so that few calls take longer."""
@@ -84,8 +91,9 @@ class LatencyModel:
     def share_rows(self, model: str, most_parts: int) -> None:
         """Rows of this model's classifications run in so many parts at once, at most."""
         if most_parts > 1:
-            self._most_parts[model] = most_parts
-            self._uneven[model] = {}
+            with self._lock:
+                self._most_parts[model] = most_parts
+                self._uneven[model] = {}
 
     def knows(self, series: Series) -> bool:
         return series in self._shapes or series in self._parted
@@ -98,11 +106,12 @@ class LatencyModel:
     def call_s(self, series: Series, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
         model = series.model
-        if model not in self._most_parts:
+        most_parts = self._most_parts.get(model)
+        if most_parts is None:
             shape = self._shapes.get(series)
             return None if shape is None else self._now(model) * shape.seconds(rows, length)
-        parts = count_parts(rows, self._most_parts[model])
-        speed = self._now(model, parts > 1) * self._uneven[model].get(rows, 1.0)
+        parts = count_parts(rows, most_parts)
+        speed = self._now(model, parts > 1) * self._uneven.get(model, {}).get(rows, 1.0)
         own, other = self._shapes, self._parted
         if parts > 1:
             own, other = other, own
@@ -125,9 +134,10 @@ class LatencyModel:
         for entry in sorted(latency.entries, key=lambda entry: entry.batch * entry.length):
             series = Series(model, entry.kind, entry.steps)
             length, seconds = max(1, entry.length), entry.median_ms / 1000
-            shape, rows = self._shape(series, entry.batch, length, seconds)
+            with self._lock:
+                shape, rows = self._shape(series, entry.batch, length, seconds)
             found.setdefault(shape, []).append((rows, length, seconds))
-        for shape, points in found.items():
+        for shape, points in found.items():  # of a model that nobody asks yet: without the lock
             shape.fit(points)
             for rows, length, seconds in points:
                 shape.learn(rows, length, seconds)
@@ -136,34 +146,37 @@ class LatencyModel:
 
     def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine, for calls in as many parts."""
-        shape, rows = self._shape(series, rows, length, seconds)
-        shape.rescale(rows, length, seconds)
+        with self._lock:
+            shape, rows = self._shape(series, rows, length, seconds)
+            shape.rescale(rows, length, seconds)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        for shapes in (self._shapes, self._parted):
-            for series in [series for series in shapes if series.model == model]:
-                del shapes[series]
-        self._speeds.pop(model, None)
-        self._most_parts.pop(model, None)
-        self._uneven.pop(model, None)
+        with self._lock:
+            for shapes in (self._shapes, self._parted):
+                for series in [series for series in shapes if series.model == model]:
+                    del shapes[series]
+            self._speeds.pop(model, None)
+            self._most_parts.pop(model, None)
+            self._uneven.pop(model, None)
 
     def observe(self, series: Series, rows: int, length: int, seconds: float) -> None:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:
             return
-        speed = self._speeds.setdefault(series.model, MachineSpeed())
-        uneven, all_rows = self._uneven.get(series.model, {}), rows
-        parted = count_parts(rows, self._most_parts.get(series.model, 1)) > 1
-        usual_s = seconds / uneven.get(all_rows, 1.0)
-        shape, rows = self._shape(series, rows, length, usual_s / speed.now[parted])
-        error = usual_s / (speed.now[parted] * shape.seconds(rows, length)) - 1
-        speed.be_wary(error)
-        if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
-            speed.observe(parted, error)
-        surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
-        uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-        shape.learn(rows, length, usual_s / speed.now[parted])
+        with self._lock:
+            speed = self._speeds.setdefault(series.model, MachineSpeed())
+            uneven, all_rows = self._uneven.get(series.model, {}), rows
+            parted = count_parts(rows, self._most_parts.get(series.model, 1)) > 1
+            usual_s = seconds / uneven.get(all_rows, 1.0)
+            shape, rows = self._shape(series, rows, length, usual_s / speed.now[parted])
+            error = usual_s / (speed.now[parted] * shape.seconds(rows, length)) - 1
+            speed.be_wary(error)
+            if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
+                speed.observe(parted, error)
+            surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
+            uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
+            shape.learn(rows, length, usual_s / speed.now[parted])
 
     def _now(self, model: str, parted: bool = False) -> float:
         return self._speeds.get(model, _UNKNOWN).now[parted]
@@ -171,7 +184,10 @@ class LatencyModel:
     def _shape(
         self, series: Series, rows: int, length: int, seconds: float
     ) -> tuple["_Shape", int]:
-        """What is known of calls of so many rows, of which one took so long; rows that count."""
+        """What is known of calls of so many rows, of which one took so long; rows that count.
+
+        With the lock held.
+        """
         parts = count_parts(rows, self._most_parts.get(series.model, 1))
         shapes, other = self._shapes, self._parted
         if parts > 1:

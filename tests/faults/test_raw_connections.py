@@ -79,7 +79,8 @@ def test_connections_beyond_the_limit_get_503_but_probes_are_answered(
 
 
 def test_what_follows_a_request_does_not_spoil_its_answer(server: ServerProcess) -> None:
-    for garbage in (b"garbage garbage\r\n\r\n", b"\x00\xff", b"GET / HTTP/9\r\n\r\n"):
+    no_chunk = head(None, "transfer-encoding: chunked") + b"no size\r\n"
+    for garbage in (b"garbage garbage\r\n\r\n", b"\x00\xff", b"GET / HTTP/9\r\n\r\n", no_chunk):
         with connect(server) as connection:
             connection.sendall(head(len(GOOD)) + GOOD + generate(20, stream=True) + garbage)
             received = until_closed(connection, 5)

@@ -1,8 +1,10 @@
 """Times of calls are learned, kept current, and not upset by a call that stalls."""
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -288,3 +290,42 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     assert model.call_s(FULL, 8, 64) is None
     model.observe(FULL, 8, 64, cost(8, 64))
     assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.01)
+
+
+def test_threads_that_write_at_once_do_not_meet() -> None:
+    """One learns new models, one observes calls, one forgets models, one is refused."""
+    model, end_s = LatencyModel(), time.monotonic() + 3
+    known = table(cost, (16, 64, 128))
+
+    def load(number: int) -> None:
+        model.share_rows(f"new {number}", 2)
+        model.learn(f"new {number}", known)
+        model.rescale(Series(f"new {number}", "classify", 8), 4, 64, 0.01)
+        model.drop_model(f"new {number}")
+
+    def run(number: int) -> None:
+        for steps in range(8):
+            model.observe(Series(f"old {number}", "classify", steps), 3, 40, 0.01)
+
+    def leave(number: int) -> None:
+        model.drop_model(f"old {number}")
+        model.call_s(Series(f"new {number}", "classify", 8), 4, 64)
+
+    def refuse(number: int) -> None:
+        model.relent()
+        model.observe_answer(0.001)
+
+    def again(write: Callable[[int], None]) -> None:
+        number = 0
+        while time.monotonic() < end_s:
+            write(number)
+            number = (number + 1) % 50
+
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(again, write) for write in (load, run, leave, refuse)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(usual_s)

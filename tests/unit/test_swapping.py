@@ -1,9 +1,11 @@
 """Models that take each other's place in an engine: who answers, and what is left behind."""
 
 import gc
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from threading import Event
 from typing import Any
@@ -116,6 +118,52 @@ def test_fifty_swaps_leave_nothing_behind() -> None:
             closed += _swap_and_use(bench, next(editions))
         assert held(bench.engine) == before
         assert len(closed) == 159 and all(model.closed for model in closed)
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns every microsecond: what two of them must not do at once, they do."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual_s)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_models_come_and_go_under_load_while_others_are_measured() -> None:
+    stop, editions = threading.Event(), count(1)
+    raised: list[BaseException] = []
+    with running() as bench:
+
+        def measure() -> None:
+            """What a loader does with models that are not served yet."""
+            try:
+                while not stop.is_set():
+                    loaded = [another(bundle(), next(editions))[0] for bundle in BUNDLES[:2]]
+                    measure_first_calls(loaded, bench.engine.latency)
+                    for served in loaded:
+                        bench.engine.latency.drop_model(served.key)
+            except BaseException as error:
+                raised.append(error)
+
+        loader = threading.Thread(target=measure)
+        loader.start()
+        try:
+            end_s = time.monotonic() + 4
+            while time.monotonic() < end_s and bench.engine.alive and not raised:
+                for bundle in BUNDLES:
+                    bench.engine.serve(another(bundle(), next(editions))[0])
+                work = [bench.classify(5, 7), bench.generate("abc", 3, steps=4)]
+                bench.engine.latency.relent()  # as after a refusal
+                bench.engine.latency.observe_answer(0.001)
+                for _, caller in work:
+                    caller.last()
+        finally:
+            stop.set()
+            loader.join()
+        assert not raised
+        assert bench.engine.alive and not bench.engine.dead
+        wait_for(lambda: not bench.engine.leaving)
 
 
 def _job(served: Served, caller: Caller) -> Job[Work]:

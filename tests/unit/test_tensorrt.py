@@ -124,6 +124,24 @@ def test_a_shape_that_repeats_is_captured_and_survives_larger_ones(
     assert session.graphs == 1 and cuda.launches == 3
 
 
+@pytest.mark.parametrize("family", ["text", "decoder", "translator"])
+def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, family: str
+) -> None:
+    bundle = FAMILIES[family](tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], set()), "building leaves some"
+    held = []
+    for _ in range(3):
+        engines, reference = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
+        engines.warm_up()
+        largest_error(engines, reference, bundle.manifest.steps[-1])
+        held.append((len(cuda.memory), len(cuda.graphs), len(cuda.streams)))
+        engines.close()
+        assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], set())
+    assert held[0] == held[1] == held[2] and min(held[0]) > 0
+
+
 def test_more_rows_than_the_engine_takes_run_one_part_after_another(
     tmp_path: Path, library: FakeTensorrt
 ) -> None:
