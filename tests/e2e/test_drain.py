@@ -1,16 +1,23 @@
 """SIGTERM under streaming load: who is told what, and when."""
 
+import base64
+import io
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
+import pytest
+from PIL import Image
 
 from benchmarks import drains
 from benchmarks.result import Result
+from tests.faults.raw_http import GOOD, error_code, head, status, until_closed
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 STREAMS = 6
@@ -98,6 +105,92 @@ def test_after_the_grace_limit_each_stream_ends_with_one_error() -> None:
         *tokens, (last, error) = parse_events(text)
         assert (last, error["error"]["code"]) == ("error", "draining") and tokens
         assert {name for name, _ in tokens} == {"message"}
+
+
+def large_picture() -> str:
+    """A file that takes a while to be read."""
+    noise = np.random.default_rng(1).integers(0, 255, (8, 8), np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(noise).resize((2500, 2500)).save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def begun(server: ServerProcess, sent: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), 30)
+    connection.sendall(sent)
+    return connection
+
+
+@pytest.mark.parametrize("cut", [20, -len(GOOD), -1], ids=["head", "no body", "half a body"])
+def test_a_request_that_is_still_arriving_gets_its_answer(cut: int) -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS) as server, begun(server, sent[:cut]) as connection:
+        time.sleep(0.2)
+        server.terminate()
+        while httpx.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        with begun(server, sent) as late:
+            refused = until_closed(late, 5)
+            assert (status(refused), error_code(refused)) == (503, "draining")
+        time.sleep(2.5)  # longer than uvicorn would have waited
+        connection.sendall(sent[cut:])
+        assert status(until_closed(connection, 10)) == 200
+        assert server.wait() == 0
+
+
+def test_inputs_that_are_being_read_are_answered() -> None:
+    picture = {"image": {"data": large_picture()}}
+    with (
+        server_process([image_bundle().folder]) as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        url = f"{server.url}/v1/classify"
+        asked = [
+            pool.submit(httpx.post, url, json={"input": picture}, timeout=60) for _ in range(12)
+        ]
+        while requests_inside(server) < 12:
+            time.sleep(0.01)
+        server.terminate()
+        assert [one.result().status_code for one in asked] == [200] * 12
+        assert server.wait(30) == 0
+        assert "Traceback" not in server.rest_of_output()
+
+
+def requests_inside(server: ServerProcess) -> int:
+    """How many clients are connected, whose requests are sent at once."""
+    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()
+    port = f":{server.port:04X}"
+    return sum(line.split()[1].endswith(port) and line.split()[3] == "01" for line in shown)
+
+
+def test_what_is_left_after_the_grace_gets_its_error() -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS, "--drain-s", "0.5") as server:
+        with begun(server, sent[:-1]) as body, begun(server, sent[:20]) as start:
+            time.sleep(0.2)
+            server.terminate()
+            sent_s = time.monotonic()
+            for connection in (body, start):
+                refused = until_closed(connection, 10)
+                assert (status(refused), error_code(refused)) == (503, "draining")
+            assert time.monotonic() - sent_s > 0.4
+        assert server.wait() == 0
+        said = server.rest_of_output()
+    assert "Traceback" not in said and "ERROR" not in said, said
+
+
+def test_a_second_signal_ends_the_grace() -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS) as server, begun(server, sent[:-1]) as connection:
+        time.sleep(0.2)
+        server.terminate()
+        time.sleep(0.5)
+        sent_s = time.monotonic()
+        server.terminate()
+        refused = until_closed(connection, 10)
+        assert (status(refused), error_code(refused)) == (503, "draining")
+        assert server.wait() == 0
+        assert time.monotonic() - sent_s < 6
 
 
 def test_nothing_is_loaded_any_more() -> None:
