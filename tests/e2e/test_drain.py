@@ -2,9 +2,11 @@
 
 import base64
 import io
+import json
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -14,7 +16,8 @@ from PIL import Image
 
 from benchmarks import drains
 from benchmarks.result import Result
-from tests.faults.raw_http import GOOD, error_code, head, status, until_closed
+from tests.faults.raw_http import GOOD, error_code, head, until_closed
+from tests.faults.raw_http import status as status_of
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle
@@ -131,36 +134,35 @@ def test_a_request_that_is_still_arriving_gets_its_answer(cut: int) -> None:
             pass
         with begun(server, sent) as late:
             refused = until_closed(late, 5)
-            assert (status(refused), error_code(refused)) == (503, "draining")
+            assert (status_of(refused), error_code(refused)) == (503, "draining")
         time.sleep(2.5)  # longer than uvicorn would have waited
         connection.sendall(sent[cut:])
-        assert status(until_closed(connection, 10)) == 200
+        assert status_of(until_closed(connection, 10)) == 200
         assert server.wait() == 0
 
 
 def test_inputs_that_are_being_read_are_answered() -> None:
-    picture = {"image": {"data": large_picture()}}
-    with (
-        server_process([image_bundle().folder]) as server,
-        ThreadPoolExecutor(12) as pool,
-    ):
-        url = f"{server.url}/v1/classify"
-        asked = [
-            pool.submit(httpx.post, url, json={"input": picture}, timeout=60) for _ in range(12)
-        ]
-        while requests_inside(server) < 12:
+    picture = f"data:image/png;base64,{large_picture()}"
+    body = json.dumps({"input": {"image": picture}}).encode()
+    sent = head(len(body), "connection: close") + body
+    with server_process([image_bundle().folder]) as server, ExitStack() as held:
+        asked = [held.enter_context(begun(server, sent)) for _ in range(12)]
+        while unread_bytes(server):
             time.sleep(0.01)
         server.terminate()
-        assert [one.result().status_code for one in asked] == [200] * 12
+        assert [status_of(until_closed(one, 60)) for one in asked] == [200] * 12
         assert server.wait(30) == 0
         assert "Traceback" not in server.rest_of_output()
 
 
-def requests_inside(server: ServerProcess) -> int:
-    """How many clients are connected, whose requests are sent at once."""
-    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()
-    port = f":{server.port:04X}"
-    return sum(line.split()[1].endswith(port) and line.split()[3] == "01" for line in shown)
+def unread_bytes(server: ServerProcess) -> int:
+    """What clients have sent and the server has not read."""
+    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
+    port, waiting = f":{server.port:04X}", 0
+    for _, local, remote, _, queues, *_ in map(str.split, shown):
+        sending, unread = (int(one, 16) for one in queues.split(":"))
+        waiting += sending * remote.endswith(port) + unread * local.endswith(port)
+    return waiting
 
 
 def test_what_is_left_after_the_grace_gets_its_error() -> None:
@@ -172,7 +174,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
             sent_s = time.monotonic()
             for connection in (body, start):
                 refused = until_closed(connection, 10)
-                assert (status(refused), error_code(refused)) == (503, "draining")
+                assert (status_of(refused), error_code(refused)) == (503, "draining")
             assert time.monotonic() - sent_s > 0.4
         assert server.wait() == 0
         said = server.rest_of_output()
@@ -188,7 +190,7 @@ def test_a_second_signal_ends_the_grace() -> None:
         sent_s = time.monotonic()
         server.terminate()
         refused = until_closed(connection, 10)
-        assert (status(refused), error_code(refused)) == (503, "draining")
+        assert (status_of(refused), error_code(refused)) == (503, "draining")
         assert server.wait() == 0
         assert time.monotonic() - sent_s < 6
 

@@ -51,7 +51,7 @@ def silence(port: int, number: int) -> Iterator[None]:
                     one.close()
                     silent[index] = connect(port)
                     silent[index].setblocking(False)
-                over.wait(0.05)
+                over.wait(0.25)
 
         thread = threading.Thread(target=renew)
         thread.start()
@@ -65,8 +65,10 @@ def silence(port: int, number: int) -> Iterator[None]:
 
 
 def test_silent_connections_keep_nobody_out() -> None:
-    flags = ("--max-connections", "50", "--header-timeout-s", "5")
-    with server_process(FOLDERS, *flags) as server, silence(server.port, 200):
+    with (
+        server_process(FOLDERS, "--max-connections", "200") as server,
+        silence(server.port, 300),
+    ):
         for _ in range(35):
             for path in ("/health/live", "/health/ready"):
                 assert httpx.get(server.url + path, timeout=5).status_code == 200
