@@ -325,7 +325,10 @@ class LimitedProtocol(HttpToolsProtocol):
             begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
             if begun_s <= since_s:
                 return True
-        return not self._idle or self.transport.get_write_buffer_size() > 0
+        if not self._idle and self._answering is not None:  # those behind it came later still
+            arrived_s: float = cast(dict[str, Any], self._answering.scope)[ARRIVED_KEY]
+            return arrived_s <= since_s
+        return self.transport.get_write_buffer_size() > 0
 
     def end(self, problem: ServeError) -> None:
         """Answer with this error what is unanswered; what has half been answered is cut off."""

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import socket
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -163,6 +164,28 @@ def unread_bytes(server: ServerProcess) -> int:
         sending, unread = (int(one, 16) for one in queues.split(":"))
         waiting += sending * remote.endswith(port) + unread * local.endswith(port)
     return waiting
+
+
+def test_requests_that_come_later_do_not_keep_the_server() -> None:
+    over = threading.Event()
+
+    def look(server: ServerProcess) -> None:
+        with httpx.Client(base_url=server.url, timeout=10) as client:
+            while not over.is_set():
+                try:
+                    client.get("/v1/models")
+                except httpx.TransportError:
+                    return
+
+    with server_process(FOLDERS) as server, ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(look, server)
+        time.sleep(0.5)
+        server.terminate()
+        try:
+            assert server.wait(10) == 0  # of the 30 s that it may take
+        finally:
+            over.set()
 
 
 def test_what_is_left_after_the_grace_gets_its_error() -> None:
