@@ -130,7 +130,10 @@ class QueuedLines(logging.Handler):
             line = self.format(record)
         except Exception:  # a message that does not fit its arguments: our bug, not the caller's
             line = f"{record.levelname} {record.name}: {record.msg!r} {record.args!r}"
-        _errors.put(line)
+        try:
+            _errors.put(line)
+        except MemoryError:
+            _count_dropped(b"\n")
 
 
 class JsonLines(logging.Formatter):

@@ -208,9 +208,10 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
         time.sleep(_WARM_S)
         before = _mib(server, "VmRSS")
         command = [sys.executable, "-m", "tests.faults.all_attacks", "--port", str(server.port)]
+        lasting = ["--seconds", str(seconds)]
         attackers = [
             subprocess.Popen(
-                [*command, "--attack", name, "--source", f"127.0.0.{number}"],
+                [*command, "--attack", name, "--source", f"127.0.0.{number}", *lasting],
                 cwd=ROOT,
                 preexec_fn=lambda: os.nice(_NICER),
                 stderr=subprocess.PIPE,
@@ -293,9 +294,11 @@ def main(arguments: Sequence[str]) -> int:
     parsed = made.parse_args(arguments)
     if parsed.attack is not None:
         target = Target(parsed.port, parsed.source)
-        while True:  # until it is killed
+        end_s = time.monotonic() + parsed.seconds + 60  # unless it is killed
+        while time.monotonic() < end_s:
             ATTACKS[parsed.attack](target)
             time.sleep(0.1)
+        return 0
     found = run(parsed.seconds, parsed.attacks)
     before, most, after = found.memory_mib
     print(
