@@ -1,121 +1,55 @@
-"""The command `stepdial serve`, also `python -m serve`: from the command line to a running server.
+"""The command `stepdial serve`, also `python -m serve`.
 
-Knows how the parts are put together; what they do is theirs.
+What it does is in serve.command, which takes a moment to load; signals may come before that.
 """
 
-import gc
-import logging
-import socket
+import os
+import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from types import FrameType, TracebackType
 
-from serve import logs
-from serve.app import create_app
-from serve.banner import serving
-from serve.bundle import BundleError
-from serve.catalog import Catalog, find_bundles, open_catalog
-from serve.config_file import read_config
-from serve.engine.engine import Engine
-from serve.engine.first_calls import measure_first_calls
-from serve.flags import parse
-from serve.keys import NewKey
-from serve.loading import Loading
-from serve.malloc import keep_memory_low
-from serve.metrics import Metrics
-from serve.priority import answer_first
-from serve.server import AddressError, Server, bind, leave, listen, url_of
-from serve.setting_names import SettingsError
-from serve.settings import Settings
-
-_UNUSABLE = 2
-_INTERRUPTED = 130
-_SWITCH_S = 0.0005
-_log = logging.getLogger("stepdial")
+_ENDED = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status of the process."""
-    line = parse(sys.argv[1:] if argv is None else argv)
-    keep_memory_low()
-    log_format: logs.LogFormat = "text"
-    try:
-        if line.new_key is not None:
-            _show_new_key(line.new_key)
-            return 0
-        config = read_config(line.config) if line.config else None
-        settings = Settings.read(line.flags, config=config)
-        log_format = settings.log_format
-        # First, so that a port in use is known before anything is loaded.
-        with bind(settings.host, settings.port) as listener:
-            folders = line.bundles or find_bundles(settings.zoo)
-            catalog = open_catalog(folders, settings.threads, settings.place)
-            _serve(settings, catalog, listener, None if line.bundles else settings.zoo)
-    except (SettingsError, BundleError, AddressError) as error:
-        print(logs.line(log_format, f"stepdial serve: {error}", "CRITICAL"), file=sys.stderr)
-        return _UNUSABLE
-    except KeyboardInterrupt:  # while the bundles were loading; later a signal drains
-        return _INTERRUPTED
-    return 0
+    with EarlySignals() as early:
+        from serve.command import command
+
+        return command(sys.argv[1:] if argv is None else argv, early.repeat)
 
 
-def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: Path | None) -> None:
-    """`zoo` is looked through again on SIGHUP."""
-    _set_up(settings)
-    engine = Engine(
-        catalog,
-        settings.limits,
-        Metrics(),
-        patience=settings.patience,
-        leave=leave,
-        recheck_share=settings.recheck_share,
-    )
-    measure_first_calls(catalog, engine.latency)
-    url = url_of(listener)
+class EarlySignals:
+    """Those that come before there is a server: SIGTERM ends the process, SIGHUP is kept for it."""
 
-    def changed() -> None:
-        answer_first()  # loading has started threads
-        models = [served.name for served in catalog]
-        banner = serving(catalog, url)
-        try:
-            print(logs.line(settings.log_format, banner, url=url, models=models), flush=True)
-        except OSError as error:  # a full disk, or nobody who reads: no reason not to serve
-            _log.warning("standard output takes nothing more (%s): %s", error, ", ".join(models))
+    def __enter__(self) -> "EarlySignals":
+        self._hung_up = False
+        wanted = {signal.SIGTERM: self._end, signal.SIGHUP: self._keep}
+        self._before = {number: signal.signal(number, do) for number, do in wanted.items()}
+        return self
 
-    loading = Loading(engine, settings, zoo, changed)
-    app = create_app(settings, engine, loading)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    async def reload() -> None:
-        for keys in (app.state.keys, app.state.admin_keys):
-            try:
-                keys.read_again()
-            except SettingsError as error:
-                _log.error("the keys stay as they were: %s", error)
-        await loading.reload()
+    def repeat(self) -> None:
+        """There is a server now: tell it what came before."""
+        if self._hung_up:
+            self._hung_up = False
+            signal.raise_signal(signal.SIGHUP)
 
-    listen(listener)
-    Server(settings, app, engine, lambda url: changed(), reload).run([listener])
+    def _end(self, sig: int, frame: FrameType | None) -> None:
+        # Nobody was promised anything yet, and threads that load could not be told to end.
+        os._exit(_ENDED)
 
-
-def _show_new_key(name: str) -> None:
-    """The key to the terminal, what is kept of it to wherever standard output leads."""
-    key = NewKey.draw(name)
-    print(
-        f"The key of {name}, shown this once: {key.secret}\n"
-        "What follows belongs into the file that --api-keys-file names:",
-        file=sys.stderr,
-    )
-    print(key.block)
-
-
-def _set_up(settings: Settings) -> None:
-    logs.set_up(settings.log_format, settings.log_level, settings.access_log)
-    # The engine's thread and the event loop take turns at the interpreter: short turns keep
-    # either from waiting 5 ms, the default, for the other.
-    sys.setswitchinterval(_SWITCH_S)
-    # What is loaded now stays; looking through it again and again would only cause pauses.
-    gc.collect()
-    gc.freeze()
+    def _keep(self, sig: int, frame: FrameType | None) -> None:
+        self._hung_up = True
 
 
 if __name__ == "__main__":

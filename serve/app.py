@@ -97,6 +97,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         keys=keys,
         origins=settings.cors_origins,
         access=Access(settings.access_log, traces),
+        takes=engine.takes,
     )
     app = DirectApplication(
         title="Stepdial",

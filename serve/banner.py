@@ -10,7 +10,7 @@ from serve.bundle import ImageInput, PointsInput
 from serve.catalog import Catalog, Served
 
 
-def serving(catalog: Catalog, url: str) -> str:
+def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
     """All of it, for people."""
     models = list(catalog)
     lines = ["", "Stepdial serves" if models else "Stepdial serves no model"]
@@ -18,7 +18,10 @@ def serving(catalog: Catalog, url: str) -> str:
     for served in models:
         steps = ", ".join(map(str, served.manifest.steps))
         lines.append(f"  {served.name:<{width}}  {served.manifest.task:<8}  steps {steps}")
-    lines += [f"on {url} (API: {url}/docs)", ""]
+    lines += [f"on {url} (API: {url}/docs)"]
+    if health_url is not None:
+        lines += [f"probes and metrics also on {health_url}"]
+    lines += [""]
     if models:
         shown = min(models, key=lambda served: served.manifest.input.kind != "text")
         path, example = _example(shown)

@@ -1,32 +1,48 @@
 """One connection of a client: what it may send, and how long it may take.
 
 uvicorn reads the protocol; this adds the limits that it has none of, so that no client can hold
-memory or a connection without end. Knows bytes and time; deliberately neither routes nor models.
+memory or a connection without end. Knows bytes and time, neither routes nor models.
+
+The class LimitedProtocol is the one place that knows private parts of uvicorn, which is why
+pyproject.toml names the versions that they were looked up in.
 """
 
 import asyncio
+import json
 import socket
 import struct
 import time
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-from serve.connection_limits import ConnectionLimits, problem_of_host
+from serve.connection_limits import ConnectionLimits, Crowd, problem_of_headers
 from serve.errors import BadHttp, Crowded, RequestTimeout, ServeError
-from serve.old_http import without_chunks
-from serve.whole_answer import refusal, write_whole
-from serve.whole_body import whole_body
 from serve.wire.body import WHOLE_BODY_KEY
 from serve.wire.departure import DEPARTURE_KEY, Departure
-from serve.wire.envelope import ARRIVED_KEY, CROWDED_KEY, WHOLE_KEY
+from serve.wire.envelope import (
+    ARRIVED_KEY,
+    CROWDED_KEY,
+    ENDED_KEY,
+    PROBING_KEY,
+    SECURITY_HEADERS,
+    WHOLE_KEY,
+)
+from serve.wire.error_shapes import error_body
 from serve.wire.origin import Header, HeaderList
 
 # Connections beyond the limit on which probes are answered all the same.
 _FOR_PROBES = 64
+# Connections of the port that is for probes only.
+_PROBING = 64
 # Requests that may wait behind another on one connection; no client that is known sends so many.
 _MAX_PIPELINED = 64
 # What has no body that could still be on its way, and asks no model.
@@ -53,6 +69,9 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits; a subclass made by `limited` sets them."""
 
     limits: ClassVar[ConnectionLimits]
+    everybody: ClassVar[Crowd]
+    probing: ClassVar[Crowd]  # on a port of their own
+    health_port: ClassVar[int | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +79,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._chunk_bytes = 0  # that came last
         self._head_bytes = 0  # that came since the head began, without the chunk it began in
         self._ignored_bytes = 0
+        self._trailers = self._trailer_bytes = 0
+        self._between_bytes = 0  # that came since the last byte of the body
+        self._crowd = self.everybody
         self._crowded = False
         self._deaf = False  # nothing that still comes is read
         self._problem: ServeError | None = None  # what a callback of the parser found
@@ -72,14 +94,16 @@ class LimitedProtocol(HttpToolsProtocol):
     # uvicorn narrows the type of asyncio's protocol in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        over = len(self.connections) - self.limits.connections
-        self._crowded = over > 0
-        if over > _FOR_PROBES:
+        if self.health_port is not None and self.server and self.server[1] == self.health_port:
+            self._crowd = self.probing
+        self._crowded = not self._crowd.enter(self, self.client[0] if self.client else None)
+        if self._crowded and self._crowd.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
             self._await_bytes(self.limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._crowd.leave(self)
         self._stop_reading_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -97,6 +121,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._chunk_bytes = len(data)
         if self._reading is _HEAD:
             self._head_bytes += self._chunk_bytes
+        elif self._reading is _BODY:
+            self._between_bytes += self._chunk_bytes
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -111,6 +137,11 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(problem)
             elif self._read_timer is None:
                 self._await_bytes(self.limits.header_timeout_s)
+        elif self._reading is _BODY:
+            # What the parser keeps until it is whole: a trailer, or what a chunk says of itself.
+            problem = self.limits.problem_of_trailers(self._trailers, self._between_bytes)
+            if problem is not None:
+                self._refuse(problem)
         elif self._reading is _NOTHING and self._idle:
             self._await_next_request()
 
@@ -141,6 +172,19 @@ class LimitedProtocol(HttpToolsProtocol):
         scope[WHOLE_KEY] = self._write_whole
         if self._crowded:
             scope[CROWDED_KEY] = True
+        if self._crowd is self.probing:
+            scope[PROBING_KEY] = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading is not _BODY:
+            super().on_header(name, value)
+            return
+        # A trailer, which is not for whoever reads headers.
+        self._trailers += 1
+        self._trailer_bytes += len(name) + len(value)
+        self._problem = self.limits.problem_of_trailers(self._trailers, self._trailer_bytes)
+        if self._problem is not None:
+            raise self._problem
 
     def on_headers_complete(self) -> None:
         size = self._head_bytes + self._chunk_bytes
@@ -148,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         self._problem = self.limits.problem_of_head(self.url, self.headers, size)
         if self._problem is None:
-            self._problem = problem_of_host(self.parser.get_http_version(), self.headers)
+            self._problem = problem_of_headers(self.parser.get_http_version(), self.headers)
         if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
             self._problem = BadHttp("too many requests were sent ahead: wait for answers")
         if self._problem is not None:
@@ -157,11 +201,14 @@ class LimitedProtocol(HttpToolsProtocol):
         waits = not self._idle
         super().on_headers_complete()
         self._reading = _BODY
+        self._trailers = self._trailer_bytes = self._between_bytes = 0
+        self._crowd.busy(self)
         if not waits:
             self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._between_bytes = 0
         if self.cycle.response_complete:
             self._ignored_bytes += len(body)
             if self._ignored_bytes > self.limits.body_bytes:
@@ -177,6 +224,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        if following is None:
+            self._crowd.idle(self)
         if self.transport.is_closing():
             self._await_reader()
         elif following is not None:
@@ -187,20 +236,67 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
-            app = without_chunks(cycle, app)
+            app = self._undivided(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _take_body(self) -> bytes | None:
-        assert self._answering is not None  # an application asks
-        return whole_body(self._answering, self.flow)
+        """A body that has come as a whole; None if the client has left meanwhile."""
+        cycle = self._answering
+        assert cycle is not None  # an application asks
+        if cycle.disconnected or cycle.response_complete:
+            return None
+        self.flow.resume_reading()
+        cycle.message_event.clear()
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
 
     # Writing
 
     def _write_whole(
         self, status: int, headers: Sequence[Header], always: HeaderList, body: bytes
     ) -> bool:
-        assert self._answering is not None  # an application asks
-        return write_whole(self._answering, self.flow, status, headers, always, body)
+        """Write an answer in one piece, its head and its body together.
+
+        uvicorn writes the two one after the other, which takes a system call and a packet more,
+        and looks through every header that the server itself made. False if the answer has to go
+        that way all the same. `always` are headers that other answers have as well.
+        """
+        cycle = self._answering
+        assert cycle is not None  # an application asks
+        if cycle.disconnected or cycle.response_started or self.flow.write_paused:
+            return False
+        head = _lines([*cycle.default_headers, *headers]) + _same_lines(always)
+        if not cycle.keep_alive:
+            head += b"connection: close\r\n"
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.transport.write(b"".join((STATUS_LINE[status], head, b"\r\n", body)))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+    @staticmethod
+    def _undivided(cycle: RequestResponseCycle, app: Any) -> Any:
+        """The application, for a client of HTTP/1.0: it has no chunks, which uvicorn sends to all.
+
+        The end of the connection ends its body.
+        """
+        cycle.chunked_encoding = False
+        # Such a client sends its body anyway, and takes what is told meanwhile for the answer.
+        cycle.waiting_for_100_continue = False
+
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async def send_undivided(message: Any) -> None:
+                if message["type"] == "http.response.body":
+                    # As uvicorn counts down how much is still to come.
+                    cycle.expected_content_length = len(message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, send_undivided)
+
+        return answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -218,6 +314,51 @@ class LimitedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         super().shutdown()
         self.loop.call_later(_LAST_READ_S, self._cut)
+
+    # The end of the server
+
+    def unfinished(self, since_s: float) -> bool:
+        """Whether a client still waits for something that had begun to come at that time."""
+        if self._crowd is self.probing:
+            return False
+        if self._reading is _HEAD and not self._deaf:
+            begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
+            if begun_s <= since_s:
+                return True
+        if not self._idle and self._answering is not None:  # those behind it came later still
+            arrived_s: float = cast(dict[str, Any], self._answering.scope)[ARRIVED_KEY]
+            return arrived_s <= since_s
+        return self.transport.get_write_buffer_size() > 0
+
+    def end(self, problem: ServeError) -> None:
+        """Answer with this error what is unanswered; what has half been answered is cut off."""
+        cycle = self._answering
+        if self.transport.is_closing():
+            return
+        if cycle is None or self._idle:
+            if self._reading is _HEAD:
+                self._refuse(problem)
+            return
+        scope = cast(dict[str, Any], cycle.scope)
+        scope[ENDED_KEY] = True  # before the application hears of it
+        if not cycle.response_started:
+            self.limits.count_refusal(problem.code)
+            self.transport.write(refusal(problem, scope["path"]))
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self._close()
+
+    # Room for others
+
+    def may_go(self) -> bool:
+        return self.transport.get_write_buffer_size() == 0
+
+    def make_room(self) -> None:
+        self.limits.count_eviction()
+        if self._reading is _HEAD and self._idle:
+            self._refuse(Crowded("too many connections are open: try again in a moment"))
+        else:
+            self._close()
 
     # Ends
 
@@ -239,7 +380,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         # What is wrong is in a body: nothing may be written into another answer that has begun.
         begun = self._answering is not None and self._answering.response_started
-        if self._idle or (self._answering is self.cycle and not begun):
+        unasked = self._idle and self._reading is not _BODY
+        if unasked or (self._answering is self.cycle and not begun):
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
             self.transport.write(refusal(problem, path))
         self._close()
@@ -300,4 +442,38 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """The kind of connection that uvicorn makes for each client."""
-    return type("Connection", (LimitedProtocol,), {"limits": limits})
+    everybody = Crowd(limits.connections, limits.address_connections, limits.proxies)
+    shared = {
+        "limits": limits,
+        "everybody": everybody,
+        "probing": Crowd(_PROBING, _PROBING, ()),
+    }
+    return type("Connection", (LimitedProtocol,), shared)
+
+
+def refusal(problem: ServeError, path: str) -> bytes:
+    """A whole answer, for clients that no application ever hears of."""
+    body = json.dumps(error_body(problem, path)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *SECURITY_HEADERS,
+    ]
+    headers += [
+        (name.encode(), value.encode())
+        for name, value in problem.headers().items()
+        if name != "connection"
+    ]
+    lines = [name + b": " + value for name, value in headers]
+    return STATUS_LINE[problem.status] + b"\r\n".join([*lines, b"", body])
+
+
+def _lines(headers: Sequence[Header]) -> bytes:
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if lines.count(b"\n") + lines.count(b"\r") > 2 * len(headers):
+        raise RuntimeError("a header holds the end of a line")
+    return lines
+
+
+_same_lines = lru_cache(maxsize=8)(_lines)

@@ -27,6 +27,7 @@
     │   ├── RateLimited       429  the API key has sent too many requests of late
     │   └── ConcurrencyLimited 429  too many requests of the API key run
     ├── HeadersTooLarge       431  too many headers, or too many bytes of them
+    ├── UnsupportedCoding     501  the body is sent in a coding other than chunked
     ├── InternalError         500  our own bug; never caused by input that a client may send
     ├── DeadlineLapsed        504  the request was taken in, and its deadline passed
     └── Unavailable           503  nothing is wrong with the request
@@ -153,6 +154,11 @@ class UrlTooLong(ServeError):
 class HeadersTooLarge(ServeError):
     status = 431
     code = "headers_too_large"
+
+
+class UnsupportedCoding(ServeError):
+    status = 501
+    code = "unsupported_coding"
 
 
 class Unprocessable(ServeError):

@@ -9,6 +9,8 @@ import hmac
 import os
 import re
 import secrets
+import shlex
+import stat
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ _SECRET_BYTES = 32
 _MIN_CHARACTERS = 20
 _MAX_CHARACTERS = 256
 _VISIBLE = re.compile(r"[!-~]+")
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # A client whose requests all run cannot know when one will end.
 _TRY_AGAIN_S = 1.0
 
@@ -176,7 +179,15 @@ def _from_environment(environ: Mapping[str, str], variable: str) -> list[Key]:
 
 def _from_file(path: Path) -> list[Key]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & _OTHERS_MAY_WRITE:
+                raise KeysError(
+                    f"others may write the API keys in {path}: run "
+                    f"`chmod go-w {shlex.quote(str(path))}`"
+                )
+            document = tomllib.loads(file.read())
+    except KeysError:
+        raise
     except OSError as error:
         raise KeysError(f"cannot read the API keys in {path}: {error.strerror}") from None
     except ValueError as error:  # neither UTF-8 nor TOML

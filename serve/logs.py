@@ -1,21 +1,139 @@
 """Logs: one line a record, for people to read or, as JSON, for programs.
 
-Knows how lines look; deliberately not what is logged. A record may carry `fields`, which only JSON
-shows: the message says as much as people need.
+Whoever logs never waits for whoever reads: lines go through a queue, and those that do not fit are
+dropped and counted. A record may carry `fields`, which only JSON shows: the message says as much
+as people need.
 """
 
+import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# That wait to be written to one file; a pipe takes 64 KiB more.
+_MOST_BYTES = 2**20
+_AT_ONCE_BYTES = 2**16
+_BLOCKED_S = 0.05
+# At the end of the process, for what still waits.
+_LAST_LINES_S = 1.0
 _log = logging.getLogger("stepdial")
+
+
+class Outlet:
+    """Lines on their way to a file of this process, written by a thread of their own."""
+
+    def __init__(self, descriptor: int, failed: Callable[[OSError], None]) -> None:
+        """`failed` is told when the file takes nothing more, once until it does again."""
+        self._descriptor = descriptor
+        self._failed = failed
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._writing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._fails = False
+
+    def open(self) -> None:
+        """Begin to write."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def put(self, lines: str) -> None:
+        """Write this when there is room for it; drop it if much waits."""
+        text = lines.encode("utf-8", "backslashreplace") + b"\n"
+        with self._changed:
+            if self._bytes + len(text) > _MOST_BYTES:
+                _count_dropped(text)
+                return
+            self._waiting.append(text)
+            self._bytes += len(text)
+            self._changed.notify_all()
+
+    def flush(self, within_s: float) -> None:
+        """Wait until all is written, but no longer than this."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._writing), within_s)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                lines = b""
+                while self._waiting and len(lines) < _AT_ONCE_BYTES:
+                    lines += self._waiting.popleft()
+                self._bytes -= len(lines)
+                self._writing = True
+            try:
+                while lines:
+                    try:
+                        lines = lines[os.write(self._descriptor, lines) :]
+                    except BlockingIOError:  # another process has made it so
+                        time.sleep(_BLOCKED_S)
+                self._fails = False
+            except OSError as error:
+                _count_dropped(lines)
+                if not self._fails:
+                    self._fails = True
+                    self._failed(error)
+
+
+def _standard_output_failed(error: OSError) -> None:
+    _log.warning("standard output takes nothing more (%s)", error)
+
+
+# Standard error has nobody who could be told.
+_errors = Outlet(2, lambda error: None)
+_output = Outlet(1, _standard_output_failed)
+_tell_dropped: Callable[[int], None] | None = None
+
+
+def tell_dropped(told: Callable[[int], None]) -> None:
+    """Tell this how many lines were dropped, whenever some are."""
+    global _tell_dropped
+    _tell_dropped = told
+
+
+def say(text: str) -> None:
+    """To standard output, as soon as it takes it."""
+    _output.put(text)
+
+
+def flush() -> None:
+    """Wait for what is still to be written, for a moment: whoever should read it may not."""
+    end_s = time.monotonic() + _LAST_LINES_S
+    for outlet in (_output, _errors):
+        outlet.flush(max(0.0, end_s - time.monotonic()))
+
+
+def _count_dropped(lines: bytes) -> None:
+    if _tell_dropped is not None:
+        _tell_dropped(lines.count(b"\n"))
+
+
+class QueuedLines(logging.Handler):
+    """Writes records to standard error, without waiting for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # a message that does not fit its arguments: our bug, not the caller's
+            line = f"{record.levelname} {record.name}: {record.msg!r} {record.args!r}"
+        try:
+            _errors.put(line)
+        except MemoryError:
+            _count_dropped(b"\n")
 
 
 class JsonLines(logging.Formatter):
@@ -32,15 +150,18 @@ class JsonLines(logging.Formatter):
 
 def set_up(log_format: LogFormat, level: str, access_log: bool) -> None:
     """Let every logger of the process write to standard error in this form."""
-    handler = logging.StreamHandler()
+    # Now: a process that is short of memory may not be able to start them later.
+    _errors.open()
+    _output.open()
+    handler = QueuedLines()
     handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if access_log:
         logging.getLogger("stepdial.access").setLevel(logging.INFO)
-    if log_format == "json":
-        logging.captureWarnings(True)
-        sys.excepthook = _uncaught
-        threading.excepthook = _uncaught_in_thread
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+    atexit.register(flush)
 
 
 def line(log_format: LogFormat, message: str, level: str = "INFO", **fields: Any) -> str:

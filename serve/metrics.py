@@ -5,6 +5,7 @@ Labels take few values: models, rungs, routes and codes, never anything that a c
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import (
@@ -16,6 +17,8 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from serve.bundle import Manifest
 from serve.scheduler.job import LaneKey
@@ -36,6 +39,28 @@ class Watched(Protocol):
     def running(self) -> int: ...
     @property
     def cache_bytes(self) -> int: ...
+    @property
+    def readiness(self) -> Mapping[str, bool]: ...
+
+
+class Readiness(Collector):
+    """Which models answer, read off an engine whenever it is asked for."""
+
+    _labelnames = ("model",)  # as the library's own instruments have them
+
+    def __init__(self, engine: Watched) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """The metric with a value for each model."""
+        family = GaugeMetricFamily(
+            "stepdial_model_ready",
+            "Whether requests of a served model are welcome: 1, else 0.",
+            labels=self._labelnames,
+        )
+        for model, ready in self._engine.readiness.items():
+            family.add_metric([model], float(ready))
+        return [family]
 
 
 class Times(Histogram):
@@ -137,6 +162,16 @@ class Metrics:
             "Requests dropped because their client had gone.",
             registry=self.registry,
         )
+        self.evicted = Counter(
+            "stepdial_connections_evicted",
+            "Idle connections that were closed to make room for others.",
+            registry=self.registry,
+        )
+        self.log_lines_dropped = Counter(
+            "stepdial_log_lines_dropped",
+            "Lines of the log that nobody took in time.",
+            registry=self.registry,
+        )
         self.runtime_failures = self._counter(
             "runtime_failures", "Calls of the runtime that threw.", "model"
         )
@@ -215,6 +250,7 @@ class Metrics:
         self._gauge("cache_bytes", "Cache memory of generations.").set_function(
             lambda: engine.cache_bytes
         )
+        self.registry.register(Readiness(engine))
         self._gauge("cache_limit_bytes", "The limit of stepdial_cache_bytes.").set(
             cache_limit_bytes
         )

@@ -3,6 +3,7 @@
 Knows the instruments, and what an operator asks of each; deliberately not when they change.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
@@ -185,6 +186,11 @@ _FAILURES = {
         "a model fails",
         "sum by (model) (increase(stepdial_runtime_failures_total[5m])) > 0",
     ),
+    "stepdial_model_ready": Use(
+        "1 or 0",
+        "replicas on which a model does not answer",
+        "count by (model) (stepdial_model_ready == 0)",
+    ),
     "stepdial_late_calls_total": Use(
         "calls",
         "a model hangs",
@@ -201,6 +207,16 @@ _PROCESS = {
         "always 1",
         "replicas that serve each model",
         "sum by (model, precision) (stepdial_model_info)",
+    ),
+    "stepdial_connections_evicted_total": Use(
+        "connections",
+        "there are more connections than there may be",
+        "increase(stepdial_connections_evicted_total[5m]) > 0",
+    ),
+    "stepdial_log_lines_dropped_total": Use(
+        "lines",
+        "whoever reads the log is too slow, or gone",
+        "increase(stepdial_log_lines_dropped_total[5m]) > 0",
     ),
     "stepdial_process_virtual_memory_bytes": Use(
         "bytes", "address space taken", "stepdial_process_virtual_memory_bytes"
@@ -238,6 +254,7 @@ class _Idle:
     """An engine whose gauges are shown."""
 
     queued = running = cache_bytes = 0
+    readiness: Mapping[str, bool] = {}  # nobody writes to it
 
 
 def instruments() -> dict[str, tuple[Metric, tuple[str, ...]]]:

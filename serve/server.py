@@ -1,6 +1,6 @@
 """The process: an event loop, a listening socket, and an orderly end on SIGTERM.
 
-Knows uvicorn and signals; deliberately neither routes nor models.
+Knows uvicorn and signals, neither routes nor models.
 """
 
 import asyncio
@@ -10,13 +10,14 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from serve.connection import limited
+from serve import logs
+from serve.connection import LimitedProtocol, limited
 from serve.connection_limits import ConnectionLimits
 from serve.engine.engine import Engine
 from serve.errors import Draining
@@ -35,11 +36,15 @@ _POLL_S = 0.02
 # For what has been answered to reach clients that read slowly.
 _FLUSH_S = 2
 _LAST_ANSWERS_S = 1.0
+# When the grace is over: for routes to answer what the engine has given up.
+_GIVEN_UP_S = 0.5
+# Then, for threads that cannot be told to end; with _FLUSH_S in it.
+_LEAVE_S = 4.0
 _log = logging.getLogger("stepdial")
 
 
 class Server(uvicorn.Server):
-    """Takes no more requests on the first signal, and ends when those that run have finished.
+    """Takes no more requests on the first signal, and ends when those that had begun are answered.
 
     It goes on listening meanwhile, so that probes and balancers are told rather than refused.
     """
@@ -51,17 +56,23 @@ class Server(uvicorn.Server):
         engine: Engine,
         listening: Callable[[str], None],
         reload: Callable[[], Coroutine[None, None, None]] | None = None,
+        leave: Callable[[int, float], None] = lambda status, in_s: None,
     ) -> None:
-        """`listening` is told the address; `reload` is run on SIGHUP."""
+        """`listening` is told the address; `reload` is run on SIGHUP.
+
+        `leave` is to end the process with this status in so many seconds, whatever still runs.
+        """
         limits = ConnectionLimits.of(
             settings,
             allow_files(settings.max_connections),
             lambda code: engine.metrics.rejected.labels(code).inc(),
+            engine.metrics.evicted.inc,
         )
+        self._connection = limited(limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limited(limits),
+                http=self._connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -77,25 +88,38 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._hurried = False
         self._reload = reload
+        self._leave = leave
         self._reloads: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """The second socket, if there is one, is for probes."""
         assert sockets
+        if len(sockets) > 1:
+            self._connection.health_port = sockets[1].getsockname()[1]
+        await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         if self._reload is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, self._begin_reload)
+            # Not by the loop, which would have the signal end the process once it is closed.
+            signal.signal(signal.SIGHUP, self._hang_up)
         self._listening(url_of(sockets[0]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second one ends at once."""
-        if self._loop is None or self._engine.draining:
+        """The first signal drains; a second one ends the grace; a third one waits for nothing."""
+        if self._loop is None or self._hurried:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
-            return
-        self._engine.drain()
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        elif self._engine.draining:
+            self._hurried = True
+        else:
+            self._engine.drain()
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _hang_up(self, sig: int, frame: FrameType | None) -> None:
+        assert self._loop is not None
+        if not self._engine.draining:
+            self._loop.call_soon_threadsafe(self._begin_reload)
 
     def _begin_drain(self) -> None:
         self._drain = asyncio.get_running_loop().create_task(self._drained())
@@ -107,14 +131,36 @@ class Server(uvicorn.Server):
         task.add_done_callback(self._reloads.discard)
 
     async def _drained(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, begun_s = asyncio.get_running_loop(), self._engine.clock()
+        late = Draining("the server has shut down before the answer was complete: send it again")
         end_s = loop.time() + self._drain_s
-        while (self._engine.queued or self._engine.running) and loop.time() < end_s:
-            await asyncio.sleep(_POLL_S)
-        self._engine.abort(
-            Draining("the server has shut down before the answer was complete: send it again")
-        )
+        await self._answered(begun_s, lambda: self._hurried or loop.time() >= end_s)
+        self._engine.close(late)
+        # Routes say best what became of their requests. Those that are still reading one cannot.
+        end_s = loop.time() + _GIVEN_UP_S
+        await self._answered(begun_s, lambda: loop.time() >= end_s)
+        for connection in self._connections():
+            connection.end(late)
+        for task in self.server_state.tasks:
+            task.cancel()
+        self._leave(0, _LEAVE_S)
         self.should_exit = True
+
+    async def _answered(self, begun_s: float, too_late: Callable[[], bool]) -> None:
+        """Wait for every request that had begun at this time, until it is too late."""
+        while (
+            self._engine.queued
+            or self._engine.running
+            or any(one.unfinished(begun_s) for one in self._connections())
+        ):
+            if too_late():
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def _connections(self) -> Iterator[LimitedProtocol]:
+        for connection in [*self.server_state.connections]:
+            assert isinstance(connection, LimitedProtocol)
+            yield connection
 
 
 def allow_files(connections: int) -> int:
@@ -138,17 +184,24 @@ def allow_files(connections: int) -> int:
     return connections
 
 
-def leave() -> None:
-    """End the process in a moment, whatever its threads do: one that hangs can never be joined."""
-    threading.Timer(_LAST_ANSWERS_S, os._exit, [HUNG]).start()
+def leave(status: int = HUNG, in_s: float = _LAST_ANSWERS_S) -> None:
+    """End the process soon, whatever its threads do: one that hangs can never be joined."""
+
+    def end() -> None:
+        logs.flush()
+        os._exit(status)
+
+    timer = threading.Timer(in_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 class AddressError(OSError):
     """An address that cannot be listened on; the message says what to do."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which does not listen yet."""
+def bind(host: str, port: int, flags: str = "--host and --port") -> socket.socket:
+    """A socket at this address, which does not listen yet; `flags` say where it came from."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -163,17 +216,17 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise _address_error(host, port, error) from None
+        raise _address_error(host, port, error, flags) from None
     return listener
 
 
-def listen(listener: socket.socket) -> None:
+def listen(listener: socket.socket, flags: str = "--host and --port") -> None:
     """Let clients connect. Another server may have bound the same address, and listened first."""
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise _address_error(host, port, error) from None
+        raise _address_error(host, port, error, flags) from None
 
 
 def url_of(listener: socket.socket) -> str:
@@ -184,8 +237,8 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _address_error(host: str, port: int, error: OSError) -> AddressError:
+def _address_error(host: str, port: int, error: OSError, flags: str) -> AddressError:
     return AddressError(
         f"cannot listen on {host} port {port} ({error.strerror or error}): choose another with "
-        "--host and --port"
+        f"{flags}"
     )

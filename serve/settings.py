@@ -8,10 +8,11 @@ deliberately knows nothing of what uses a setting.
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.watchdog import Patience
@@ -41,6 +42,18 @@ class Settings(BaseSettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
     ] = 8000
+    health_port: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=65535,
+            description="a port more for /health, /health/live, /health/ready and /metrics alone, "
+            "which connections of clients cannot crowd out; 0 takes a free one",
+        ),
+    ] = None
+    health_host: Annotated[
+        str | None, Field(description="address of that port (default: that of --host)")
+    ] = None
     zoo: Annotated[
         Path, Field(description="folder whose bundles are served when none is named")
     ] = _PROJECT / "zoo"
@@ -136,8 +149,31 @@ class Settings(BaseSettings):
         ),
     ] = ()
     max_connections: Annotated[
-        int, Field(ge=1, le=100_000, description="connections that may be open before 503")
+        int,
+        Field(
+            ge=1,
+            le=100_000,
+            description="connections that may be open; for one more, that which has been idle "
+            "longest is closed, or 503 where none is idle",
+        ),
     ] = 1000
+    max_address_connections: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=100_000,
+            description="connections that one client address may have (default: half of all); "
+            "trusted proxies may have all",
+        ),
+    ] = None
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Field(
+            description="addresses or networks of proxies, each of which stands for many clients, "
+            "such as 10.0.0.0/8; several are separated by commas"
+        ),
+    ] = ("127.0.0.0/8", "::1/128")
     max_headers: Annotated[
         int, Field(ge=8, le=10_000, description="headers that a request may have before 431")
     ] = 100
@@ -197,14 +233,28 @@ class Settings(BaseSettings):
         Literal["debug", "info", "warning", "error"], Field(description="what to log")
     ] = "warning"
 
-    @field_validator("host")
+    @field_validator("host", "health_host")
     @classmethod
-    def _named_host(cls, host: str) -> str:
-        if not host.strip():
+    def _named_host(cls, host: str | None) -> str | None:
+        if host is not None and not host.strip():
             raise ValueError("name an address, such as 127.0.0.1 or 0.0.0.0")
         return host
 
-    @field_validator("cors_origins", "admin_folders", mode="before")
+    @field_validator("health_port")
+    @classmethod
+    def _port_of_its_own(cls, port: int | None, info: ValidationInfo) -> int | None:
+        if port and port == info.data.get("port"):
+            raise ValueError("that is --port: give it one of its own")
+        return port
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ip_network(network)
+        return networks
+
+    @field_validator("cors_origins", "admin_folders", "trusted_proxies", mode="before")
     @classmethod
     def _separated(cls, several: object) -> object:
         if isinstance(several, str):

@@ -14,6 +14,9 @@ import pytest
 # Tiny models gain nothing from threads, and lose to those of a test that runs beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files of keys that others may write are refused.
+os.umask(0o022)
+
 # No test asks the network, nor waits until it does not answer.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

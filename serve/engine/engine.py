@@ -91,7 +91,8 @@ class Engine:
         self._watchdog: Watchdog[AnyCall] = Watchdog(rescue, patience, clock)
         self._thread: threading.Thread | None = None
         self._posting = Posting()
-        self._draining = False
+        self._draining_since_s: float | None = None
+        self._closed = False
         self._stopping = False
         self._dead = False
         self.cache_bytes = 0
@@ -124,7 +125,13 @@ class Engine:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        """Whether the process is about to end."""
+        return self._draining_since_s is not None
+
+    def takes(self, came_s: float) -> bool:
+        """Whether work that came at this time is taken in, though the process may be ending."""
+        since_s = self._draining_since_s
+        return since_s is None or came_s <= since_s
 
     @property
     def failing(self) -> tuple[str, ...]:
@@ -133,13 +140,28 @@ class Engine:
         return tuple(served.name for served in self.catalog if served.key in failing)
 
     @property
+    def readiness(self) -> dict[str, bool]:
+        """Whether requests are welcome that come now, by model."""
+        try:
+            self.check_open()
+        except ServeError:
+            return {served.name: False for served in self.catalog}
+        failing = self.failing
+        return {served.name: served.name not in failing for served in self.catalog}
+
+    @property
     def leaving(self) -> tuple[Served, ...]:
         """Models that are served no more, but still have requests."""
         return self._residents.leaving
 
     def check_open(self) -> None:
-        """Raises unless requests are taken."""
-        if self._draining:
+        """Raises unless requests that come now are taken."""
+        if self.draining:
+            raise Draining("the server is shutting down: send the request to another")
+        self._check_works()
+
+    def _check_works(self) -> None:
+        if self._closed:
             raise Draining("the server is shutting down: send the request to another")
         if self._thread is None or self._dead:  # a thread that ends by itself says so
             raise NotReady("the engine is not running: the server must be restarted")
@@ -172,7 +194,7 @@ class Engine:
     def submit(self, *jobs: Job[Work]) -> None:
         """Queue the jobs of a request: all, or none and it raises."""
         with self._wake:
-            self.check_open()
+            self._check_works()
             self._residents.check(jobs)
             now_s = self.clock()
             self._admission.check(jobs, now_s)
@@ -185,7 +207,7 @@ class Engine:
     def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
         """Raise if there is no time for a classification, whatever it says: see Admission."""
         with self._wake:
-            self.check_open()
+            self._check_works()
             self._admission.check_early(key, least, most, given, self.clock())
 
     def steps_for(
@@ -229,8 +251,19 @@ class Engine:
             self._wake.notify()
 
     def drain(self) -> None:
-        """Take no more requests; those that are here go on."""
-        self._draining = True  # without the lock: a signal handler may call this
+        """The process is about to end: what came before goes on, and is taken in until `close`.
+
+        Whoever takes requests refuses those that come later: see `takes`.
+        """
+        if self._draining_since_s is None:  # without the lock: a signal handler may call this
+            self._draining_since_s = self.clock()
+
+    def close(self, error: ServeError) -> None:
+        """Take no more work, and end what there is with this error."""
+        self.drain()
+        with self._wake:
+            self._closed = True
+        self.abort(error)
 
     def abort(self, error: ServeError) -> None:
         """End every request with this error."""
@@ -241,8 +274,9 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after the call that is running. Requests that are left get an error."""
+        self.drain()
         with self._wake:
-            self._draining = self._stopping = True
+            self._closed = self._stopping = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()

@@ -36,7 +36,7 @@ def health_routes(engine: Engine) -> APIRouter:
         summary="Whether to send requests here",
         response_model=Health,
         response_description="Requests are welcome.",
-        responses=problems(e503="Starting, shutting down, or a model hangs or fails."),
+        responses=problems(e503="Starting, shutting down, a model hangs, or every model fails."),
     )
     async def ready() -> Response:
         check_ready(engine)
@@ -48,7 +48,7 @@ def health_routes(engine: Engine) -> APIRouter:
         description="Where load balancers, and users of other servers, look first.",
         response_model=Health,
         response_description="Requests are welcome.",
-        responses=problems(e503="Starting, shutting down, or a model hangs or fails."),
+        responses=problems(e503="Starting, shutting down, a model hangs, or every model fails."),
     )
     async def health() -> Response:
         return await ready()
@@ -68,10 +68,11 @@ def health_routes(engine: Engine) -> APIRouter:
 
 
 def check_ready(engine: Engine) -> None:
-    """Raises unless every model that is served answers."""
+    """Raises unless some model that is served answers."""
     engine.check_open()
-    if engine.failing:
-        names = ", ".join(engine.failing)
-        raise NotReady(f"the last call of {names} failed: it is tried again every second")
-    if not list(engine.catalog):
+    served, failing = list(engine.catalog), engine.failing
+    if not served:
         raise NotReady("no model is served: load one with POST /admin/models")
+    if all(one.name in failing for one in served):
+        names = ", ".join(failing)
+        raise NotReady(f"the last call of {names} failed: it is tried again every second")

@@ -3,6 +3,8 @@
 Knows manifests and predictions; deliberately not how either is made.
 """
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -37,7 +39,8 @@ def model_routes(engine: Engine) -> APIRouter:
         response_description="Every model, in the order in which they were loaded.",
     )
     async def models() -> Response:
-        return answer(ModelList(data=[_card(served) for served in engine.catalog]))
+        ready = engine.readiness
+        return answer(ModelList(data=[_card(served, ready) for served in engine.catalog]))
 
     @router.get(
         "/v1/models/{name}",
@@ -47,7 +50,7 @@ def model_routes(engine: Engine) -> APIRouter:
         responses=_UNKNOWN,
     )
     async def model(name: str) -> Response:
-        return answer(_card(engine.catalog.find(name)))
+        return answer(_card(engine.catalog.find(name), engine.readiness))
 
     @router.get(
         "/v1/models/{name}/ladder",
@@ -79,11 +82,12 @@ def model_routes(engine: Engine) -> APIRouter:
     return router
 
 
-def _card(served: Served) -> ModelCard:
+def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
     manifest = served.manifest
     return ModelCard(
         id=manifest.name,
         created=int(served.loaded_at_s),
+        ready=ready.get(served.name, False),
         task=manifest.task,
         depth=manifest.depth,
         dial=manifest.dial,

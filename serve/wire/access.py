@@ -10,7 +10,7 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from serve.traces import Traces, Visit
-from serve.wire.gate import PROBES
+from serve.wire.gate import WATCHED
 
 ID_KEY = "stepdial.id"
 SERVED_KEY = "stepdial.served"  # (model, steps)
@@ -19,8 +19,6 @@ JOBS_KEY = "stepdial.jobs"
 COMPUTED_KEY = "stepdial.computed_s"  # when the last call of the model was over
 
 _PRINTABLE = "/%:@!$&'()*+,;=-._~"
-# What watches over the process would only hide what it is used for.
-_UNTRACED = PROBES | {"/metrics"}
 _access = logging.getLogger("stepdial.access")
 
 
@@ -42,7 +40,7 @@ class Access:
             fields["model"], fields["steps"] = scope[SERVED_KEY]
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
-        if self.traces is not None and scope["path"] not in _UNTRACED:
+        if self.traces is not None and scope["path"] not in WATCHED:
             visit = _visit(scope, method, status, arrived_s, ended_s, fields)
             fields["trace_id"] = self.traces.record(visit)
         if self.log:

@@ -104,6 +104,10 @@ class ModelCard(Answer):
     id: str = Field(description="What to send as `model`.")
     object: Literal["model"] = Field(default="model", description="Always `model`.")
     created: int = Field(description="When this server loaded it, in Unix seconds.")
+    ready: bool = Field(
+        description="Whether requests of it are welcome: its last call did not fail, no call "
+        "hangs, and the server is not shutting down."
+    )
     owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
     task: Task = Field(
         description="`classify` and `tag` (a label for each token) are answered by /v1/classify, "

@@ -5,29 +5,39 @@ Plain ASGI, so that it costs little; it deliberately knows nothing of what the r
 leave in the scope which model and steps served the request.
 """
 
+import asyncio
 import json
 import logging
 import random
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.catalog import Guests
-from serve.errors import Crowded, InternalError, OutOfMemory, ServeError
+from serve.errors import (
+    Crowded,
+    Draining,
+    InternalError,
+    NotFound,
+    OutOfMemory,
+    ServeError,
+)
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
 from serve.wire.access import ID_KEY, SERVED_KEY, Access
 from serve.wire.error_shapes import error_body
-from serve.wire.gate import PROBES, enter
+from serve.wire.gate import PROBES, WATCHED, enter
 from serve.wire.origin import HeaderList, cross_origin, cross_origin_headers, preflight_headers
 
 ARRIVED_KEY = "stepdial.arrived_s"
 GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
 CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
+PROBING_KEY = "stepdial.probing"  # it came at the port of probes
+ENDED_KEY = "stepdial.ended"  # the connection has answered it, since the server ends
 WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer in one piece
 # How a route writes one; False if it has to go the usual way.
 WRITE_KEY = "stepdial.write"
@@ -50,6 +60,8 @@ SECURITY_HEADERS: HeaderList = (
         b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     ),
 )
+# What asks no model for work.
+_LOOKING = ("GET", "HEAD", "OPTIONS")
 _UNWRITTEN = Access(log=False, traces=None)
 _log = logging.getLogger("stepdial")
 # Ids are no secrets: asking the system for each would let another thread run, and wait for it.
@@ -66,8 +78,11 @@ class Envelope:
         keys: Keys,
         origins: Collection[str] = (),
         access: Access = _UNWRITTEN,
+        takes: Callable[[float], bool] = lambda _: True,
     ) -> None:
+        """`takes` tells whether work that came at this time is still taken in."""
         self._app = app
+        self._takes = takes
         self._metrics = metrics
         self._keys = keys
         self._origins = frozenset(origins)
@@ -127,6 +142,9 @@ class Envelope:
                 await _send_error(send_with_headers, refusal, scope["path"])
                 return
             await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            if ENDED_KEY not in scope:
+                raise
         except Exception as error:
             short = isinstance(error, MemoryError)
             _log.exception(
@@ -147,6 +165,10 @@ class Envelope:
         """Whoever holds the key of this request, if keys are needed; a ServeError refuses it."""
         if CROWDED_KEY in scope and scope["path"] not in PROBES:
             raise Crowded("too many connections are open to this server: try again in a moment")
+        if PROBING_KEY in scope and scope["path"] not in WATCHED:
+            raise NotFound("this port has the probes and /metrics only")
+        if scope["method"] not in _LOOKING and not self._takes(scope[ARRIVED_KEY]):
+            raise Draining("the server is shutting down: send the request to another")
         refusal = cross_origin(scope, self._origins)
         if refusal is not None:
             raise refusal

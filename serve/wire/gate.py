@@ -21,6 +21,8 @@ _OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin")
 PROBES = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
+# What is there at the port of probes, and leaves no traces.
+WATCHED = PROBES | {"/metrics"}
 
 
 def enter(scope: Scope, keys: Keys) -> Holder | None:

@@ -1,16 +1,27 @@
 """SIGTERM under streaming load: who is told what, and when."""
 
+import base64
+import io
+import json
+import socket
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import numpy as np
+import pytest
+from PIL import Image
 
 from benchmarks import drains
 from benchmarks.result import Result
+from tests.faults.raw_http import GOOD, error_code, head, until_closed
+from tests.faults.raw_http import status as status_of
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 STREAMS = 6
@@ -98,6 +109,113 @@ def test_after_the_grace_limit_each_stream_ends_with_one_error() -> None:
         *tokens, (last, error) = parse_events(text)
         assert (last, error["error"]["code"]) == ("error", "draining") and tokens
         assert {name for name, _ in tokens} == {"message"}
+
+
+def large_picture() -> str:
+    """A file that takes a while to be read."""
+    noise = np.random.default_rng(1).integers(0, 255, (8, 8), np.uint8)
+    written = io.BytesIO()
+    Image.fromarray(noise).resize((2500, 2500)).save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def begun(server: ServerProcess, sent: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), 30)
+    connection.sendall(sent)
+    return connection
+
+
+@pytest.mark.parametrize("cut", [20, -len(GOOD), -1], ids=["head", "no body", "half a body"])
+def test_a_request_that_is_still_arriving_gets_its_answer(cut: int) -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS) as server, begun(server, sent[:cut]) as connection:
+        time.sleep(0.2)
+        server.terminate()
+        while httpx.get(f"{server.url}/health/ready").status_code == 200:
+            pass
+        with begun(server, sent) as late:
+            refused = until_closed(late, 5)
+            assert (status_of(refused), error_code(refused)) == (503, "draining")
+        time.sleep(2.5)  # longer than uvicorn would have waited
+        connection.sendall(sent[cut:])
+        assert status_of(until_closed(connection, 10)) == 200
+        assert server.wait() == 0
+
+
+def test_inputs_that_are_being_read_are_answered() -> None:
+    picture = f"data:image/png;base64,{large_picture()}"
+    body = json.dumps({"input": {"image": picture}}).encode()
+    sent = head(len(body), "connection: close") + body
+    with server_process([image_bundle().folder]) as server, ExitStack() as held:
+        asked = [held.enter_context(begun(server, sent)) for _ in range(12)]
+        while unread_bytes(server):
+            time.sleep(0.01)
+        server.terminate()
+        assert [status_of(until_closed(one, 60)) for one in asked] == [200] * 12
+        assert server.wait(30) == 0
+        assert "Traceback" not in server.rest_of_output()
+
+
+def unread_bytes(server: ServerProcess) -> int:
+    """What clients have sent and the server has not read."""
+    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
+    port, waiting = f":{server.port:04X}", 0
+    for _, local, remote, _, queues, *_ in map(str.split, shown):
+        sending, unread = (int(one, 16) for one in queues.split(":"))
+        waiting += sending * remote.endswith(port) + unread * local.endswith(port)
+    return waiting
+
+
+def test_requests_that_come_later_do_not_keep_the_server() -> None:
+    over = threading.Event()
+
+    def look(server: ServerProcess) -> None:
+        with httpx.Client(base_url=server.url, timeout=10) as client:
+            while not over.is_set():
+                try:
+                    client.get("/v1/models")
+                except httpx.TransportError:
+                    return
+
+    with server_process(FOLDERS) as server, ThreadPoolExecutor(8) as pool:
+        for _ in range(8):
+            pool.submit(look, server)
+        time.sleep(0.5)
+        server.terminate()
+        try:
+            assert server.wait(10) == 0  # of the 30 s that it may take
+        finally:
+            over.set()
+
+
+def test_what_is_left_after_the_grace_gets_its_error() -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS, "--drain-s", "0.5") as server:
+        with begun(server, sent[:-1]) as body, begun(server, sent[:20]) as start:
+            time.sleep(0.2)
+            server.terminate()
+            sent_s = time.monotonic()
+            for connection in (body, start):
+                refused = until_closed(connection, 10)
+                assert (status_of(refused), error_code(refused)) == (503, "draining")
+            assert time.monotonic() - sent_s > 0.4
+        assert server.wait() == 0
+        said = server.rest_of_output()
+    assert "Traceback" not in said and "ERROR" not in said, said
+
+
+def test_a_second_signal_ends_the_grace() -> None:
+    sent = head(len(GOOD)) + GOOD
+    with server_process(FOLDERS) as server, begun(server, sent[:-1]) as connection:
+        time.sleep(0.2)
+        server.terminate()
+        time.sleep(0.5)
+        sent_s = time.monotonic()
+        server.terminate()
+        refused = until_closed(connection, 10)
+        assert (status_of(refused), error_code(refused)) == (503, "draining")
+        assert server.wait() == 0
+        assert time.monotonic() - sent_s < 6
 
 
 def test_nothing_is_loaded_any_more() -> None:

@@ -109,23 +109,61 @@ def test_a_call_that_hangs_turns_readiness_off_and_liveness_stays() -> None:
         wait_until_ready(server)
 
 
-def test_a_model_that_throws_turns_readiness_off_until_it_works(server: FakeServer) -> None:
+def readiness(server: FakeServer, name: str) -> bool:
+    """What every place that tells says of this model."""
+    card = httpx.get(f"{server.url}/v1/models/{name}").json()
+    (listed,) = (
+        one["ready"]
+        for one in httpx.get(f"{server.url}/v1/models").json()["data"]
+        if one["id"] == name
+    )
+    oip = httpx.get(f"{server.url}/v2/models/{name}/ready").status_code == 200
+    metric = server.metric("stepdial_model_ready", model=name) == 1
+    assert card["ready"] == listed == oip == metric
+    return oip
+
+
+def test_a_model_that_throws_turns_off_its_own_readiness_until_it_works(
+    server: FakeServer,
+) -> None:
     server.mood.fail = throw_on("classify")
     structured(post(server, "/v1/classify", CLASSIFY), "model_failure")
-    for path in ("/health/ready", "/health"):
-        refusal = structured(httpx.get(server.url + path), "not_ready")
-        assert "the last call of tiny-classify failed" in refusal["message"]
-    assert httpx.get(f"{server.url}/health/live").status_code == 200
+    assert not readiness(server, "tiny-classify") and readiness(server, "tiny-generate")
+    assert ready(server), "another model works"
+    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
     assert post(server, "/v1/generate", GENERATE).status_code == 200
-    assert not ready(server), "another model works"
+    assert not readiness(server, "tiny-classify"), "it was another model that worked"
     server.mood.fail = lambda kind, tokens: None
     assert post(server, "/v1/classify", CLASSIFY).status_code == 200
+    assert readiness(server, "tiny-classify")
+
+
+def test_the_process_is_not_ready_while_every_model_fails(server: FakeServer) -> None:
+    def fail(kind: str, tokens: Any) -> None:
+        raise RuntimeError("a secret detail of the runtime")
+
+    server.mood.fail = fail
+    structured(post(server, "/v1/classify", CLASSIFY), "model_failure")
     assert ready(server)
-    server.mood.fail = throw_on("decode")
     structured(post(server, "/v1/generate", GENERATE), "model_failure")
-    assert not ready(server)
+    for path in ("/health/ready", "/health"):
+        refusal = structured(httpx.get(server.url + path), "not_ready")
+        assert "the last call of tiny-classify, tiny-generate failed" in refusal["message"]
+    assert httpx.get(f"{server.url}/health/live").status_code == 200
     server.mood.fail = lambda kind, tokens: None
-    wait_until_ready(server)
+    wait_until_ready(server)  # the server tries again by itself
+    assert readiness(server, "tiny-classify") or readiness(server, "tiny-generate")
+
+
+def test_the_only_model_is_the_process() -> None:
+    with fake_server() as server:
+        server.engine.dismiss(server.engine.catalog.find("tiny-generate"))
+        server.mood.fail = throw_on("classify")
+        structured(post(server, "/v1/classify", CLASSIFY), "model_failure")
+        refusal = structured(httpx.get(f"{server.url}/health/ready"), "not_ready")
+        assert "the last call of tiny-classify failed" in refusal["message"]
+        server.mood.fail = lambda kind, tokens: None
+        wait_until_ready(server)
 
 
 def test_a_dead_engine_turns_everything_off(server: FakeServer) -> None:

@@ -144,13 +144,23 @@ def test_clients_beyond_the_files_that_there_are_are_told_so() -> None:
             said += process.stdout.readline().decode()
         assert "may open 160 files, too few for 1000 connections" in said
         port = int(re.findall(r"http://127.0.0.1:(\d+) ", said)[0])
-        many = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(110)]
-        answers = [answer(one) for one in many]
-        assert answers.count(b"HTTP/1.1 200 OK") == 80
-        assert answers.count(b"HTTP/1.1 503 Service Unavailable") == 30
-        for one in many:
-            one.close()
-        process.terminate()
+        try:
+            many = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(80)]
+            for one in many:  # or they would make room for the others
+                one.sendall(CLASSIFY[:-1])
+            time.sleep(0.5)
+            many += [socket.create_connection(("127.0.0.1", port), 5) for _ in range(30)]
+            for one in many[80:]:
+                one.sendall(CLASSIFY)
+            refused = [one.recv(1000).partition(b"\r\n")[0] for one in many[80:]]
+            assert refused == [b"HTTP/1.1 503 Service Unavailable"] * 30
+            for one in many[:80]:
+                one.sendall(CLASSIFY[-1:])
+                assert one.recv(1000).startswith(b"HTTP/1.1 200 OK")
+            for one in many:
+                one.close()
+        finally:
+            process.terminate()
         assert process.wait(20) == 0
 
 

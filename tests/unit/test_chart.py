@@ -176,16 +176,33 @@ def test_there_is_time_to_drain(chart: helm_python.Chart) -> None:
     for drain_s in (0, 30, 44.5):
         spec = pod(render(chart, {"settings": {"drain_s": drain_s}}))
         before_s = int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-        # Answers are flushed for 2 s more, and threads have 1 s to end.
-        assert spec["terminationGracePeriodSeconds"] >= before_s + math.ceil(drain_s) + 3
+        # Then errors are told for half a second, and it ends within 4 s more.
+        assert spec["terminationGracePeriodSeconds"] >= before_s + math.ceil(drain_s) + 5
 
 
 def test_probes(chart: helm_python.Chart) -> None:
     (container,) = pod(render(chart, {"startS": 61}))["containers"]
-    assert container["livenessProbe"]["httpGet"] == {"path": "/health/live", "port": "http"}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": "http"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/health/live", "port": "health"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": "health"}
+    assert container["readinessProbe"]["failureThreshold"] > 1
     start = container["startupProbe"]
+    assert start["httpGet"] == {"path": "/health/ready", "port": "health"}
     assert start["failureThreshold"] * start["periodSeconds"] == 62
+
+
+def test_probes_have_a_port_that_clients_do_not_reach(chart: helm_python.Chart) -> None:
+    kinds = render(chart, {"healthPort": 9000})
+    assert kinds["ConfigMap"]["data"]["STEPDIAL_HEALTH_PORT"] == "9000"
+    (container,) = pod(kinds)["containers"]
+    assert {"name": "health", "containerPort": 9000} in container["ports"]
+    assert [port["targetPort"] for port in kinds["Service"]["spec"]["ports"]] == ["http"]
+    asking, watching = kinds["NetworkPolicy"]["spec"]["ingress"]
+    assert asking["from"] == [{"podSelector": {}}]
+    assert [port["port"] for port in asking["ports"]] == ["http"]
+    assert "namespaceSelector" in watching["from"][0]
+    assert [port["port"] for port in watching["ports"]] == ["health"]
+    nobody = render(chart, {"networkPolicy": {"metricsFrom": []}})["NetworkPolicy"]
+    assert len(nobody["spec"]["ingress"]) == 1
 
 
 def test_a_gpu_is_asked_for_in_every_way(chart: helm_python.Chart) -> None:
@@ -234,7 +251,8 @@ def test_load_and_waiting_scale_it(chart: helm_python.Chart) -> None:
 def test_prometheus_is_told_of_the_metrics_and_the_rules(chart: helm_python.Chart) -> None:
     kinds = render(chart, EVERYTHING)
     (endpoint,) = kinds["ServiceMonitor"]["spec"]["endpoints"]
-    assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+    assert (endpoint["targetPort"], endpoint["path"]) == ("health", "/metrics")
+    assert "port" not in endpoint  # which would be one of the Service
     assert endpoint["authorization"] == {"credentials": {"name": "scraper", "key": "token"}}
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
     assert kinds["PrometheusRule"]["spec"] == rules
@@ -254,6 +272,8 @@ def test_a_new_key_starts_new_pods(chart: helm_python.Chart) -> None:
         {"setings": {}},
         {"image": {"tags": "1"}},
         {"settings": {"port": 1}},
+        {"settings": {"health_port": 8001}},
+        {"healthPort": 8000},
         {"settings": {"drain_s": None}},
         {"settings": {"Cache-MB": 1}},
         {"replicas": -1},

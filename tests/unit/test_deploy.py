@@ -73,13 +73,14 @@ def test_compose_starts_what_fits_together() -> None:
     server = compose["services"]["stepdial"]
     assert server["read_only"] is True and server["restart"] == "on-failure"
     drain_s = Settings.model_fields["drain_s"].default
-    assert int(server["stop_grace_period"].removesuffix("s")) >= drain_s + 3
+    assert int(server["stop_grace_period"].removesuffix("s")) >= drain_s + 5
     source = yaml.safe_load(
         (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
     )["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
     scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
-    assert scraped["scrape_configs"][0]["static_configs"][0]["targets"] == ["stepdial:8000"]
+    assert scraped["scrape_configs"][0]["static_configs"][0]["targets"] == ["stepdial:8001"]
+    assert server["environment"] == {"STEPDIAL_HEALTH_PORT": "8001"}
     assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
 
 

@@ -157,9 +157,25 @@ def test_draining_finishes_what_runs_and_takes_no_more() -> None:
         caller = bench.generate("a", 5)[1]
         bench.engine.drain()
         with pytest.raises(Draining):
-            bench.classify(5)
+            bench.engine.check_open()
+        now_s = bench.engine.clock()
+        assert bench.engine.takes(now_s - 60) and not bench.engine.takes(now_s)
+        # Whoever asks came before that.
+        late = bench.classify(5)[1]
         bench.mood.gate.set()
         assert generated(caller).text == "bcdef"
+        assert classified(late)
+
+
+def test_a_closed_engine_takes_nothing_and_ends_what_it_has() -> None:
+    with running() as bench:
+        bench.mood.gate.clear()
+        caller = bench.generate("a", 500)[1]
+        bench.engine.close(Draining("over"))
+        assert caller.error().message == "over"
+        with pytest.raises(Draining):
+            bench.classify(5)
+        bench.mood.gate.set()
 
 
 def test_aborting_ends_everything_with_the_error() -> None:

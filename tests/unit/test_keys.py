@@ -114,6 +114,21 @@ def test_the_header_that_is_for_keys_alone_comes_first() -> None:
     assert secret_of([other]) == b"none" and secret_of([(b"accept", b"*/*")]) is None
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666, 0o777])
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = written(tmp_path, block())
+    for readable in (0o600, 0o644, 0o440):
+        path.chmod(readable)
+        keys = Keys(path, environ={})
+        assert keys
+    path.chmod(mode)
+    with pytest.raises(KeysError, match=f"run `chmod go-w {path}`"):
+        Keys(path, environ={})
+    with pytest.raises(KeysError):
+        keys.read_again()
+    assert keys  # as they were
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match=r"nowhere\.toml: No such file"):
         Keys(tmp_path / "nowhere.toml", environ={})

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from serve.logs import JsonLines, line
+from serve.logs import JsonLines, Outlet, line, tell_dropped
 from tests.engine_bench import running
 
 
@@ -60,3 +62,42 @@ def test_a_call_that_throws_names_the_requests_in_it(caplog: pytest.LogCaptureFi
     (logged,) = (one for one in caplog.records if "failed" in one.getMessage())
     assert logged.getMessage() == ("tiny-classify failed at 2 steps in request first: out of luck")
     assert json.loads(JsonLines().format(logged))["requests"] == ["first"]
+
+
+def test_lines_that_nobody_takes_are_dropped_and_counted_and_the_others_kept() -> None:
+    reading, writing = os.pipe()
+    lost: list[int] = []
+    tell_dropped(lost.append)
+    outlet = Outlet(writing, lambda error: None)
+    outlet.open()
+    began_s = time.monotonic()
+    for number in range(30_000):
+        outlet.put(f"{number:09} " + "x" * 89)
+    outlet.flush(0.1)
+    assert time.monotonic() - began_s < 5, "it waits for whoever reads"
+    assert sum(lost) > 10_000
+    taken = b""
+    while taken.count(b"\n") < 30_000 - sum(lost):
+        taken += os.read(reading, 2**20)
+    numbers = [int(line[:9]) for line in taken.splitlines()]
+    assert numbers == list(range(len(numbers)))
+    outlet.put("again")
+    assert os.read(reading, 100) == b"again\n"
+    outlet.flush(5)
+    os.close(reading)
+    failed = len(lost)
+    outlet.put("to nobody")  # a closed pipe
+    outlet.flush(5)
+    assert lost[failed:] == [1]
+    os.close(writing)
+    tell_dropped(lambda lines: None)
+
+
+def test_a_line_with_any_text_is_written() -> None:
+    reading, writing = os.pipe()
+    outlet = Outlet(writing, lambda error: None)
+    outlet.open()
+    outlet.put("lone \ud800 half")
+    assert os.read(reading, 100) == b"lone \\ud800 half\n"
+    os.close(reading)
+    os.close(writing)

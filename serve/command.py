@@ -1,0 +1,141 @@
+"""From the command line of `stepdial serve` to a running server.
+
+Knows how the parts are put together; what they do is theirs.
+"""
+
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from serve import logs
+from serve.app import create_app
+from serve.banner import serving
+from serve.bundle import BundleError
+from serve.catalog import Catalog, find_bundles, open_catalog
+from serve.config_file import read_config
+from serve.engine.engine import Engine
+from serve.engine.first_calls import measure_first_calls
+from serve.flags import parse
+from serve.keys import NewKey
+from serve.loading import Loading
+from serve.malloc import keep_memory_low
+from serve.metrics import Metrics
+from serve.priority import answer_first
+from serve.server import AddressError, Server, bind, leave, listen, url_of
+from serve.setting_names import SettingsError
+from serve.settings import Settings
+
+_UNUSABLE = 2
+_INTERRUPTED = 130
+_HEALTH_FLAGS = "--health-host and --health-port"
+_SWITCH_S = 0.0005
+_log = logging.getLogger("stepdial")
+
+
+def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
+    """Serve until a signal comes; returns the exit status of the process.
+
+    `listening` is told when there is a server, which takes signals.
+    """
+    line = parse(argv)
+    keep_memory_low()
+    log_format: logs.LogFormat = "text"
+    try:
+        if line.new_key is not None:
+            _show_new_key(line.new_key)
+            return 0
+        config = read_config(line.config) if line.config else None
+        settings = Settings.read(line.flags, config=config)
+        log_format = settings.log_format
+        # First, so that a port in use is known before anything is loaded.
+        with ExitStack() as bound:
+            listeners = [bound.enter_context(bind(settings.host, settings.port))]
+            if settings.health_port is not None:
+                host = settings.health_host or settings.host
+                health = bind(host, settings.health_port, _HEALTH_FLAGS)
+                listeners.append(bound.enter_context(health))
+            folders = line.bundles or find_bundles(settings.zoo)
+            catalog = open_catalog(folders, settings.threads, settings.place)
+            zoo = None if line.bundles else settings.zoo
+            _serve(settings, catalog, listeners, zoo, listening)
+    except (SettingsError, BundleError, AddressError) as error:
+        print(logs.line(log_format, f"stepdial serve: {error}", "CRITICAL"), file=sys.stderr)
+        return _UNUSABLE
+    except KeyboardInterrupt:  # while the bundles were loading; later a signal drains
+        return _INTERRUPTED
+    return 0
+
+
+def _serve(
+    settings: Settings,
+    catalog: Catalog,
+    listeners: list[socket.socket],
+    zoo: Path | None,
+    listening: Callable[[], None],
+) -> None:
+    """`zoo` is looked through again on SIGHUP; the second listener, if any, is for probes."""
+    _set_up(settings)
+    metrics = Metrics()
+    logs.tell_dropped(metrics.log_lines_dropped.inc)
+    engine = Engine(
+        catalog,
+        settings.limits,
+        metrics,
+        patience=settings.patience,
+        leave=leave,
+        recheck_share=settings.recheck_share,
+    )
+    measure_first_calls(catalog, engine.latency)
+    url, *others = map(url_of, listeners)
+    health_url = others[0] if others else None
+
+    def changed() -> None:
+        answer_first()  # loading has started threads
+        models = [served.name for served in catalog]
+        banner = serving(catalog, url, health_url)
+        where = {"url": url} | ({"health_url": health_url} if health_url else {})
+        logs.say(logs.line(settings.log_format, banner, **where, models=models))
+
+    def begin(url: str) -> None:
+        changed()
+        listening()
+
+    loading = Loading(engine, settings, zoo, changed)
+    app = create_app(settings, engine, loading)
+
+    async def reload() -> None:
+        for keys in (app.state.keys, app.state.admin_keys):
+            try:
+                keys.read_again()
+            except SettingsError as error:
+                _log.error("the keys stay as they were: %s", error)
+        await loading.reload()
+
+    for listener, flags in zip(listeners, ("--host and --port", _HEALTH_FLAGS), strict=False):
+        listen(listener, flags)
+    Server(settings, app, engine, begin, reload, leave).run(listeners)
+
+
+def _show_new_key(name: str) -> None:
+    """The key to the terminal, what is kept of it to wherever standard output leads."""
+    key = NewKey.draw(name)
+    print(
+        f"The key of {name}, shown this once: {key.secret}\n"
+        "What follows belongs into the file that --api-keys-file names:",
+        file=sys.stderr,
+    )
+    print(key.block)
+
+
+def _set_up(settings: Settings) -> None:
+    logs.set_up(settings.log_format, settings.log_level, settings.access_log)
+    # The engine's thread and the event loop take turns at the interpreter: short turns keep
+    # either from waiting 5 ms, the default, for the other.
+    sys.setswitchinterval(_SWITCH_S)
+    # What is loaded now stays; looking through it again and again would only cause pauses.
+    gc.collect()
+    gc.freeze()

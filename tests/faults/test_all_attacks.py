@@ -1,0 +1,7 @@
+"""A short run of the attacks that connections have to withstand, all at once."""
+
+from tests.faults.all_attacks import OF_CONNECTIONS, run
+
+
+def test_clients_that_behave_lose_nothing() -> None:
+    assert run(20, list(OF_CONNECTIONS)).problems() == []
