@@ -33,6 +33,7 @@ _SEND = "send a base64 PNG, JPEG, WebP, GIF or BMP, or nested lists of numbers (
 # is left to resize is so large that the result is the same to the eye.
 _LARGE_PIXELS = 2**18
 _SPARE = 3
+_JPEG_SPARE = 8  # so many times as JPEG is decoded, which is coarser
 _STRIP_PIXELS = 2**18
 # What a pixel takes while it is decoded. libwebp has the file as RGBA, and Pillow copies of that.
 _WEBP_BYTES = 16
@@ -94,8 +95,9 @@ def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> Floa
         with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
             count.spend(*image.size, param)
             width, height = _wanted(image, spec)
-            # Only JPEG can be decoded smaller than it is; others do not heed this.
-            image.draft(None, (_SPARE * width, _SPARE * height))
+            if image.width * image.height > _LARGE_PIXELS:
+                # Only JPEG can be decoded smaller than it is; others do not heed this.
+                image.draft(None, (_JPEG_SPARE * width, _JPEG_SPARE * height))
             count.spend(*image.size, param, _pixel_bytes(image))
             image.load()
             small = _smaller(image, (width, height), MODES[spec.channels])
@@ -146,7 +148,7 @@ def _pixel_bytes(image: Image.Image) -> int:
 
 
 def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Image:
-    """The image in a mode of 8 bits a channel; a large one nearer to the size that is wanted."""
+    """The image in a mode of 8 bits a channel; a large one in the size that is wanted."""
     width, height = image.size
     across = max(1, width // (_SPARE * wanted[0]))
     down = max(1, height // (_SPARE * wanted[1]))
@@ -159,6 +161,9 @@ def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Im
         if "transparency" in image.info:
             strip.info["transparency"] = image.info["transparency"]
         small.paste(_eight_bits(strip).convert(mode).reduce((across, down)), (0, top // down))
+    # The last parts may reach beyond the image.
+    box = (0.0, 0.0, width / across, height / down)
+    small = small.resize(wanted, Image.Resampling.BILINEAR, box)
     small.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
     return small
 

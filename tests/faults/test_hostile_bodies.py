@@ -6,17 +6,22 @@ time is that of the thread of the event loop, memory the peak of the process, bo
 counts them. STEPDIAL_HOSTILE_EXAMPLES asks for more examples than CI has.
 """
 
+import base64
+import io
 import json
 import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from serve.malloc import GIVE_BACK_S
 from tests.server_process import ServerProcess, server_process
@@ -246,3 +251,41 @@ def test_refusing_any_body_is_cheap(measured: Measured, path: str, body: bytes) 
     described = f"{len(body)} bytes, {json.dumps(body[:80].decode('utf-8', 'replace'))}"
     assert spent_s <= LOOP_S, f"{spent_s * 1000:.0f} ms of the event loop for {described}"
     assert grown <= GROWTH_BYTES, f"{grown / 2**20:.0f} MiB for {described}"
+
+
+def picture(image: Image.Image, kind: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    encoded = base64.b64encode(stream.getvalue()).decode()
+    return json.dumps({"model": "tiny-image", "input": {"image": encoded}}).encode()
+
+
+SIDE = 2048
+DEEP = np.zeros((SIDE * 2, SIDE * 2), np.uint16)
+# Of every kind the largest that is decoded, and one that is a little larger.
+PICTURES: dict[str, tuple[Image.Image, str, dict[str, Any], int]] = {
+    "grey": (Image.new("L", (2 * SIDE, 2 * SIDE)), "PNG", {}, 200),
+    "16 bits": (Image.fromarray(DEEP[:2896, :2896]), "PNG", {}, 200),
+    "more of 16 bits": (Image.fromarray(DEEP), "PNG", {}, 422),  # 444 MB once
+    "a palette": (Image.new("P", (2 * SIDE, 2 * SIDE)), "PNG", {"transparency": 0}, 200),
+    "two colours": (Image.new("1", (2 * SIDE, 2 * SIDE)), "PNG", {}, 200),
+    "colour": (Image.new("RGB", (SIDE, SIDE)), "PNG", {}, 200),
+    "more of colour": (Image.new("RGB", (SIDE, SIDE + 1)), "PNG", {}, 422),
+    "alpha": (Image.new("RGBA", (SIDE, SIDE)), "PNG", {}, 200),
+    "JPEG": (Image.new("RGB", (2 * SIDE, 2 * SIDE)), "JPEG", {}, 200),
+    "progressive": (Image.new("RGB", (1295, 1295)), "JPEG", {"progressive": True}, 200),
+    "more progressive": (Image.new("RGB", (1400, 1400)), "JPEG", {"progressive": True}, 422),
+    "WebP": (Image.new("RGB", (1024, 1024)), "WEBP", {}, 200),
+    "more of WebP": (Image.new("RGB", (1024, 1025)), "WEBP", {}, 422),
+    "GIF": (Image.new("P", (2 * SIDE, 2 * SIDE)), "GIF", {}, 200),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_picture_takes_much_memory(measured: Measured, name: str) -> None:
+    image, kind, options, status = PICTURES[name]
+    body = picture(image, kind, **options)
+    assert len(body) <= MOST_BYTES
+    response, spent_s, grown = measured.post("/v1/classify", body)
+    assert response.status_code == status, response.text
+    assert spent_s <= LOOP_S and grown <= GROWTH_BYTES, (spent_s, grown / 2**20)
