@@ -171,8 +171,8 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=1_000_000_000,
-            description="the most tokens in one answer, those of logprobs included: texts x "
-            "max_tokens x (1 + logprobs)",
+            description="the most tokens in one answer of several texts, or with logprobs, which "
+            "are included: texts x max_tokens x (1 + logprobs)",
         ),
     ] = 2**17
     max_inputs: Annotated[

@@ -137,7 +137,12 @@ def check_answer(
     settings: Settings,
     param: str = "max_tokens",
 ) -> None:
-    """InvalidField if the answer may be larger than this server makes any."""
+    """InvalidField if the answer may be larger than this server makes any.
+
+    One text without log-probabilities is no larger than max_tokens, which has a limit of its own.
+    """
+    if texts == 1 and logprobs is None:
+        return
     alternatives = logprobs or 0
     asked = texts * max_tokens * (1 + alternatives)
     if asked > settings.max_answer_tokens:
