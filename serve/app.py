@@ -48,6 +48,7 @@ from serve.wire.mailbox import ClientGone
 from serve.wire.oip_schemas import IndexRequest, InferRequest
 from serve.wire.openai_answers import ChatChunk, CompletionChunk
 from serve.wire.openai_requests import ChatRequest, CompletionRequest
+from serve.wire.reader import Reader
 from serve.wire.refusals import document_refusals
 from serve.wire.schemas import ClassifyRequest, GenerateRequest
 
@@ -83,11 +84,13 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         engine.start(loop.call_soon_threadsafe, loop.call_soon)
         yield
         await asyncio.to_thread(engine.stop)
+        reader.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
 
+    reader = Reader(settings, engine)
     posts = [
-        make(settings, engine)
+        make(settings, engine, reader)
         for make in (classify_routes, generate_routes, completion_routes, chat_routes)
     ]
     handle = _error_handler(engine)
@@ -117,9 +120,9 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     app.include_router(model_routes(engine))
     app.include_router(health_routes(engine))
     loading = loading or Loading(engine, settings)
-    app.include_router(admin_routes(settings, engine, loading, admin_keys))
-    app.include_router(oip_model_routes(settings, engine))
-    app.include_router(inference_routes(settings, engine))
+    app.include_router(admin_routes(engine, loading, admin_keys, reader))
+    app.include_router(oip_model_routes(engine, reader))
+    app.include_router(inference_routes(settings, engine, reader))
     add_page(app)
     for kind in (ServeError, HTTPException, RequestValidationError, ClientGone):
         app.add_exception_handler(kind, handle)

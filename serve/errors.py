@@ -8,6 +8,7 @@
     ├── AdminOff              403  nobody may change what is served
     ├── FolderForbidden       403  a folder that models may not be loaded from
     ├── StepsForbidden        403  more steps than the API key may have
+    ├── TokensForbidden       403  more tokens than the API key may have in a minute
     ├── NotFound              404  no such path
     │   └── UnknownModel      404  no model of that name is served
     ├── MethodNotAllowed      405  the path exists, the method does not
@@ -25,6 +26,7 @@
     ├── QueueFull             429  try again after `retry_after_s`
     │   ├── TooBusy           429  the deadline cannot be met behind what waits
     │   ├── RateLimited       429  the API key has sent too many requests of late
+    │   ├── TokensLimited     429  the API key has had too many tokens of late
     │   └── ConcurrencyLimited 429  too many requests of the API key run
     ├── HeadersTooLarge       431  too many headers, or too many bytes of them
     ├── UnsupportedCoding     501  the body is sent in a coding other than chunked
@@ -48,6 +50,9 @@ from typing import Any, ClassVar
 
 from serve.bundle import steps_in_words
 
+# Of a message: numbers and names in it are the client's, and as long as it likes.
+_MOST_CHARACTERS = 2000
+
 
 class ServeError(Exception):
     """An error with a public shape: `{"error": {"code", "message", "param", ...}}`."""
@@ -56,6 +61,7 @@ class ServeError(Exception):
     code: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        message = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "…"
         super().__init__(message)
         self.message = message
         self.param = param
@@ -113,6 +119,11 @@ class FolderForbidden(ServeError):
 class StepsForbidden(ServeError):
     status = 403
     code = "steps_forbidden"
+
+
+class TokensForbidden(ServeError):
+    status = 403
+    code = "tokens_forbidden"
 
 
 class NotFound(ServeError):
@@ -226,6 +237,10 @@ class TooBusy(QueueFull):
 
 class RateLimited(QueueFull):
     code = "rate_limited"
+
+
+class TokensLimited(QueueFull):
+    code = "tokens_limited"
 
 
 class ConcurrencyLimited(QueueFull):

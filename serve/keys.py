@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from serve.errors import ConcurrencyLimited, RateLimited
+from serve.errors import ConcurrencyLimited, RateLimited, TokensForbidden, TokensLimited
 from serve.setting_names import KEYS_VARIABLE, SettingsError
 
 # What is written in front of a key, so that people and scanners of source code know one.
@@ -50,18 +50,45 @@ class Key(BaseModel):
     requests_per_s: Annotated[float, Field(gt=0)] | None = None
     # Requests that may come at once after a pause.
     burst: Annotated[int, Field(ge=1)] = 10
+    # Tokens read and written; those of a minute may go at once after a pause.
+    tokens_per_min: Annotated[int, Field(ge=1)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
 
 
+class Allowance:
+    """So much of something at once, and so much more of it a second."""
+
+    def __init__(self, most: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left = most
+        self._counted_s = clock()
+
+    def take(self, amount: float, most: float, each_s: float) -> float:
+        """0 if that much is there, which is then gone; else the seconds until it is there.
+
+        There is `most` at most, and `each_s` more of it comes a second.
+        """
+        now_s = self._clock()
+        self._left = min(most, self._left + (now_s - self._counted_s) * each_s)
+        self._counted_s = now_s
+        if self._left < amount:
+            return (amount - self._left) / each_s
+        self._left -= amount
+        return 0.0
+
+    def give_back(self, amount: float) -> None:
+        """That much was not used."""
+        self._left += amount
+
+
 class Holder:
-    """Who has a key: what runs for them, and how many requests they may send at once now."""
+    """Who has a key: what runs for them, and how much they may ask for now."""
 
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
-        self._clock = clock
         self._running = 0
-        self._left = float(key.burst)
-        self._counted_s = clock()
+        self._requests = Allowance(float(key.burst), clock)
+        self._tokens = Allowance(float(key.tokens_per_min or 0), clock)
 
     def enter(self) -> None:
         """Take a request in; RateLimited or ConcurrencyLimited where it is one too many."""
@@ -79,18 +106,38 @@ class Holder:
         """A request has ended."""
         self._running -= 1
 
+    def spend_tokens(self, tokens: int) -> None:
+        """Take what a request may read and write; TokensLimited or TokensForbidden."""
+        most = self.key.tokens_per_min
+        if most is None:
+            return
+        if tokens > most:
+            raise TokensForbidden(
+                f"this asks for {tokens} tokens, read and written, and the API key may have {most} "
+                "a minute: lower max_tokens, or send less at once"
+            )
+        wait_s = self._tokens.take(tokens, float(most), most / 60)
+        if wait_s:
+            raise TokensLimited(
+                f"this API key may have {most} tokens a minute, read and written, and fewer than "
+                f"the {tokens} that this asks for are left: wait as long as Retry-After says, or "
+                "lower max_tokens",
+                retry_after_s=wait_s,
+            )
+
+    def return_tokens(self, tokens: int) -> None:
+        """So many of those were not used."""
+        if self.key.tokens_per_min is not None:
+            self._tokens.give_back(tokens)
+
     def _spend(self, requests_per_s: float) -> None:
-        now_s = self._clock()
-        earned = (now_s - self._counted_s) * requests_per_s
-        self._left = min(float(self.key.burst), self._left + earned)
-        self._counted_s = now_s
-        if self._left < 1:
+        wait_s = self._requests.take(1, float(self.key.burst), requests_per_s)
+        if wait_s:
             raise RateLimited(
                 f"this API key may send {requests_per_s:g} requests a second: wait as long as "
                 "Retry-After says",
-                retry_after_s=(1 - self._left) / requests_per_s,
+                retry_after_s=wait_s,
             )
-        self._left -= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,14 @@ class Metrics:
             "requests", "Requests answered, by route, model and status code.", "route model code"
         )
         self.request_seconds = self._seconds(
-            "request", "From the arrival of a request to its last byte.", "route model steps"
+            "request",
+            "From the arrival of a request that was answered to its last byte.",
+            "route model steps",
+        )
+        self.refused_seconds = self._seconds(
+            "refused",
+            "From the arrival of a request to the error in place of its answer.",
+            "route model code",
         )
         self.queue_seconds = self._seconds(
             "queue", "From the queue to the first call of a request.", "model steps"
@@ -245,8 +252,12 @@ class Metrics:
 
     def watch(self, engine: Watched, cache_limit_bytes: int) -> None:
         """Read the gauges off an engine whenever they are asked for."""
-        self._gauge("queue_depth", "Requests that wait.").set_function(lambda: engine.queued)
-        self._gauge("in_flight", "Requests that run.").set_function(lambda: engine.running)
+        self._gauge("queue_depth", "Requests that wait, for a model or to be read.").set_function(
+            lambda: engine.queued
+        )
+        self._gauge("in_flight", "Requests that run in a model, or are being read.").set_function(
+            lambda: engine.running
+        )
         self._gauge("cache_bytes", "Cache memory of generations.").set_function(
             lambda: engine.cache_bytes
         )

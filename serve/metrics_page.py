@@ -34,7 +34,7 @@ _LABELS = {
     "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` where "
     "there is no such path",
     "`code`": "the HTTP status; 499 where the client had gone before its answer began",
-    "`steps`": "a rung of the model; empty where a request ended before its steps were chosen",
+    "`steps`": "the rung of the model that answered; empty where no model did",
     "`kind`": "the work of a call: `classify`, `prefill` (reads a prompt), `decode` (writes a "
     "token), `search` (beams of a translation), `recheck`",
     "`reason`": "of a decision, `budget.reason` in [budgets.md](budgets.md#what-the-answer-says); "
@@ -62,9 +62,15 @@ _REQUESTS = {
     ),
     "stepdial_request_seconds": Use(
         "seconds",
-        "the time within which 99 % of the requests at each step count are answered",
+        "the time within which 99 % of the requests at each step count are answered, refused ones "
+        "left out",
         "histogram_quantile(0.99, sum by (le, model, steps) "
         "(rate(stepdial_request_seconds_bucket[5m])))",
+    ),
+    "stepdial_refused_seconds": Use(
+        "seconds",
+        "how soon clients that are refused hear of it, by status",
+        "histogram_quantile(0.99, sum by (le, code) (rate(stepdial_refused_seconds_bucket[5m])))",
     ),
     "stepdial_queue_seconds": Use(
         "seconds",

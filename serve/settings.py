@@ -202,6 +202,15 @@ class Settings(BaseSettings):
     max_tokens: Annotated[
         int, Field(ge=1, le=1_000_000, description="the most max_tokens that a request may ask for")
     ] = 4096
+    max_answer_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1_000_000_000,
+            description="the most tokens in one answer of several texts, or with logprobs, which "
+            "are included: texts x max_tokens x (1 + logprobs)",
+        ),
+    ] = 2**17
     max_inputs: Annotated[
         int, Field(ge=1, le=64, description="the most inputs in one classify request")
     ] = 64

@@ -5,10 +5,11 @@ deliberately knows neither threads nor HTTP.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from serve.bundle import steps_in_words
 from serve.engine.work import Work
-from serve.errors import ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
+from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 from serve.scheduler.job import Deadline, Job, LaneKey
 from serve.scheduler.latency_model import LatencyModel
 from serve.scheduler.limits import Limits
@@ -19,6 +20,24 @@ from serve.scheduler.scheduler import Scheduler
 
 # More will come while a generation is written: it is to use at most this share of its time.
 _AIM = 0.6
+# What a request may have taken before it is admitted, and a server is said to be idle all the same.
+_USUAL_S = 0.01
+
+
+class Unread(Protocol):
+    """Requests that are not in the scheduler yet, since what they sent is not read."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+
+
+class NothingUnread:
+    """Where all that comes has been read."""
+
+    waiting = 0
+    running = 0
 
 
 class Admission:
@@ -30,6 +49,7 @@ class Admission:
         self._limits = limits
         self._reliefs: dict[str, Relief] = {}  # of models that write
         self._promises = Promises(limits.queue_requests)
+        self.unread: Unread = NothingUnread()
 
     def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
         """Refuse the jobs of a request for which there is no place or no time."""
@@ -48,6 +68,17 @@ class Admission:
                 asked = Asked(job.lengths[0], job.tokens_left, len(jobs), job.beams)
                 self._check_written(outlook, job.lane, asked, job.deadline, now_s)
         self._check_wait(now_s, len(jobs), jobs[0].deadline, outlook)
+
+    def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
+        """Refuse a request that would have to wait so long only to be read."""
+        self._check_places(now_s, 1)
+        if deadline is not None:
+            if deadline.ends_s <= now_s:
+                raise DeadlineLapsed(deadline.given_s)
+            if now_s + wait_s > deadline.ends_s:
+                raise _too_busy(now_s + wait_s - deadline.ends_s)
+        elif wait_s > self._limits.queue_wait_s:
+            raise _too_long(wait_s, wait_s)
 
     def check_early(
         self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
@@ -114,7 +145,7 @@ class Admission:
         return self._promises.turn_s(now_s, prospects.wait_s(now_s), each_s, jobs)
 
     def _check_places(self, now_s: float, jobs: int) -> None:
-        queued = self._scheduler.queued
+        queued = self._scheduler.queued + self.unread.waiting
         if queued + jobs > self._limits.queue_requests:
             raise QueueFull(
                 f"the queue is full ({queued} requests): try again later",
@@ -128,10 +159,7 @@ class Admission:
             return  # it will be in time, so it does not wait for longer
         wait_s = self._scheduler.prospects.wait_s(now_s, least=True, known=outlook)
         if wait_s > self._limits.queue_wait_s:
-            raise QueueFull(
-                f"what waits will take {wait_s:.0f} s: try again later",
-                retry_after_s=self._turn_s(now_s, jobs),
-            )
+            raise _too_long(wait_s, self._turn_s(now_s, jobs))
 
     def _check_classified(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
         self._scheduler.open(job.lane)
@@ -140,7 +168,7 @@ class Admission:
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
             alone_s = prospects.alone_s(job.lane, least, job.lengths)
-            self._refuse(deadline, least, alone_s, late_s)
+            self._refuse(deadline, least, alone_s, late_s, now_s)
 
     def _check_written(
         self,
@@ -152,15 +180,29 @@ class Admission:
     ) -> None:
         late_s = outlook.late_s(key, asked, deadline.ends_s, now_s)
         if late_s > 0:
-            self._refuse(deadline, key.steps, outlook.alone_s(key, asked), late_s)
+            self._refuse(deadline, key.steps, outlook.alone_s(key, asked), late_s, now_s)
 
-    def _refuse(self, deadline: Deadline, steps: int, alone_s: float, late_s: float) -> None:
-        if self._scheduler.queued + self._scheduler.running == 0:
-            self._latency.relent()
-            alone_s = max(alone_s, deadline.given_s + late_s)
+    def _refuse(
+        self, deadline: Deadline, steps: int, alone_s: float, late_s: float, now_s: float
+    ) -> None:
+        idle = self._scheduler.queued + self._scheduler.running == 0
+        # On its way, in the queue to be read, and being read.
+        spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
+        if idle:
+            if not spent_s:
+                self._latency.relent()
+            alone_s = max(alone_s, deadline.given_s + late_s - spent_s)
         if alone_s > deadline.given_s:
             raise ImpossibleDeadline(deadline.given_s, alone_s, steps)
+        if idle or deadline.ends_s <= now_s:
+            raise DeadlineLapsed(deadline.given_s)
         raise _too_busy(late_s)
+
+
+def _too_long(wait_s: float, retry_after_s: float) -> QueueFull:
+    return QueueFull(
+        f"what waits will take {wait_s:.0f} s: try again later", retry_after_s=retry_after_s
+    )
 
 
 def _too_busy(late_s: float) -> TooBusy:

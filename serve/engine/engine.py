@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
-from serve.engine.admission import Admission
+from serve.engine.admission import Admission, Unread
 from serve.engine.executor import Executor
 from serve.engine.failing import Failing
 from serve.engine.pace import CallTimes
@@ -107,11 +107,22 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        return self._scheduler.queued
+        """Requests that wait: for a model, or to be read."""
+        return self._scheduler.queued + self.unread.waiting
 
     @property
     def running(self) -> int:
-        return self._scheduler.running
+        """Requests that run: in a model, or while they are read."""
+        return self._scheduler.running + self.unread.running
+
+    @property
+    def unread(self) -> Unread:
+        """Requests that have yet to be read before they come here."""
+        return self._admission.unread
+
+    @unread.setter
+    def unread(self, unread: Unread) -> None:
+        self._admission.unread = unread
 
     @property
     def alive(self) -> bool:
@@ -203,6 +214,11 @@ class Engine:
                 if job.deadline is not None:
                     self.metrics.deadlines.labels(job.lane.name).inc()
         self._waking.ask()
+
+    def check_unread(self, wait_s: float, deadline: Deadline | None) -> None:
+        """Raise if there is no place or no time for a request to be read: see Admission."""
+        with self._wake:
+            self._admission.check_unread(wait_s, deadline, self.clock())
 
     def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
         """Raise if there is no time for a classification, whatever it says: see Admission."""

@@ -1,8 +1,9 @@
 """Images that requests send, as the pixels that a model takes.
 
 A picture is a base64 file (PNG, JPEG, WebP, GIF or BMP) or nested lists of numbers. It is guarded
-before it is decoded: by format, and by the pixels that its header declares. Knows no model but its
-ImageInput.
+before it is decoded: by format, and by the pixels that its header declares and the memory that they
+would take. Large ones are made smaller as they are decoded, or strip by strip, so that there is
+never a second copy of all pixels.
 """
 
 import base64
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from serve.bundle import ImageInput
 from serve.engine.sampling import FloatArray
@@ -22,10 +23,23 @@ from serve.inputs.arrays import check_list, number_rows
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**24  # of one image, before it is resized
+MAX_DECODED_BYTES = 2**24  # of one image, while it is decoded
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _WHITESPACE = str.maketrans("", "", " \t\r\n")
 _SEND = "send a base64 PNG, JPEG, WebP, GIF or BMP, or nested lists of numbers (height, width)"
+
+# Images of more pixels are made smaller strip by strip, to this many times the model's size: what
+# is left to resize is so large that the result is the same to the eye.
+_LARGE_PIXELS = 2**18
+_SPARE = 3
+_JPEG_SPARE = 8  # so many times as JPEG is decoded, which is coarser
+_STRIP_PIXELS = 2**18
+# What a pixel takes while it is decoded. libwebp has the file as RGBA, and Pillow copies of that.
+_WEBP_BYTES = 16
+_PLAIN_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}
+_WORD_BYTES = 4  # of all other modes
+_COEFFICIENT_BYTES = 2  # progressive JPEG has those of all channels in memory first
 
 # Its own limit only warns; the one above refuses, and before anything is decoded.
 Image.MAX_IMAGE_PIXELS = None
@@ -37,14 +51,15 @@ class PixelCount:
     def __init__(self, limit: int = 2 * MAX_PIXELS) -> None:
         self._limit = self._left = limit
 
-    def spend(self, width: int, height: int, param: str) -> None:
+    def spend(self, width: int, height: int, param: str, pixel_bytes: int = 1) -> None:
         """Count an image; Unprocessable if it is too large, or the last of too many."""
-        if width * height > MAX_PIXELS:
+        most = min(MAX_PIXELS, MAX_DECODED_BYTES // pixel_bytes)
+        if width * height > most:
             raise Unprocessable(
-                f"{param} has {width} x {height} pixels, but at most {MAX_PIXELS} are decoded: "
-                "send it smaller",
+                f"{param} has {width} x {height} pixels, but at most {most} of its kind are "
+                "decoded: send it smaller",
                 param=param,
-                max_pixels=MAX_PIXELS,
+                max_pixels=most,
             )
         self._left -= width * height
         if self._left < 0:
@@ -79,9 +94,14 @@ def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> Floa
     try:
         with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
             count.spend(*image.size, param)
+            width, height = _wanted(image, spec)
+            if image.width * image.height > _LARGE_PIXELS:
+                # Only JPEG can be decoded smaller than it is; others do not heed this.
+                image.draft(None, (_JPEG_SPARE * width, _JPEG_SPARE * height))
+            count.spend(*image.size, param, _pixel_bytes(image))
             image.load()
-            upright = ImageOps.exif_transpose(image)
-            return _fitted(_eight_bits(upright), spec)
+            small = _smaller(image, (width, height), MODES[spec.channels])
+            return _fitted(ImageOps.exif_transpose(small), spec)
     except UnidentifiedImageError:
         raise Unprocessable(
             f"{param} is no image of a format that is read here: {_SEND}", param=param
@@ -110,11 +130,51 @@ def _bytes(text: str, param: str) -> bytes:
         raise Unprocessable(f"{param} is no base64: {_SEND}", param=param) from None
 
 
+def _wanted(image: Image.Image, spec: ImageInput) -> tuple[int, int]:
+    """Width and height of the model, as the image lies."""
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    return (spec.height, spec.width) if turned else (spec.width, spec.height)
+
+
+def _pixel_bytes(image: Image.Image) -> int:
+    """The memory that a pixel takes at most while the image is decoded."""
+    if image.format == "WEBP":
+        return _WEBP_BYTES
+    plain = _PLAIN_BYTES.get(image.mode, _WORD_BYTES)
+    if "progressive" in image.info or "progression" in image.info:
+        # These do not become fewer where the image is decoded smaller.
+        return plain + _COEFFICIENT_BYTES * len(image.getbands())
+    return plain
+
+
+def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Image:
+    """The image in a mode of 8 bits a channel; a large one in the size that is wanted."""
+    width, height = image.size
+    across = max(1, width // (_SPARE * wanted[0]))
+    down = max(1, height // (_SPARE * wanted[1]))
+    if width * height <= _LARGE_PIXELS or across == down == 1:
+        return _eight_bits(image)
+    small = Image.new(mode, (-(-width // across), -(-height // down)))
+    lines = max(1, _STRIP_PIXELS // (width * down)) * down
+    for top in range(0, height, lines):
+        strip = image.crop((0, top, width, min(height, top + lines)))
+        if "transparency" in image.info:
+            strip.info["transparency"] = image.info["transparency"]
+        small.paste(_eight_bits(strip).convert(mode).reduce((across, down)), (0, top // down))
+    # The last parts may reach beyond the image.
+    box = (0.0, 0.0, width / across, height / down)
+    small = small.resize(wanted, Image.Resampling.BILINEAR, box)
+    small.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return small
+
+
 def _eight_bits(image: Image.Image) -> Image.Image:
     """The image in one of the modes of 8 bits a channel."""
     if image.mode.startswith(("I", "F")):  # 16 bits of grey
-        grey = np.asarray(image).astype(np.float64)
-        return Image.fromarray(np.clip(grey / 257, 0, 255).round().astype(np.uint8))
+        grey = np.asarray(image)
+        # As rounding to the nearest of 257ths, in whole numbers.
+        nearest = (np.clip(grey, 0, 65535).astype(np.uint32) + 128) // 257
+        return Image.fromarray(nearest.astype(np.uint8))
     if image.mode == "1":
         return image.convert("L")
     if image.mode in ("P", "PA"):

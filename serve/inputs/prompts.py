@@ -14,6 +14,8 @@ from serve.inputs.text import TextCodec
 
 # Texts of one request: as many as decode together by default, so that none waits for its own kin.
 MAX_TEXTS = 16
+# More than any window holds; how many a model reads is its own matter.
+MAX_PROMPT_TOKENS = 2**17
 _SAYS = "a string, or a list of tokens"
 
 
@@ -61,6 +63,12 @@ def _prompt(value: object, param: str, says: str) -> Prompt:
     if isinstance(value, list):
         if not value:
             raise InvalidField(f"{param} is empty: send at least 1 token", param=param)
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidField(
+                f"{param} has {len(value)} tokens: send at most {MAX_PROMPT_TOKENS}", param=param
+            )
+        if set(map(type, value)) == {int}:
+            return Prompt(tuple(value), param)
         for index, token in enumerate(value):
             if not _is_token(token):
                 raise InvalidField(
@@ -77,7 +85,9 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Tokens = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+]
 Prompts = Annotated[
     tuple[Prompt, ...],
     PlainValidator(

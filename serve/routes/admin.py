@@ -14,7 +14,6 @@ from serve.keys import Keys
 from serve.loading import Loading
 from serve.routes.shared import answer, problems, takes
 from serve.setting_names import ADMIN_KEY_VARIABLE
-from serve.settings import Settings
 from serve.wire.body import read_json
 from serve.wire.gate import secret_of
 from serve.wire.loaded import (
@@ -24,6 +23,7 @@ from serve.wire.loaded import (
     LoadResponse,
     UnloadResponse,
 )
+from serve.wire.reader import Reader
 
 _KEY_PROBLEMS = problems(
     e401="No admin key, or one that is not known.",
@@ -41,7 +41,7 @@ _LOAD_PROBLEMS = problems(
 )
 
 
-def admin_routes(settings: Settings, engine: Engine, loading: Loading, keys: Keys) -> APIRouter:
+def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["admin"])
 
@@ -68,9 +68,7 @@ def admin_routes(settings: Settings, engine: Engine, loading: Loading, keys: Key
     )
     async def load(request: Request) -> Response:
         _check_key(request, keys)
-        asked = await read_json(
-            request, LoadRequest, settings.max_body_bytes, settings.body_timeout_s
-        )
+        asked = await read_json(request, LoadRequest, reader)
         change = await loading.load(loading.allowed(asked.bundle))
         return answer(
             LoadResponse(

@@ -17,19 +17,19 @@ from serve.routes.openai import (
     exchange_of,
     wishes_of,
 )
-from serve.routes.shared import Encoding, takes
-from serve.routes.writing import check_max_tokens, check_texts
+from serve.routes.shared import deadline_of, takes
+from serve.routes.writing import check_answer, check_max_tokens, check_texts
 from serve.settings import Settings
 from serve.wire.body import read_json
 from serve.wire.openai_answers import ChatResponse
 from serve.wire.openai_requests import ChatRequest
 from serve.wire.openai_shapes import ChatShape
+from serve.wire.reader import Reader
 
 
-def chat_routes(settings: Settings, engine: Engine) -> APIRouter:
+def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["openai"])
-    encoding = Encoding()
 
     @router.post(
         "/v1/chat/completions",
@@ -45,18 +45,18 @@ def chat_routes(settings: Settings, engine: Engine) -> APIRouter:
         openapi_extra=takes(ChatRequest),
     )
     async def chat(request: Request) -> Response:
-        asked = await read_json(
-            request, ChatRequest, settings.max_body_bytes, settings.body_timeout_s
-        )
+        asked = await read_json(request, ChatRequest, reader)
         served = engine.catalog.pick(asked.model, WRITING)
         _check_chats(served)
         decision = decide(request, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings, asked.limit_field)
         check_texts(asked.answers, settings)
-        prompt = await encoding.run(
+        check_answer(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
+        prompt = await reader.read(
             request,
             sum(len(message.content) for message in asked.messages),
+            deadline_of(request, asked),
             lambda: _prompt(asked, served),
         )
         wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)

@@ -17,8 +17,8 @@ from serve.inputs.intake import Intake, check_kinds, read_items
 from serve.routes.labelling import filled, labelled, ranked, refuse_early, token_labels
 from serve.routes.shared import (
     RUN_PROBLEMS,
-    Encoding,
     answer,
+    deadline_of,
     decide_budget,
     request_id,
     takes,
@@ -36,15 +36,15 @@ from serve.wire.answers import (
     server_timing,
 )
 from serve.wire.body import read_json
+from serve.wire.reader import Reader
 from serve.wire.schemas import ClassifyRequest
 
 _DEFAULT_LABELS = 5
 
 
-def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
+def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["inference"])
-    encoding = Encoding()
 
     @router.post(
         "/v1/classify",
@@ -55,9 +55,7 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         openapi_extra=takes(ClassifyRequest),
     )
     async def classify(request: Request) -> Response:
-        asked = await read_json(
-            request, ClassifyRequest, settings.max_body_bytes, settings.body_timeout_s
-        )
+        asked = await read_json(request, ClassifyRequest, reader)
         served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
         manifest = served.manifest
         decision = decide_budget(request, served, asked)
@@ -66,9 +64,10 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
-        taken = await encoding.run(
+        taken = await reader.read(
             request,
             _characters(asked),
+            deadline_of(request, asked),
             lambda: read_items(asked.input, served, asked.truncate is not False),
         )
         event = await labelled(

@@ -16,19 +16,19 @@ from serve.routes.openai import (
     exchange_of,
     wishes_of,
 )
-from serve.routes.shared import Encoding, takes
-from serve.routes.writing import check_max_tokens, check_texts
+from serve.routes.shared import deadline_of, takes
+from serve.routes.writing import check_answer, check_max_tokens, check_texts
 from serve.settings import Settings
 from serve.wire.body import read_json
 from serve.wire.openai_answers import CompletionResponse
 from serve.wire.openai_requests import CompletionRequest
 from serve.wire.openai_shapes import CompletionShape
+from serve.wire.reader import Reader
 
 
-def completion_routes(settings: Settings, engine: Engine) -> APIRouter:
+def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["openai"])
-    encoding = Encoding()
 
     @router.post(
         "/v1/completions",
@@ -44,17 +44,18 @@ def completion_routes(settings: Settings, engine: Engine) -> APIRouter:
         openapi_extra=takes(CompletionRequest),
     )
     async def completions(request: Request) -> Response:
-        asked = await read_json(
-            request, CompletionRequest, settings.max_body_bytes, settings.body_timeout_s
-        )
+        asked = await read_json(request, CompletionRequest, reader)
         served = engine.catalog.pick(asked.model, WRITING)
         decision = decide(request, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings)
-        check_texts(len(asked.prompt) * asked.candidates, settings)
-        prompts = await encoding.run(
+        texts = len(asked.prompt) * asked.candidates
+        check_texts(texts, settings)
+        check_answer(texts, max_tokens, asked.logprobs, settings)
+        prompts = await reader.read(
             request,
             sum(prompt.characters for prompt in asked.prompt),
+            deadline_of(request, asked),
             lambda: [prompt.read(served.codec) for prompt in asked.prompt],
         )
         ranks = asked.candidates > asked.answers

@@ -16,19 +16,19 @@ from serve.engine.engine import Engine
 from serve.engine.events import GeneratedEvent, TokenEvent, TokenLogprob
 from serve.routes.shared import (
     RUN_PROBLEMS,
-    Encoding,
-    answer,
+    deadline_of,
     decide_budget,
     request_id,
     takes,
     timing,
 )
-from serve.routes.writing import Order, TextEvent, check_max_tokens
+from serve.routes.writing import Order, TextEvent, check_answer, check_max_tokens, entries_of
 from serve.settings import Settings
 from serve.wire.answers import (
     Alternative,
     DoneChunk,
     GenerateResponse,
+    Timing,
     TokenChunk,
     TokenScore,
     Usage,
@@ -36,6 +36,8 @@ from serve.wire.answers import (
     server_timing,
 )
 from serve.wire.body import read_json
+from serve.wire.pieces import Each, answer_of
+from serve.wire.reader import Reader
 from serve.wire.schemas import GenerateRequest
 from serve.wire.stream import EventStream, NamedEvents, Written
 from serve.wire.wishes import check_beams, drawn_seed, wish_of
@@ -72,20 +74,20 @@ class Exchange:
             timing=timing(self.order.request, self.order.engine, event.span),
         )
 
-    def whole(self, event: GeneratedEvent) -> GenerateResponse:
-        scores = [_token_score(logprob) for logprob in event.logprobs]
+    def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
+        """GenerateResponse: not made of that, since it may be large."""
         wish = self.order.wishes[0]
-        return GenerateResponse(
-            id=request_id(self.order.request),
-            model=self.order.served.name,
-            text=event.text,
-            finish_reason=event.finish_reason,
-            seed=wish.sampling.seed,
-            logprobs=None if wish.logprobs is None else scores,
-            usage=self._usage(event),
-            budget=budget_of(self.order.decision),
-            timing=timing(self.order.request, self.order.engine, event.span),
-        )
+        return {
+            "id": request_id(self.order.request),
+            "model": self.order.served.name,
+            "text": event.text,
+            "finish_reason": event.finish_reason,
+            "seed": wish.sampling.seed,
+            "logprobs": None if wish.logprobs is None else Each(map(_score, event.logprobs)),
+            "usage": self._usage(event),
+            "budget": budget_of(self.order.decision),
+            "timing": spent,
+        }
 
     def written(self, events: Sequence[TextEvent]) -> Written:
         return NamedEvents(self.chunk, self.done).write([event for _, event in events])
@@ -99,10 +101,9 @@ class Exchange:
         )
 
 
-def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
+def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
     router = APIRouter(tags=["inference"])
-    encoding = Encoding()
 
     @router.post(
         "/v1/generate",
@@ -115,17 +116,19 @@ def generate_routes(settings: Settings, engine: Engine) -> APIRouter:
         openapi_extra=takes(GenerateRequest),
     )
     async def generate(request: Request) -> Response:
-        asked = await read_json(
-            request, GenerateRequest, settings.max_body_bytes, settings.body_timeout_s
-        )
+        asked = await read_json(request, GenerateRequest, reader)
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
         decision = decide_budget(request, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings)
+        check_answer(1, max_tokens, asked.logprobs, settings)
         check_beams(asked, served)
-        prompt = await encoding.run(
-            request, len(asked.prompt), lambda: served.codec.encode_prompt(asked.prompt)
+        prompt = await reader.read(
+            request,
+            len(asked.prompt),
+            deadline_of(request, asked),
+            lambda: served.codec.encode_prompt(asked.prompt),
         )
         wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
         order = Order.of(request, engine, served, asked, decision, (wish,))
@@ -148,8 +151,17 @@ async def _run(exchange: Exchange) -> Response:
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    response = exchange.whole(event)
-    return answer(response, server_timing(response.timing))
+    spent = timing(exchange.order.request, exchange.order.engine, event.span)
+    return answer_of(exchange.whole(event, spent), entries_of(event), server_timing(spent))
+
+
+def _score(logprob: TokenLogprob) -> dict[str, object]:
+    """TokenScore of a whole answer."""
+    return {
+        "token": logprob.token,
+        "logprob": logprob.logprob,
+        "top": [{"token": token, "logprob": value} for token, value in logprob.top],
+    }
 
 
 def _token_score(logprob: TokenLogprob) -> TokenScore:

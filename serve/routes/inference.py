@@ -23,8 +23,8 @@ from serve.inputs.items import Item
 from serve.inputs.tensors import cloud_rows, image_rows
 from serve.routes.labelling import labelled, ranked, refuse_early, token_labels
 from serve.routes.oip_models import find_version, oip_problems
-from serve.routes.shared import Encoding, decide_budget, request_id, timing
-from serve.routes.writing import Order, check_max_tokens, check_texts
+from serve.routes.shared import deadline_of, decide_budget, request_id, timing
+from serve.routes.writing import Order, check_answer, check_max_tokens, check_texts
 from serve.settings import Settings
 from serve.wire.answers import Budget, budget_of, server_timing
 from serve.wire.oip_answer import Values, Wanted, facts_of, wanted_outputs, written
@@ -33,6 +33,7 @@ from serve.wire.oip_models import InputSpec
 from serve.wire.oip_parameters import classify_request, generate_request
 from serve.wire.oip_schemas import VERSION, InferResponse
 from serve.wire.oip_tensors import numbers_of_bytes, numbers_of_json, texts_of_bytes, texts_of_json
+from serve.wire.reader import Reader
 from serve.wire.wishes import check_beams, drawn_seed, wish_of
 
 _WHERE = "inputs[0]"
@@ -75,10 +76,9 @@ _GIVES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def inference_routes(settings: Settings, engine: Engine) -> APIRouter:
+def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["open inference protocol"])
-    encoding = Encoding()
 
     @router.post(
         "/v2/models/{name}/versions/{version}/infer",
@@ -89,12 +89,12 @@ def inference_routes(settings: Settings, engine: Engine) -> APIRouter:
     )
     async def infer_version(request: Request, name: str, version: str) -> Response:
         find_version(engine, name, version)  # a body for nobody is not worth reading
-        sent = await read_inference(request, settings.max_body_bytes, settings.body_timeout_s)
+        sent = await read_inference(request, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
         InputSpec.of(manifest).check(sent.asked.inputs, served.name, settings.max_inputs)
         wanted = wanted_outputs(sent.asked, manifest)
-        inference = Inference(request, settings, engine, encoding, served, sent, wanted)
+        inference = Inference(request, engine, reader, served, sent, wanted)
         if manifest.labelled:
             return await inference.classify()
         return await inference.write()
@@ -117,9 +117,8 @@ class Inference:
     """One request whose tensor the model can take."""
 
     request: Request
-    settings: Settings
     engine: Engine
-    encoding: Encoding
+    reader: Reader
     served: Served
     sent: Sent
     wanted: Sequence[Wanted]
@@ -130,8 +129,11 @@ class Inference:
         decision = decide_budget(self.request, self.served, asked)
         rows = self.sent.asked.inputs[0].shape[0]
         refuse_early(self.request, self.engine, self.served, asked, decision, rows)
-        taken = await self.encoding.run(
-            self.request, self._characters(), lambda: self._rows(asked.truncate is not False)
+        taken = await self.reader.read(
+            self.request,
+            self._characters(),
+            deadline_of(self.request, asked),
+            lambda: self._rows(asked.truncate is not False),
         )
         event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
         budgets = [
@@ -171,11 +173,15 @@ class Inference:
         """A text for each row, each written by a job of its own."""
         asked = generate_request(self.sent.asked.parameters, self.served.manifest.task)
         decision = decide_budget(self.request, self.served, asked)
-        max_tokens = asked.limit(self.settings.max_tokens)
-        check_max_tokens(max_tokens, self.settings)
-        check_texts(self.sent.asked.inputs[0].shape[0], self.settings)
+        max_tokens = asked.limit(self.reader.settings.max_tokens)
+        check_max_tokens(max_tokens, self.reader.settings)
+        rows = self.sent.asked.inputs[0].shape[0]
+        check_texts(rows, self.reader.settings)
+        check_answer(rows, max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
-        prompts = await self.encoding.run(self.request, self._characters(), self._prompts)
+        prompts = await self.reader.read(
+            self.request, self._characters(), deadline_of(self.request, asked), self._prompts
+        )
         seed = drawn_seed() if asked.seed is None else asked.seed
         wishes = [
             _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
@@ -203,7 +209,10 @@ class Inference:
         raw = self.sent.raw[0]
         if raw is not None:
             return len(raw)
-        return sum(len(text) for text in self.sent.asked.inputs[0].data if isinstance(text, str))
+        data = self.sent.asked.inputs[0].data
+        if len(data) > self.reader.settings.max_inputs:  # too many: it is said which are allowed
+            return None
+        return sum(len(text) for text in data if isinstance(text, str))
 
     def _texts(self) -> list[str]:
         tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]

@@ -16,9 +16,8 @@ from serve.engine.engine import Engine
 from serve.errors import NotReady, ServeError, UnknownModel
 from serve.routes.health import check_ready
 from serve.routes.shared import answer
-from serve.settings import Settings
-from serve.wire.body import read_body
-from serve.wire.oip_body import parse
+from serve.wire.body import checked_json, read_body
+from serve.wire.oip_body import explain
 from serve.wire.oip_models import metadata_of
 from serve.wire.oip_schemas import (
     VERSION,
@@ -31,6 +30,7 @@ from serve.wire.oip_schemas import (
     ServerMetadata,
     ServerReady,
 )
+from serve.wire.reader import Reader
 
 EXTENSIONS = ["binary_tensor_data", "parameters"]
 
@@ -50,7 +50,7 @@ _UNKNOWN = "No such model, or no such version of it, is served."
 _NOT_READY = "Starting, shutting down, or a model hangs or fails."
 
 
-def oip_model_routes(settings: Settings, engine: Engine) -> APIRouter:
+def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["open inference protocol"])
 
@@ -152,8 +152,13 @@ def oip_model_routes(settings: Settings, engine: Engine) -> APIRouter:
         },
     )
     async def index(request: Request) -> Response:
-        body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
-        only_ready = parse(body, IndexRequest).ready if body.strip() else False
+        body = await read_body(
+            request, reader.settings.max_body_bytes, reader.settings.body_timeout_s
+        )
+        only_ready = False
+        if body.strip():
+            asked = await checked_json(request, body, IndexRequest, reader, explain)
+            only_ready = asked.ready
         entries = [_entry(engine, served) for served in engine.catalog]
         listed = [one for one in entries if one.state == "READY" or not only_ready]
         return answer(RepositoryIndex(listed))

@@ -19,13 +19,14 @@ from serve.engine.events import FailedEvent, GeneratedEvent, Span
 from serve.engine.generation import Wish
 from serve.engine.sampling import MAX_SEED
 from serve.errors import ImpossibleBudget
-from serve.routes.shared import RUN_PROBLEMS, answer, decide_budget, request_id, timing
-from serve.routes.writing import Order, Running
+from serve.routes.shared import RUN_PROBLEMS, decide_budget, request_id, timing
+from serve.routes.writing import Order, Running, entries_of
 from serve.wire.answers import Usage, budget_of, server_timing
 from serve.wire.openai_answers import ChoiceWork, DialReport, OpenAIError
 from serve.wire.openai_fields import OpenAIFields
 from serve.wire.openai_shapes import Head, Shape, Tail
 from serve.wire.openai_stream import ChunkWriter
+from serve.wire.pieces import answer_of
 from serve.wire.stream import EventStream
 from serve.wire.wishes import Manner, drawn_seed, wish_in
 
@@ -71,7 +72,8 @@ class Exchange:
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
         body = self.shape.whole(self.head, [events[index] for index in chosen], tail)
-        return answer(body, server_timing(tail.report.timing))
+        entries = sum(entries_of(events[index]) for index in chosen)
+        return answer_of(body, entries, server_timing(tail.report.timing))
 
     def _writer(self) -> ChunkWriter:
         everything = range(len(self.order.wishes))

@@ -3,9 +3,8 @@
 Knows requests and answers; deliberately no task.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, final
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -21,14 +20,8 @@ from serve.wire.access import COMPUTED_KEY, ID_KEY, REASON_KEY, SERVED_KEY
 from serve.wire.answers import ErrorResponse, Timing
 from serve.wire.envelope import ARRIVED_KEY, stay
 from serve.wire.gate import steps_allowed
-from serve.wire.mailbox import ClientGone
 from serve.wire.ready import ReadyAnswer
 from serve.wire.schemas import BudgetFields
-
-T = TypeVar("T")
-
-# Texts of more characters are encoded on another thread, so that they do not hold up the others.
-_LONG_CHARACTERS = 4_000
 
 
 def request_id(request: Request) -> str:
@@ -39,9 +32,8 @@ def request_id(request: Request) -> str:
 def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
     """The rung for a request, or those that may serve it."""
     stay(request.scope, served.guests)
-    decision = decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
-    request.scope[SERVED_KEY] = (served.name, decision.steps)
-    return decision
+    request.scope[SERVED_KEY] = (served.name, None)
+    return decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
 
 
 def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
@@ -68,29 +60,6 @@ def timing(request: Request, engine: Engine, span: Span) -> Timing:
         "compute_ms": round(span.compute_ms, 3),
         "total_ms": round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
     }
-
-
-@final
-class Encoding:
-    """Reads inputs: short texts here, all else aside, one request at a time.
-
-    However many long texts or images come at once, they take the time and the memory of one.
-    """
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(1)
-
-    async def run(self, request: Request, characters: int | None, work: Callable[[], T]) -> T:
-        """What `work` gives; ClientGone if nobody is left to answer when its turn comes.
-
-        `characters` is how much text there is to read, None if it is something else.
-        """
-        if characters is not None and characters <= _LONG_CHARACTERS:
-            return work()
-        async with self._turn:
-            if await request.is_disconnected():
-                raise ClientGone
-            return await asyncio.to_thread(work)
 
 
 def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]) -> Response:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from serve.budget import Decision
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, FailedEvent
+from serve.engine.events import Event, FailedEvent, GeneratedEvent
 from serve.engine.generation import Generation, Wish
 from serve.engine.translation import Translation
 from serve.engine.work import Work
@@ -128,6 +128,37 @@ def check_texts(texts: int, settings: Settings) -> None:
             f"{settings.queue_limit}: send fewer in one request",
             param="n",
         )
+
+
+def check_answer(
+    texts: int,
+    max_tokens: int,
+    logprobs: int | None,
+    settings: Settings,
+    param: str = "max_tokens",
+) -> None:
+    """InvalidField if the answer may be larger than this server makes any.
+
+    One text without log-probabilities is no larger than max_tokens, which has a limit of its own.
+    """
+    if texts == 1 and logprobs is None:
+        return
+    alternatives = logprobs or 0
+    asked = texts * max_tokens * (1 + alternatives)
+    if asked > settings.max_answer_tokens:
+        lower = [param, *(["the number of texts"] if texts > 1 else [])]
+        lower += ["the number of logprobs"] if alternatives else []
+        raise InvalidField(
+            f"this asks for {asked} tokens, {texts} texts x {max_tokens} tokens x "
+            f"{1 + alternatives} with the logprobs of each, but an answer of this server has at "
+            f"most {settings.max_answer_tokens}: lower {' or '.join(lower)}",
+            param=param,
+        )
+
+
+def entries_of(event: GeneratedEvent) -> int:
+    """How much there is to write of its log-probabilities."""
+    return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
 
 
 def _size(wishes: Sequence[Wish]) -> Asked:

@@ -13,7 +13,7 @@ from serve.traces import Traces, Visit
 from serve.wire.gate import WATCHED
 
 ID_KEY = "stepdial.id"
-SERVED_KEY = "stepdial.served"  # (model, steps)
+SERVED_KEY = "stepdial.served"  # (model, steps), which are None until the work was taken in
 REASON_KEY = "stepdial.reason"  # of the budget
 JOBS_KEY = "stepdial.jobs"
 COMPUTED_KEY = "stepdial.computed_s"  # when the last call of the model was over
@@ -37,7 +37,9 @@ class Access:
             return
         fields: dict[str, str | int] = {"id": scope[ID_KEY]}
         if SERVED_KEY in scope:
-            fields["model"], fields["steps"] = scope[SERVED_KEY]
+            fields["model"], steps = scope[SERVED_KEY]
+            if steps is not None:
+                fields["steps"] = steps
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
         if self.traces is not None and scope["path"] not in WATCHED:

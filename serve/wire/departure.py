@@ -17,6 +17,10 @@ class Departure:
         self._gone = False
         self._watchers: list[Callable[[], None]] = []
 
+    @property
+    def gone(self) -> bool:
+        return self._gone
+
     def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
         """Call this when the client leaves; what is returned ends that."""
         if self._gone:

@@ -177,9 +177,14 @@ class Envelope:
     def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
         ended_s = time.perf_counter()
         route = getattr(scope.get("route"), "path", "none")
-        model, steps = scope.get(SERVED_KEY, ("", ""))
+        model, steps = scope.get(SERVED_KEY, ("", None))
         self._metrics.requests.labels(route, model, str(status)).inc()
-        self._metrics.request_seconds.labels(route, model, str(steps)).observe(ended_s - arrived_s)
+        if status < 400:
+            rung = "" if steps is None else str(steps)
+            self._metrics.request_seconds.labels(route, model, rung).observe(ended_s - arrived_s)
+        else:  # it had no rung, or no answer of it
+            refused = self._metrics.refused_seconds.labels(route, model, str(status))
+            refused.observe(ended_s - arrived_s)
         self._access.write(scope, method, status, arrived_s, ended_s)
 
 

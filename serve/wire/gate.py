@@ -56,6 +56,20 @@ def steps_allowed(scope: Scope) -> int | None:
     return None if holder is None else holder.key.max_steps
 
 
+def spend_tokens(scope: Scope, tokens: int) -> None:
+    """Take what a request may read and write from its key; TokensLimited if that is too much."""
+    holder: Holder | None = scope.get(HOLDER_KEY)
+    if holder is not None:
+        holder.spend_tokens(tokens)
+
+
+def return_tokens(scope: Scope, tokens: int) -> None:
+    """So many of those were not used."""
+    holder: Holder | None = scope.get(HOLDER_KEY)
+    if holder is not None:
+        holder.return_tokens(tokens)
+
+
 def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The key that a request carries, if it carries one."""
     found = None

@@ -14,6 +14,7 @@ from serve.engine.work import Work
 from serve.scheduler.job import Job
 from serve.wire.access import ID_KEY, JOBS_KEY
 from serve.wire.departure import DEPARTURE_KEY, Departure
+from serve.wire.gate import return_tokens, spend_tokens
 
 EventT = TypeVar("EventT")
 
@@ -79,8 +80,14 @@ class Submitted:
         for job in self._jobs:
             job.request_id = scope[ID_KEY]
         scope.setdefault(JOBS_KEY, []).extend(self._jobs)
-        self._engine.submit(*self._jobs)
-        self._unwatch = _watch(self._request, self._mailbox)
+        tokens = sum(map(_tokens, self._jobs))
+        spend_tokens(scope, tokens)
+        try:
+            self._engine.submit(*self._jobs)
+        except BaseException:
+            return_tokens(scope, tokens)
+            raise
+        self._unwatch = watch_departure(self._request, self._mailbox.leave)
         # The engine looks at deadlines between its calls; this holds even while one hangs.
         deadline = self._jobs[0].deadline
         if deadline is not None:
@@ -94,20 +101,27 @@ class Submitted:
         self._unwatch()
         for job in self._jobs:
             self._engine.cancel(job)
+        # Those that were to be written, and were not.
+        return_tokens(self._request.scope, sum(job.tokens_left * job.beams for job in self._jobs))
 
 
-def _watch(request: Request, mailbox: Mailbox[Any]) -> Callable[[], object]:
-    """Tell the mailbox when the client leaves; returns what ends that."""
+def _tokens(job: Job[Work]) -> int:
+    """What a job reads, and writes at most, on every beam."""
+    return sum(job.lengths) + job.tokens_left * job.beams
+
+
+def watch_departure(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
+    """Have `leave` called when the client leaves; returns what ends that."""
     departure: Departure | None = request.scope.get(DEPARTURE_KEY)
     if departure is None:  # behind another server than ours
-        return asyncio.create_task(_await_departure(request, mailbox)).cancel
-    return departure.watch(mailbox.leave)
+        return asyncio.create_task(_await_departure(request, leave)).cancel
+    return departure.watch(leave)
 
 
-async def _await_departure(request: Request, mailbox: Mailbox[Any]) -> None:
+async def _await_departure(request: Request, leave: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    mailbox.leave()
+    leave()
 
 
 def _nothing() -> None:

@@ -3,26 +3,22 @@
 Knows where the JSON ends and which bytes belong to which tensor; deliberately not what is in them.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from serve.errors import BadRequest, InvalidField, ServeError
-from serve.wire.body import read_body
+from serve.wire.body import checked_json, close_names, read_body, shown
 from serve.wire.oip_schemas import InferRequest, InputTensor, RequestedOutput
-from serve.wire.wording import json_problem_in_words, problem_in_words
+from serve.wire.reader import WEIGHT_KEY, Reader
+from serve.wire.wording import problem_in_words
 
 HEADER_LENGTH = "inference-header-content-length"
 BINARY_SIZE = "binary_data_size"
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
-_MAX_SHOWN = 80
 _PARTS: tuple[type[BaseModel], ...] = (InferRequest, InputTensor, RequestedOutput)
 
 
@@ -34,23 +30,15 @@ class Sent:
     raw: Sequence[memoryview | None]
 
 
-async def read_inference(request: Request, max_bytes: int, timeout_s: float) -> Sent:
+async def read_inference(request: Request, reader: Reader) -> Sent:
     """The request in a body; BadRequest or InvalidField saying what is wrong with it."""
-    body = await read_body(request, max_bytes, timeout_s)
+    body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
     length = _header_length(request, len(body))
-    asked = parse(body if length is None else body[:length], InferRequest)
+    text = body if length is None else body[:length]
+    asked = await checked_json(request, text, InferRequest, reader, explain)
+    request.scope[WEIGHT_KEY] += len(body) - len(text)
     binary = memoryview(body)[len(body) if length is None else length :]
     return Sent(asked, _split(asked, binary, length is not None))
-
-
-def parse(text: bytes, schema: type[BodyT]) -> BodyT:
-    """The JSON of a body as the schema has it."""
-    if not text.strip():
-        raise BadRequest("the body is empty: send a JSON object")
-    try:
-        return schema.model_validate_json(text)
-    except ValidationError as error:
-        raise _explain(error) from None
 
 
 def _header_length(request: Request, size: int) -> int | None:
@@ -106,7 +94,7 @@ def _binary_size(tensor: InputTensor, where: str) -> int | None:
     others = sorted(set(tensor.parameters) - {BINARY_SIZE})
     if others:
         raise InvalidField(
-            f"{where}.parameters.{_shown(others[0])} is not known here: an input takes "
+            f"{where}.parameters.{shown(others[0])} is not known here: an input takes "
             f"{BINARY_SIZE} only"
         )
     in_json = "data" in tensor.model_fields_set
@@ -122,31 +110,25 @@ def _binary_size(tensor: InputTensor, where: str) -> int | None:
     return size
 
 
-def _explain(error: ValidationError) -> ServeError:
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return BadRequest(f"the body is not JSON that can be read: {json_problem_in_words(first)}")
-    if not first["loc"]:
-        return InvalidField("the body must be a JSON object")
-    return InvalidField(_sentence(first, _path(first["loc"])))
+def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
+    """What is wrong with the first field that is, in words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return InvalidField(_sentence(first, _path(first["loc"]), schema))
 
 
-def _sentence(problem: ErrorDetails, path: str) -> str:
+def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing: send it"
     if problem["type"] != "extra_forbidden":
         return f"{path} {problem_in_words(problem)}"
-    known = sorted({name for part in _PARTS for name in part.model_fields})
-    close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    parts = _PARTS if schema in _PARTS else (schema,)
+    known = sorted({name for part in parts for name in part.model_fields})
+    close = close_names(str(problem["loc"][-1]), known)
     return f"unknown field {path}: " + (f"did you mean {close[0]}?" if close else "leave it out")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
     path = ""
     for part in loc:
-        path += f"[{part}]" if isinstance(part, int) else f".{_shown(part)}"
+        path += f"[{part}]" if isinstance(part, int) else f".{shown(part)}"
     return path.removeprefix(".")
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -3,7 +3,6 @@
 Knows which fields of the two schemas are parameters here; deliberately nothing of tensors.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from serve.bundle import LABELLING, Task
 from serve.errors import InvalidField
-from serve.wire.body import explain
+from serve.wire.body import close_names, explain, shown
 from serve.wire.schemas import ClassifyRequest, GenerateRequest
 
 BINARY_OUTPUT = "binary_data_output"
@@ -88,11 +87,10 @@ def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
             if value is None:
                 raise InvalidField(f"{name} is null: leave it out", param=name)
             continue
-        close = difflib.get_close_matches(name, known, n=1)
+        close = close_names(name, known)
         meant = _OTHER_NAMES.get(name) or (close[0] if close else None)
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
-        shown = name if len(name) <= 80 else name[:80] + "…"
-        raise InvalidField(f"unknown parameter {shown!r}: {hint}", param=shown)
+        raise InvalidField(f"unknown parameter {shown(name)!r}: {hint}", param=shown(name))
 
 
 def _without_format(sent: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,10 @@ from serve.wire.oip_parameters import parameter_schema
 from serve.wire.schemas import whole
 
 VERSION = "1"
+# More than any model here takes or gives; beyond it a request is refused at once.
+MAX_TENSORS = 16
+MAX_AXES = 8
+MAX_MEMBERS = 64
 Datatype = Literal["BYTES", "BOOL", "FP32", "INT32", "UINT8"]
 
 _EXAMPLES: list[JsonDict] = [
@@ -45,11 +49,13 @@ class InputTensor(_Sent):
     name: str = Field(description="`text`, `image` or `points`: see the metadata of the model.")
     datatype: str = Field(description="`BYTES` for texts, `FP32` or `UINT8` for images, `FP32`.")
     shape: list[Annotated[int, BeforeValidator(whole)]] = Field(
+        max_length=MAX_AXES,
         description="Rows first: [rows] texts, [rows, channels, height, width] or [rows, points, "
-        "dimensions]."
+        "dimensions].",
     )
     parameters: dict[str, Any] = Field(
         {},
+        max_length=MAX_MEMBERS,
         description="`binary_data_size`: how many bytes behind the JSON are this tensor, in place "
         "of `data`.",
     )
@@ -65,7 +71,9 @@ class RequestedOutput(_Sent):
 
     name: str = Field(description="One of the outputs in the metadata of the model.")
     parameters: dict[str, Any] = Field(
-        {}, description="`binary_data`: whether to send it as bytes behind the JSON."
+        {},
+        max_length=MAX_MEMBERS,
+        description="`binary_data`: whether to send it as bytes behind the JSON.",
     )
 
 
@@ -81,10 +89,14 @@ class InferRequest(_Sent):
         json_schema_extra=parameter_schema(),
     )
     inputs: list[InputTensor] = Field(
-        min_length=1, description="The one tensor that the model takes; each row gets an answer."
+        min_length=1,
+        max_length=MAX_TENSORS,
+        description="The one tensor that the model takes; each row gets an answer.",
     )
     outputs: list[RequestedOutput] = Field(
-        [], description="Which outputs to send, in which order; all where none is named."
+        [],
+        max_length=MAX_TENSORS,
+        description="Which outputs to send, in which order; all where none is named.",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from serve.engine.events import GeneratedEvent, TokenEvent, TokenLogprob
 from serve.wire import openai_answers as shapes
 from serve.wire.answers import Answer, Usage
+from serve.wire.pieces import Each
 
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -39,7 +40,8 @@ class Shape(Protocol):
     def prefix(self) -> str:
         """What ids begin with."""
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> Answer: ...
+    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+        """All of it, as the documented shape has it: not made of that, since it may be large."""
 
     def opening(self, head: Head, index: int) -> Answer | None:
         """What comes before the first token, if anything does."""
@@ -65,32 +67,24 @@ class CompletionShape:
     logprobs: bool
     prefix: str = "cmpl-"
 
-    def whole(
-        self, head: Head, events: Sequence[GeneratedEvent], tail: Tail
-    ) -> shapes.CompletionResponse:
-        return shapes.CompletionResponse(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[
-                shapes.CompletionChoice(
-                    index=index,
-                    text=self.echoes[index] + event.text,
-                    logprobs=_legacy(event.logprobs) if self.logprobs else None,
-                    finish_reason=event.finish_reason,
-                )
-                for index, event in enumerate(events)
-            ],
-            usage=tail.usage,
-            stepdial=tail.report,
-        )
+    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+        choices: list[dict[str, object]] = [
+            {
+                "index": index,
+                "text": self.echoes[index] + event.text,
+                "logprobs": _columns(event.logprobs) if self.logprobs else None,
+                "finish_reason": event.finish_reason,
+            }
+            for index, event in enumerate(events)
+        ]
+        return _whole("text_completion", head, choices, tail)
 
     def opening(self, head: Head, index: int) -> shapes.CompletionChunk | None:
         echo = self.echoes[index]
         return self._chunk(head, self._piece(index, echo)) if echo else None
 
     def piece(self, head: Head, index: int, event: TokenEvent) -> shapes.CompletionChunk:
-        scores = None if event.logprob is None else _legacy([event.logprob])
+        scores = None if event.logprob is None else _legacy(event.logprob)
         return self._chunk(head, self._piece(index, event.text, scores))
 
     def end(
@@ -137,31 +131,23 @@ class ChatShape:
     logprobs: bool
     prefix: str = "chatcmpl-"
 
-    def whole(
-        self, head: Head, events: Sequence[GeneratedEvent], tail: Tail
-    ) -> shapes.ChatResponse:
-        return shapes.ChatResponse(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[
-                shapes.ChatChoice(
-                    index=index,
-                    message=shapes.AssistantMessage(content=event.text),
-                    logprobs=_scores(event.logprobs) if self.logprobs else None,
-                    finish_reason=event.finish_reason,
-                )
-                for index, event in enumerate(events)
-            ],
-            usage=tail.usage,
-            stepdial=tail.report,
-        )
+    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+        choices: list[dict[str, object]] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": event.text, "refusal": None},
+                "logprobs": _content(event.logprobs) if self.logprobs else None,
+                "finish_reason": event.finish_reason,
+            }
+            for index, event in enumerate(events)
+        ]
+        return _whole("chat.completion", head, choices, tail)
 
     def opening(self, head: Head, index: int) -> shapes.ChatChunk:
         return self._chunk(head, index, shapes.ChatDelta(role="assistant", content=""))
 
     def piece(self, head: Head, index: int, event: TokenEvent) -> shapes.ChatChunk:
-        scores = None if event.logprob is None else _scores([event.logprob])
+        scores = None if event.logprob is None else _scores(event.logprob)
         return self._chunk(head, index, shapes.ChatDelta(content=event.text), scores)
 
     def end(
@@ -200,12 +186,51 @@ class ChatShape:
         )
 
 
-def _legacy(logprobs: Sequence[TokenLogprob]) -> shapes.CompletionLogprobs:
+def _whole(
+    kind: str, head: Head, choices: Sequence[dict[str, object]], tail: Tail
+) -> dict[str, object]:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "usage": tail.usage,
+        "stepdial": tail.report,
+    }
+
+
+def _columns(logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
+    """CompletionLogprobs of a whole answer."""
+    return {
+        "tokens": Each(one.token for one in logprobs),
+        "token_logprobs": Each(one.logprob for one in logprobs),
+        "top_logprobs": Each(map(_by_token, logprobs)),
+        "text_offset": Each(one.offset for one in logprobs),
+    }
+
+
+def _content(logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
+    """ChatLogprobs of a whole answer."""
+    return {"content": Each(map(_place, logprobs)), "refusal": None}
+
+
+def _place(one: TokenLogprob) -> dict[str, object]:
+    return _alternative(one.token, one.logprob) | {
+        "top_logprobs": [_alternative(token, logprob) for token, logprob in one.top]
+    }
+
+
+def _alternative(token: str, logprob: float) -> dict[str, object]:
+    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
+
+
+def _legacy(one: TokenLogprob) -> shapes.CompletionLogprobs:
     return shapes.CompletionLogprobs(
-        tokens=[one.token for one in logprobs],
-        token_logprobs=[one.logprob for one in logprobs],
-        top_logprobs=[_by_token(one) for one in logprobs],
-        text_offset=[one.offset for one in logprobs],
+        tokens=[one.token],
+        token_logprobs=[one.logprob],
+        top_logprobs=[_by_token(one)],
+        text_offset=[one.offset],
     )
 
 
@@ -217,7 +242,7 @@ def _by_token(one: TokenLogprob) -> dict[str, float]:
     return found
 
 
-def _scores(logprobs: Sequence[TokenLogprob]) -> shapes.ChatLogprobs:
+def _scores(one: TokenLogprob) -> shapes.ChatLogprobs:
     return shapes.ChatLogprobs(
         content=[
             shapes.TokenLogprob(
@@ -229,7 +254,6 @@ def _scores(logprobs: Sequence[TokenLogprob]) -> shapes.ChatLogprobs:
                     for token, logprob in one.top
                 ],
             )
-            for one in logprobs
         ]
     )
 

@@ -3,6 +3,7 @@
 Knows how events are written and sent; deliberately not how they come to be.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -17,6 +18,8 @@ from serve.errors import InternalError
 from serve.wire.answers import Answer
 from serve.wire.mailbox import ClientGone, EventT, Mailbox
 
+# Each takes up to 0.2 ms to write, with the most logprobs.
+_EVENTS = 64
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -61,8 +64,9 @@ class EventStream(Response, Generic[EventT]):
             events = self._first
             try:
                 while True:
-                    # Tokens that came together go out together.
-                    written = self._write_events(events)
+                    # Tokens that came together go out together; of those that came while nobody
+                    # read, only so many that others get their turn.
+                    written = self._write_events(events[:_EVENTS])
                     await send(
                         {
                             "type": "http.response.body",
@@ -72,7 +76,11 @@ class EventStream(Response, Generic[EventT]):
                     )
                     if written.over:
                         return
-                    events = await self._mailbox.take()
+                    events = events[_EVENTS:]
+                    if events:
+                        await asyncio.sleep(0)
+                    else:
+                        events = await self._mailbox.take()
             except ClientGone:
                 return
 

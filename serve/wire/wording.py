@@ -39,7 +39,6 @@ def problem_in_words(problem: ErrorDetails) -> str:
     return words.format_map(problem.get("ctx", {}))
 
 
-def json_problem_in_words(problem: ErrorDetails) -> str:
+def json_problem_in_words(reason: str) -> str:
     """Why a body is not JSON."""
-    reason = str(problem.get("ctx", {}).get("error", "")) or problem["msg"]
     return f"{_HALF} ({reason})" if "hex escape" in reason or "surrogate" in reason else reason

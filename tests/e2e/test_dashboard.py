@@ -62,6 +62,8 @@ def send_load(url: str) -> None:
         written = {"prompt": "To be", "max_tokens": 24, "temperature": 0}
         for budget in ({}, {"steps": 1}, {"deadline_ms": 20_000}):
             assert client.post("/v1/generate", json=written | budget).status_code == 200
+        refused = written | {"steps": 99}
+        assert client.post("/v1/generate", json=refused).status_code == 422
         for _ in range(3):  # a row runs ahead once the plain way has been tried
             long = client.post("/v1/generate", json=written | {"max_tokens": 140})
             assert long.status_code == 200

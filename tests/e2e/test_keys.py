@@ -27,11 +27,13 @@ from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-NAMES = ("whole-key", "slow-key", "rated-key", "lone-key")
+NAMES = ("whole-key", "slow-key", "rated-key", "lone-key", "token-key", "label-key")
 LIMITS = {
     "slow-key": "max_steps = 2",
     "rated-key": "requests_per_s = 0.01\nburst = 2",
     "lone-key": "max_concurrent = 1",
+    "token-key": "tokens_per_min = 60",
+    "label-key": "tokens_per_min = 100",
 }
 ADMIN = "sd-the-admin-of-these-tests"
 WRONG = "sd-a-key-that-nobody-has-given-out"
@@ -226,6 +228,34 @@ def test_a_key_has_so_many_requests_a_second(
         assert refused.json()["error"]["code"] == "rate_limited"
         assert 90 <= int(refused.headers["retry-after"]) <= 100
         assert client.get("/health/ready").status_code == 200  # probes cost nothing
+
+
+def test_a_key_has_so_many_tokens_a_minute(server: ServerProcess, keys: dict[str, NewKey]) -> None:
+    asked = {"prompt": "To be", "max_tokens": 40, "temperature": 0}
+    with httpx.Client(base_url=server.url, headers=bearer(keys["token-key"]), timeout=30) as client:
+        forbidden = client.post("/v1/generate", json=asked | {"max_tokens": 60})
+        assert forbidden.status_code == 403
+        assert forbidden.json()["error"]["code"] == "tokens_forbidden"
+        # What the stop string leaves unwritten is there for the next.
+        first = client.post("/v1/generate", json=asked | {"max_tokens": 5}).json()["text"]
+        stopped = client.post("/v1/generate", json=asked | {"stop": first[:1]})
+        assert stopped.json()["usage"]["completion_tokens"] < 5
+        unknown = client.post("/v1/generate", json=asked | {"deadline_ms": 0.001})
+        assert unknown.status_code in (422, 429, 504)  # refused, so it costs nothing
+        assert client.post("/v1/generate", json=asked | {"max_tokens": 30}).status_code == 200
+        refused = client.post("/v1/generate", json=asked)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "tokens_limited"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert client.get("/v1/models").status_code == 200  # which has none
+
+
+def test_tokens_that_are_read_count_too(server: ServerProcess, keys: dict[str, NewKey]) -> None:
+    text = {"input": "a film that stays with you " * 20}  # 48 tokens are kept
+    with httpx.Client(base_url=server.url, headers=bearer(keys["label-key"]), timeout=30) as client:
+        statuses = [client.post("/v1/classify", json=text).status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        assert client.post("/v1/classify", json={"input": [text["input"]] * 3}).status_code == 403
 
 
 def test_a_key_has_so_many_requests_at_once(server: ServerProcess, keys: dict[str, NewKey]) -> None:

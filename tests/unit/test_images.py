@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from serve.bundle import ImageInput
 from serve.engine.sampling import FloatArray
@@ -155,3 +155,50 @@ def test_many_images_may_not_cost_more_than_a_few() -> None:
         count.spend(MAX_PIXELS, 1, "input[0].image")
     with pytest.raises(ServeError, match="more than 33554432 pixels together"):
         count.spend(1, 1, "input[2].image")
+
+
+def noise(height: int, width: int, channels: int = 3) -> Image.Image:
+    small = np.random.default_rng(3).integers(0, 256, (17, 13, channels), dtype=np.uint8)
+    return Image.fromarray(small.squeeze()).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("turn", [1, 3, 6, 8])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP"])
+def test_large_images_that_are_made_smaller_in_strips_look_the_same(
+    kind: str, channels: int, turn: int
+) -> None:
+    image, wanted = noise(1003, 1511, channels), spec(channels, 24, 36)
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    options: dict[str, Any] = {} if kind == "BMP" else {"exif": exif}
+    upright = ImageOps.exif_transpose(image)
+    if kind != "BMP":
+        image.getexif()[0x0112] = turn
+        upright = ImageOps.exif_transpose(image)
+    expected = np.asarray(upright.resize((36, 24), Image.Resampling.BILINEAR), np.float32) / 255
+    found = read(encoded(image, kind, **options), wanted).transpose(1, 2, 0)
+    assert np.abs(found - expected.reshape(found.shape)).max() < 0.04
+    assert np.abs(found - expected.reshape(found.shape)).mean() < 0.005
+
+
+@pytest.mark.parametrize("mode", ["P", "LA", "RGBA", "1"])
+def test_large_images_of_other_modes_are_those_of_their_parts(mode: str) -> None:
+    image = noise(900, 900).convert(mode)
+    plain = np.asarray(image.convert("RGB").resize((20, 20), Image.Resampling.BILINEAR), np.float32)
+    found = read(encoded(image), spec(3, 20, 20)).transpose(1, 2, 0)
+    assert np.abs(found - plain / 255).max() < 0.06
+
+
+def test_sixteen_bits_become_eight_as_they_did() -> None:
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    found = read(encoded(Image.fromarray(deep)), spec(1, 256, 256))[0] * 255
+    assert np.array_equal(found.round(), np.clip(deep / 257, 0, 255).round())
+
+
+def test_what_an_image_takes_while_it_is_decoded_is_limited() -> None:
+    count = PixelCount(10**9)
+    count.spend(2048, 2048, "input.image", 4)
+    with pytest.raises(ServeError, match="at most 4194304 of its kind are decoded") as refused:
+        count.spend(2048, 2049, "input.image", 4)
+    assert refused.value.details["max_pixels"] == 2**22

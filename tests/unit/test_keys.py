@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from serve.budget import Ask, decide, decide_within
-from serve.errors import ConcurrencyLimited, ImpossibleBudget, RateLimited, StepsForbidden
+from serve.errors import (
+    ConcurrencyLimited,
+    ImpossibleBudget,
+    RateLimited,
+    StepsForbidden,
+    TokensForbidden,
+    TokensLimited,
+)
 from serve.keys import Holder, Key, Keys, KeysError, NewKey
 from serve.wire.gate import secret_of
 from tests.tiny_folders import classify_bundle, generate_bundle
@@ -45,7 +52,9 @@ def test_keys_of_the_environment() -> None:
 
 
 def test_keys_of_a_file_and_what_they_may_do(tmp_path: Path) -> None:
-    limits = "max_steps = 2\nrequests_per_s = 0.5\nburst = 3\nmax_concurrent = 4"
+    limits = (
+        "max_steps = 2\nrequests_per_s = 0.5\nburst = 3\nmax_concurrent = 4\ntokens_per_min = 600"
+    )
     path = written(tmp_path, block(more=limits) + block(OTHER, "bob"))
     keys = Keys(path, environ={"STEPDIAL_API_KEYS": "sd-and-one-of-the-environment"})
     alice, bob = keys.holder_of(SECRET.encode()), keys.holder_of(OTHER.encode())
@@ -56,6 +65,7 @@ def test_keys_of_a_file_and_what_they_may_do(tmp_path: Path) -> None:
         requests_per_s=0.5,
         burst=3,
         max_concurrent=4,
+        tokens_per_min=600,
     )
     assert bob and (bob.key.name, bob.key.max_steps) == ("bob", None)
     assert keys.holder_of(b"sd-and-one-of-the-environment") is not None
@@ -188,6 +198,35 @@ def test_a_rate_allows_a_burst_then_says_when_to_come_again() -> None:
         alice.enter()
     with pytest.raises(RateLimited):
         alice.enter()
+
+
+def test_tokens_are_those_of_a_minute_and_unused_ones_come_back() -> None:
+    now_s = 100.0
+    key = Key(name="alice", sha256=digest(SECRET), tokens_per_min=600)
+    alice = Holder(key, clock=lambda: now_s)
+    with pytest.raises(TokensForbidden, match="may have 600 a minute") as forbidden:
+        alice.spend_tokens(601)
+    assert forbidden.value.status == 403
+    alice.spend_tokens(400)
+    with pytest.raises(TokensLimited) as refused:
+        alice.spend_tokens(300)
+    assert refused.value.status == 429
+    assert refused.value.headers() == {"retry-after": "10", "retry-after-ms": "10000"}
+    alice.return_tokens(100)
+    alice.spend_tokens(300)
+    now_s += 3600
+    alice.return_tokens(600)
+    alice.spend_tokens(600)  # and no more than those of a minute
+    with pytest.raises(TokensLimited):
+        alice.spend_tokens(1)
+    now_s += 0.2
+    alice.spend_tokens(1)
+
+
+def test_without_a_limit_tokens_are_free() -> None:
+    alice = Holder(Key(name="alice", sha256=digest(SECRET)))
+    alice.spend_tokens(10**9)
+    alice.return_tokens(1)
 
 
 def test_requests_at_once_are_limited_until_one_ends() -> None:

@@ -19,9 +19,10 @@ from serve.engine.events import (
 )
 from serve.errors import InternalError
 from serve.wire.answers import Budget, Expected, Timing, Usage
-from serve.wire.openai_answers import DialReport
+from serve.wire.openai_answers import CompletionResponse, DialReport
 from serve.wire.openai_shapes import CompletionShape, Head, Tail
 from serve.wire.openai_stream import ChunkWriter
+from serve.wire.pieces import written
 from tests.fake_server import FakeServer, fake_server
 from tests.openai_clients import parse_chunks
 
@@ -152,6 +153,7 @@ def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
     half = TokenLogprob("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
     shape = CompletionShape([""], logprobs=True)
     event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
-    (choice,) = shape.whole(Head("cmpl-1", 1, "m"), [event], TAIL).choices
+    whole = b"".join(written(shape.whole(Head("cmpl-1", 1, "m"), [event], TAIL)))
+    (choice,) = CompletionResponse.model_validate_json(whole).choices
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0}]
