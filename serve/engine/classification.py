@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from serve.engine.events import ClassifiedEvent, Deliver, Span
-from serve.engine.sampling import FloatArray, softmax
+from serve.engine.sampling import softmax
 from serve.errors import ModelFailure
+from serve.runtime.protocol import FloatArray, Row
 
 _NO_NUMBERS = "the model's scores for this input are not finite numbers"
 
 Scores = tuple[float, ...]  # of every label
-Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
 
 
 def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:

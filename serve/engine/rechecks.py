@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve.engine.classification import Row
-from serve.engine.sampling import FloatArray
 from serve.metrics import Metrics
+from serve.runtime.protocol import FloatArray, Row
 from serve.scheduler.job import LaneKey
 
 _MOST_ROWS = 64

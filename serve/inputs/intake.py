@@ -6,13 +6,13 @@ Knows which kind a model reads; each kind's own module knows how.
 from collections.abc import Sized
 from typing import NamedTuple
 
-from serve.bundle import ImageInput, Manifest, PointsInput
-from serve.catalog import Served
-from serve.engine.classification import Row
+from serve.bundle import ImageInput, InputSpec, Manifest, PointsInput
 from serve.errors import WrongInput
 from serve.inputs.images import PixelCount, read_image
 from serve.inputs.items import Item
 from serve.inputs.points import read_points
+from serve.inputs.text import TextCodec
+from serve.runtime.protocol import Row
 
 # What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
 _PIXELS_PER_TOKEN = 256
@@ -42,15 +42,17 @@ def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
             )
 
 
-def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[Intake]:
-    """The rows of items whose kinds have been checked."""
-    spec = served.manifest.input
+def read_items(
+    items: tuple[Item, ...], spec: InputSpec, codec: TextCodec | None, truncate: bool
+) -> list[Intake]:
+    """The rows of items whose kinds have been checked; only texts need a codec."""
     if isinstance(spec, ImageInput):
         count = PixelCount()
         return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
         return [Intake(read_points(item.value, spec, item.param)) for item in items]
-    encoded = [served.codec.encode_input(item.value, truncate, item.param) for item in items]
+    assert codec is not None, "texts are read by a codec"
+    encoded = [codec.encode_input(item.value, truncate, item.param) for item in items]
     return [Intake(one.tokens, one.truncated) for one in encoded]
 
 

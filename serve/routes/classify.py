@@ -65,7 +65,9 @@ def classify_routes(settings: Settings, engine: Engine) -> APIRouter:
         taken = await encoding.run(
             request,
             _characters(asked),
-            lambda: read_items(asked.input, served, asked.truncate is not False),
+            lambda: read_items(
+                asked.input, manifest.input, served.text, asked.truncate is not False
+            ),
         )
         event = await labelled(request, engine, served, asked, decision, taken)
         spent = timing(request, engine, event.span)
