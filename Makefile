@@ -26,7 +26,7 @@ PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 pyth
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy tests)
+SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy docs tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint types audit e2e fuzz bench load image clean

@@ -1,4 +1,4 @@
-"""The page of the documentation that lists every route and shape: `python -m serve.api_page`.
+"""The page of the documentation that lists every route and shape.
 
 Knows OpenAPI and Markdown; deliberately none of our routes.
 """
@@ -15,7 +15,7 @@ from serve.settings import Settings
 
 _HEAD = """# API reference
 
-<!-- Written by `python -m serve.api_page > docs/api.md` from the server's OpenAPI document. -->
+<!-- Written by `python -m docs.generate` from the server's OpenAPI document. -->
 
 Every route, every field with its limits, every status. A running server has the same at `/docs` for
 people and at `/openapi.json` for programs. What steps and deadlines mean is in
@@ -161,7 +161,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(render(document()), end="")

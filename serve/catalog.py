@@ -18,11 +18,11 @@ from serve.bundle import (
     check_file,
     read_bundle,
 )
+from serve.bundle.manifest import model_key
 from serve.errors import UnknownModel, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
 from serve.runtime import Model, Place, open_model
-from serve.scheduler.job import model_key
 
 InputKind = Literal["text", "image", "points"]
 

@@ -99,7 +99,7 @@ class LocalModel:
         kind = _kind_of(self._served)
         items = tuple(Item(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
-        taken = read_items(items, self._served, truncate)
+        taken = read_items(items, self._served.manifest, self._served.text, truncate)
         lengths = [row_length(one.row, self._served.manifest) for one in taken]
         order = sorted(range(len(taken)), key=lengths.__getitem__)
         lane = LaneKey(self._served.key, "classify", decision.steps)

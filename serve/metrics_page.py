@@ -1,4 +1,4 @@
-"""The page of the documentation that lists every metric: `python -m serve.metrics_page`.
+"""The page of the documentation that lists every metric.
 
 Knows the instruments, and what an operator asks of each; deliberately not when they change.
 """
@@ -12,7 +12,7 @@ from serve.metrics import ROWS, SECONDS, Metrics
 
 _HEAD = f"""# Metrics
 
-<!-- Written by `python -m serve.metrics_page > docs/metrics.md` from serve/metrics.py. -->
+<!-- Written by `python -m docs.generate` from serve/metrics.py. -->
 
 `GET /metrics` answers in the format of Prometheus. Every name begins with `stepdial_`; times are in
 seconds, memory is in bytes. With API keys it needs a key as well ([security.md](security.md)). One
@@ -289,14 +289,10 @@ def render() -> str:
         head = ["| metric | type | unit | labels | what it counts |", "|---|---|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", *head, *rows, "", "To know", "", *asked]))
     if known:
-        raise KeyError(f"no section of {__name__} has {', '.join(known)}")
+        raise KeyError(f"no section of the page of metrics has {', '.join(known)}")
     return "\n\n".join(parts) + "\n"
 
 
 def _row(name: str, use: Use, family: Metric, labels: tuple[str, ...]) -> str:
     listed = ", ".join(f"`{label}`" for label in labels)
     return f"| `{name}` | {family.type} | {use.unit} | {listed} | {family.documentation} |"
-
-
-if __name__ == "__main__":
-    print(render(), end="")

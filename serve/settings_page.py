@@ -1,4 +1,4 @@
-"""The page of the documentation that lists every setting: `python -m serve.settings_page`.
+"""The page of the documentation that lists every setting.
 
 Knows the settings and Markdown; deliberately nothing of what uses them.
 """
@@ -13,7 +13,7 @@ from serve.settings import Settings
 
 _HEAD = """# Settings
 
-<!-- Written by `python -m serve.settings_page > docs/settings.md` from serve/settings.py. -->
+<!-- Written by `python -m docs.generate` from serve/settings.py. -->
 
 Every setting of `stepdial serve` is a flag, an environment variable and a key of a settings file.
 Flags come before the environment, the environment before the file, the file before the default.
@@ -79,7 +79,3 @@ def _allowed(field: FieldInfo) -> str:
         return ", ".join(limits)
     words = [word for word in get_args(field.annotation) if isinstance(word, str)]
     return ", ".join(f"`{word}`" for word in words)
-
-
-if __name__ == "__main__":
-    print(render(), end="")

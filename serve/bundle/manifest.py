@@ -48,6 +48,7 @@ PRECISIONS = ("fp32", "int8")
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_EDITION = "@"  # which is in no name of a model
 
 Precision = Literal["fp32", "int8"]
 
@@ -311,6 +312,16 @@ _KEYS = (
     "provenance",
     "files",
 )
+
+
+def model_key(name: str, edition: int) -> str:
+    """What a loaded model is called inside a server: each that takes its place has another key."""
+    return f"{name}{_EDITION}{edition}" if edition else name
+
+
+def model_name(key: str) -> str:
+    """The name in a key."""
+    return key.partition(_EDITION)[0]
 
 
 def check_name(name: object) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from serve.engine.sampling import FloatArray, log_softmax
+from serve.engine.sampling import log_softmax
+from serve.runtime.protocol import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import numpy as np
 from serve.engine.ending import own
 from serve.engine.events import Event, FailedEvent
 from serve.engine.generation import Generation
-from serve.engine.sampling import FloatArray, choose_tokens
+from serve.engine.sampling import choose_tokens
 from serve.engine.work import Work, work_as
 from serve.errors import ModelFailure
+from serve.runtime.protocol import FloatArray
 from serve.scheduler.job import Job, State
 
 _NO_NUMBERS = "the model's scores for the next token are not finite numbers"

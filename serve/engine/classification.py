@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from serve.engine.events import ClassifiedEvent, Deliver, Labelled, Scores, Span, Tags
-from serve.engine.sampling import FloatArray, softmax
+from serve.engine.sampling import softmax
 from serve.errors import ModelFailure
 from serve.runtime import EarlyAnswers
+from serve.runtime.protocol import FloatArray, Row
 
 _NO_NUMBERS = "the model's scores for this input are not finite numbers"
-
-Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
 
 
 def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | ModelFailure]:

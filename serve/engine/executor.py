@@ -7,19 +7,19 @@ It deliberately knows neither when to run nor who is told: it returns the events
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from serve.engine.classification import Classification, Row, labelled_rows
+from serve.engine.classification import Classification, labelled_rows
 from serve.engine.ending import Ending, own, span
 from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.engine.failing import CheckCall, Failing
 from serve.engine.pace import CallTimes
 from serve.engine.rechecks import RecheckCall, Rechecks
 from serve.engine.runner import Runner
-from serve.engine.sampling import FloatArray
 from serve.engine.translation import Translation
 from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.writing import Writing
 from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.metrics import Metrics
+from serve.runtime.protocol import FloatArray, Row
 from serve.scheduler.job import (
     Call,
     CallKind,

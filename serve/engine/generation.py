@@ -16,9 +16,10 @@ from serve.engine.events import (
     TokenEvent,
     TokenLogprob,
 )
-from serve.engine.sampling import FloatArray, Sampler, Sampling, likelihood
+from serve.engine.sampling import Sampler, Sampling, likelihood
 from serve.engine.stop import StopFilter
 from serve.inputs.text import TextCodec, TextStream
+from serve.runtime.protocol import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

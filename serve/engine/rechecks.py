@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.engine.classification import Row, answer_of
-from serve.engine.sampling import FloatArray
+from serve.engine.classification import answer_of
 from serve.metrics import Metrics
+from serve.runtime.protocol import FloatArray, Row
 from serve.scheduler.job import LaneKey
 
 _MOST_ROWS = 64

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from serve.bundle import Manifest
-from serve.engine.classification import Row
-from serve.engine.sampling import FloatArray
 from serve.runtime import (
     Batches,
     DecodeBatch,
@@ -24,7 +22,7 @@ from serve.runtime import (
     Translation,
     Wave,
 )
-from serve.runtime.protocol import IntArray, RowArray
+from serve.runtime.protocol import FloatArray, IntArray, Row, RowArray
 from serve.runtime.warm_rows import largest_row, largest_tokens
 from serve.scheduler.job import LaneKey
 

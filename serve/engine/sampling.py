@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float32]
+from serve.runtime.protocol import FloatArray
+
 ScoreArray = npt.NDArray[np.float64]
 
 MAX_SEED = 2**63 - 1

@@ -9,10 +9,10 @@ import numpy.typing as npt
 from serve.engine.beams import Beams
 from serve.engine.events import Deliver, FinishReason, GeneratedEvent, Span, TokenEvent
 from serve.engine.generation import Wish
-from serve.engine.sampling import FloatArray
 from serve.engine.stop import StopFilter
 from serve.errors import ModelFailure
 from serve.inputs.text import TextCodec
+from serve.runtime.protocol import FloatArray
 
 
 class Translation:

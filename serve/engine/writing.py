@@ -16,12 +16,12 @@ from serve.engine.events import Event, FailedEvent
 from serve.engine.generation import Generation
 from serve.engine.pace import CallTimes
 from serve.engine.runner import Runner, Stretch
-from serve.engine.sampling import FloatArray
 from serve.engine.ways import Ways, worth
 from serve.engine.work import Deliveries, Work, work_as
 from serve.engine.written import Written
 from serve.metrics import Metrics
 from serve.runtime import Outcome, Wave
+from serve.runtime.protocol import FloatArray
 from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from serve.scheduler.latency_model import LatencyModel, Series
 from serve.scheduler.scheduler import Scheduler

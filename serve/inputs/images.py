@@ -17,9 +17,9 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from serve.bundle import ImageInput
-from serve.engine.sampling import FloatArray
 from serve.errors import InvalidField, Unprocessable
 from serve.inputs.arrays import check_list, number_rows
+from serve.runtime.protocol import FloatArray
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**24  # of one image, before it is resized

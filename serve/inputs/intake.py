@@ -7,13 +7,12 @@ from collections.abc import Sized
 from typing import NamedTuple
 
 from serve.bundle import ImageInput, Manifest, PointsInput
-from serve.catalog import Served
-from serve.engine.classification import Row
 from serve.errors import WrongInput
 from serve.inputs.images import PixelCount, read_image
 from serve.inputs.items import Item
 from serve.inputs.points import read_points
-from serve.inputs.text import Span
+from serve.inputs.text import Span, TextCodec
+from serve.runtime.protocol import Row
 
 # What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
 _PIXELS_PER_TOKEN = 256
@@ -45,22 +44,25 @@ def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
             )
 
 
-def read_items(items: tuple[Item, ...], served: Served, truncate: bool) -> list[Intake]:
-    """The rows of items whose kinds have been checked."""
-    spec = served.manifest.input
+def read_items(
+    items: tuple[Item, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
+) -> list[Intake]:
+    """The rows of items whose kinds have been checked; only texts need a codec."""
+    spec = manifest.input
     if isinstance(spec, ImageInput):
         count = PixelCount()
         return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
         return [Intake(read_points(item.value, spec, item.param)) for item in items]
-    if served.manifest.task == "tag":
-        return [_positions(item, served, truncate) for item in items]
-    encoded = [served.codec.encode_input(item.value, truncate, item.param) for item in items]
+    assert codec is not None, "texts are read by a codec"
+    if manifest.task == "tag":
+        return [_positions(item, codec, truncate) for item in items]
+    encoded = [codec.encode_input(item.value, truncate, item.param) for item in items]
     return [Intake(one.tokens, one.truncated) for one in encoded]
 
 
-def _positions(item: Item, served: Served, truncate: bool) -> Intake:
-    encoded = served.codec.encode_positions(item.value, truncate, item.param)
+def _positions(item: Item, codec: TextCodec, truncate: bool) -> Intake:
+    encoded = codec.encode_positions(item.value, truncate, item.param)
     return Intake(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 

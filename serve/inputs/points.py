@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import PointsInput
-from serve.engine.sampling import FloatArray
 from serve.errors import Unprocessable
 from serve.inputs.arrays import check_list, number_rows
+from serve.runtime.protocol import FloatArray
 
 
 def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:

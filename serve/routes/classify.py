@@ -68,7 +68,7 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
             request,
             _characters(asked),
             deadline_of(request, asked),
-            lambda: read_items(asked.input, served, asked.truncate is not False),
+            lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
         event = await labelled(
             request, engine, served, asked, decision, taken, traced=asked.trace is True

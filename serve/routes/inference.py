@@ -230,7 +230,7 @@ class Inference:
         if isinstance(spec, TextInput):
             texts = enumerate(self._texts())
             items = tuple(Item("text", text, f"text[{row}]") for row, text in texts)
-            return read_items(items, self.served, truncate)
+            return read_items(items, self.served.manifest, self.served.text, truncate)
         tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
         numbers = (
             numbers_of_json(tensor.data, tensor.datatype, tensor.shape, _WHERE)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 RowArray = IntArray | FloatArray
+Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
 CacheArray = FloatArray | npt.NDArray[np.int8]
 
 

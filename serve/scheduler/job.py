@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from serve.bundle.manifest import model_name
+
 WorkT = TypeVar("WorkT")
 
 Kind = Literal["classify", "generate", "search"]
@@ -16,13 +18,6 @@ CallKind = Literal["classify", "prefill", "decode", "search"]
 # How rungs of one model decode at the same time: all in one call, each on a thread of its own, or a
 # token of one after a token of another.
 Sharing = Literal["together", "abreast", "turns"]
-
-_EDITION = "@"  # which is in no name of a model
-
-
-def model_key(name: str, edition: int) -> str:
-    """What a loaded model is called inside: one that takes its place has another key."""
-    return f"{name}{_EDITION}{edition}" if edition else name
 
 
 class LaneKey(NamedTuple):
@@ -41,7 +36,7 @@ class LaneKey(NamedTuple):
     @property
     def name(self) -> str:
         """The model's name: what people and metrics call it."""
-        return self.model.partition(_EDITION)[0]
+        return model_name(self.model)
 
 
 Turn = tuple[LaneKey, CallKind]

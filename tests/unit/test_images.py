@@ -11,9 +11,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from serve.bundle import ImageInput
-from serve.engine.sampling import FloatArray
 from serve.errors import ServeError
 from serve.inputs.images import MAX_PIXELS, PixelCount, read_image
+from serve.runtime.protocol import FloatArray
 
 GREY = np.random.default_rng(0).integers(0, 256, (6, 5), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (6, 5, 3), dtype=np.uint8)

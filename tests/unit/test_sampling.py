@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from serve.engine.sampling import (
-    FloatArray,
-    Sampler,
-    Sampling,
-    choose_tokens,
-    likelihood,
-    softmax,
-)
+from serve.engine.sampling import Sampler, Sampling, choose_tokens, likelihood, softmax
+from serve.runtime.protocol import FloatArray
 
 
 def logits(*values: float) -> FloatArray:
