@@ -74,7 +74,7 @@ def _serve(settings: Settings, catalog: Catalog, listener: socket.socket, zoo: P
     url = url_of(listener)
 
     def changed() -> None:
-        answer_first()  # loading has started threads
+        answer_first(settings.engine_nice)  # loading has started threads
         models = [served.name for served in catalog]
         banner = serving(catalog, url)
         try:
