@@ -20,12 +20,31 @@ WORKDIR /app
 # An editable install: a change of the code below does not install everything again, and the zoo is
 # found beside the code, as in a checkout.
 COPY LICENSE pyproject.toml stepdial.py ./
+COPY locks ./locks
+COPY deploy/sbom.py ./
+# Exactly what locks/ names, found by its hash. TensorRT alone has none: its releases on the index
+# fetch another file. What builds the package stays out of the image.
 RUN case "$RUNTIME" in \
         cpu) extra=serve ;; \
         gpu) extra=gpu ;; \
         *) echo "RUNTIME is '$RUNTIME'; it may be cpu or gpu" >&2; exit 1 ;; \
     esac \
-    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check --editable ".[$extra]"
+    && version="$(/venv/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])')" \
+    && lock="locks/$extra-py$version-linux-$(uname -m).txt" \
+    && if [ ! -f "$lock" ]; then \
+        echo "there is no $lock: add this platform to .ci/lock.py, then make lock" >&2; exit 1; \
+    fi \
+    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --require-hashes --no-deps --requirement "$lock" \
+    && if [ "$extra" = gpu ]; then \
+        /venv/bin/pip install --no-cache-dir --disable-pip-version-check 'tensorrt>=10.14,<11'; \
+    fi \
+    && /venv/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --require-hashes --no-deps --target /build --requirement locks/build.txt \
+    && PYTHONPATH=/build /venv/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --no-deps --no-build-isolation --editable . \
+    && /venv/bin/pip check \
+    && /venv/bin/python sbom.py > sbom.cdx.json
 COPY serve ./serve
 COPY zoo ./zoo
 RUN /venv/bin/python -m compileall -q serve stepdial.py
@@ -40,6 +59,7 @@ ENV PATH=/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     STEPDIAL_HOST=0.0.0.0 \
     STEPDIAL_PORT=8000 \
+    STEPDIAL_ENGINE_NICE=10 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /app

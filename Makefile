@@ -29,7 +29,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy docs tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types audit e2e fuzz bench load image clean
+.PHONY: help setup demo test check lint types audit e2e fuzz lock bench load image clean
 
 help:
 	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
@@ -41,6 +41,7 @@ help:
 	@echo 'make load    30 seconds of mixed load against http://$(HOST):$(PORT)'
 	@echo 'make bench   measure what the README states'
 	@echo 'make image   build the Docker image $(IMAGE) (RUNTIME=gpu for NVIDIA)'
+	@echo 'make lock    write locks/ again: exact releases for the image and CI (needs a network)'
 	@echo 'make setup   create $(VENV) with everything for development, and the pre-commit hook'
 	@echo 'make clean   remove $(VENV) and caches'
 	@echo
@@ -73,8 +74,17 @@ $(VENV)/.installed-serve: pyproject.toml $(VENV)/.created
 	$(PIP) install --editable '.[serve]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.created
+# Where there is a lock for this platform: exactly what it names, found by its hash. What is left then
+# is torch, whose builds differ by index and machine, and the check that the lock is enough.
+$(VENV)/.installed-dev: pyproject.toml $(wildcard locks/dev-*) $(VENV)/.created
 	@echo 'Installing what development needs into $(VENV); this happens once, and takes minutes.'
+	@lock="locks/dev-$$($(PY) -c 'import platform, sys; print("py%d%d-%s-%s" % ( \
+		*sys.version_info[:2], sys.platform, platform.machine()))').txt"; \
+	if [ -f "$$lock" ]; then \
+		$(PIP) install --require-hashes --no-deps --requirement "$$lock"; \
+	else \
+		echo "There is no $$lock: the newest releases within pyproject.toml are installed."; \
+	fi
 	$(PIP) install --editable '.[dev]'
 	@touch $(VENV)/.installed-serve $@
 
@@ -118,6 +128,10 @@ fuzz: $(VENV)/.installed-fuzz
 	@mkdir -p .fuzz/$(FUZZ) .fuzz/broken
 	$(PY) -m tests.fuzz.run $(FUZZ) .fuzz/$(FUZZ) tests/fuzz/corpus/$(FUZZ) \
 		-max_total_time=$(SECONDS) -artifact_prefix=.fuzz/broken/$(FUZZ)- $(ARGS)
+
+lock: $(VENV)/.installed-dev
+	$(PIP) install --quiet 'uv>=0.9'
+	$(PY) .ci/lock.py
 
 bench: $(VENV)/.installed-dev
 	$(PY) benchmarks/run.py $(ARGS)

@@ -94,7 +94,7 @@ def _serve(
     health_url = others[0] if others else None
 
     def changed() -> None:
-        answer_first()  # loading has started threads
+        answer_first(settings.engine_nice)  # loading has started threads
         models = [served.name for served in catalog]
         banner = serving(catalog, url, health_url)
         where = {"url": url} | ({"health_url": health_url} if health_url else {})

@@ -71,6 +71,15 @@ class Settings(BaseSettings):
         Path | None,
         Field(description="native TensorRT engines to run: a folder, or one of a folder a model"),
     ] = None
+    engine_nice: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=19,
+            description="how much nicer threads that compute are than the one that answers; "
+            "elsewhere than in a container all other programs go before them too",
+        ),
+    ] = 0
     queue_limit: Annotated[
         int, Field(ge=1, le=1_000_000, description="requests that may wait before 429")
     ] = 256

@@ -1,4 +1,4 @@
-"""The thread that answers goes before those that compute, whatever was loaded when."""
+"""The thread that answers goes before those that compute, whatever was loaded when, if asked."""
 
 import os
 import signal
@@ -27,10 +27,18 @@ def answers_first(server: ServerProcess) -> bool:
     return own == usual and bool(found) and all(nice == lower for nice in found.values())
 
 
+def test_unless_asked_no_thread_gives_way_to_other_programs(tmp_path: Path) -> None:
+    build_generate(tmp_path / "zoo" / "one")
+    environment = {"STEPDIAL_ZOO": str(tmp_path / "zoo")}
+    with server_process([], "--threads", "2", environment=environment) as server:
+        assert set(niceness(server).values()) == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def test_the_thread_that_answers_goes_first(tmp_path: Path) -> None:
     zoo = tmp_path / "zoo"
     build_generate(zoo / "one")
-    with server_process([], "--threads", "2", environment={"STEPDIAL_ZOO": str(zoo)}) as server:
+    environment = {"STEPDIAL_ZOO": str(zoo), "STEPDIAL_ENGINE_NICE": str(BEFORE)}
+    with server_process([], "--threads", "2", environment=environment) as server:
         assert answers_first(server), niceness(server)
         before = len(niceness(server))
         build_classify(zoo / "two")

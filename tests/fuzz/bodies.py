@@ -118,7 +118,8 @@ def one(data: bytes) -> None:
     if status != 200:
         assert json.loads(answer)["error"], answer
         again, same = _server[0].ask(path, body, headers)
-        assert {status, again} & _BUSY or (status, answer) == (again, same), (answer, same)
+        timed = {status, again} & _BUSY or b"deadline_ms" in answer
+        assert timed or (status, answer) == (again, same), (answer, same)
     assert _server[0].engine.alive
 
 

@@ -159,7 +159,7 @@ async def _send(sent: bytes, size: int, turning: bool) -> tuple[list[Asked], lis
         if wire.closed or wire.paused:  # a client that waits for an answer
             break
         connection.data_received(sent[at : at + size])
-        waiting = [connection.cycle, *(cycle for cycle, _ in connection.pipeline)]
+        waiting = {connection._answering, *(cycle for cycle, _ in connection.pipeline)}
         held = sum(len(cycle.body) for cycle in waiting if cycle is not None)
         assert held <= len(sent), "more is kept than came"
     await _turn(connection)

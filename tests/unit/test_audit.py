@@ -51,31 +51,38 @@ def database() -> Iterator[str]:
     server.server_close()
 
 
-def audit(folder: Path, requirement: str, url: str) -> subprocess.CompletedProcess[str]:
+def audit(
+    folder: Path, requirement: str, url: str, *first: str
+) -> subprocess.CompletedProcess[str]:
     listed = folder / "requirements.txt"
     listed.write_text(requirement)
     arguments = ("-r", str(listed), "--no-deps", "--disable-pip", "--osv-url", url)
     environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "HOME": str(folder)}
     return subprocess.run(
-        [AUDIT, *arguments], env=environment, capture_output=True, text=True, check=False
+        [AUDIT, *first, *arguments], env=environment, capture_output=True, text=True, check=False
     )
 
 
+@pytest.mark.parametrize("first", [(), ("--may-be-left-out",)])
 @pytest.mark.parametrize(
     ("requirement", "status", "says"),
     [("doors==1.0\n", 1, "TEST-1"), ("windows==1.0\n", 0, "No known vulnerabilities found")],
 )
 def test_it_fails_where_something_is_known(
-    tmp_path: Path, database: str, requirement: str, status: int, says: str
+    tmp_path: Path, database: str, requirement: str, status: int, says: str, first: tuple[str, ...]
 ) -> None:
-    done = audit(tmp_path, requirement, database)
+    done = audit(tmp_path, requirement, database, *first)
     assert done.returncode == status, done.stderr
     assert says in done.stdout + done.stderr
 
 
-def test_without_a_network_it_says_that_nothing_was_audited(tmp_path: Path) -> None:
-    done = audit(tmp_path, "doors==1.0\n", "http://127.0.0.1:9/")  # nobody listens there
-    assert done.returncode == 0
+@pytest.mark.parametrize(("first", "status"), [((), 75), (("--may-be-left-out",), 0)])
+def test_without_a_network_it_says_that_nothing_was_audited(
+    tmp_path: Path, first: tuple[str, ...], status: int
+) -> None:
+    nobody = "http://127.0.0.1:9/"  # listens there
+    done = audit(tmp_path, "doors==1.0\n", nobody, *first)
+    assert done.returncode == status
     assert "AUDIT LEFT OUT" in done.stderr and "nothing was audited" in done.stderr
 
 

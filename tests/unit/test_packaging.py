@@ -1,14 +1,21 @@
 """The wheel, the extras, the image: what is shipped, and that it is ours alone."""
 
 import importlib.metadata
+import importlib.util
+import json
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import stepdial
 
@@ -107,6 +114,117 @@ def test_dev_holds_every_extra_but_the_gpu(extras: dict[str, list[str]]) -> None
 def test_torch_is_pinned_exactly(extras: dict[str, list[str]]) -> None:
     (torch,) = [each for each in extras["train"] if re.match(r"torch\b", each)]
     assert re.fullmatch(r"torch==\d+\.\d+\.\d+", torch)
+
+
+# Packages of which undocumented parts are used: a new minor release may change them.
+PRIVATE_PARTS = {
+    "prometheus-client": "the values of counters and histograms, in serve/metrics.py",
+    "uvicorn": "its protocol and request cycle, in serve/connection.py",
+    "ray": "its replica and its local cluster, in deploy/ray",
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE_PARTS)
+def test_no_release_is_taken_whose_private_parts_were_not_looked_up(
+    extras: dict[str, list[str]], name: str
+) -> None:
+    found = [
+        one for lines in extras.values() for one in map(Requirement, lines) if one.name == name
+    ]
+    assert found
+    for requirement in found:
+        assert "<" in {one.operator for one in requirement.specifier}, str(requirement)
+
+
+@cache
+def locking() -> ModuleType:
+    """The script that writes the locks."""
+    spec = importlib.util.spec_from_file_location("lock", ROOT / ".ci" / "lock.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def locked(text: str) -> dict[str, str]:
+    """The versions in a lock; each has a hash, and nothing else is said."""
+    found = {}
+    for entry in text.replace("\\\n", " ").splitlines():
+        if entry.startswith("#"):
+            continue
+        name, version, *hashes = re.split(r"==|\s+", entry)
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
+        assert name == canonicalize_name(name) and name not in found
+        found[name] = version
+    return found
+
+
+@pytest.mark.parametrize("lock", locking().LOCKS, ids=lambda lock: str(lock.path.name))
+def test_a_lock_has_what_is_asked_for_and_no_address(lock: Any) -> None:
+    text = lock.path.read_text(encoding="utf-8")
+    assert "://" not in text and "--index" not in text and "--find" not in text
+    versions = locked(text)
+    environment = {
+        "python_version": "{}.{}".format(*lock.python),
+        "sys_platform": "linux",
+        "platform_machine": lock.machine,
+        "extra": "",
+    }
+    for requirement in locking().required(lock.extra):
+        if requirement.marker is not None and not requirement.marker.evaluate(environment):
+            continue
+        name = canonicalize_name(requirement.name)
+        if locking().is_unlocked(lock.extra, name):
+            continue
+        assert name in versions, f"{requirement} is not in {lock.path.name}: make lock"
+        assert requirement.specifier.contains(versions[name], prereleases=True), (
+            f"{lock.path.name} has {name} {versions[name]}, not {requirement}: make lock"
+        )
+
+
+def test_what_no_hash_can_be_had_of_is_in_no_lock() -> None:
+    names = {lock.extra: locked(lock.path.read_text()) for lock in locking().LOCKS}
+    assert "torch" not in names["dev"] and "tensorrt" not in names["gpu"]
+
+
+def test_every_lock_is_written_by_the_script() -> None:
+    known = {lock.path.name for lock in locking().LOCKS}
+    assert {path.name for path in (ROOT / "locks").iterdir()} == known
+
+
+def test_the_image_takes_the_tensorrt_that_the_extra_asks_for(
+    extras: dict[str, list[str]],
+) -> None:
+    (asked,) = [one for one in extras["gpu"] if one.startswith("tensorrt")]
+    assert f"'{asked}'" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_bill_of_materials_names_all_that_is_installed() -> None:
+    written = [
+        subprocess.run(
+            [sys.executable, ROOT / "deploy" / "sbom.py"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert written[0] == written[1]
+    bill = json.loads(written[0])
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    found = {one["name"]: one["version"] for one in bill["components"]}
+    own = bill["metadata"]["component"]
+    assert (own["name"], own["version"]) == ("stepdial", stepdial.__version__)
+    assert found | {"stepdial": own["version"]} == {
+        canonicalize_name(one.metadata["Name"]): one.version
+        for one in importlib.metadata.distributions()
+    }
+    known = {own["bom-ref"], *(one["bom-ref"] for one in bill["components"])}
+    for entry in bill["dependencies"]:
+        assert {entry["ref"], *entry["dependsOn"]} <= known
+    needs = {entry["ref"].split("@")[0]: entry["dependsOn"] for entry in bill["dependencies"]}
+    assert any(one.startswith("pkg:pypi/starlette@") for one in needs["pkg:pypi/fastapi"])
 
 
 def test_the_changelog_opens_with_this_version() -> None:
