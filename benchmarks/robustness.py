@@ -95,9 +95,15 @@ def measured(
                 chosen = method or found.recipe.steps.method
                 quality = measure_model(found.model, batches, labelled, count, chosen)
                 clean = quality.value if clean is None else clean
-                name = f"{found.recipe.name}/{found.recipe.run.seed}"
                 lost = clean - quality.value if labelled else quality.value - clean
-                cells = [name, one.name, count, f"{level:g}", *_cells(quality), f"{lost:.4f}"]
+                cells = [
+                    folder.name,
+                    one.name,
+                    count,
+                    f"{level:g}",
+                    *_cells(quality),
+                    f"{lost:.4f}",
+                ]
                 rows.append([*cells, *_paper(one.name, place)])
     return rows
 

@@ -287,17 +287,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         check_plot(path)
     if arguments.json:
         check_file(arguments.json)
+    alpha = arguments.length_penalty
+    if alpha != 1 and arguments.beams == 1:
+        raise RecipeError(f"--length-penalty {alpha:g} is for several --beams: add them too")
+    if alpha < 0:
+        raise RecipeError("--length-penalty must not be negative")
     if arguments.bleu is not None:
         from train.bleu import check_bleu
 
         check_bleu(arguments.run, arguments.beams, arguments.bleu)
     elif arguments.beams != 1:
         raise RecipeError(f"--beams {arguments.beams} is for --bleu: add that too")
-    alpha = arguments.length_penalty
-    if alpha != 1 and arguments.beams == 1:
-        raise RecipeError(f"--length-penalty {alpha:g} is for several --beams: add them too")
-    if alpha < 0:
-        raise RecipeError("--length-penalty must not be negative")
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)

@@ -95,7 +95,7 @@ class RungeKuttaStack(nn.Module):
             )
         if plain and scheme not in TABLEAUX:
             raise ValueError(
-                f"scheme {scheme} is of whole blocks: it looks back on what came before"
+                f"scheme {scheme} looks back on what came before: it is of whole blocks"
             )
         self.functions, self.scheme, self.plain = nn.ModuleList(functions), scheme, plain
         self.weights = nn.ParameterList(

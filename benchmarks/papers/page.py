@@ -67,7 +67,9 @@ def render(
     if unknown:
         raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
     frontier = published.get("frontier")
-    sections = [frontier_section(frontier, groups)] if frontier else []
+    claims = published.get("claim")
+    sections = [_claims(claims, groups)] if claims else []
+    sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
@@ -83,7 +85,7 @@ def _section(experiment: dict[str, Any], groups: Groups) -> str:
     present = [(name, groups[name]) for name in experiment["runs"] if name in groups]
     absent = [name for name in experiment["runs"] if name not in groups]
     if present:
-        parts += [_quality_table(present), _path_table(present)]
+        parts += [_quality_table(present, _differences(experiment, present)), _path_table(present)]
         parts += [rows for name, runs in present if (rows := _method_table(name, runs))]
         parts.append(_pictures(experiment["id"], present))
         parts.append(provenance(present))
@@ -92,18 +94,55 @@ def _section(experiment: dict[str, Any], groups: Groups) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _quality_table(present: list[tuple[str, list[Measured]]]) -> str:
+def _differences(
+    experiment: Mapping[str, Any], present: list[tuple[str, list[Measured]]]
+) -> Mapping[str, str]:
+    """How each run that stands beside a paper's figures differs from the paper's; none may miss."""
+    if not experiment["paper"]:
+        return {}
+    said: Mapping[str, str] = experiment.get("differs", {})
+    silent = [name for name, _ in present if name not in said]
+    if silent:
+        raise ValueError(
+            f"{experiment['id']}: {', '.join(silent)} stand beside a paper's figures; say under "
+            "`differs` of published.toml what is not as there"
+        )
+    return said
+
+
+def _claims(claims: Sequence[Mapping[str, Any]], groups: Groups) -> str:
+    """What the papers say, what was found here, and what to make of it."""
+    rows = []
+    for claim in claims:
+        found = []
+        for what, group, steps in claim["here"]:
+            points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
+            seeds = f", {len(points)} seed{'s' if len(points) > 1 else ''}"
+            found.append(f"{what}: {quality(points) + seeds if points else 'not run yet'}")
+        rows.append([claim["paper"], "; ".join(found) or "–", claim["verdict"]])
+    head = "## What the papers claim, and what was found here\n\n"
+    return head + table(["claim", "found here", "verdict"], rows) + "\n"
+
+
+def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[str, str]) -> str:
     counts = sorted({p.steps for _, runs in present for r in runs for p in r.points if p.steps})
     header = ["measured here", "seeds", "parameters", "evaluations", "CPU s"]
     header += [f"{count} step{'s' if count > 1 else ''}" for count in counts]
+    scored = any(run.bleu for _, runs in present for run in runs)
+    header += ["BLEU at most steps"] if scored else []
+    header += ["not as in the paper"] if differs else []
     rows = []
     for name, runs in present:
-        cells = [name, str(len(runs)), f"{runs[0].parameters:,}", f"{runs[0].evaluations:,}"]
+        cells = [name, str(len(runs)), f"{runs[0].parameters:,}"]
+        cells.append(mean([run.evaluations for run in runs], "{:,.0f}"))
         cells.append(mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"))
         for count in counts:
             found = [point for run in runs if (point := run.at(count)) is not None]
             cells.append(quality(found) if len(found) == len(runs) else "–")
-        rows.append(cells)
+        if scored:
+            best = [run.bleu[max(run.bleu, key=int)] for run in runs if run.bleu]
+            cells.append(mean(best, "{:.1f}"))
+        rows.append([*cells, differs[name]] if differs else cells)
     return table(header, rows)
 
 

@@ -94,7 +94,7 @@ class Place:
             return False
         measured = Measured.read(path)
         found = recipe_from(dict(measured.recipe), str(path))
-        if _meaning(found) != _meaning(job.described()):
+        if meaning_of(found) != meaning_of(job.described()):
             raise RecipeError(f"{path} is of another recipe than the plan's {job.name}: rename one")
         return bool(measured.bleu) or not job.bleu
 
@@ -109,7 +109,7 @@ class Place:
         return file
 
 
-def _meaning(recipe: Recipe) -> dict[str, Any]:
+def meaning_of(recipe: Recipe) -> dict[str, Any]:
     """What makes two runs the same: not the machine, where the data is, or the words about it."""
     plain = replace(recipe, data=replace(recipe.data, path=""), title="", card={}).to_json()
     plain["run"] = {"seed": recipe.run.seed}

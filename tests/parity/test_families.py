@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[Make, list[str], tuple[str, str, str, tuple[int, ...]]
         ["model.depth=chain", "model.layers=2", "model.activation=gelu-exact"],
         ("classify", "chain", "none", (2, 6)),
     ),
-    "Runge-Kutta translator with relative positions, in its encoder's halves": (
+    "Runge-Kutta translator, relative": (
         tiny_pair_recipe,
         [
             *(*RUNGE_KUTTA, "model.scheme=rk2-learned", "model.scheme_in_decoder=false"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sacrebleu.metrics.bleu import BLEU
@@ -44,15 +45,23 @@ def test_answers_keep_the_order_of_their_sources(
     assert len(set(together)) > 1
 
 
-def test_a_length_penalty_decides_between_short_and_long_answers(
-    translator: tuple[Run, PairDataset], capsys: pytest.CaptureFixture[str]
+def test_a_length_penalty_reaches_the_search(
+    translator: tuple[Run, PairDataset],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sources = [source for source, _ in translator[1].references[:12]]
-    lengths = [
-        sum(len(answer) for answer in translate(*translator, sources, 1, "euler", 3, alpha))
-        for alpha in (0.0, 3.0)
-    ]
-    assert lengths[0] < lengths[1]  # without a penalty of length, short answers are the likeliest
+    asked: list[tuple[str, float]] = []
+    for name in ("beam", "greedy"):
+        search = getattr(bleu, name)
+
+        def watched(*given: Any, name: str = name, search: Any = search) -> Any:
+            asked.append((name, given[-1]))
+            return search(*given)
+
+        monkeypatch.setattr(bleu, name, watched)
+    bleu_of(*translator, 1, "euler", beams=3, samples=2, alpha=0.6)
+    bleu_of(*translator, 1, "euler", samples=2)
+    assert asked == [("beam", 0.6), ("greedy", 1.0)]
     assert main(["evaluate", "nowhere", "--bleu", "--length-penalty", "0.6"]) == 2
     assert "--length-penalty 0.6 is for several --beams" in capsys.readouterr().err
 

@@ -141,7 +141,9 @@ def test_a_scheme_of_halves_leaves_the_other_half_as_it_is(which: Part) -> None:
 
 
 def test_a_scheme_that_looks_back_needs_whole_blocks() -> None:
-    with pytest.raises(ValueError, match="dlcl looks back on what came before"):
+    with pytest.raises(
+        ValueError, match="dlcl looks back on what came before: it is of whole blocks"
+    ):
         halves([f.block for f in functions(1)], "attention", "dlcl")  # type: ignore[misc]  # blocks
 
 
