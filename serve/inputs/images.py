@@ -51,9 +51,11 @@ class PixelCount:
     def __init__(self, limit: int = 2 * MAX_PIXELS) -> None:
         self._limit = self._left = limit
 
-    def spend(self, width: int, height: int, param: str, pixel_bytes: int = 1) -> None:
+    def spend(self, width: int, height: int, param: str, decoded_bytes: int = 0) -> None:
         """Count an image; Unprocessable if it is too large, or the last of too many."""
-        most = min(MAX_PIXELS, MAX_DECODED_BYTES // pixel_bytes)
+        most = MAX_PIXELS
+        if decoded_bytes > MAX_DECODED_BYTES:
+            most = min(most, MAX_DECODED_BYTES * width * height // decoded_bytes)
         if width * height > most:
             raise Unprocessable(
                 f"{param} has {width} x {height} pixels, but at most {most} of its kind are "
@@ -93,14 +95,14 @@ def normalised(pixels: FloatArray, spec: ImageInput) -> FloatArray:
 def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
     try:
         with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
-            count.spend(*image.size, param)
-            width, height = _wanted(image, spec)
+            declared = image.size
             if image.width * image.height > _LARGE_PIXELS:
                 # Only JPEG can be decoded smaller than it is; others do not heed this.
-                image.draft(None, (_JPEG_SPARE * width, _JPEG_SPARE * height))
-            count.spend(*image.size, param, _pixel_bytes(image))
-            image.load()
-            small = _smaller(image, (width, height), MODES[spec.channels])
+                side = _JPEG_SPARE * max(spec.width, spec.height)
+                image.draft(None, (side, side))
+            count.spend(*declared, param, _decoded_bytes(image, *declared))
+            image.load()  # not before: to ask a PNG for its orientation decodes it too
+            small = _smaller(image, _wanted(image, spec), MODES[spec.channels])
             return _fitted(ImageOps.exif_transpose(small), spec)
     except UnidentifiedImageError:
         raise Unprocessable(
@@ -136,14 +138,14 @@ def _wanted(image: Image.Image, spec: ImageInput) -> tuple[int, int]:
     return (spec.height, spec.width) if turned else (spec.width, spec.height)
 
 
-def _pixel_bytes(image: Image.Image) -> int:
-    """The memory that a pixel takes at most while the image is decoded."""
+def _decoded_bytes(image: Image.Image, width: int, height: int) -> int:
+    """What an image of this size takes at most while it is decoded."""
+    pixels = image.width * image.height  # fewer, where it is decoded smaller than it is
     if image.format == "WEBP":
-        return _WEBP_BYTES
-    plain = _PLAIN_BYTES.get(image.mode, _WORD_BYTES)
+        return pixels * _WEBP_BYTES
+    plain = pixels * _PLAIN_BYTES.get(image.mode, _WORD_BYTES)
     if "progressive" in image.info or "progression" in image.info:
-        # These do not become fewer where the image is decoded smaller.
-        return plain + _COEFFICIENT_BYTES * len(image.getbands())
+        return plain + width * height * _COEFFICIENT_BYTES * len(image.getbands())
     return plain
 
 

@@ -198,7 +198,7 @@ def test_sixteen_bits_become_eight_as_they_did() -> None:
 
 def test_what_an_image_takes_while_it_is_decoded_is_limited() -> None:
     count = PixelCount(10**9)
-    count.spend(2048, 2048, "input.image", 4)
+    count.spend(2048, 2048, "input.image", 2048 * 2048 * 4)
     with pytest.raises(ServeError, match="at most 4194304 of its kind are decoded") as refused:
-        count.spend(2048, 2049, "input.image", 4)
+        count.spend(2048, 2049, "input.image", 2048 * 2049 * 4)
     assert refused.value.details["max_pixels"] == 2**22
