@@ -25,7 +25,7 @@ from benchmarks.result import Cell, Provenance, Result, Table
 from train.checkpoint import METRICS, load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once
-from train.quality import Z95, Quality, Tally
+from train.quality import Gain, Quality, Tally, gain
 from train.recipe_file import data_at
 from train.schedule import steps_of
 
@@ -50,18 +50,6 @@ class Measured:
     def value(self) -> float:
         """Of a plain model: its one quality."""
         return next(iter(self.qualities.values())).value
-
-
-@dataclass(frozen=True, slots=True)
-class Paired:
-    """How much better one rung is than another, in rows that are the same."""
-
-    better: float
-    half: float  # of a 95 % interval
-
-    @property
-    def text(self) -> str:
-        return f"{self.better:+.4f} ± {self.half:.4f}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -144,17 +132,20 @@ def _spent(folder: Path) -> dict[str, Any]:
     return next((r for r in reversed(list(records)) if "cpu_s" in r), {})
 
 
-def paired(found: Sequence[Measured], first: int, other: int) -> Paired:
+def paired(found: Sequence[Measured], first: int, other: int) -> Gain:
     """How much better `other` steps are than `first`: rows and seeds together.
 
     The seeds' own differences are averaged; the interval takes the rows of all seeds as drawn, and
     the seeds as they are.
     """
-    sign = -1.0 if found[0].qualities[first].metric == "loss" else 1.0
-    apart = [sign * (one.per_row[other] - one.per_row[first]) for one in found]
-    mean = sum(float(each.mean()) for each in apart) / len(apart)
-    variance = sum(float(each.var()) / len(each) for each in apart) / len(apart) ** 2
-    return Paired(mean, Z95 * math.sqrt(variance))
+    metric = found[0].qualities[first].metric
+    gains = [gain(one.per_row[first], one.per_row[other], metric) for one in found]
+    mean = sum(each.better for each in gains) / len(gains)
+    return Gain(mean, math.sqrt(sum(each.half**2 for each in gains)) / len(gains))
+
+
+def _text(found: Gain) -> str:
+    return f"{found.better:+.4f} ± {found.half:.4f}"
 
 
 def says(
@@ -171,14 +162,14 @@ def says(
     first, trained = counts[0], max(count for count in counts if count <= max(full, counts[0]))
     ranges = [sign * (o.qualities[trained].value - o.qualities[first].value) for o in found]
     rows: list[Sequence[Cell]] = [
-        ["range", f"{paired(found, first, trained).text} between {first} and {trained} steps"],
+        ["range", f"{_text(paired(found, first, trained))} between {first} and {trained} steps"],
         ["range of each seed", ", ".join(f"{one:+.4f}" for one in ranges)],
         ["each rung", rising(found, counts)],
     ]
     beyond = [count for count in counts if count > full]
     if beyond:
         best = paired(found, trained, beyond[-1])
-        rows.append([f"beyond training, {beyond[-1]} steps beside {trained}", best.text])
+        rows.append([f"beyond training, {beyond[-1]} steps beside {trained}", _text(best)])
     values = {blocks: _mean(one.value for one in runs) for blocks, runs in beside.items() if runs}
     if 1 in values:
         rows.append(["first rung beside plain of 1 block", f"{gained(values[1], first):+.4f}"])
@@ -199,7 +190,9 @@ def says(
                 ],
             ]
             if depth > 0:
-                rows.append(["share of that lead recovered", f"{lead / depth:.2f}"])
+                rows.append(
+                    [f"share of the lead of {blocks} blocks recovered", f"{lead / depth:.2f}"]
+                )
         rows.append(["parameters at equal quality", saved(found, beside, trained, sign)])
     return rows
 

@@ -5,7 +5,7 @@ Knows runs and how they are answered; neither tables nor pictures, and nothing o
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from train.data import check_same_meaning, open_dataset
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
-from train.quality import Quality, Tally
+from train.quality import Gain, Quality, Tally, gain
 from train.recipe_file import data_at
 from train.schedule import ladder_of, steps_of
 from train.straightness import Stability, Trail, agreement, stability
@@ -52,6 +52,15 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """What the best count buys over the smallest."""
+
+    first: int
+    best: int
+    gain: Gain
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     name: str
     full_steps: int
@@ -60,6 +69,7 @@ class Report:
     jumps: dict[str, dict[int, float]]  # by method and evaluations: share that agrees with full
     stability: Stability
     lengths: tuple[Spent, ...]  # of the adaptive solver only
+    ranges: dict[str, Range] = field(default_factory=dict)  # by method, of several counts
 
 
 def evaluate_run(
@@ -156,7 +166,19 @@ class _Evaluation:
         )
         stable = stability(self.model, self.recipe.optim.transport)
         name, discrete = self.recipe.name, self.model.discrete
-        return Report(name, self.full, discrete, rows, jumps, stable, lengths)
+        ranges = {one: self._range(one, labelled) for one in self.methods if len(self.counts) > 1}
+        return Report(name, self.full, discrete, rows, jumps, stable, lengths, ranges)
+
+    def _range(self, method: str, labelled: bool) -> Range:
+        tallies = {count: self.ways[method, count].tally for count in self.counts}
+        values = {count: tally.quality(labelled) for count, tally in tallies.items()}
+        sign = 1 if labelled else -1
+        best = max(values, key=lambda count: (sign * values[count].value, -count))
+        first = min(values)
+        found = gain(
+            tallies[first].per_row(labelled), tallies[best].per_row(labelled), values[best].metric
+        )
+        return Range(first, best, found)
 
     def _answer(self, batch: Batch, method: str, count: int | None) -> tuple[Output, Trail]:
         trail = Trail(self.model.span(count or 1)[1], JUMPS)

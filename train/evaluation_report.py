@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time it would load torch, which a report does not need
-    from train.evaluate import Report, Row
+    from train.evaluate import Range, Report, Row
 
 
 def print_report(report: "Report") -> None:
@@ -25,6 +25,10 @@ def print_report(report: "Report") -> None:
         )
         for row in (row for row in report.rows if row.method == method):
             print(_line(row))
+        if any(row.quality.whole is not None for row in report.rows):
+            print(f"right in all positions: {_whole(report, method)}")
+        if method in report.ranges:
+            print(_range_in_words(report.ranges[method]))
         shares = report.jumps.get(method, {})
         if shares:
             spent, same = " / ".join(map(str, shares)), " / ".join(map(_percent, shares.values()))
@@ -44,6 +48,21 @@ def print_report(report: "Report") -> None:
         f"stability: lambda {stable.transport:g} against T |W|^2 = {stable.threshold:.4g}: ratio "
         f"{stable.ratio:.3g} ({stable.strict_ratio:.3g} in sums); above 1 is proven stable"
     )
+
+
+def _whole(report: "Report", method: str) -> str:
+    """The share of rows without a wrong answer, at each count."""
+    shares = [row.quality.whole for row in report.rows if row.method == method]
+    return " / ".join(_percent(share) for share in shares if share is not None)
+
+
+def _range_in_words(found: "Range") -> str:
+    shown = f"{found.gain.better:.4f} ± {found.gain.half:.4f}"
+    steps = f"{found.first} step" + "s" * (found.first > 1)
+    if not found.gain.real:
+        enough = "is enough" if found.first == 1 else "are enough"
+        return f"{steps} {enough} here: no count is better beyond chance ({shown})"
+    return f"range: {found.best} steps are better than {steps} by {shown}"
 
 
 def _line(row: "Row") -> str:

@@ -30,6 +30,25 @@ class Quality:
     whole: float | None = None  # of several answers a row: the share of rows that are right in all
 
 
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How much better one way of answering is than another on the same rows."""
+
+    better: float  # in the metric: fewer nats, or a larger share of right answers
+    half: float  # of a 95 % interval of the rows
+
+    @property
+    def real(self) -> bool:
+        return self.better > self.half
+
+
+def gain(per_row: Tensor, others: Tensor, metric: str) -> Gain:
+    """Of the second over the first; both are what each row (R,) adds to the quality."""
+    apart = others - per_row if metric != "loss" else per_row - others
+    spread = Z95 * float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
+    return Gain(float(apart.mean()), spread)
+
+
 class Tally:
     """Quality of one way of answering, gathered batch by batch."""
 

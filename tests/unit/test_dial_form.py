@@ -1,7 +1,11 @@
 """The dial as time and the forms of the loop, each beside a loop written out by hand."""
 
+import itertools
+import json
+import random
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +36,18 @@ FORMS = [
 
 
 def model_of(
-    family: str = "tagger", dial: str = "time", full: int = 4, **form: object
+    family: Any = "tagger", dial: Any = "time", full: int = 4, **form: Any
 ) -> OTTransformer:
     torch.manual_seed(0)
     sizes = {"width": 16, "heads": 2, "hidden": 32, "window": 8, "layers": 2, "T": 4.0}
-    config = ModelConfig(family=family, initial="torch", **(sizes | form))  # type: ignore[arg-type]  # checked in Recipe
-    steps = StepsConfig(dial=dial, full=full)  # type: ignore[arg-type]  # the same
+    config = ModelConfig(family=family, initial="torch", **(sizes | form))
+    steps = StepsConfig(dial=dial, full=full)
     model = build_model(config, SIZES if family != "decoder" else Sizes(vocabulary=11), steps)
     assert isinstance(model, OTTransformer)
     return model.eval()
 
 
-def by_hand(model: OTTransformer, form: dict[str, object], steps: int, h: float) -> Tensor:
+def by_hand(model: Any, form: dict[str, Any], steps: int, h: float) -> Tensor:
     """x <- x + h f(x, x0), from the parts of the model and nothing else of its code."""
     prelude, coda = model.embed, model.head
     embed = prelude.embed if form.get("prelude") or form.get("inject") else prelude
@@ -67,12 +71,13 @@ def by_hand(model: OTTransformer, form: dict[str, object], steps: int, h: float)
     if form.get("coda"):
         for block in coda.blocks:
             x = block(x, mask)
-    return head.linear(head.norm(x))
+    logits: Tensor = head.linear(head.norm(x))
+    return logits
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("steps", [1, 3, 6])
-def test_each_form_is_the_loop_it_says_it_is(form: dict[str, object], steps: int) -> None:
+def test_each_form_is_the_loop_it_says_it_is(form: dict[str, Any], steps: int) -> None:
     for dial, h in (("time", 1.0), ("resolution", 4.0 / steps)):
         model = model_of(dial=dial, **form)
         output = model(TOKENS, steps=steps)
@@ -82,7 +87,7 @@ def test_each_form_is_the_loop_it_says_it_is(form: dict[str, object], steps: int
 
 
 def test_a_residual_step_of_size_one_is_the_block_itself() -> None:
-    model = model_of(velocity="residual")
+    model: Any = model_of(velocity="residual")
     x, (mask,), _ = model.embed(TOKENS)
     end = integrate(lambda at: model.velocity(at, mask), x, steps=1, T=1.0).state
     torch.testing.assert_close(end, model.velocity.velocity(x, mask))
@@ -137,12 +142,12 @@ def test_the_cut_lies_where_it_should() -> None:
     """Gradients of steps k and k + 1 before the end: with a cut between them the latter is none."""
     weight = torch.tensor(1.0, requires_grad=True)
     for backprop, expected in ((1, 8.0), (2, 8.0 + 8.0), (3, 24.0), (0, 24.0 + 8.0)):
-        weight.grad = None
         path = integrate(
             lambda x: weight * x, torch.ones(1, 1, 1), steps=4, T=4.0, backprop=backprop
         )
-        path.state.sum().backward()  # each step adds 2^3 to the derivative of 2^4
-        assert weight.grad is not None and float(weight.grad) == expected
+        # Each step that is reached adds 2^3 to the derivative of 2^4.
+        (slope,) = torch.autograd.grad(path.state.sum(), weight)
+        assert float(slope) == expected
 
 
 def logic(*overrides: str) -> Recipe:
@@ -271,7 +276,7 @@ OLD = [
 
 @pytest.mark.parametrize(("family", "form", "method", "steps", "square", "cost"), OLD)
 def test_the_forms_of_the_papers_answer_as_before(
-    family: str, form: dict[str, object], method: str, steps: int, square: float, cost: float
+    family: Any, form: dict[str, Any], method: str, steps: int, square: float, cost: float
 ) -> None:
     sizes = {
         "encoder": Sizes(vocabulary=11, classes=3),
@@ -279,7 +284,7 @@ def test_the_forms_of_the_papers_answer_as_before(
     }.get(family, Sizes(vocabulary=11))
     torch.manual_seed(3)
     small = {"width": 16, "heads": 2, "hidden": 32, "window": 12, "target_window": 12}
-    config = ModelConfig(family=family, initial="torch", **(small | form))  # type: ignore[arg-type]  # checked in Recipe
+    config = ModelConfig(family=family, initial="torch", **(small | form))
     model = build_model(config, sizes, StepsConfig(full=4)).eval()
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, 11, (3, 9), generator=draw)
@@ -292,14 +297,14 @@ def test_the_forms_of_the_papers_answer_as_before(
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "image"])
-def test_other_families_take_the_form_too(family: str) -> None:
+def test_other_families_take_the_form_too(family: Any) -> None:
     sizes = Sizes(
         vocabulary=11, classes=0 if family == "decoder" else 3, channels=1, height=14, width=14
     )
     config = ModelConfig(
         family=family, width=16, heads=2, hidden=32, window=8, velocity="residual", inject=True,
         prelude=1, coda=1, T=4.0,
-    )  # type: ignore[arg-type]  # checked in Recipe  # fmt: skip
+    )  # fmt: skip
     model = build_model(config, sizes, StepsConfig(dial="time", full=4)).eval()
     inputs = torch.randn(2, 1, 14, 14) if family == "image" else TOKENS
     output = model(inputs, steps=4, exits=(2,))
@@ -310,35 +315,67 @@ def test_other_families_take_the_form_too(family: str) -> None:
         torch.testing.assert_close(model(changed, steps=4).logits[:, :3], output.logits[:, :3])
 
 
+TAGS = """
+name = "prefixes"
+[data]
+kind = "tags"
+train = "train.jsonl"
+text = ["bits"]
+label = "odd"
+tokenizer = "words"
+held_out = 0.2
+[model]
+family = "tagger"
+layers = 1
+heads = 4
+width = 32
+hidden = 64
+window = 8
+initial = "scaled"
+velocity = "residual"
+inject = true
+T = 4
+[steps]
+dial = "time"
+full = 4
+short = [1, 2]
+exits = [1, 2]
+schedule = "fixed"
+grow = 0
+stages = [0.3, 0.2, 0.5]
+[optim]
+iterations = 400
+batch = 32
+lr = 0.005
+warmup = 20
+transport = 0.001
+[run]
+threads = 1
+evaluate_every = 400
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Easy puzzles and a narrow block; four steps at most."""
-    folder = tmp_path_factory.mktemp("dial") / "run"
-    overrides = [
-        "data.givens=[16, 20]",
-        "data.rows=300",
-        "model.width=32",
-        "model.hidden=64",
-        "model.T=4",
-        "steps.full=4",
-        "steps.short=[1, 2]",
-        "steps.exits=[1, 2]",
-        "steps.stages=[0.4, 0.2, 0.4]",
-        "optim.iterations=500",
-        "optim.batch=32",
-        "optim.lr=0.005",
-        "run.evaluate_every=500",
-    ]
-    train(load_recipe("logic", overrides), folder, quiet=True)
-    return folder
+    """Of each bit: is the number of ones up to it odd? One round of a small block cannot count."""
+    folder, draw, rows = tmp_path_factory.mktemp("dial"), random.Random(0), []
+    for _ in range(1000):
+        bits = [draw.randint(0, 1) for _ in range(8)]
+        odd = [total % 2 for total in itertools.accumulate(bits)]
+        rows.append(json.dumps({"bits": bits, "odd": odd}))
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    (folder / "prefixes.toml").write_text(TAGS)
+    recipe = load_recipe(str(folder / "prefixes.toml"), [], str(folder))
+    train(recipe, folder / "run", quiet=True)
+    return folder / "run"
 
 
 def test_a_small_training_shows_range(trained: Path) -> None:
     report = evaluate_run(trained, [1, 2, 4, 8])
     one, two, four, _ = (row.quality for row in report.rows)
     assert one.value < two.value < four.value
-    assert four.value - one.value > 0.1
-    assert one.whole is not None and four.whole is not None and one.whole < four.whole
+    assert four.value - one.value > 0.02
+    assert one.whole is not None and four.whole is not None and one.whole + 0.1 < four.whole
     assert report.rows[3].displacements[:4] == pytest.approx(report.rows[2].displacements)
 
 

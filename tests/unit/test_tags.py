@@ -47,13 +47,13 @@ def write_json(folder: Path, rows: list[tuple[list[str], list[str]]]) -> None:
 def test_a_label_stands_at_the_first_token_of_its_word(tmp_path: Path, tokenizer: str) -> None:
     write_json(tmp_path, ROWS)
     dataset = open_dataset(recipe_of(tmp_path, f"data.tokenizer={tokenizer}", "model.window=64"))
+    assert dataset.tokenizer is not None and dataset.labels is not None
     batch = dataset.batch(0, 4, 0)
     counted = batch.targets != IGNORED
     assert counted.sum(1).tolist() == [5] * 4
     assert [dataset.labels[i] for i in batch.targets[0][counted[0]].tolist()] == list("BOBIO")
-    assert dataset.tokenizer is not None
     ids = batch.inputs[0][0][counted[0]].tolist()
-    first = [dataset.tokenizer.id_to_token(i).strip("Ġ ")[:1] for i in ids]
+    first = [str(dataset.tokenizer.id_to_token(i)).strip("Ġ ")[:1] for i in ids]
     assert first[1:] == ["m", "G", "H", "."]
 
 
