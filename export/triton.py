@@ -43,6 +43,11 @@ _TOKENIZE = Path(__file__).with_name("triton_tokenize.py")
 def write_repository(bundle: Bundle, target: Path, say: Callable[[str], None] = print) -> None:
     """Write the repository; it is there whole or not at all. `target` must not exist yet."""
     manifest = bundle.manifest
+    if manifest.task == "tag":
+        raise BundleError(
+            f"{manifest.name} labels positions, but a Triton repository is for classifiers: serve "
+            "this one with stepdial serve"
+        )
     check_repository(manifest.name, manifest.labels, target)
     with open_staging(target) as staging:
         _fill(bundle, staging)

@@ -72,7 +72,7 @@ export function createGrid(name) {
     });
     range.value = String(count);
     range.setAttribute("aria-valuetext", `after ${format.stepsWord(now.steps)}`);
-    const what = before === undefined ? "what one step reads out" : `${changed} of ${nodes.length} ${changed === 1 ? "label has" : "labels have"} changed`;
+    const what = before === undefined ? "what one step reads out" : `${changed} of ${nodes.length} labels changed`;
     words.textContent = readouts.length > 1 ? `After ${format.stepsWord(now.steps)}: ${what}.` : "";
   }
 

@@ -50,7 +50,7 @@ def test_the_answer_forms_step_by_step(page: Page) -> None:
         assert cells.locator("b").all_inner_texts() == trace[step - 1]
         changed = sum(a != b for a, b in zip(trace[step - 1], trace[step - 2], strict=True))
         expect(pane.locator(".cells .changed")).to_have_count(changed)
-        expect(pane).to_contain_text(f"After {step} steps: {changed} of 16 label")
+        expect(pane).to_contain_text(f"After {step} steps: {changed} of 16 labels changed.")
     assert any(a != b for a, b in zip(trace[1:], trace, strict=False))
     assert sound(page)
 
