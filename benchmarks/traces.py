@@ -22,7 +22,7 @@ from benchmarks.options import NOTHING_TO_MEASURE, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.server import Server, running_server
 from benchmarks.texts import text_of
-from loadtest.trace import Entry, TraceError, read_trace
+from loadtest.arrivals import Entry, TraceError, read_trace
 from serve.bundle import Bundle
 from serve.inputs.text import TextCodec
 

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.files import unwritable
 from loadtest.launch import locust_command, run
 from loadtest.options import above_0, add_shared, complaint, positive, shape_of, terms_of
+from loadtest.output import say, unwritable
 from loadtest.plan import REFUSALS, Plan
-from loadtest.say import say
+from loadtest.schedule import DEFAULT_URL
 from loadtest.search import MeasuringEndedError
 from loadtest.target import TargetError, checked_address, read_key, read_offers
-from loadtest.terms import DEFAULT_URL
 
 _ABOUT = (
     "Send a mix of step counts to a running server and report per step count. "

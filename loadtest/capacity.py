@@ -12,17 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from loadtest.charts import Chart, Line
-from loadtest.drawing import draw_png, draw_svg
-from loadtest.files import write_text, write_whole
 from loadtest.launch import locust_command, run
 from loadtest.objective import Objective, parse_objective
 from loadtest.options import duration_s_of
-from loadtest.page import page, table
-from loadtest.say import room, say
+from loadtest.output import room, say, write_text, write_whole
+from loadtest.page import Chart, Line, draw_png, draw_svg, page, table
+from loadtest.schedule import parse_levels
 from loadtest.search import Capacity, MeasuringEndedError, Point, Search
 from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
-from loadtest.terms import parse_levels
 
 _HEADINGS = ("rate/s", "requests", "good/s", "p50", "p99", "objective", "sure", "what")
 _LONGER = 4  # times --duration, at most, for rates at which few requests come

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loadtest.charts import Chart, Line
-from loadtest.drawing import draw_png, draw_svg
-from loadtest.files import write_text, write_whole
-from loadtest.kept import Kept, KeptError, KeptRow, read_report
-from loadtest.page import page, table
-from loadtest.say import room, say
+from loadtest.output import room, say, write_text, write_whole
+from loadtest.page import Chart, Line, draw_png, draw_svg, page, table
+from loadtest.report import Kept, KeptError, KeptRow, read_report
 from loadtest.tables import UNLIMITED, Cells, markdown_table, number, text_table, wrapped
 
 # What is compared, its name, and where its interval is kept if there is one.

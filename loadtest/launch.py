@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.options import duration_s_of, forwarded, shape_of
-from loadtest.say import say
+from loadtest.output import say
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

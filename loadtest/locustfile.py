@@ -1,13 +1,13 @@
 """A test from its begin to its end. By itself: `locust -f loadtest/locustfile.py --host URL`.
 
-Locust finds its users here, which loadtest/caller.py describes.
+Locust finds its users here, which loadtest/loops.py describes.
 Only the process that Locust starts imports this file: it patches sockets and threads.
-It deliberately knows nothing of what is asked and of how a report looks.
 """
 
 import html
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,53 @@ from locust.exception import StopTest
 from locust.rpc import Message
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.caller import OVER, Caller, plans, shares
-from loadtest.crew import END, ENDED, SENT, SHARE, Crew
-from loadtest.files import unwritable
-from loadtest.generator import Gauge
-from loadtest.open_loop import Share
+from loadtest.loops import END, ENDED, OVER, SENT, SHARE, Caller, Crew, Share, plans, shares
 from loadtest.options import add_shared, complaint, terms_of
+from loadtest.outcomes import Gauge, Outcome
+from loadtest.output import room, say, unwritable
 from loadtest.plan import REFUSALS, Plan
-from loadtest.publishing import publish
 from loadtest.report import Report
-from loadtest.say import say
+from loadtest.tables import UNLIMITED, render_text
 from loadtest.target import read_key, read_offers
-from loadtest.watch import keep_gauge, show_progress
+
+# What goes on every second beside the callers: the gauge is read, and progress is shown.
+
+
+def keep_gauge(gauge: Gauge, is_current: Callable[[], bool]) -> None:
+    """As long as the test is the one that runs."""
+    while is_current():
+        gevent.sleep(1)
+        gauge.mark()
+
+
+def show_progress(plan: Plan, is_current: Callable[[], bool]) -> None:
+    """How many answers have come, in one line that is written again and again."""
+    begin_s = time.monotonic()
+    while is_current() and plan.ended_s is None:
+        errors = sum(outcome.error is not None for outcome in plan.outcomes)
+        line = f"{time.monotonic() - begin_s:4.0f} s: {len(plan.outcomes)} answers, {errors} errors"
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        gevent.sleep(1)
+
+
+# What becomes of a report when its test is over: it is told, kept, and turned into a status.
+
+
+def publish(report: Report, outcomes: Sequence[Outcome] | None, path: Path | None) -> int:
+    """Tell it, and keep it where it is wanted, with each request if given; the exit status."""
+    say("\n" + render_text(report, room(UNLIMITED)))
+    if path is not None:
+        # Draws pictures, which takes a second to load: only who wants them waits for it.
+        from loadtest.page import keep
+
+        try:
+            keep(report, outcomes, path)
+        except OSError as error:
+            say(f"The report could not be written to {path}: {error}.", sys.stderr)
+            return 2
+        say(f"Report written to {path}.")
+    return 0 if report.passed else 1
+
 
 __all__ = ["Caller"]  # what Locust looks for
 

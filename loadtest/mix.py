@@ -1,7 +1,7 @@
 """The mix: which requests are sent, in which proportions, as text and as an endless rota.
 
 A mix is a comma-separated list of `endpoint[@model]:budget=weight`. The budget is a step count,
-`*` for every rung, or any other that loadtest/ask.py reads; without a model, every model of that
+`*` for every rung, or any other that loadtest/target.py reads; without a model, every model of that
 endpoint that has the rung takes part. The weight is the share of all requests that the item stands
 for, divided equally among what it covers. It deliberately knows nothing of HTTP.
 """
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadtest.ask import Ask, parse_ask
-from loadtest.target import ENDPOINTS, Offer
+from loadtest.target import ENDPOINTS, Ask, Offer, parse_ask
 
 _ITEM = re.compile(
     r"(?P<endpoint>[a-z-]+)(?:@(?P<model>[^:=,]+))?:(?P<ask>\*|[^:=,]+)(?:=(?P<weight>[0-9.]+))?"

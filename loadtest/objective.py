@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loadtest.mix import Operation
-from loadtest.outcomes import Outcome
-from loadtest.percentiles import is_sure, mean, percentile
+from loadtest.outcomes import Outcome, is_sure, mean, percentile
 from loadtest.target import ENDPOINTS
 
 SYNTAX = (

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtest.arrivals import RATE_SYNTAX, SHAPES, Rate
+from loadtest.arrivals import RATE_SYNTAX, SHAPES, THINK_SYNTAX, Rate, parse_think_time
 from loadtest.mix import SYNTAX as MIX_SYNTAX
 from loadtest.objective import SYNTAX as OBJECTIVE_SYNTAX
 from loadtest.objective import ObjectiveError, parse_objective
-from loadtest.resting import THINK_SYNTAX, parse_think_time
-from loadtest.terms import (
+from loadtest.schedule import (
     DEFAULT_DURATION_S,
     DEFAULT_MAX_TOKENS,
     DEFAULT_TIMEOUT_S,

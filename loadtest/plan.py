@@ -1,29 +1,144 @@
-"""What is sent in one test, in which order, and what has come of it so far.
-
-It deliberately knows nothing of Locust, gevent and sockets.
-"""
+"""What is sent in one test, in which order, and what has come of it so far."""
 
 import itertools
 import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.generator import Generator, judge
-from loadtest.labelled import LabelledError, LabelledText, read_labelled
+from loadtest.arrivals import TraceError, parse_think_time, read_trace
 from loadtest.mix import MixError, Rota, resolve_mix
 from loadtest.objective import ObjectiveError, parse_objective
-from loadtest.outcomes import WARM_UP, Outcome
-from loadtest.prompts import PromptsError, read_prompts
+from loadtest.outcomes import WARM_UP, Generator, Outcome, judge
 from loadtest.report import Report, build_report
-from loadtest.resting import parse_think_time
-from loadtest.schedule import Schedule, Scheduler, Shot, Stage
+from loadtest.schedule import Schedule, Scheduler, Shot, Stage, Terms, parse_lengths
 from loadtest.target import ENDPOINTS, Offer, TargetError, characters_per_token, read_key
-from loadtest.terms import Terms, parse_lengths
-from loadtest.texts import PROMPTS, TEXTS, lengthened
-from loadtest.trace import TraceError, read_trace
+
+# What the simulated callers say: prompts and texts to classify, in plain ASCII.
+
+
+PROMPTS = (
+    "Good morrow, my friend, ",
+    "The king hath sent for thee, and ",
+    "What news from the harbour?\n",
+    "I pray you, tell me ",
+    "First Citizen:\nWe have waited ",
+    "O gentle night, ",
+    "He that would ride at dawn must ",
+    "My lord, the letter says ",
+)
+
+REVIEWS = (
+    "A warm and patient film. The two leads are wonderful together, and the last scene stayed "
+    "with me for days.",
+    "I wanted to like it, but the story goes nowhere and the jokes were old before the titles "
+    "had ended.",
+    "Dull, loud and far too long.",
+    "One of the best things I have seen this year; go and see it with somebody you love.",
+    "The first hour promises a clever mystery. Then the plot gives up, the music swells, and "
+    "everybody explains what we had already guessed. The actors do what they can with lines that "
+    "no person would ever say, and the camera keeps looking away from the only interesting face "
+    "in the room.",
+)
+
+HEADLINES = (
+    "Central bank leaves interest rates alone as prices rise more slowly than expected",
+    "Late goal sends the visitors to the top of the table after a bruising second half",
+    "Ministers meet for a second day of talks on the border after a night of shelling",
+    "New telescope finds water in the air of a small planet that circles a nearby star",
+    "The maker of phone chips said on Monday that its profit had doubled in a year, and that a "
+    "new factory would open in the spring.",
+)
+
+TEXTS = REVIEWS + HEADLINES
+
+
+def lengthened(text: str, others: Sequence[str], turn: int, characters: int) -> str:
+    """A text of so many characters: this one, then others, cut where it is long enough."""
+    size = len(text)
+    parts = [text]
+    while size < characters:
+        turn += 1
+        parts.append(others[turn % len(others)])
+        size += len(parts[-1]) + 1
+    return " ".join(parts)[:characters]
+
+
+# Prompts of the user's own: a file with one a line, as text or as JSON.
+
+
+_KEYS = ("prompt", "text")
+
+
+class PromptsError(ValueError):
+    """The file of prompts cannot be used; the text says where and why."""
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """All lines that are not empty, in order; a JSON object is asked for its prompt."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"The prompts {path} cannot be read: {error}") from None
+    found = [
+        _prompt(line.rstrip("\r"), f"Line {number} of {path}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise PromptsError(f"{path} holds no prompt.")
+    return tuple(found)
+
+
+def _prompt(line: str, where: str) -> str:
+    if not line.startswith("{"):
+        return line
+    try:
+        read = json.loads(line)
+    except ValueError as error:
+        raise PromptsError(f"{where} is no JSON: {error}") from None
+    said = next((read[key] for key in _KEYS if key in read), None)
+    if not isinstance(said, str) or not said:
+        raise PromptsError(f'{where} must be {{"prompt": "..."}}, or a line of plain text.')
+    return said
+
+
+# Texts whose labels are known: a file of `text<TAB>label` lines, given by the user.
+
+
+class LabelledError(ValueError):
+    """The file of labelled texts cannot be used; the text says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """A text to classify, and the right answer."""
+
+    text: str
+    label: str
+
+
+def read_labelled(path: Path) -> list[LabelledText]:
+    """All lines that are not empty, in order."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabelledError(f"The labelled texts {path} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        text, tab, label = line.rstrip("\r").rpartition("\t")
+        if not (tab and text.strip() and label.strip()):
+            raise LabelledError(f"Line {number} of {path} is not text, a tab, and a label.")
+        found.append(LabelledText(text, label.strip()))
+    if not found:
+        raise LabelledError(f"{path} holds no labelled text.")
+    return found
+
 
 # Every way in which a test can be refused before its first request.
 REFUSALS = (LabelledError, MixError, ObjectiveError, PromptsError, TargetError, TraceError)

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from loadtest.outcomes import Failure
-from loadtest.report import Report, StageReport
-from loadtest.summary import Row
+from loadtest.report import Report, Row, StageReport
 
 Cells = Sequence[Sequence[str]]  # the first row holds the headings
 UNLIMITED = 100_000  # columns of what is no terminal

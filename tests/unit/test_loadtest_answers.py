@@ -6,20 +6,20 @@ import statistics
 
 import pytest
 
-from loadtest.answers import (
+from loadtest.arrivals import ThinkTime, parse_think_time, rest_s
+from loadtest.client import (
     AnswerError,
     Facts,
+    TokenStream,
     describe_refusal,
     read_classification,
     read_completion,
     read_generation,
     read_wait,
 )
-from loadtest.ask import Ask
 from loadtest.mix import Operation
 from loadtest.outcomes import Outcome
-from loadtest.resting import ThinkTime, parse_think_time, rest_s
-from loadtest.stream import TokenStream
+from loadtest.target import Ask
 
 CLASSIFY = Operation("classify", "judge", Ask(4))
 

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.arrivals import Process, Rate, parse_rates
-from loadtest.ask import Ask
+from loadtest.arrivals import Entry, Process, Rate, TraceError, parse_rates, read_trace, replay
 from loadtest.mix import Operation
 from loadtest.outcomes import WARM_UP
-from loadtest.schedule import RAMP_PARTS, Schedule, Scheduler
-from loadtest.terms import Terms, parse_duration, parse_levels
-from loadtest.trace import Entry, TraceError, read_trace, replay
+from loadtest.schedule import RAMP_PARTS, Schedule, Scheduler, Terms, parse_duration, parse_levels
+from loadtest.target import Ask
 
 FAST, SLOW = (Operation("generate", "m", Ask(steps)) for steps in (1, 8))
 SHAPES = ("constant", "poisson", "bursty", "onoff")

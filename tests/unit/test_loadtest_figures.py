@@ -5,19 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.ask import Ask
 from loadtest.comparison import compare
-from loadtest.generator import Health
-from loadtest.kept import read_report
 from loadtest.mix import Operation
 from loadtest.objective import parse_objective
-from loadtest.outcomes import Outcome
+from loadtest.outcomes import Health, Outcome
 from loadtest.page import render_html
-from loadtest.report import Report, build_report, render_json
-from loadtest.schedule import Stage
-from loadtest.summary import summarise
+from loadtest.report import Report, build_report, read_report, render_json, summarise
+from loadtest.schedule import Stage, Terms, parse_levels
 from loadtest.tables import render_text, row_table, stage_table
-from loadtest.terms import Terms, parse_levels
+from loadtest.target import Ask
 
 WELL = Health(4, 4, 0.1, 0.2, 0.3, 0.1, 0.2, 1, ())
 SLOW, FAST = Operation("generate", "talker", Ask(8)), Operation("generate", "talker", Ask(1))

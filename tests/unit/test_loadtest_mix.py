@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.ask import Ask
-from loadtest.labelled import LabelledError
 from loadtest.mix import MixError, Operation, Rota, Wish, parse_mix, resolve_mix
-from loadtest.plan import Plan
-from loadtest.prompts import PromptsError
-from loadtest.target import Offer
-from loadtest.terms import Terms
+from loadtest.plan import LabelledError, Plan, PromptsError
+from loadtest.schedule import Terms
+from loadtest.target import Ask, Offer
 
 OFFERS = (
     Offer("shakespeare", "generate", (1, 2, 4, 8), max_tokens=40),

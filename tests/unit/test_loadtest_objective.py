@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.ask import Ask
 from loadtest.mix import Operation
 from loadtest.objective import ObjectiveError, Verdict, parse_objective
-from loadtest.outcomes import Outcome
-from loadtest.percentiles import is_sure, percentile, percentile_interval, share_interval
+from loadtest.outcomes import Outcome, is_sure, percentile, percentile_interval, share_interval
 from loadtest.search import Point, Search
+from loadtest.target import Ask
 
 WHOLE = Operation("classify", "m", Ask(1))
 STREAM = Operation("generate", "m", Ask(1))

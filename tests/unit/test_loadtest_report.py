@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.ask import Ask
-from loadtest.charts import charts
 from loadtest.comparison import ComparisonError, compare, differences, main
-from loadtest.generator import Generator, Health, judge
-from loadtest.kept import read_report
 from loadtest.mix import Operation
 from loadtest.objective import parse_objective
-from loadtest.outcomes import Outcome, elapsed_s, group_failures, write_requests
-from loadtest.page import render_html
-from loadtest.report import Report, build_report, render_json
-from loadtest.schedule import Stage
-from loadtest.summary import summarise, timeline
+from loadtest.outcomes import (
+    Generator,
+    Health,
+    Outcome,
+    elapsed_s,
+    group_failures,
+    judge,
+    write_requests,
+)
+from loadtest.page import charts, keep, render_html
+from loadtest.report import Report, build_report, read_report, render_json, summarise, timeline
+from loadtest.schedule import Stage, Terms, parse_levels
 from loadtest.tables import render_text, row_table, text_table, verdict_table
-from loadtest.terms import Terms, parse_levels
-from loadtest.writing import keep
+from loadtest.target import Ask
 
 SLOW, FAST = Operation("generate", "talker", Ask(8)), Operation("generate", "talker", Ask(1))
 UNSEEN = Operation("classify", "judge", Ask(4))

@@ -1,12 +1,12 @@
-"""Files that are there whole or not at all, and whether a place can be written to.
-
-It deliberately knows nothing of what is written.
-"""
+"""Files that are written whole or not at all, and messages on any terminal."""
 
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 
 def write_text(path: Path, text: str) -> None:
@@ -36,3 +36,22 @@ def unwritable(path: Path) -> str | None:
     except OSError as error:
         return f"--out {path} cannot be written: {error.strerror or error}"
     return None
+
+
+# Says something to whoever runs a test, whatever their terminal can show.
+
+
+def room(otherwise: int) -> int:
+    """Columns of the terminal; what is written to a file or to another program has `otherwise`."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """A line for the terminal, or for the stream that is named."""
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        # What is still said goes nowhere, and Python must not complain of it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
