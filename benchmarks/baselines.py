@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.result import BASELINES, Provenance
 from train.checkpoint import METRICS, MODEL, load_run
+from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
 from train.quality import wilson
-from train.recipe_file import load_recipe
-from train.tables import Rows, read_table
+from train.recipe import load_recipe
 
 FOLDERS = {"sentiment": "imdb", "topics": "ag_news", "shakespeare": "tinyshakespeare/input.txt"}
 

@@ -26,8 +26,7 @@ from train.checkpoint import METRICS, load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once
 from train.quality import Gain, Quality, Tally, gain
-from train.recipe_file import data_at
-from train.schedule import steps_of
+from train.recipe import data_at, steps_of
 
 NAME = "dial_range"
 GATE = {"accuracy": 0.03, "loss": 0.05}  # what depth must be worth before a dial can have range

@@ -14,10 +14,8 @@ from typing import Any
 
 from benchmarks.killing import Found, job, made, whole
 from train.checkpoint import METRICS, MODEL, STATE, RunError, load_run
-from train.config import Recipe
-from train.loop import train
-from train.metrics import read_metrics
-from train.recipe_file import load_recipe
+from train.loop import read_metrics, train
+from train.recipe import Recipe, load_recipe
 
 _CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 30
 _SETTINGS = (

@@ -26,8 +26,8 @@ def labelled_texts(bundle: Bundle, data: str | None) -> list[LabelledText]:
             LabelledText(f"{first}. {second}", None) for first in sentences for second in sentences
         ]
     # Here, so that the quick form needs nothing but the server's own packages.
-    from train.recipe_file import recipe_from
-    from train.tables import read_table
+    from train.data.tables import read_table
+    from train.recipe import recipe_from
 
     kept = cast(dict[str, Any], bundle.manifest.provenance["recipe"])
     recipe = recipe_from({**kept, "data": {**kept["data"], "path": data}}, "provenance.recipe")

@@ -67,10 +67,10 @@ def training_peak(size: Size, steps: int, checkpoint: bool) -> int:
     """Peak bytes of one forward and backward pass."""
     import torch
 
-    from train.batch import Sizes
-    from train.build import build_model
-    from train.config import ModelConfig
+    from train.data.batch import Sizes
+    from train.model import build_model
     from train.objective import task_loss
+    from train.recipe import ModelConfig
 
     torch.manual_seed(0)
     config = ModelConfig(

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.protocol import FloatArray
-from train.config import ModelConfig
+from train.recipe import ModelConfig
 
 Shape = tuple[int, ...]
 

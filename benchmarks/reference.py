@@ -18,12 +18,11 @@ from export.ranges import unseen_rows
 from export.samples import samples_of
 from export.trial import Origin
 from serve.bundle import Bundle, Precision, open_staging, seal_bundle
-from train.batch import Dataset
-from train.build import build_model
-from train.config import Recipe
-from train.labelled import LabelledDataset
-from train.recipe_file import load_recipe, recipe_from
-from train.text import TextDataset
+from train.data.batch import Dataset
+from train.data.labelled import LabelledDataset
+from train.data.text import TextDataset
+from train.model import build_model
+from train.recipe import Recipe, load_recipe, recipe_from
 
 STEPS = (1, 2, 4, 6, 8, 10)
 QUICK_STEPS = (1, 2)

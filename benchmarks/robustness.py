@@ -17,12 +17,12 @@ from torch import Generator, Tensor
 
 from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table
-from train.batch import IGNORED, Batch, Dataset
 from train.checkpoint import Run, load_run
-from train.config import Recipe
 from train.data import open_dataset
-from train.images import ImageDataset
+from train.data.arrays import ImageDataset
+from train.data.batch import IGNORED, Batch, Dataset
 from train.quality import Quality, measure_model
+from train.recipe import Recipe
 
 NAME = "robustness"
 NOISE = (0.0, 0.01, 0.05, 0.1, 0.2, 0.5)

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.rounds import interleave, median, median_ratio
-from train.batch import Dataset
-from train.build import build_model
-from train.config import Recipe
 from train.data import open_dataset
+from train.data.batch import Dataset
 from train.devices import Devices
 from train.loop import Loop, make_optimiser
-from train.recipe_file import recipe_from
+from train.model import build_model
+from train.recipe import Recipe, recipe_from
 
 NAME = "throughput"
 WANTED_RATIO = 0.9

@@ -25,11 +25,10 @@ from torch import Tensor
 from benchmarks.options import ZOO
 from serve.bundle import Bundle, ImageInput, read_bundle
 from serve.runtime import open_model
-from train.build import build_model
 from train.checkpoint import Reached, read_tokenizer, save_checkpoint, start_run
 from train.data import open_dataset
-from train.model import Stepped, count_parameters
-from train.recipe_file import recipe_from
+from train.model import Stepped, build_model, count_parameters
+from train.recipe import recipe_from
 
 _USED = ("attention.qkv", "attention.out", "feedforward.up", "feedforward.down")
 _POSITIONS = "embed.positions.weight"

@@ -9,7 +9,7 @@ from typing import Any
 
 from export.targets import add_arguments, check_target, write_target
 from serve.bundle import MANIFEST_FILE, check_name, read_bundle
-from train.full_disk import in_words, reader_gone
+from train.interrupt import in_words, reader_gone
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 from export.calibrate import Measured, logits_of, measured_by
 from serve.bundle import AgainstFp32
 from serve.runtime import Model
-from train.batch import IGNORED, Batch
+from train.data.batch import IGNORED, Batch
 from train.quality import Tally
 
 

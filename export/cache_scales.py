@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from export.quantise import LARGEST
 from export.small_caches import Scales
-from train.batch import Dataset
 from train.blocks import Attention
+from train.data.batch import Dataset
 from train.model import OTTransformer, Stepped
 
 ROWS, TOKENS = 32, 4096  # measured at most, but for one whole row

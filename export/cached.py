@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from export.pieces import Piece
 from export.ports import PAST, SEQLENS, TOTAL
 from train.blocks import Attention, Block, BlockVelocity, Conditioned, Loop
+from train.families import RungeKuttaStack
 from train.model import Embedding, Prelude
-from train.runge_kutta import RungeKuttaStack
 
 HEAD_WIDTH_MULTIPLE = 8  # of the operator
 

@@ -18,7 +18,7 @@ from export.words import TOLERATED
 from serve.bundle import Effort, Manifest, Metric, PointsInput, Quality, Range, Rung, TextInput
 from serve.runtime import Model
 from serve.runtime.protocol import FloatArray
-from train.batch import Batch, Dataset
+from train.data.batch import Batch, Dataset
 from train.quality import Z95, Tally
 
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch

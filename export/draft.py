@@ -28,14 +28,13 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from train.batch import Dataset
-from train.build import PAD_ID
-from train.config import DataConfig, ModelConfig, Recipe
-from train.images import ImageDataset
-from train.model import Stepped, count_parameters
+from train.data.arrays import ImageDataset
+from train.data.batch import Dataset
+from train.data.text import BEGIN, END
+from train.model import PAD_ID, Stepped, count_parameters
 from train.ode import method_named
 from train.otify import OtifiedTransformer
-from train.tokens import BEGIN, END
+from train.recipe import DataConfig, ModelConfig, Recipe
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
 STEP_FILES = StepFiles("embed.onnx", "step.onnx", "head.onnx")

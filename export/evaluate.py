@@ -11,10 +11,9 @@ from export.calibrate import Measured, choose_default, held_out_batches, measure
 from export.words import flat_in_words, range_in_words
 from serve.bundle import Bundle, BundleError, ImageInput, Quality
 from serve.runtime import open_model
-from train.batch import Dataset
-from train.config import RecipeError
 from train.data import check_same_meaning, open_dataset
-from train.recipe_file import data_at, recipe_from
+from train.data.batch import Dataset
+from train.recipe import RecipeError, data_at, recipe_from
 
 
 def evaluate_bundle(

@@ -41,15 +41,13 @@ from serve.bundle import (
 from serve.runtime import open_model
 from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import RowArray
-from train.batch import Dataset
 from train.checkpoint import load_run
-from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
+from train.data.batch import Dataset
 from train.model import Stepped
 from train.ode import method_named
 from train.pretrained import ConvertedTransformer
-from train.recipe_file import data_at
-from train.schedule import ladder_of
+from train.recipe import Recipe, data_at, ladder_of
 
 CARD = "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"

@@ -26,9 +26,8 @@ from export.ports import (
     port_of,
 )
 from serve.bundle import Cache, Task
-from train.model import Coda, Embedding, OTTransformer, Prelude, Stepped, as_embedded
-from train.translator import Translator
-from train.travel import Depth, flows
+from train.model import Coda, Embedding, OTTransformer, Prelude, Stepped, Translator, as_embedded
+from train.ode import Depth, flows
 
 
 @dataclass(frozen=True, slots=True)

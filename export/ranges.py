@@ -13,7 +13,7 @@ from onnx import helper
 from export.integers import Range, Ranges
 from export.layers import Layers, node_of
 from serve.runtime.protocol import RowArray
-from train.batch import Dataset
+from train.data.batch import Dataset
 
 ROWS, ROWS_AT_ONCE = 32, 8
 NOTHING_UNSEEN = (

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.batch import Dataset
-from train.points import unit_sphere
+from train.data.arrays import unit_sphere
+from train.data.batch import Dataset
 
 ENOUGH_TOKENS, ENOUGH_ROWS = 20_000, 64
 Inputs = tuple[Tensor, ...]

@@ -41,9 +41,9 @@ from serve.bundle import (
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.margins import present_positions
 from serve.runtime.ort_session import usable_cores
-from train.batch import Batch, Dataset
-from train.config import Recipe
+from train.data.batch import Batch, Dataset
 from train.model import Stepped
+from train.recipe import Recipe
 
 AT_ONCE = 2  # rungs: each holds the weights of a graph of its own
 CALIBRATION_ROWS = 64

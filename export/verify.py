@@ -20,7 +20,7 @@ from serve.runtime.protocol import (
     RowArray,
     Translator,
 )
-from train.build import PAD_ID
+from train.model import PAD_ID
 
 COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
 # Times torch's own float32 error, and times the largest logit: a few units in the last place.

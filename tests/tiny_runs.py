@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.config import Recipe
 from train.loop import train
-from train.recipe_file import load_recipe
+from train.recipe import Recipe, load_recipe
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. "
 TINY = [

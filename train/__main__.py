@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from train.adaptive import SolverError
-from train.config import Accelerator, RecipeError
-from train.full_disk import in_words, reader_gone
+from train.interrupt import in_words, reader_gone
 from train.loop import Diverged, train
-from train.recipe_file import load_recipe, recipe_names
+from train.ode import SolverError
+from train.recipe import Accelerator, RecipeError, load_recipe, recipe_names
 
 MOST_STEPS = 1000  # of one answer
 
@@ -293,7 +292,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if alpha < 0:
         raise RecipeError("--length-penalty must not be negative")
     if arguments.bleu is not None:
-        from train.bleu import check_bleu
+        from train.text_quality import check_bleu
 
         check_bleu(arguments.run, arguments.beams, arguments.bleu)
     elif arguments.beams != 1:
@@ -309,7 +308,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     plot_quality(report, path)
     print(f"plot: {path}")
     if arguments.bleu is not None:
-        from train.bleu import print_bleu
+        from train.text_quality import print_bleu
 
         shown = sorted({row.steps for row in report.rows if row.steps is not None})
         beams, samples = arguments.beams, arguments.bleu

@@ -1,11 +1,11 @@
-"""Transformer blocks, and the velocity that composes them.
+"""Transformer blocks, with and without time as an input, and the velocity that composes them.
 
-A block maps (B, N, D) to (B, N, D) and keeps its own inner skip connections. Nothing here knows
-about steps, embeddings or heads.
+A block maps (B, N, D) to (B, N, D) and keeps its own inner skip connections.
 """
 
+import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -294,3 +294,118 @@ def initialise_glorot(module: nn.Module) -> None:
                 nn.init.zeros_(each.bias)
         if isinstance(each, Conditioned):
             nn.init.zeros_(each.down.weight)
+
+
+# Attention depends on time in the same way, or not at all. Which times it is asked at, and how
+# many such velocities follow each other, is not known here.
+
+
+class TimedLinear(nn.Module):
+    """A x + b + c t."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.affine = nn.Linear(inputs, outputs)
+        self.drift = nn.Parameter(torch.empty(outputs))  # c
+        nn.init.uniform_(self.drift, -(inputs**-0.5), inputs**-0.5)  # as the bias
+
+    def forward(self, x: Tensor, t: float | Tensor) -> Tensor:
+        out: Tensor = self.affine(x) + self.drift * t
+        return out
+
+
+class TimedAttention(nn.Module):
+    """Attention whose affine layers, of queries, keys, values and the output, know the time."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = TimedLinear(width, 3 * width), TimedLinear(width, width)
+
+    def forward(self, x: Tensor, t: float | Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = (
+            part.view(B, N, self.heads, D // self.heads).transpose(1, 2)  # (B, H, N, D/H)
+            for part in self.qkv(x, t).chunk(3, dim=-1)
+        )
+        allowed = None if mask is None else mask[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=self.causal)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2), t)  # (B, N, D)
+        return out
+
+
+class TimedVelocity(nn.Module):
+    """One block; `inner_skip` is whether a = 1, `timed_attention` whether attention knows t."""
+
+    timed = True
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        inner_skip: bool,
+        causal: bool = False,
+        timed_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inner_skip, self.timed_attention = inner_skip, timed_attention
+        self.attention: nn.Module = (
+            TimedAttention(width, heads, causal)
+            if timed_attention
+            else Attention(width, heads, causal)
+        )
+        self.up, self.down = TimedLinear(width, hidden), TimedLinear(hidden, width)
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        *context, t, _ = rest  # the velocity does not depend on the size of the step
+        time = (t,) if self.timed_attention else ()
+        y = self.attention(x, *time, *context)  # (B, N, D)
+        y = x + y if self.inner_skip else y
+        out: Tensor = self.down(F.relu(self.up(y, t)), t)
+        return out
+
+
+# Feed-forward layers whose matrices are fixed random rotations around a learned diagonal. W = U S
+# V: the entries of U and V are sines and cosines of random angles that grow with the depth,
+# chosen once and kept with the weights; S and the biases are learned, which is O(width)
+# parameters.
+
+
+class RandomLinear(nn.Module):
+    """x -> x U S V + b, at one depth of a block."""
+
+    left: Tensor
+    right: Tensor
+
+    def __init__(self, inputs: int, outputs: int, depth: int) -> None:
+        super().__init__()
+        rank = min(inputs, outputs)  # S is rectangular: beyond this it is zero
+        self.register_buffer("left", rotation(inputs, depth)[:, :rank].clone())  # (I, R)
+        self.register_buffer("right", rotation(outputs, depth)[:rank].clone())  # (R, O)
+        self.diagonal = nn.Parameter(torch.empty(rank))
+        nn.init.uniform_(self.diagonal, -math.sqrt(6 / rank), math.sqrt(6 / rank))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.left * self.diagonal) @ self.right  # (I, O)
+        return x @ weight + self.bias
+
+
+class RandomFeedForward(nn.Module):
+    """Two random linear layers around a ReLU."""
+
+    def __init__(self, width: int, hidden: int, depth: int) -> None:
+        super().__init__()
+        self.up, self.down = RandomLinear(width, hidden, depth), RandomLinear(hidden, width, depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.relu(self.up(x)))
+        return out
+
+
+def rotation(width: int, depth: int) -> Tensor:
+    """A (width, width) matrix that is nearly orthogonal, from torch's generator; depth from 1."""
+    coefficients = torch.randn(width, width // 2) * width
+    angles = depth * math.pi / width * torch.arange(width // 2) * coefficients
+    return torch.cat([angles.sin(), angles.cos()], dim=1) / math.sqrt(width)

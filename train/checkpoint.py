@@ -20,13 +20,11 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from train.batch import Sizes
-from train.build import build_model, tied_weights
-from train.config import Recipe
-from train.model import Stepped
+from train.data.batch import Sizes
+from train.model import Stepped, build_model, tied_weights
 from train.otify import otified_from
 from train.pretrained import converted_from
-from train.recipe_file import recipe_from
+from train.recipe import Recipe, recipe_from
 
 RECIPE, TOKENIZER, METRICS = "recipe.json", "tokenizer.json", "metrics.jsonl"
 MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import torch
 
-from train.batch import Batch
 from train.checkpoint import load_run
-from train.config import Recipe
 from train.data import open_dataset
+from train.data.batch import Batch
+from train.data.tables import Rows, divide, read_table
 from train.quality import wilson
-from train.recipe_file import data_at
-from train.schedule import ladder_of
-from train.shuffle import divide
-from train.tables import Rows, read_table
+from train.recipe import Recipe, data_at, ladder_of
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count
 ROWS_AT_ONCE = 32

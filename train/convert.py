@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint import STATE, RunError, load_run, read_facts
-from train.config import Recipe
 from train.data import open_dataset
-from train.labelled import LabelledDataset
+from train.data.labelled import LabelledDataset
 from train.loop import train
 from train.pretrained import (
     ConvertedTransformer,
@@ -27,7 +26,7 @@ from train.pretrained import (
     read_original,
     special_ends,
 )
-from train.recipe_file import load_recipe, overridden
+from train.recipe import Recipe, load_recipe, overridden
 
 TEACHER = "teacher"  # its run, inside that of the dial
 BATCH = 32

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from train.batch import Batch
-from train.config import Accelerator
+from train.data.batch import Batch
+from train.recipe import Accelerator
 
 Precision = Literal["fp32", "bf16"]
 LARGE_PRIME = 1_000_000_007

@@ -18,12 +18,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from train.batch import Dataset
 from train.checkpoint import TAUGHT, RunError, load_run, read_facts, write_atomically
-from train.labelled import LabelledDataset
+from train.data.batch import Dataset
+from train.data.labelled import LabelledDataset
 from train.model import OTTransformer, Output, Stepped
 from train.ode import mean_square
-from train.schedule import steps_of
+from train.recipe import steps_of
 
 ROWS_AT_ONCE = 64
 Waypath = dict[Fraction, Tensor]  # states (B, N, D) by the share of the way that lies behind

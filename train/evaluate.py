@@ -12,17 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.batch import Batch, Sizes
 from train.checkpoint import load_run
-from train.config import Recipe
 from train.data import check_same_meaning, open_dataset
+from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
-from train.quality import Gain, Quality, Tally, gain
-from train.recipe_file import data_at
-from train.schedule import ladder_of, steps_of
-from train.straightness import Stability, Trail, agreement, stability
+from train.quality import Gain, Quality, Stability, Tally, Trail, agreement, gain, stability
+from train.recipe import Recipe, data_at, ladder_of, steps_of
 
 _log = logging.getLogger("stepdial")
 ADAPTIVE = "adaptive"

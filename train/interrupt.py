@@ -1,9 +1,12 @@
-"""Ctrl-C and SIGTERM as a wish that is read between iterations, so that no step is cut in half.
+"""What can end a run early: Ctrl-C, SIGTERM and a full disk.
 
-Knows signals; not what is being stopped. A second signal ends at once.
+A signal is read between iterations, so that no step is cut in half; a second one ends at once.
 """
 
+import errno
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,3 +40,27 @@ def listen() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# What a command says when it fails: of a disk without space, what to do about it; to a reader who
+# has gone, nothing.
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def in_words(error: Exception) -> str:
+    """The error as the user reads it."""
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{where}{error.strerror}: free some space and give the same command again; what was "
+        "finished before is kept, and nothing unfinished is"
+    )
+
+
+def reader_gone() -> int:
+    """The status of a command whose output nobody reads on, as of `| head`; the rest is dropped."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
+    return 141

@@ -6,6 +6,7 @@ and resumed reaches the weights of an uninterrupted one.
 
 import dataclasses
 import itertools
+import json
 import math
 import time
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.batch import Batch, Dataset
 from train.checkpoint import (
+    METRICS,
     STATE,
     Reached,
     average_checkpoints,
@@ -36,21 +38,94 @@ from train.checkpoint import (
     save_checkpoint,
     start_from,
     start_run,
+    write_atomically,
 )
-from train.config import OptimConfig, Recipe, RunConfig
 from train.data import open_dataset
+from train.data.batch import Batch, Dataset
+from train.data.labelled import LabelledDataset
 from train.devices import Devices, move_state
 from train.distil import Teacher, check_teacher, kept_logits
-from train.fitting import check_fits
 from train.interrupt import listen
-from train.labelled import LabelledDataset
-from train.metrics import MetricsLog
 from train.model import Stepped, count_parameters
 from train.objective import Objective
 from train.otify import OtifiedTransformer
 from train.pretrained import ConvertedTransformer
 from train.quality import measure_model
-from train.schedule import progress, steps_of, turn_for
+from train.recipe import OptimConfig, Recipe, RunConfig, progress, steps_of, turn_for
+
+# Whether a model that was made elsewhere can be trained as a recipe says, on its data.
+
+
+def check_fits(model: Stepped, dataset: Dataset, recipe: Recipe) -> None:
+    """Refuse a model that was made for data of other sizes, or another depth than is trained."""
+    if model.depth != recipe.model.depth:
+        raise ValueError(
+            f"the model has depth {model.depth!r}, but the recipe trains {recipe.model.depth!r}: "
+            f'set model.depth to "{model.depth}"'
+        )
+    sizes = dataset.sizes
+    try:
+        with torch.no_grad():
+            answers = model(*_longest_row(dataset, recipe.model.window)).logits.shape[-1]
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise ValueError(f"the model cannot read this data, of {sizes}: {error}") from None
+    if answers != (sizes.classes or sizes.vocabulary):
+        raise ValueError(f"the model has {answers} answers, but the data is of {sizes}")
+    pad = getattr(getattr(model, "embed", None), "pad_id", sizes.pad_id)
+    if sizes.vocabulary and sizes.classes and pad != sizes.pad_id:
+        raise ValueError(
+            f"the data pads with id {sizes.pad_id}, the model with {pad}: set pad_token_id"
+        )
+
+
+def _longest_row(dataset: Dataset, window: int) -> tuple[Tensor, ...]:
+    """Inputs of one row; a labelled text as long as one may be."""
+    inputs = dataset.batch(0, 1, 0).inputs
+    if len(inputs) > 1 or inputs[0].dtype != torch.int64:
+        return inputs
+    (tokens,) = inputs  # (1, N)
+    return (tokens.repeat(1, -(-window // tokens.shape[1]))[:, :window],)
+
+
+# The log of a run: JSON lines and TensorBoard, without the lines that a resumed run repeats.
+
+
+class MetricsLog:
+    """Appends records from an iteration on; what an earlier attempt wrote beyond it is dropped."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        path = folder / METRICS
+        kept = [record for record in read_metrics(path) if record["iteration"] <= first]
+        lines = "".join(json.dumps(record) + "\n" for record in kept)
+        write_atomically(path, lines.encode())
+        self.cpu_s = max((record.get("cpu_s", 0.0) for record in kept), default=0.0)
+        self._file = path.open("a", encoding="utf-8")
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for key, value in {**record, **record.get("validation", {})}.items():
+            if isinstance(value, int | float) and key != "iteration":
+                self._writer.add_scalar(key, value, record["iteration"])
+
+    def close(self) -> None:
+        self._file.close()
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a log; a line that a killed run left unfinished is none."""
+    records: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "iteration" in record:
+                records.append(record)
+    return records
 
 
 class Diverged(RuntimeError):

@@ -25,12 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.batch import IGNORED
-from train.config import Recipe, StepsConfig
+from train.data.batch import IGNORED
 from train.distil import Teacher, Waypath, Waypoints, distance
 from train.model import Output, Stepped
 from train.ode import Observer
-from train.schedule import Turn
+from train.recipe import Recipe, StepsConfig, Turn
 
 
 class Pass(NamedTuple):

@@ -1,15 +1,15 @@
-"""Fixed-step integration of x' = f(x): methods as data, one loop.
+"""Integration of x' = f(x): methods as data, one loop of fixed steps, and one adaptive solver.
 
 A velocity is any callable from (B, N, D) to (B, N, D). One whose attribute `timed` is true is
-called with (x, t, h) instead. This module does not know what is inside a velocity.
+called with (x, t, h) instead.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 Velocity = Callable[..., Tensor]
@@ -164,3 +164,173 @@ def _advance(x: Tensor, h: float, weights: tuple[float, ...], stages: list[Tenso
         if weight:
             x = x + (h * weight) * stage
     return x
+
+
+# Adaptive integration of x' = f(x, t): an embedded Runge-Kutta pair that chooses its own steps.
+# The steps are torchdiffeq's, of Dormand and Prince; gradients go back through every one of them.
+
+
+class AdaptivePath(NamedTuple):
+    """Where a trajectory ended, the integral of mean(f^2) along it, and what it took."""
+
+    state: Tensor  # (B, N, D)
+    cost: Tensor  # ()
+    evaluations: int
+
+
+class SolverError(RuntimeError):
+    """The solver cannot go on; the message says what to change."""
+
+
+def adaptive(
+    velocity: nn.Module,
+    x0: Tensor,
+    context: tuple[Tensor, ...] = (),
+    T: float = 1.0,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    present: Tensor | None = None,
+) -> AdaptivePath:
+    """Carry x0 (B, N, D) from 0 to T; only positions of `present` (B, N) move, count or steer.
+
+    The cost is one more state of the ODE, but the steps follow from the error in x alone: a
+    trajectory is the same whether its cost is used or not.
+    """
+    try:
+        from torchdiffeq import odeint
+    except ImportError:
+        raise SolverError(
+            "the adaptive solver needs torchdiffeq: install it, or set steps.solver=fixed"
+        ) from None
+    timed = getattr(velocity, "timed", False)
+    dtype = torch.promote_types(x0.dtype, torch.float32)  # bf16 is too coarse for the tolerances
+    moving = None if present is None else present[..., None].to(dtype)  # (B, N, 1)
+    evaluations = 0
+
+    def derivative(t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        nonlocal evaluations
+        evaluations += 1
+        # A step of no size: the solver asks for the velocity of the ODE itself.
+        time = (t, torch.zeros_like(t)) if timed else ()
+        v = velocity(state[0], *context, *time).to(dtype)
+        v = v if moving is None else v * moving
+        return v, mean_square(v, present)
+
+    def error(state: tuple[Tensor, Tensor]) -> Tensor:
+        return mean_square(state[0], present).sqrt()
+
+    start = (x0.to(dtype), x0.new_zeros((), dtype=torch.float32))
+    ends = torch.tensor([0.0, T], device=x0.device)
+    # Stopping at T exactly: else the last step goes beyond and the answer is interpolated.
+    options = {"norm": error, "step_t": ends[1:]}
+    try:
+        states, costs = odeint(
+            derivative, start, ends, rtol=rtol, atol=atol, method="dopri5", options=options
+        )
+    except AssertionError as failure:  # how torchdiffeq says that its steps became too small
+        raise SolverError(
+            f"the adaptive solver gave up after {evaluations} evaluations ({failure}): the "
+            "velocity is too steep; lower optim.lr, or raise optim.transport or steps.tolerance"
+        ) from None
+    return AdaptivePath(states[-1], costs[-1], evaluations)
+
+
+# How an embedded input crosses the depth of a model: one ODE, a chain of ODEs, or one pass.
+
+
+Depth = Literal["ode", "discrete", "chain"]
+
+
+class Embedded(NamedTuple):
+    """Where a trajectory starts, and what stays fixed along it."""
+
+    state: Tensor  # (B, N, D)
+    context: tuple[Tensor, ...] = ()  # what every evaluation and the head also see
+    present: Tensor | None = None  # (B, N): positions that count in the transport cost
+
+
+class Leg(NamedTuple):
+    """One trajectory: its ends, and what its length is measured by."""
+
+    start: Tensor  # (B, N, D)
+    end: Tensor  # (B, N, D)
+    present: Tensor | None
+    T: float
+
+    @property
+    def least(self) -> Tensor:
+        """The cost of going straight from start to end at constant speed: no path costs less."""
+        return mean_square(self.end - self.start, self.present) / self.T
+
+
+class Journey(NamedTuple):
+    """A crossing of the whole depth."""
+
+    state: Tensor  # (B, N, D)
+    cost: Tensor  # (): the transport cost
+    evaluations: int  # of velocities
+    legs: tuple[Leg, ...]
+    exits: tuple[Tensor, ...] = ()  # (B, N, D) each: the states after the counts asked for
+
+
+class Bound:
+    """A velocity with its context: a function of the state, and of time if it is timed."""
+
+    def __init__(self, velocity: nn.Module, context: tuple[Tensor, ...]) -> None:
+        self.velocity, self.context = velocity, context
+        self.timed: bool = getattr(velocity, "timed", False)
+
+    def __call__(self, x: Tensor, *time: float) -> Tensor:
+        out: Tensor = self.velocity(x, *self.context, *time)
+        return out
+
+
+def travel(
+    velocity: nn.Module,
+    start: Embedded,
+    depth: Depth,
+    steps: int,
+    method: str = "euler",
+    T: float = 1.0,
+    observe: Observer | None = None,
+    checkpoint: bool = False,
+    tolerance: float | None = None,
+    exits: Collection[int] = (),
+    backprop: int = 0,
+) -> Journey:
+    """Carry the embedded input to the end of the model's depth.
+
+    With a tolerance the solver picks its own steps, and `steps` and `method` mean nothing.
+    States on the way are those of one ODE: a chain has none that could be read out.
+    """
+    assert not exits or depth == "ode"
+    x, context, present = start
+    if depth == "discrete":
+        end = velocity(x, *context)
+        # Detached: it is measured, but there is no way to straighten.
+        leg = Leg(x.detach(), end.detach(), present, 1.0)
+        return Journey(end, leg.least, 1, (leg,))
+    cost, evaluations = x.new_zeros(()), 0
+    legs: list[Leg] = []
+    passed: tuple[Tensor, ...] = ()
+    for one in flows(velocity, depth):
+        if tolerance is None:
+            bound = Bound(one, context)
+            state, spent, passed = integrate(
+                bound, x, method, steps, T, present, observe, checkpoint, exits, backprop
+            )
+            evaluations += steps * method_named(method).evaluations
+        else:
+            state, spent, evaluated = adaptive(one, x, context, T, tolerance, tolerance, present)
+            evaluations += evaluated
+        legs.append(Leg(x, state, present, T))
+        x, cost = state, cost + spent
+    return Journey(x, cost, evaluations, tuple(legs), passed)
+
+
+def flows(velocity: nn.Module, depth: Depth) -> list[nn.Module]:
+    """The velocities of a model, in the order in which they are integrated."""
+    if depth == "chain":
+        assert isinstance(velocity, nn.ModuleList)
+        return list(velocity)
+    return [velocity]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from train.blocks import Attention, Block, BlockVelocity
 from train.model import Embedding, OTTransformer
-from train.travel import Depth, Embedded
+from train.ode import Depth, Embedded
 
 FinalNorm = Literal["inside", "outside"]
 Parts = tuple[nn.Module, nn.Module, nn.Module]  # embed, velocity, head

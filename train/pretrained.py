@@ -26,9 +26,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from train.blocks import Activation, Attention, Block, BlockVelocity
-from train.model import OTTransformer, PooledHead
-from train.positions import Positions
-from train.travel import Embedded
+from train.model import OTTransformer, PooledHead, Positions
+from train.ode import Embedded
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",

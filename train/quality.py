@@ -1,6 +1,5 @@
-"""Quality of a model at one step count, with a 95 % confidence interval.
-
-Knows batches and logits; which splits and step counts matter is the caller's business.
+"""Quality of a model at one step count, with a 95 % confidence interval, and how straight it
+moves.
 """
 
 import math
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from train.batch import IGNORED, Batch
-from train.model import Stepped
+from train.data.batch import IGNORED, Batch
+from train.model import Output, Stepped
 
 Z95 = 1.959964
 
@@ -143,3 +142,95 @@ def measure_model(
         quality = measure(logits_of, batches, labelled)
     model.train(training)
     return quality
+
+
+# How straight and how stable a model's trajectories are: what `evaluate` shows beside quality.
+# Trajectories of an ideal model are straight and run at constant speed; then one evaluation and a
+# jump to the end give the answer of any number of steps.
+
+
+class Trail:
+    """An observer that keeps how far each step moves the state, and some jumps to the end."""
+
+    def __init__(self, T: float, jumps: tuple[int, ...] = ()) -> None:
+        self.T, self.wanted = T, jumps
+        self.moved: list[list[Tensor]] = []  # of each trajectory, squares (B, N) of its steps
+        self.starts: list[Tensor] = []  # of each trajectory, where its latest step began
+        self.jumps: dict[int, Tensor] = {}  # by evaluations spent: x_k + (T - t_k) v_k
+
+    def __call__(self, evaluation: int, t: float, x: Tensor, v: Tensor) -> None:
+        if evaluation == 0:
+            self.moved.append([])
+            self.starts.append(x)
+        else:
+            # States themselves would fill the memory: a path may have hundreds of steps.
+            self.moved[-1].append(_squares(x - self.starts[-1]))
+            self.starts[-1] = x
+        if evaluation + 1 in self.wanted:
+            self.jumps[evaluation + 1] = x + (self.T - t) * v
+
+    def displacements(self, output: Output) -> list[float]:
+        """Mean squares of each step's displacement, leg by leg; a leg not observed is one step."""
+        moved = []
+        starts = self.starts or [leg.start for leg in output.legs]
+        before = self.moved or [[] for _ in output.legs]
+        for squares, start, leg in zip(before, starts, output.legs, strict=True):
+            for each in (*squares, _squares(leg.end - start)):  # (B, N)
+                kept = each if leg.present is None else each[leg.present]
+                moved.append(float(kept.mean()))
+        return moved
+
+
+def _squares(change: Tensor) -> Tensor:
+    """The mean square (B, N) of each position of a change of state (B, N, D)."""
+    return change.float().square().mean(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stability:
+    """lambda beside what it must exceed for outputs that are proven to be stable."""
+
+    transport: float  # lambda
+    squared_norm: float  # L^2, L the largest singular value of the output weights
+    threshold: float  # T L^2
+    ratio: float  # lambda / (T L^2)
+    strict_ratio: float  # the same with lambda in the norms of the theorem
+
+
+def stability(model: Stepped, transport: float, positions: int = 1) -> Stability:
+    """Theorem 2, "Stable Forward Propagation", of the journal version of OT-Transformer.
+
+    It assumes lambda > T L^2, with T the terminal time and L the 2-operator norm of the weights of
+    the output layer, and bounds the distance of two outputs by
+    (1 - T L^2 / lambda)^-1 (L |X_1(0) - X_2(0)| + T L^2 / lambda |y_1 - y_2|).
+
+    There the cost is lambda/2 times sums of squares, here (as in the code released with it) lambda
+    times their mean over N positions and D channels. Where the task is a mean over positions too,
+    or the head reads their mean, N cancels and lambda means 2 lambda / D in the theorem: the strict
+    ratio. A head that reads one position of N, the first or in each channel the largest, has
+    outputs that move as far as that one position does: there lambda means 2 lambda / (N D), with
+    the `positions` that were measured, the most of any batch. A norm before the output weights is
+    outside the theorem, and is not counted, nor are layers before them.
+    """
+    weights = output_weights(model.head)
+    norm = float(torch.linalg.matrix_norm(weights.detach().float(), 2))
+    threshold = model.T * norm**2
+    pool = getattr(model.head, "pool", None)
+    read = positions if pool in ("first", "max") else 1
+    strict = 2 * transport / (weights.shape[1] * read)
+    return Stability(transport, norm**2, threshold, transport / threshold, strict / threshold)
+
+
+def output_weights(head: nn.Module) -> Tensor:
+    """The weights (classes, D) of the last linear layer of a head."""
+    linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("the head has no linear layer to measure")
+    return linear[-1].weight
+
+
+def agreement(logits: Tensor, others: Tensor, targets: Tensor) -> tuple[int, int]:
+    """How many answers are the same in both, and how many there are."""
+    counted = targets != IGNORED
+    same = (logits.argmax(-1) == others.argmax(-1)) & counted
+    return int(same.sum()), int(counted.sum())

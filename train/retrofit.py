@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint import RunError, read_facts
-from train.config import Recipe, StepsConfig
 from train.loop import train
-from train.recipe_file import data_at, overridden, recipe_from
+from train.recipe import Recipe, StepsConfig, data_at, overridden, recipe_from
 
 DISTIL, JUMP = 1.0, 0.3
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from benchmarks.machine import command_line
 from benchmarks.papers.measure import measured
 from benchmarks.papers.measured import FOLDER, Measured
-from train.config import Recipe
 from train.evaluate import evaluate_run
 from train.loop import train
-from train.recipe_file import data_at, overridden
+from train.recipe import Recipe, data_at, overridden
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.machine import command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
-from train.bleu import bleu_of, open_translator
 from train.checkpoint import METRICS, RunError, load_run
 from train.evaluate import Report, evaluate_run, methods_named
+from train.text_quality import bleu_of, open_translator
 
 CURVE_MOMENTS = 60
 

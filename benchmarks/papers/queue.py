@@ -29,9 +29,8 @@ from benchmarks.machine import ROOT
 from benchmarks.papers.measured import FOLDER, Measured
 from benchmarks.quiet import Busy
 from train.checkpoint import METRICS
-from train.config import Recipe, RecipeError
-from train.metrics import read_metrics
-from train.recipe_file import load_recipe, recipe_from
+from train.loop import read_metrics
+from train.recipe import Recipe, RecipeError, load_recipe, recipe_from
 
 PLAN = Path(__file__).parent / "plan.toml"
 ATTEMPTS = 3  # of a run that fails; then it is left out, and `status` says so

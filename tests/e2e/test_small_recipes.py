@@ -14,10 +14,9 @@ import torch
 from export.pack import ExportRequest, export_run
 from tests.recipe_data import write_all
 from train.__main__ import main
-from train.batch import Sizes
-from train.build import build_model
-from train.model import OTTransformer, Stepped, count_parameters
-from train.recipe_file import load_recipe, recipe_names
+from train.data.batch import Sizes
+from train.model import OTTransformer, Stepped, build_model, count_parameters
+from train.recipe import load_recipe, recipe_names
 
 pytestmark = pytest.mark.long
 

@@ -131,7 +131,7 @@ def test_a_training_that_ends_between_the_files_of_its_checkpoint_goes_on(
     times = 1 if written == "the first weights" else 2
     script = (
         "import json, os, pathlib, signal, sys\n"
-        "from train.loop import train\nfrom train.recipe_file import recipe_from\n"
+        "from train.loop import train\nfrom train.recipe import recipe_from\n"
         "replace, left = pathlib.Path.replace, int(sys.argv[1])\n"
         "def dying(self, target):\n"
         "    global left\n"

@@ -36,7 +36,7 @@ from tests.tiny_runs import (
     tiny_text_recipe,
     trained,
 )
-from train.config import Recipe
+from train.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent / f"version-{SCHEMA_VERSION}"
 QUICK = ["optim.iterations=20", "model.layers=1"]

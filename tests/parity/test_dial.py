@@ -20,10 +20,10 @@ from tests.tiny_runs import (
     trained,
 )
 from train.checkpoint import load_run
-from train.config import Recipe
 from train.data import open_dataset
 from train.model import Stepped
 from train.ode import METHODS
+from train.recipe import Recipe
 
 ABSOLUTE = 2e-5
 TIME = ["steps.dial=time", "model.T=4.0", "steps.jump=0.0"]

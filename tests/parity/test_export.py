@@ -24,8 +24,8 @@ from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.pages import Bytes, Part, side_by_side
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_runs import tiny_label_run, tiny_text_run
-from train.batch import Batch, Dataset
 from train.checkpoint import load_run
+from train.data.batch import Batch, Dataset
 from train.ode import METHODS
 
 # Logits of these models are of order one; torch and the runtime are both float32.

@@ -29,12 +29,11 @@ from tests.tiny_runs import (
     tiny_text_recipe,
     trained,
 )
-from train.batch import Sizes
-from train.build import build_model
 from train.checkpoint import load_run
-from train.config import Recipe, Scheme
 from train.data import open_dataset
-from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead
+from train.data.batch import Sizes
+from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead, build_model
+from train.recipe import Recipe, Scheme
 
 pytestmark = pytest.mark.long
 

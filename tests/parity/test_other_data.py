@@ -12,7 +12,7 @@ from serve.bundle import MAX_RUNGS, Latency, read_bundle
 from serve.runtime import OpenedModel
 from tests.tiny_bundles import build_classify
 from tests.tiny_runs import TINY, tiny_label_recipe, tiny_text_recipe, trained
-from train.recipe_file import load_recipe
+from train.recipe import load_recipe
 
 
 def own_rows(folder: Path, count: int, labels: tuple[str, str] = ("odd", "even")) -> Path:

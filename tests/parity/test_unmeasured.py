@@ -8,8 +8,8 @@ import pytest
 from export.frontier import describe
 from export.pack import ExportRequest, export_run
 from tests.tiny_runs import tiny_label_run
-from train.batch import Batch
-from train.labelled import LabelledDataset
+from train.data.batch import Batch
+from train.data.labelled import LabelledDataset
 
 
 def exported(run: Path, target: Path) -> str:

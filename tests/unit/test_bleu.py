@@ -8,13 +8,12 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 
 from tests.unit.test_translator import small
-from train import bleu
+from train import text_quality
 from train.__main__ import main
-from train.bleu import bleu_of, check_bleu, translate
 from train.checkpoint import Run
-from train.config import DataConfig, ModelConfig, Recipe
-from train.pairs import PairDataset
-from train.recipe_file import load_recipe
+from train.data.labelled import PairDataset
+from train.recipe import DataConfig, ModelConfig, Recipe, load_recipe
+from train.text_quality import bleu_of, check_bleu, translate
 
 WORDS = ["ein", "zwei", "drei", "vier", "viele"]
 
@@ -40,7 +39,7 @@ def test_answers_keep_the_order_of_their_sources(
 ) -> None:
     sources = [source for source, _ in translator[1].references[:7]]
     together = translate(*translator, sources, 2, "euler", beams)
-    monkeypatch.setattr(bleu, "ROWS", 1)
+    monkeypatch.setattr(text_quality, "ROWS", 1)
     assert translate(*translator, sources, 2, "euler", beams) == together
     assert len(set(together)) > 1
 
@@ -52,13 +51,13 @@ def test_a_length_penalty_reaches_the_search(
 ) -> None:
     asked: list[tuple[str, float]] = []
     for name in ("beam", "greedy"):
-        search = getattr(bleu, name)
+        search = getattr(text_quality, name)
 
         def watched(*given: Any, name: str = name, search: Any = search) -> Any:
             asked.append((name, given[-1]))
             return search(*given)
 
-        monkeypatch.setattr(bleu, name, watched)
+        monkeypatch.setattr(text_quality, name, watched)
     bleu_of(*translator, 1, "euler", beams=3, samples=2, alpha=0.6)
     bleu_of(*translator, 1, "euler", samples=2)
     assert asked == [("beam", 0.6), ("greedy", 1.0)]
@@ -71,7 +70,7 @@ def test_bleu_is_what_sacrebleu_says_of_the_answers(
 ) -> None:
     references = [target for _, target in translator[1].references]
     answers = [references[0], *["viele zwei drei vier"] * 9]
-    monkeypatch.setattr(bleu, "translate", lambda *_: answers)
+    monkeypatch.setattr(text_quality, "translate", lambda *_: answers)
     found = bleu_of(*translator, 1, "euler", samples=10)
     assert found.samples == 10
     assert found.score == BLEU().corpus_score(answers, [references[:10]]).score

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.batch import Sizes
 from train.blocks import (
     Attention,
     Block,
@@ -16,12 +15,10 @@ from train.blocks import (
     initialise,
     initialise_glorot,
 )
-from train.build import build_model
-from train.config import ModelConfig
-from train.cross import CrossBlock
-from train.model import Embedding, OTTransformer, PooledHead
-from train.positions import sinusoids
-from train.sets import MultiheadBlock
+from train.data.batch import Sizes
+from train.families import MultiheadBlock
+from train.model import CrossBlock, Embedding, OTTransformer, PooledHead, build_model, sinusoids
+from train.recipe import ModelConfig
 
 WIDTH, HEADS, HIDDEN, N = 8, 2, 16, 5
 

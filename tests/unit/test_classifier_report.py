@@ -65,7 +65,7 @@ def test_without_scikit_learn_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from train import classifier_report
-    from train.recipe_file import load_recipe
+    from train.recipe import load_recipe
 
     for name in list(sys.modules):
         if name.partition(".")[0] == "sklearn":

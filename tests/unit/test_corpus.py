@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.config import DataConfig
-from train.corpus import read_corpus
-from train.tables import DataError
-from train.text import TextDataset
+from train.data.tables import DataError
+from train.data.text import TextDataset, read_corpus
+from train.recipe import DataConfig
 
 
 def lines(word: str, count: int) -> str:

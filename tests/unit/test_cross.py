@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from train.blocks import Norm
-from train.cross import CrossAttention, CrossBlock
+from train.model import CrossAttention, CrossBlock
 
 WIDTH, HEADS, HIDDEN = 8, 2, 16
 

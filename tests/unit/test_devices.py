@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from tests.tiny_runs import tiny_text_recipe
 from train.__main__ import main
-from train.batch import Batch
-from train.config import Recipe
+from train.data.batch import Batch
 from train.devices import Devices
 from train.loop import train
+from train.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def together(recipe: Recipe, folder: Path) -> None:
     """Train under torchrun, with two processes on the CPU."""
     script = folder.with_suffix(".py")
     script.write_text(
-        "import json, sys\nfrom pathlib import Path\nfrom train.recipe_file import recipe_from\n"
+        "import json, sys\nfrom pathlib import Path\nfrom train.recipe import recipe_from\n"
         "from train.loop import train\n"
         f"recipe = recipe_from(json.loads({json.dumps(recipe.to_json())!r}), 'test')\n"
         "train(recipe, Path(sys.argv[1]), quiet=True)\n"

@@ -11,17 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.batch import IGNORED, Sizes
-from train.build import build_model
 from train.checkpoint import load_run
-from train.config import ModelConfig, Recipe, RecipeError, StepsConfig
+from train.data.batch import IGNORED, Sizes
 from train.evaluate import evaluate_run
 from train.loop import make_optimiser, train
-from train.model import OTTransformer
+from train.model import OTTransformer, build_model
 from train.objective import Objective, exit_weights, penalty, task_loss
 from train.ode import integrate
-from train.recipe_file import load_recipe
-from train.schedule import Turn, progress, turn_for
+from train.recipe import (
+    ModelConfig,
+    Recipe,
+    RecipeError,
+    StepsConfig,
+    Turn,
+    load_recipe,
+    progress,
+    turn_for,
+)
 
 SIZES = Sizes(vocabulary=11, classes=5)
 TOKENS = torch.tensor([[1, 4, 2, 9, 3], [7, 5, 6, 0, 0]])  # the second row is padded

@@ -9,10 +9,9 @@ from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
 from benchmarks.result import Result
 from tests.tiny_runs import TINY
-from train.config import Recipe
 from train.loop import Loop, train
 from train.quality import Quality, gain
-from train.recipe_file import load_recipe
+from train.recipe import Recipe, load_recipe
 
 ROWS = 400
 

@@ -12,7 +12,7 @@ from benchmarks.result import Result
 from serve.bundle import Bundle, Calibration, Level
 from serve.runtime import open_model
 from tests.tiny_bundles import build_classify
-from train.batch import Batch
+from train.data.batch import Batch
 
 LEVELS = (Level(0.01, 0.3, 2.0, 0.01), Level(0.05, 0.0, 1.0, 0.01))
 

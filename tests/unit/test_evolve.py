@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.traced import check_trace
-from train.evolve import EvolvedBlock, EvolvedLayer, EvolvedStack, EvolvingLogits
-from train.rotation import RandomFeedForward, RandomLinear, rotation
+from train.blocks import RandomFeedForward, RandomLinear, rotation
+from train.families import EvolvedBlock, EvolvedLayer, EvolvedStack, EvolvingLogits
 
 Kind = Literal["full", "random"]
 WIDTH, HEADS, DEPTH, HIDDEN = 8, 2, 3, 16
@@ -174,7 +174,7 @@ def test_rotations_are_waves_of_the_depth_and_every_layer_has_its_own_depth() ->
             super().__init__(width, hidden, depth)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.evolve.RandomFeedForward", Watched)
+        patch.setattr("train.families.RandomFeedForward", Watched)
         evolved("random", depth=3)
     assert depths == [1, 2, 3]
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from export.expected import Answers, FirstKept
-from train.batch import Sizes
-from train.build import build_model
-from train.config import ModelConfig
-from train.model import OTTransformer
+from train.data.batch import Sizes
+from train.model import OTTransformer, build_model
+from train.recipe import ModelConfig
 
 LADDER = (1, 2, 3)
 

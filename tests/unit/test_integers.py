@@ -17,9 +17,9 @@ from export.parts import Traced, trace
 from export.ranges import measured_ranges
 from export.step_graphs import stitch_step
 from export.stitch import stitch
-from train.batch import Sizes
-from train.build import build_model
-from train.config import ModelConfig
+from train.data.batch import Sizes
+from train.model import build_model
+from train.recipe import ModelConfig
 
 Floats = npt.NDArray[np.float32]
 KINDS = pytest.mark.parametrize("plain", [False, True])

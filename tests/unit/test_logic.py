@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from train import generators
-from train.batch import IGNORED
-from train.data import open_dataset
-from train.logic import (
+from train.data import generators, open_dataset
+from train.data.batch import IGNORED
+from train.data.logic import (
     BOXES,
     Puzzles,
     Splits,
@@ -20,7 +19,7 @@ from train.logic import (
     text_of,
     turned,
 )
-from train.recipe_file import load_recipe
+from train.recipe import load_recipe
 
 ROWS = 120
 

@@ -11,14 +11,13 @@ from tests.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, tr
 from tests.unit.test_training_data import pieces, rows, table
 from train.__main__ import main
 from train.checkpoint import read_facts
-from train.config import DataConfig
 from train.data import check_same_meaning, open_dataset
+from train.data.labelled import LabelledDataset
+from train.data.tables import DataError, read_table
+from train.data.text import train_tokenizer
 from train.evaluate import evaluate_run
-from train.labelled import LabelledDataset
-from train.metrics import read_metrics
-from train.recipe_file import load_recipe
-from train.tables import DataError, read_table
-from train.tokens import train_tokenizer
+from train.loop import read_metrics
+from train.recipe import DataConfig, load_recipe
 
 
 @pytest.mark.parametrize(

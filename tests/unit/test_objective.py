@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.batch import IGNORED, Sizes
-from train.build import build_model
-from train.config import Recipe
-from train.model import OTTransformer, Output, Stepped
+from train.data.batch import IGNORED, Sizes
+from train.model import OTTransformer, Output, Stepped, build_model
 from train.objective import (
     JumpPoint,
     Objective,
@@ -20,8 +18,7 @@ from train.objective import (
     task_loss,
 )
 from train.ode import METHODS
-from train.recipe_file import load_recipe
-from train.schedule import Turn
+from train.recipe import Recipe, Turn, load_recipe
 
 SANDWICH = ["steps.schedule=sandwich", "steps.distil=1.0", "steps.jump=0.3", "optim.transport=0.5"]
 TOKENS = torch.arange(1, 13).view(2, 6)

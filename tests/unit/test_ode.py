@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory import allocated
-from train.batch import Sizes
-from train.build import build_model
-from train.config import ModelConfig
-from train.model import Stepped
+from train.data.batch import Sizes
+from train.model import Stepped, build_model
 from train.ode import METHODS, integrate
+from train.recipe import ModelConfig
 
 
 def spin(x: Tensor) -> Tensor:

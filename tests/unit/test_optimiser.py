@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_runs import tiny_label_recipe, tiny_text_recipe
-from train.build import build_model
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
-from train.config import Recipe
 from train.data import open_dataset
 from train.devices import Devices
 from train.loop import Loop, learning_rate, make_optimiser, train
+from train.model import build_model
 from train.objective import task_loss
-from train.recipe_file import load_recipe
+from train.recipe import Recipe, load_recipe
 
 
 def rates(*overrides: str) -> list[float]:

@@ -16,12 +16,11 @@ from export.pack import ExportRequest, export_run  # noqa: E402
 from tests.tiny_runs import TINY, tiny_text_recipe  # noqa: E402
 from train.blocks import Attention  # noqa: E402
 from train.checkpoint import RunError, load_run  # noqa: E402
-from train.config import Recipe  # noqa: E402
 from train.data import open_dataset  # noqa: E402
 from train.loop import train  # noqa: E402
 from train.model import OTTransformer  # noqa: E402
 from train.otify import otified_from, otify  # noqa: E402
-from train.recipe_file import load_recipe  # noqa: E402
+from train.recipe import Recipe, load_recipe  # noqa: E402
 
 GPT2: dict[str, Any] = {
     "vocab_size": 40,

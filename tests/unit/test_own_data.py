@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.config import DataConfig
-from train.images import ImageDataset
-from train.labelled import LabelledDataset
-from train.points import PointDataset
-from train.tables import LONGEST_CELL, DataError, read_table
+from train.data.arrays import ImageDataset, PointDataset
+from train.data.labelled import LabelledDataset
+from train.data.tables import LONGEST_CELL, DataError, read_table
+from train.recipe import DataConfig
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.batch import IGNORED
-from train.config import DataConfig
-from train.pairs import PairDataset, read_pairs
-from train.tables import DataError
+from train.data.batch import IGNORED
+from train.data.labelled import PairDataset, read_pairs
+from train.data.tables import DataError
+from train.recipe import DataConfig
 
 WORDS = ("one two three four five six seven", "eins zwei drei vier fünf sechs sieben")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.batch import IGNORED, Batch
+from train.data.batch import IGNORED, Batch
 from train.quality import Z95, Tally, wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])

@@ -19,9 +19,9 @@ from export.quantise import BLOCK, check_precision, quantise, to_bytes
 from export.step_graphs import stitch_step
 from export.stitch import stitch
 from export.weights import WeightsFile
-from train.batch import Sizes
-from train.build import build_model
-from train.config import ModelConfig
+from train.data.batch import Sizes
+from train.model import build_model
+from train.recipe import ModelConfig
 
 Floats = npt.NDArray[np.float32]
 KINDS = pytest.mark.parametrize("plain", [False, True])

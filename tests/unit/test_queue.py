@@ -16,8 +16,7 @@ from benchmarks.machine import ROOT
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
 from benchmarks.quiet import FOLDER, Busy, quiet_machine
-from train.config import RecipeError
-from train.recipe_file import load_recipe
+from train.recipe import RecipeError, load_recipe
 
 SMALL = [
     *("data.rows=400", "model.width=16", "model.hidden=32", "model.heads=2", "optim.batch=8"),

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.page_blocks import Block, prints_like, read_blocks, run_block, served
-from train.config import ModelConfig, StepsConfig
+from train.recipe import ModelConfig, StepsConfig
 
 pytestmark = pytest.mark.long
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import RecipeError
-from train.recipe_file import load_recipe, recipe_from, recipe_names
+from train.recipe import RecipeError, load_recipe, recipe_from, recipe_names
 
 SMALL = """
 name = "small"

@@ -14,7 +14,7 @@ from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
 from tests.tiny_runs import tiny_label_run
 from train.checkpoint import RECIPE, RunError
-from train.recipe_file import recipe_from, recipe_names
+from train.recipe import recipe_from, recipe_names
 
 PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 

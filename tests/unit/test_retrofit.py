@@ -12,9 +12,8 @@ import torch
 from tests.tiny_runs import TINY, tiny_label_run
 from train.__main__ import main
 from train.checkpoint import RunError, load_run
-from train.config import RecipeError
 from train.loop import Loop
-from train.recipe_file import load_recipe
+from train.recipe import RecipeError, load_recipe
 from train.retrofit import retrofit, retrofit_recipe
 
 FIXED = ["steps.schedule=fixed", "optim.lr=0.003", "optim.iterations=20", "run.evaluate_every=20"]

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.traced import check_trace
-from train.batch import Sizes
 from train.blocks import Block, BlockVelocity
-from train.build import build_model
-from train.config import Function as Part
-from train.config import ModelConfig, Scheme
-from train.cross import CrossBlock
-from train.runge_kutta import BlockFunction, RungeKuttaStack, halves
-from train.translator import Translator
+from train.data.batch import Sizes
+from train.families import BlockFunction, RungeKuttaStack, halves
+from train.model import CrossBlock, Translator, build_model
+from train.recipe import Function as Part
+from train.recipe import ModelConfig, Scheme
 
 pytestmark = pytest.mark.long
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from train.config import RecipeError, StepsConfig
-from train.recipe_file import load_recipe
-from train.schedule import (
+from train.recipe import (
     JUMPS,
+    RecipeError,
+    StepsConfig,
     Turn,
     expected_steps,
     growing_iterations,
     ladder_of,
+    load_recipe,
     progress,
     steps_of,
     turn_for,

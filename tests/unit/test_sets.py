@@ -5,9 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from train.blocks import Norm
-from train.model import OTTransformer
-from train.patches import PatchEmbedding
-from train.sets import (
+from train.families import (
     InducedBlock,
     InducedEmbedding,
     MultiheadBlock,
@@ -15,6 +13,7 @@ from train.sets import (
     PooledByAttention,
     SetVelocity,
 )
+from train.model import OTTransformer, PatchEmbedding
 
 
 def size(module: nn.Module) -> int:

@@ -10,17 +10,15 @@ from torch import nn
 from export.__main__ import main as export
 from tests.tiny_runs import tiny_label_run, tiny_text_run
 from train.__main__ import main
-from train.batch import Sizes
-from train.build import build_model
 from train.checkpoint import load_run
-from train.config import ModelConfig
 from train.data import open_dataset
+from train.data.batch import Sizes
 from train.evaluate import LOGITS, POSITIONS, evaluate_run, rows_at_once
-from train.model import Stepped
+from train.model import Stepped, build_model
 from train.objective import straightness_gap
 from train.ode import integrate
-from train.recipe_file import load_recipe
-from train.straightness import Trail, agreement, output_weights, stability
+from train.quality import Trail, agreement, output_weights, stability
+from train.recipe import ModelConfig, load_recipe
 
 TINY = {"width": 16, "heads": 2, "hidden": 32, "window": 12}
 TOKENS = torch.arange(1, 13).view(2, 6)

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("datasets", reason="the extra stream is not installed")
 
-from train import stream
-from train.config import DataConfig
-from train.stream import END_OF_TEXT, StreamDataset
-from train.tables import DataError
+from train.data import text
+from train.data.tables import DataError
+from train.data.text import END_OF_TEXT, StreamDataset
+from train.recipe import DataConfig
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def opened(folder: Path, window: int = 8, **changes: Any) -> StreamDataset:
 def test_a_batch_is_a_function_of_seed_and_iteration(
     folder: Path, monkeypatch: pytest.MonkeyPatch, portion: int
 ) -> None:
-    monkeypatch.setattr(stream, "PORTION_CHARACTERS", portion)
+    monkeypatch.setattr(text, "PORTION_CHARACTERS", portion)
     data = opened(folder)
     batches = [data.batch(i, 4, seed=1) for i in range(300)]
     again = opened(folder)
@@ -53,7 +53,7 @@ def test_a_batch_is_a_function_of_seed_and_iteration(
 def test_portions_come_in_the_order_of_the_stream_and_over_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PORTION_CHARACTERS", 900)
+    monkeypatch.setattr(text, "PORTION_CHARACTERS", 900)
     data = opened(folder, tokenizer="chars")
 
     def middle(iteration: int) -> int:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.batch import IGNORED
-from train.config import Recipe
 from train.data import open_dataset
-from train.recipe_file import load_recipe
-from train.tables import DataError
+from train.data.batch import IGNORED
+from train.data.tables import DataError
+from train.recipe import Recipe, load_recipe
 
 RECIPE = """
 name = "names"

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiny_runs import tiny_text_recipe
-from train.batch import Batch
-from train.build import build_model
 from train.checkpoint import Run
 from train.data import open_dataset
-from train.model import OTTransformer
-from train.text import TextDataset
-from train.text_metrics import Sampling, bert_score, bleu_score, continue_texts, text_metrics
+from train.data.batch import Batch
+from train.data.text import TextDataset
+from train.model import OTTransformer, build_model
+from train.text_quality import Sampling, bert_score, bleu_score, continue_texts, text_metrics
 
 
 class Memory(nn.Module):

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.traced import check_trace
-from train.adaptive import SolverError, adaptive
-from train.ode import integrate
-from train.timed import TimedAttention, TimedLinear, TimedVelocity
-from train.travel import Bound, Embedded, travel
+from train.blocks import TimedAttention, TimedLinear, TimedVelocity
+from train.ode import Bound, Embedded, SolverError, adaptive, integrate, travel
 
 WIDTH, HEADS = 8, 4
 

@@ -17,15 +17,12 @@ from safetensors import safe_open
 
 from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.__main__ import main
-from train.batch import Sizes
 from train.blocks import Conditioned
-from train.build import build_model
 from train.checkpoint import RunError, load_run, lock_run
-from train.config import ModelConfig
-from train.loop import Diverged, Loop, learning_rate, train
-from train.metrics import MetricsLog, read_metrics
-from train.model import OTTransformer
-from train.schedule import turn_for
+from train.data.batch import Sizes
+from train.loop import Diverged, Loop, MetricsLog, learning_rate, read_metrics, train
+from train.model import OTTransformer, build_model
+from train.recipe import ModelConfig, turn_for
 
 
 def records(run: Path) -> list[dict[str, object]]:
@@ -73,7 +70,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, kind: str) -> 
     train(recipe, tmp_path / "whole", quiet=True)
     script = tmp_path / "go.py"
     script.write_text(
-        "import json, sys\nfrom pathlib import Path\nfrom train.recipe_file import recipe_from\n"
+        "import json, sys\nfrom pathlib import Path\nfrom train.recipe import recipe_from\n"
         "from train.loop import train\n"
         f"recipe = recipe_from(json.loads({json.dumps(recipe.to_json())!r}), 'test')\n"
         "train(recipe, Path(sys.argv[1]), quiet=True)\n"

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from train import generators, tokens
-from train.config import DataConfig
-from train.data import open_dataset
-from train.labelled import LabelledDataset
-from train.recipe_file import load_recipe
-from train.tables import DataError, read_table
-from train.text import TextDataset
-from train.tokens import cut, ids_of, train_tokenizer
+from train.data import generators, open_dataset
+from train.data import text as tokens
+from train.data.labelled import LabelledDataset
+from train.data.tables import DataError, read_table
+from train.data.text import TextDataset, cut, ids_of, train_tokenizer
+from train.recipe import DataConfig, load_recipe
 
 ROWS = [("good film", "1"), ("bad film", "0"), ("fine, really", "1"), ("dull", "0")]
 

@@ -5,12 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from train.batch import Sizes
-from train.build import build_model
-from train.config import ModelConfig
-from train.model import count_parameters
-from train.recipe_file import load_recipe
-from train.translator import Translator
+from train.data.batch import Sizes
+from train.model import Translator, build_model, count_parameters
+from train.recipe import ModelConfig, load_recipe
 
 SMALL: dict[str, Any] = {
     "layers": 1,

@@ -1,12 +1,17 @@
-"""The settings of a recipe, as frozen dataclasses, and the limits of each.
+"""Recipes: every setting with its limits, their TOML files, and the step counts that they train."""
 
-Knows neither files nor what a setting does.
-"""
-
+import copy
 import dataclasses
 import json
+import math
+import random
 import re
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 _SINGLE_STEP = ("residual", "rk2", "rk2-gamma1", "rk2-learned", "rk4")
@@ -460,3 +465,291 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
         )
         >= 1,
     }
+
+
+# Recipe files: TOML read into the settings; unknown keys and wrong types fail at once.
+
+
+RECIPES = Path(__file__).parent / "recipes"
+# What has characters as tokens unless it says otherwise.
+_READ_BY_CHARACTER = ("text", "stdlib", "logic")
+_MADE = ("parity", "listops", "logic", "stdlib")  # data that is made on the spot
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load_recipe(source: str, overrides: list[str] | None = None, data: str = "") -> Recipe:
+    """A recipe by name or path, with `key=value` overrides and the data path applied."""
+    path = Path(source) if source.endswith(".toml") else RECIPES / f"{source}.toml"
+    if not path.is_file():
+        raise RecipeError(
+            f"no recipe {source!r}: give the path of a .toml file or one of "
+            f"{', '.join(recipe_names())}"
+        )
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    recipe = overridden(table, overrides or [], str(path))
+    return data_at(recipe, data or recipe.data.path)
+
+
+def data_at(recipe: Recipe, path: str) -> Recipe:
+    """The recipe with its data at a path, if one is given; refuses what would not be read."""
+    if not path:
+        return recipe
+    if recipe.data.kind in _MADE:
+        raise RecipeError(
+            f'{recipe.name} makes its own data (data.kind is "{recipe.data.kind}") and would not '
+            f"read {path}: leave that out; `stepdial train text` and `stepdial train classifier` "
+            "take data of your own"
+        )
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
+
+
+def overridden(table: dict[str, Any], overrides: list[str], where: str) -> Recipe:
+    """The recipe of a table with `key=value` overrides; a fault of theirs names those at fault."""
+    changed = _with(table, overrides)
+    try:
+        return recipe_from(changed, where)
+    except RecipeError as error:
+        if not overrides or not _loads(table):
+            raise
+        others = {one: [other for other in overrides if other != one] for one in overrides}
+        guilty = [one for one in others if _loads(table, others[one])]
+        named = ", ".join(f"--set {one!r}" for one in guilty or overrides)
+        raise RecipeError(f"{named}: {str(error).removeprefix(f'{where}: ')}") from None
+
+
+def _with(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    changed = copy.deepcopy(table)
+    for one in overrides:
+        apply_override(changed, one)
+    return changed
+
+
+def _loads(table: dict[str, Any], overrides: Sequence[str] = ()) -> bool:
+    try:
+        recipe_from(_with(table, overrides), "")
+    except RecipeError:
+        return False
+    return True
+
+
+def recipe_from(table: dict[str, Any], where: str) -> Recipe:
+    recipe = _build(Recipe, table, where, "")
+    assert isinstance(recipe, Recipe)
+    if recipe.data.kind == "pairs" and table["data"].get("tokenizer", "bpe") != "bpe":
+        raise RecipeError(f'{where}: data.tokenizer must be "bpe" for pairs of texts')
+    if "tokenizer" in table["data"] or recipe.data.kind in _READ_BY_CHARACTER:
+        return recipe
+    data = dataclasses.replace(recipe.data, tokenizer="bpe")
+    return dataclasses.replace(recipe, data=data)
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in a recipe's table."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise RecipeError(f"--set {override!r}: write it as key=value, e.g. optim.lr=0.001")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"--set {override!r}: {parent} is a value, not a section")
+    table[last] = value
+
+
+def _build(cls: Any, table: Any, where: str, prefix: str) -> Any:
+    if not isinstance(table, dict):
+        raise RecipeError(f"{where}: {prefix.rstrip('.') or 'the recipe'} must be a section")
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    for key in table:
+        if key not in names:
+            known = ", ".join(sorted(names))
+            raise RecipeError(f"{where}: unknown key {prefix + key!r}; known here: {known}")
+    values = {}
+    for key, value in table.items():
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = _build(hint, value, where, f"{prefix}{key}.")
+        else:
+            values[key] = _coerce(hint, value, f"{where}: {prefix}{key}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise RecipeError(f"{where}: missing {', '.join(prefix + m for m in missing)}")
+    return cls(**values)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            options = ", ".join(map(str, typing.get_args(hint)))
+            raise RecipeError(f"{where} must be one of {options}, not {value!r}")
+        return value
+    if origin is tuple:
+        inner = typing.get_args(hint)[0]
+        if isinstance(value, str) and inner is not str:
+            raise RecipeError(f"{where} must be a list like [1, 2], not {value!r}")
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_coerce(inner, item, where) for item in items)
+    if origin in (dict, types.GenericAlias) and isinstance(value, dict):
+        return value
+    if hint is str and type(value) is int:
+        return str(value)  # a column or a class may be a number
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{where} must be a finite number, not {value}")
+    expected = origin or hint
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise RecipeError(f"{where} must be {expected.__name__}, not {value!r}")
+    return value
+
+
+# Which step counts an iteration trains, and how far the training has come by its cost. Everything
+# is a function of (seed, iteration), so that a resumed run repeats it.
+
+
+JUMPS = 3  # a jump is trained from one of the first so many evaluations
+TAIL = 0.5  # deviation of the logarithm of a count drawn by the schedule "tail"
+LONGEST_TAIL = 4  # times the full count
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one batch goes through."""
+
+    counts: tuple[int, ...]  # the steps of each pass; of several, the first is the full one
+    distilling: bool = False  # whether answers are drawn towards the full one
+    jump: int | None = None  # the evaluation of the first pass to jump to the end from
+    exits: tuple[int, ...] = ()  # earlier counts of the only pass that are trained too
+
+
+def expected_steps(config: StepsConfig) -> float:
+    """Mean steps of a batch, all its passes together, once any count may be drawn."""
+    if config.schedule == "tail":
+        return config.full * math.exp(TAIL**2 / 2)
+    if config.schedule == "fixed" or not config.short:
+        return config.full
+    if config.schedule == "sandwich":
+        smallest, others = _shorter(config)
+        between = [sum(others) / len(others)] if others else []
+        return config.full + sum((*smallest, *between))
+    mean = sum(config.short) / len(config.short)
+    return config.full_probability * config.full + (1 - config.full_probability) * mean
+
+
+def growing_iterations(iterations: int, config: StepsConfig) -> int:
+    """How many iterations run at one step, so that they take the share `grow` of the whole cost."""
+    if config.schedule == "fixed" or config.stages:
+        return 0
+    cheap = config.grow * expected_steps(config)
+    return round(iterations * cheap / (cheap + 1 - config.grow)) if cheap else 0
+
+
+def progress(iteration: int, iterations: int, config: StepsConfig) -> float:
+    """The share of the training cost that is spent when an iteration starts, as expected."""
+    if config.stages:
+        return _progress_in_stages(iteration / iterations, config)
+    grown = growing_iterations(iterations, config)
+    if grown == 0:
+        return iteration / iterations
+    if iteration < grown:
+        return config.grow * iteration / grown
+    return config.grow + (1 - config.grow) * (iteration - grown) / max(1, iterations - grown)
+
+
+def _progress_in_stages(done: float, config: StepsConfig) -> float:
+    """The same where a share `done` of the iterations is behind."""
+    spent = total = begins = 0.0
+    for place, share in enumerate(config.stages):
+        cost = expected_steps(_in_stage(config, place))
+        total += share * cost
+        spent += min(share, max(0.0, done - begins)) * cost
+        begins += share
+    return spent / total
+
+
+def _stage(done: float, config: StepsConfig) -> StepsConfig:
+    """The settings that hold once a share `done` of the iterations is behind."""
+    ends = 0.0
+    for place, share in enumerate(config.stages):
+        ends += share
+        if done < ends - 1e-9:
+            return _in_stage(config, place)
+    return config
+
+
+def _in_stage(config: StepsConfig, place: int) -> StepsConfig:
+    most = sorted({*config.short, config.full})[place]
+    short = tuple(count for count in config.short if count < most)
+    return dataclasses.replace(config, full=most, short=short)
+
+
+def turn_for(iteration: int, iterations: int, config: StepsConfig, seed: int) -> Turn:
+    """One step while growing; then what the schedule says, with jumps from where they begin."""
+    if iteration < growing_iterations(iterations, config):
+        return Turn((1,))
+    draw = random.Random(f"{seed}/{iteration}")
+    counts = _counts(_stage(iteration / iterations, config), draw)
+    begun = progress(iteration, iterations, config) >= config.distil_from
+    jumps = min(JUMPS, config.full - 1)  # from the last evaluation a jump is the step itself
+    jump = config.jump > 0 and begun and jumps > 0 and counts[0] == config.full
+    return Turn(
+        counts,
+        distilling=config.distil > 0 and begun,
+        jump=draw.randrange(jumps) if jump else None,
+        exits=tuple(count for count in config.exits if count < counts[0]),
+    )
+
+
+def steps_of(recipe: Recipe) -> StepsConfig:
+    """The settings that apply: one depth, or a solver with steps of its own, leaves no draw."""
+    steps = recipe.steps
+    if recipe.model.depth == "discrete":
+        return dataclasses.replace(steps, schedule="fixed", full=1, stages=(), exits=())
+    if steps.solver == "adaptive":
+        return dataclasses.replace(steps, schedule="fixed")
+    return steps
+
+
+def ladder_of(recipe: Recipe) -> list[int]:
+    """The step counts to show where none are asked for: 1, 2, 4, ... and the full one."""
+    full = steps_of(recipe).full
+    return [*(1 << k for k in range((full - 1).bit_length())), full]
+
+
+def _counts(config: StepsConfig, draw: random.Random) -> tuple[int, ...]:
+    if config.schedule == "tail":
+        count = round(config.full * math.exp(draw.gauss(0.0, TAIL)))
+        return (min(max(count, 1), LONGEST_TAIL * config.full),)
+    if config.schedule == "fixed" or not config.short:
+        return (config.full,)
+    if config.schedule == "sandwich":
+        smallest, others = _shorter(config)
+        between = (draw.choice(others),) if others else ()
+        return (config.full, *smallest, *between)
+    if draw.random() < config.full_probability:
+        return (config.full,)
+    return (draw.choice(config.short),)
+
+
+def _shorter(config: StepsConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The smallest count, and those between it and the full one."""
+    counts = sorted(set(config.short) - {config.full})
+    return tuple(counts[:1]), tuple(counts[1:])

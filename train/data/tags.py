@@ -13,11 +13,18 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from train.batch import IGNORED, Batch, Sizes
-from train.config import DataConfig
-from train.shuffle import Shuffle, digest_of, divide
-from train.tables import DataError, open_text, plain_name, table_path
-from train.tokens import Ids, train_tokenizer
+from train.data.batch import IGNORED, Batch, Sizes
+from train.data.tables import (
+    DataError,
+    Shuffle,
+    digest_of,
+    divide,
+    open_text,
+    plain_name,
+    table_path,
+)
+from train.data.text import Ids, train_tokenizer
+from train.recipe import DataConfig
 
 
 class Tagged(NamedTuple):

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from train.batch import IGNORED, Batch, Sizes
-from train.config import DataConfig
-from train.shuffle import Shuffle, digest_of
-from train.tokens import train_tokenizer
+from train.data.batch import IGNORED, Batch, Sizes
+from train.data.tables import Shuffle, digest_of
+from train.data.text import train_tokenizer
+from train.recipe import DataConfig
 
 Cells = npt.NDArray[np.int64]  # (rows, cells): digits from 1, 0 where a cell is empty
 BOXES = {6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of a grid

@@ -7,20 +7,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from train import generators
-from train.batch import Dataset
-from train.config import DataConfig, ModelConfig, Recipe
-from train.corpus import read_corpus
-from train.images import ImageDataset
-from train.labelled import LabelledDataset
-from train.logic import PuzzleDataset
-from train.pairs import PairDataset
-from train.points import PointDataset
-from train.stream import StreamDataset
-from train.tables import DataError, Rows, read_table
-from train.tags import TagDataset, Tagged, read_tags
-from train.text import TextDataset
-from train.tokens import plain
+from train.data import generators
+from train.data.arrays import ImageDataset, PointDataset
+from train.data.batch import Dataset
+from train.data.labelled import LabelledDataset, PairDataset
+from train.data.logic import PuzzleDataset
+from train.data.tables import DataError, Rows, read_table
+from train.data.tags import TagDataset, Tagged, read_tags
+from train.data.text import StreamDataset, TextDataset, plain, read_corpus
+from train.recipe import DataConfig, ModelConfig, Recipe
 
 
 def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
