@@ -22,7 +22,7 @@ from benchmarks.options import parser, run
 from benchmarks.products import products
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.rounds import interleave, median, median_ratio
-from export.trial import Origin
+from export.run import Origin
 from serve.runtime import open_model
 from serve.runtime.protocol import IntArray
 from train.model import OTTransformer, as_embedded

@@ -24,7 +24,7 @@ from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.rounds import interleave, median, median_ratio
 from benchmarks.torch_decoder import TorchDecoder
-from export.trial import Origin
+from export.run import Origin
 from serve.bundle import Bundle
 from serve.runtime import open_model
 from serve.runtime.interface import cache_names

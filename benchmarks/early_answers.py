@@ -16,8 +16,7 @@ import numpy as np
 
 from benchmarks.options import ZOO, Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
-from export.calibrate import held_out_batches
-from export.evaluate import dataset_of
+from export.quality import dataset_of, held_out_batches
 from serve.bundle import Bundle, Level
 from serve.runtime import StepClassifier, open_model
 

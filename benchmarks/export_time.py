@@ -113,10 +113,11 @@ def _export(
     import torch
 
     from benchmarks import reference
-    from export import pack, trial
-    from export.calibrate import Measured
+    from export import run as pack
+    from export import run as trial
     from export.draft import UNCOMPARED
-    from export.expected import Answers
+    from export.quality import Measured
+    from export.verify import Answers
 
     origin = reference.decoder(quick)
     if not measured:

@@ -14,9 +14,9 @@ from unittest import mock
 from benchmarks.corruption import Victim
 from benchmarks.killed_training import recipe_in
 from benchmarks.killing import Found, job, made, whole
-from export.pack import ExportRequest, export_run
-from export.parts import trace
-from export.samples import samples_of
+from export.run import ExportRequest, export_run
+from export.trace import trace
+from export.verify import samples_of
 from serve.bundle import MANIFEST_FILE
 from train.checkpoint import load_run
 from train.data import open_dataset
@@ -65,7 +65,7 @@ def _trace_once(run: Path) -> None:
         open_dataset(recipe, tokenizer), recipe.model.window, recipe.model.target_window
     )
     traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
-    mock.patch("export.pack.trace", lambda *_: traced).start()
+    mock.patch("export.run.trace", lambda *_: traced).start()
 
 
 def _command(run: Path, target: Path) -> list[str]:

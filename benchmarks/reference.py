@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from export.cache_scales import measured_scales
 from export.draft import TOKENIZER, draft_manifest
-from export.graphs import Ladder, write_graphs
-from export.parts import trace
-from export.ranges import unseen_rows
-from export.samples import samples_of
-from export.trial import Origin
+from export.graph import Ladder, write_graphs
+from export.int8 import unseen_rows
+from export.int8_cache import measured_scales
+from export.run import Origin
+from export.trace import trace
+from export.verify import samples_of
 from serve.bundle import Bundle, Precision, open_staging, seal_bundle
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset

@@ -26,8 +26,7 @@ import numpy as np
 
 from benchmarks.options import ZOO
 from benchmarks.result import Cell, Provenance, Table
-from export.triton import write_repository
-from export.triton_config import graph_input, rung_name, text_name
+from export.triton import graph_input, rung_name, text_name, write_repository
 from serve.bundle import Bundle, TextInput, read_bundle
 from serve.engine.sampling import softmax
 from serve.inputs.text import TextCodec

@@ -130,9 +130,9 @@ def _rows(samples: int | None) -> int | None:
 
 
 def _export_run(arguments: argparse.Namespace) -> int:
-    from export.frontier import describe
-    from export.pack import ExportRequest, export_run
-    from export.quantise import check_precision
+    from export.inspect import describe
+    from export.int8 import check_precision
+    from export.run import ExportRequest, export_run
     from train.__main__ import command, parse_steps
 
     if arguments.name is not None:
@@ -179,8 +179,7 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from export.compare import compared, not_comparable
-    from export.frontier import describe, draw, labels_of
+    from export.inspect import compared, describe, draw, labels_of, not_comparable
     from train.evaluation_report import check_plot
 
     if arguments.plot is not None:
@@ -203,7 +202,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from export.evaluate import measure_bundle, print_beside_manifest
+    from export.quality import measure_bundle, print_beside_manifest
     from train.__main__ import parse_steps
 
     bundle = read_bundle(arguments.bundle)
@@ -214,8 +213,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from export.frontier import describe
-    from export.pack import calibrate_latency
+    from export.inspect import describe
+    from export.run import calibrate_latency
 
     calibrate_latency(arguments.bundle, arguments.threads)
     print(describe(read_bundle(arguments.bundle)))

@@ -1,6 +1,6 @@
 """What `stepdial export --target` makes of a bundle: engines, or a model repository.
 
-Knows the command line's words; how either is made is told by export.tensorrt_build and
+Knows the command line's words; how either is made is told by export.tensorrt and
 export.triton.
 """
 
@@ -52,7 +52,7 @@ def check_target(arguments: argparse.Namespace) -> None:
 
         check_repository(name, facts.get("labels"), folder)
     else:
-        from export.tensorrt_build import EngineRequest, check_engines
+        from export.tensorrt import EngineRequest, check_engines
 
         EngineRequest(arguments.engine_precision, arguments.engine_rows)
         check_engines(name, arguments.precision, folder)
@@ -66,7 +66,7 @@ def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:
 
         write_repository(bundle, folder)
     else:
-        from export.tensorrt_build import EngineRequest, build_engines
+        from export.tensorrt import EngineRequest, build_engines
 
         request = EngineRequest(arguments.engine_precision, arguments.engine_rows)
         build_engines(bundle, folder, request)

@@ -5,11 +5,21 @@ of an ill-conditioned velocity is not failed for what no float32 runtime could d
 activations and caches of 8 bits are rounded as much more coarsely as they have fewer bits.
 """
 
-import numpy as np
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import Protocol, cast
 
-from export.expected import Expected
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
 from serve.bundle import Rung, Verified, steps_in_words
-from serve.runtime import OpenedModel
+from serve.runtime import OpenedModel, SteppedBatch
 from serve.runtime.margins import Present, present_positions
 from serve.runtime.protocol import (
     Classifier,
@@ -20,7 +30,252 @@ from serve.runtime.protocol import (
     RowArray,
     Translator,
 )
-from train.model import PAD_ID
+from train.data.arrays import unit_sphere
+from train.data.batch import Dataset
+from train.model import PAD_ID, OTTransformer, Stepped
+
+# Real held-out inputs in any shape: what graphs are traced and verified with.
+
+
+ENOUGH_TOKENS, ENOUGH_ROWS = 20_000, 64
+Inputs = tuple[Tensor, ...]
+
+
+class Samples(Protocol):
+    """Draws inputs of a data set."""
+
+    def draw(self, rows: int, length: int) -> Inputs:
+        """So many rows of so many tokens or points; images have the one size they have."""
+        ...
+
+    def edges(self) -> list[Inputs]:
+        """The shapes at the edges: least, whole, one row and several."""
+        ...
+
+
+def samples_of(dataset: Dataset, most: int, target_most: int) -> Samples:
+    """What draws from a data set; `most` tokens or points a row, and so many of an answer."""
+    if dataset.sizes.channels:
+        return ImageSamples(dataset)
+    if dataset.sizes.dimensions:
+        return PointSamples(dataset, most)
+    if dataset.labels is None and len(next(iter(dataset.held_out(1))).inputs) == 2:
+        return PairSamples(dataset, most, target_most)
+    return TokenSamples(dataset, most)
+
+
+class TokenSamples:
+    """Rows joined end to end; those of a classifier get padding on their right."""
+
+    def __init__(self, dataset: Dataset, most: int) -> None:
+        self.most, self.ragged = most, dataset.labels is not None
+        self._pad_id = dataset.sizes.pad_id
+        self._stream = _stream(dataset, 0)
+
+    def draw(self, rows: int, length: int) -> Inputs:
+        tokens = _rows(self._stream, rows, length)
+        return (_ragged(tokens, self._pad_id) if self.ragged else tokens,)
+
+    def edges(self) -> list[Inputs]:
+        return _edges(self, self.most)
+
+
+class PairSamples:
+    """Sources with padding on their right, and answers that begin as the data's do."""
+
+    def __init__(self, dataset: Dataset, most: int, target_most: int) -> None:
+        self.most, self.target_most = most, target_most
+        self._sources, self._targets = _stream(dataset, 0), _stream(dataset, 1)
+        self._begin = next(iter(dataset.held_out(1))).inputs[1][0, 0]  # ()
+
+    def draw(self, rows: int, length: int) -> Inputs:
+        return self._pair(rows, length, min(length + 1, self.target_most))
+
+    def edges(self) -> list[Inputs]:
+        return [*_edges(self, self.most), self._pair(2, min(5, self.most), self.target_most)]
+
+    def _pair(self, rows: int, length: int, target_length: int) -> Inputs:
+        source = _ragged(_rows(self._sources, rows, length))  # (B, S)
+        target = _rows(self._targets, rows, target_length).clone()  # (B, N)
+        target[:, 0] = self._begin
+        return source, target
+
+
+class ImageSamples:
+    """Images as they are."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._pixels = _some(dataset)  # (P, C, H, W)
+
+    def draw(self, rows: int, length: int) -> Inputs:
+        return (self._pixels[torch.arange(rows) % len(self._pixels)],)
+
+    def edges(self) -> list[Inputs]:
+        return [self.draw(1, 1), self.draw(3, 1)]
+
+
+class PointSamples:
+    """Clouds of any number of points, centred and scaled again."""
+
+    def __init__(self, dataset: Dataset, most: int) -> None:
+        self.most = most
+        self._clouds = _some(dataset).numpy()  # (P, N, d)
+
+    def draw(self, rows: int, length: int) -> Inputs:
+        clouds = self._clouds[np.arange(rows) % len(self._clouds)]
+        some = clouds[:, np.arange(length) % clouds.shape[1]]  # (B, length, d)
+        return (torch.from_numpy(unit_sphere(some)),)
+
+    def edges(self) -> list[Inputs]:
+        return _edges(self, self.most)
+
+
+def _edges(samples: Samples, most: int) -> list[Inputs]:
+    shapes = sorted({(1, 1), (3, min(17, most)), (1, most)})
+    return [samples.draw(rows, length) for rows, length in shapes]
+
+
+def _stream(dataset: Dataset, which: int) -> Tensor:
+    """The tokens of one of the inputs, one row after another."""
+    pieces: list[Tensor] = []
+    for batch in dataset.held_out(8):
+        tokens = batch.inputs[which]
+        pieces.append(tokens[tokens != dataset.sizes.pad_id])
+        if sum(map(len, pieces)) > ENOUGH_TOKENS:
+            break
+    return torch.cat(pieces)
+
+
+def _some(dataset: Dataset) -> Tensor:
+    return next(iter(dataset.held_out(ENOUGH_ROWS))).inputs[0]
+
+
+def _rows(stream: Tensor, rows: int, length: int) -> Tensor:
+    return stream[torch.arange(rows * length) % len(stream)].view(rows, length)
+
+
+def _ragged(tokens: Tensor, pad_id: int = 0) -> Tensor:
+    """Every row a quarter shorter than the one before; none is empty."""
+    rows, length = tokens.shape
+    keep = (length - torch.arange(rows) * (length // 4)).clamp(min=1)  # (B,)
+    return tokens.where(torch.arange(length) < keep[:, None], pad_id)
+
+
+# What a model answers at a rung, in float64 and in float32: what its graphs are held against.
+
+
+MOST_AHEAD_BYTES = 64 << 20  # of answers that nobody has asked for yet
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The answer to one sample at one rung."""
+
+    inputs: Inputs
+    logits: NDArray[np.float64]
+    float32_error: float  # the farthest that torch's own float32 is from these
+
+    @property
+    def scale(self) -> float:
+        return float(np.abs(self.logits).max())
+
+
+class Answers:
+    """The answers of a model in float32 to samples, at any rung of one method."""
+
+    def __init__(self, model: Stepped, samples: Sequence[Inputs], method: str) -> None:
+        self.samples, self.method = samples, method
+        single = model.eval()
+        shared = {id(tensor): tensor for tensor in (*single.parameters(), *single.buffers())}
+        self._single = _remembering(copy.deepcopy(single, shared))
+        self._double = _remembering(copy.deepcopy(single).double())
+        self._ahead: dict[tuple[int, int], Expected] = {}  # by steps and sample
+
+    def at(self, steps: int) -> list[Expected]:
+        """The answers to all samples, once: what was known before is forgotten then."""
+        known = (self._ahead.pop((steps, index), None) for index in range(len(self.samples)))
+        return [
+            self.expect(steps, inputs) if one is None else one
+            for one, inputs in zip(known, self.samples, strict=True)
+        ]
+
+    @contextmanager
+    def ahead(self, ladder: Iterable[int]) -> Iterator[None]:
+        """Work out answers beside what the block does; when that ends, no more are begun."""
+        ended = Event()
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(self._work_ahead, sorted(ladder), ended)
+            try:
+                yield
+            finally:
+                ended.set()
+        done.result()
+
+    def _work_ahead(self, ladder: Sequence[int], ended: Event) -> None:
+        held_bytes = sum(known.logits.nbytes for known in self._ahead.values())
+        for steps in ladder:
+            for index, inputs in enumerate(self.samples):
+                if ended.is_set() or held_bytes > MOST_AHEAD_BYTES:
+                    return
+                if (steps, index) not in self._ahead:
+                    self._ahead[steps, index] = answer = self.expect(steps, inputs)
+                    held_bytes += answer.logits.nbytes
+
+    def expect(self, steps: int, inputs: Inputs) -> Expected:
+        """The answer to one sample."""
+        logits = self._logits(self._double, inputs, steps)
+        error = (self._logits(self._single, inputs, steps).double() - logits).abs().max()
+        return Expected(inputs, logits.numpy(), float(error))
+
+    def _logits(self, model: Stepped, inputs: Inputs, steps: int) -> Tensor:
+        kind = next(model.parameters()).dtype
+        cast = (each.to(kind) if each.is_floating_point() else each for each in inputs)
+        with torch.no_grad():
+            logits: Tensor = model(*cast, steps=steps, method=self.method).logits
+        return logits
+
+
+class FirstKept(nn.Module):
+    """A velocity that keeps its first answer for each shape: there all rungs begin alike."""
+
+    def __init__(self, velocity: nn.Module) -> None:
+        super().__init__()
+        self.velocity = velocity
+        self._first: dict[torch.Size, tuple[tuple[Tensor, ...], Tensor]] = {}
+
+    def forward(self, *state: Tensor) -> Tensor:
+        """Of x and its context."""
+        shape = state[0].shape
+        if shape in self._first:
+            given, answer = self._first[shape]
+            if all(map(torch.equal, given, state)):
+                return answer
+        v: Tensor = self.velocity(*state)
+        self._first.setdefault(shape, (state, v))
+        return v
+
+
+def _remembering(model: Stepped) -> Stepped:
+    """The model, changed; a velocity that sees the size of the step begins otherwise each time."""
+    if (
+        isinstance(model, OTTransformer)
+        and model.depth == "ode"
+        and not getattr(model.velocity, "timed", False)
+    ):
+        model.velocity = FirstKept(model.velocity)
+    return model
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """So many threads for each of torch's products."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
 # Times torch's own float32 error, and times the largest logit: a few units in the last place.
@@ -166,3 +421,35 @@ class _Check:
     @property
     def _where(self) -> str:
         return f"the rung of {steps_in_words(self.rung.steps)} ({self.rung.method})"
+
+
+# Verification of rungs that share calls: each must answer as it does in calls of its own. Bit for
+# bit, so no tolerance is needed, and any tokens will do.
+
+
+def verify_mix(opened: OpenedModel, tokens: IntArray) -> None:
+    """The last of tokens (B, N), behind the others, at all rungs together and at each alone."""
+    mix = opened.mix()
+    if mix is None or mix.most_batches == 1:
+        return
+    ladder = opened.bundle.manifest.steps[-mix.most_batches :]
+    rows, length = tokens.shape
+    alone, together = {}, {}
+    for index, steps in enumerate(ladder):
+        run = opened.decoder(steps)
+        batch, other = run.open_batch(), cast(SteppedBatch, run.open_batch())
+        for row in range(rows):
+            prompt = tokens[row, : max(1, length - 1 - row - index)]  # ragged on purpose
+            batch.add(prompt)
+            other.add(prompt)
+        alone[steps] = batch.step(tokens[:, -1].copy())
+        other.begin(tokens[:, -1].copy())
+        together[steps] = other
+    for left in range(ladder[-1], 0, -1):  # they end together, and so stand at different steps
+        mix.advance([batch for steps, batch in together.items() if steps >= left])
+    for steps, batch in together.items():
+        if not np.array_equal(batch.end(), alone[steps]):
+            raise VerificationError(
+                f"the rung of {steps_in_words(steps)} answers otherwise when it shares calls with "
+                "others: no bundle was written; report this, with the recipe"
+            )

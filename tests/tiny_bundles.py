@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from export.small_caches import cache_bytes
+from export.int8_cache import cache_bytes
 from serve.bundle import (
     EFFORTS,
     AgainstFp32,

@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.result import Cell, Provenance, Table
-from export.tensorrt_build import EngineRequest, build_engines
-from export.tensorrt_verify import TOLERANCES, largest_error, sample_tokens
+from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error, sample_tokens
 from serve.bundle import Bundle, BundleError, Manifest, TextInput, read_bundle
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.place import Place

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.pack import ExportRequest, export_run
+from export.run import ExportRequest, export_run
 from tests.recipe_data import write_all
 from train.__main__ import main
 from train.data.batch import Sizes

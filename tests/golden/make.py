@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from export.pack import ExportRequest, export_run
+from export.run import ExportRequest, export_run
 from serve.bundle import (
     SCHEMA_VERSION,
     Bundle,

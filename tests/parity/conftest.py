@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from export.parts import Traced, trace
+from export.trace import Traced, trace
 from train.model import Stepped
 
 _TRACED: dict[object, Traced] = {}
@@ -25,6 +25,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             _TRACED[key] = trace(model, small, large, labelled)
         return _TRACED[key]
 
-    monkeypatch.setattr("export.pack.trace", traced)
+    monkeypatch.setattr("export.run.trace", traced)
     monkeypatch.setattr("export.latency.ENOUGH_S", 0.0)
     monkeypatch.setattr("export.latency.ENOUGH_RUNS", 1)

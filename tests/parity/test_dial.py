@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from export.pack import ExportRequest, export_run
-from export.samples import samples_of
+from export.run import ExportRequest, export_run
+from export.verify import samples_of
 from serve.bundle import Bundle, Precision
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.protocol import IntArray

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from export.__main__ import main
-from export.calibrate import held_out_batches
-from export.pack import ExportRequest, calibrate_latency, export_run
-from export.parts import Parts, StepParts
-from export.step_graphs import StepGraphs, stitch_step
-from export.stitch import stitch
+from export.graph import StepGraphs, stitch, stitch_step
+from export.quality import held_out_batches
+from export.run import ExportRequest, calibrate_latency, export_run
+from export.trace import Parts, StepParts
 from export.verify import VerificationError
 from serve.bundle import Bundle, Manifest, Precision, read_bundle
 from serve.runtime import open_model
@@ -163,7 +162,7 @@ def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
         T = parts.T * (1.001 if steps == 2 else 1)
         return stitch(dataclasses.replace(parts, T=T), method, steps)
 
-    monkeypatch.setattr("export.graphs.stitch", wrong)
+    monkeypatch.setattr("export.graph.stitch", wrong)
     with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
         export(text_run, tmp_path / "b", 1, 2)
     assert [p.name for p in tmp_path.iterdir()] == []
@@ -183,8 +182,8 @@ def test_a_failure_does_not_wait_for_what_other_rungs_still_measure(
         T = parts.T * (1.001 if steps == 2 else 1)
         return stitch(dataclasses.replace(parts, T=T), method, steps)
 
-    monkeypatch.setattr("export.trial.held_out_batches", batches)
-    monkeypatch.setattr("export.graphs.stitch", wrong)
+    monkeypatch.setattr("export.run.held_out_batches", batches)
+    monkeypatch.setattr("export.graph.stitch", wrong)
     with pytest.raises(VerificationError, match="rung of 2 steps"):
         export(label_run, tmp_path / "b", 1, 2)
     assert len(taken) < many // 10
@@ -197,7 +196,7 @@ def test_a_wrong_step_stops_the_export_too(
     def wrong(parts: Parts, one: StepParts, method: str) -> StepGraphs:
         return stitch_step(parts, one, "euler" if method == "heun" else "midpoint")
 
-    monkeypatch.setattr("export.graphs.stitch_step", wrong)
+    monkeypatch.setattr("export.graph.stitch_step", wrong)
     with pytest.raises(ValueError, match=r"off by .* in single steps|has no input previous"):
         export(label_run, tmp_path / "b", 2, method=method)
     assert [p.name for p in tmp_path.iterdir()] == []

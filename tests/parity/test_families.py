@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.cached import has_cached_form
-from export.evaluate import evaluate_bundle
-from export.frontier import describe, rung_latency_ms
-from export.pack import ExportRequest, export_model, export_run
-from export.parts import CacheShape, trace
-from export.samples import Inputs, samples_of
-from export.trial import Origin
+from export.attention import has_cached_form
+from export.inspect import describe, rung_latency_ms
+from export.quality import evaluate_bundle
+from export.run import ExportRequest, Origin, export_model, export_run
+from export.trace import CacheShape, trace
+from export.verify import Inputs, samples_of
 from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
 from serve.runtime import Model, open_model
 from tests.server_process import server_process
@@ -194,7 +193,7 @@ def test_images_are_prepared_as_those_of_the_training_whatever_they_are(
         opened.append(open_dataset(*given))
         return opened[-1]
 
-    monkeypatch.setattr("export.evaluate.open_dataset", recorded)
+    monkeypatch.setattr("export.quality.open_dataset", recorded)
     evaluate_bundle(bundle, [1], str(tmp_path), None)
     spec = bundle.manifest.input
     assert isinstance(spec, ImageInput)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from export import pack
+from export import run as pack
 from export.__main__ import main
 from export.latency import measure_latency
-from export.pack import ExportRequest, calibrate_latency, export_run
+from export.run import ExportRequest, calibrate_latency, export_run
 from serve.bundle import MAX_RUNGS, Latency, read_bundle
 from serve.runtime import OpenedModel
 from tests.tiny_bundles import build_classify

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from export.__main__ import main
-from export.cache_scales import HEADROOM, ROWS, measured_scales
-from export.frontier import describe
-from export.pack import ExportRequest, export_run
-from export.quantise import LARGEST
+from export.inspect import describe
+from export.int8 import LARGEST
+from export.int8_cache import HEADROOM, ROWS, measured_scales
+from export.run import ExportRequest, export_run
 from serve.bundle import Bundle, BundleError, Precision, open_staging, seal_bundle
 from serve.runtime import open_model
 from serve.runtime.ort_batch import OrtDecodeBatch

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from export.frontier import describe
-from export.pack import ExportRequest, export_run
+from export.inspect import describe
+from export.run import ExportRequest, export_run
 from tests.tiny_runs import tiny_label_run
 from train.data.batch import Batch
 from train.data.labelled import LabelledDataset
@@ -26,7 +26,7 @@ def test_missing_validation_rows_are_told_everywhere(
     def none(self: LabelledDataset, size: int) -> Iterator[Batch]:
         return iter(())
 
-    monkeypatch.setattr("export.layers.LEAST_ELEMENTS", 64)
+    monkeypatch.setattr("export.int8.LEAST_ELEMENTS", 64)
     label_run = tiny_label_run(tmp_path)
     capsys.readouterr()
     assert "no validation rows" not in exported(label_run, tmp_path / "measured")

@@ -11,10 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from export.attention import fused, marks, written_out
-from export.builder import GraphBuilder
-from export.pieces import Function, Piece, trace_functions
-from export.ports import FLOAT, Port
-from export.sums import sum_by_products
+from export.graph import GraphBuilder
+from export.pieces import FLOAT, Function, Piece, Port, sum_by_products, trace_functions
 from serve.runtime.protocol import FloatArray
 from train.blocks import Block, BlockVelocity
 

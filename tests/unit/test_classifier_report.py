@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from export.frontier import describe
+from export.inspect import describe
 from serve.bundle import read_bundle
 from stepdial import main
 from tests.pretrained_folders import write_folder, write_table

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export.pack import ExportRequest, export_run
+from export.run import ExportRequest, export_run
 from serve.inputs.text import TextCodec
 from serve.local import load
 from serve.runtime import open_model

@@ -2,7 +2,7 @@
 
 import torch
 
-from export.calibrate import Measured, choose_default, name_efforts
+from export.quality import Measured, choose_default, name_efforts
 from serve.bundle import Metric, Quality
 
 

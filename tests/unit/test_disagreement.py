@@ -9,15 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from export.disagreement import (
-    CONFIDENCE,
-    LEVELS,
-    MIN_ROWS,
-    THRESHOLDS,
-    Jumps,
-    certify,
-    most_differing,
-)
+from export.early import CONFIDENCE, LEVELS, MIN_ROWS, THRESHOLDS, Jumps, certify, most_differing
 from serve.bundle import BundleError, Calibration, Level
 
 Logits = npt.NDArray[np.float32]

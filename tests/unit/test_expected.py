@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from export.expected import Answers, FirstKept
+from export.verify import Answers, FirstKept
 from train.data.batch import Sizes
 from train.model import OTTransformer, build_model
 from train.recipe import ModelConfig

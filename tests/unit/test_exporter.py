@@ -9,8 +9,8 @@ from onnx import helper
 from torch import Tensor, nn
 from torch.onnx._internal.exporter import _core
 
-from export import exporter
-from export.exporter import OPSET, to_onnx
+from export import pieces
+from export.pieces import OPSET, to_onnx
 from train.blocks import FeedForward
 
 
@@ -45,7 +45,7 @@ class _Halved(nn.Module):
 def test_a_graph_answers_as_the_module_does(
     module: nn.Module, known: str, prepared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "_KNOWN", known)
+    monkeypatch.setattr(pieces, "_KNOWN", known)
     prepare, calls = _core._prepare_exported_program_for_export, []
 
     def counted(*arguments: object, **named: object) -> object:

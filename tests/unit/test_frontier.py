@@ -12,9 +12,8 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from export.__main__ import main
-from export.calibrate import Measured, choose_default, dominated, named_rungs
-from export.compare import compared, not_comparable
-from export.frontier import describe, draw, labels_of
+from export.inspect import compared, describe, draw, labels_of, not_comparable
+from export.quality import Measured, choose_default, dominated, named_rungs
 from serve.bundle import (
     AgainstFp32,
     Bundle,

@@ -10,13 +10,18 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from export.exporter import OPSET
-from export.integers import LARGEST, Range, Ranges, to_integers, use_integers
-from export.layers import Layers
-from export.parts import Traced, trace
-from export.ranges import measured_ranges
-from export.step_graphs import stitch_step
-from export.stitch import stitch
+from export.graph import stitch, stitch_step
+from export.int8 import (
+    LARGEST_IN_MATRIX,
+    Layers,
+    Range,
+    Ranges,
+    measured_ranges,
+    to_integers,
+    use_integers,
+)
+from export.pieces import OPSET
+from export.trace import Traced, trace
 from train.data.batch import Sizes
 from train.model import build_model
 from train.recipe import ModelConfig
@@ -127,7 +132,10 @@ def test_a_layer_that_was_not_measured_stays(plain: bool) -> None:
 def test_zeros_and_nothing_are_exact() -> None:
     assert Range(-1.0, 3.0).zero() == 64 and Range(0.0, 0.0).scale() == 1
     data, scales = to_integers(np.array([[0, 0], [-8, 4]], dtype=np.float32))
-    assert data.T.tolist() == [[0, 0], [-LARGEST, LARGEST // 2]] and scales.tolist() == [1, 0.125]
+    assert data.T.tolist() == [
+        [0, 0],
+        [-LARGEST_IN_MATRIX, LARGEST_IN_MATRIX // 2],
+    ] and scales.tolist() == [1, 0.125]
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,10 @@ import pytest
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.exporter import OPSET
-from export.layers import LEAST_ELEMENTS
-from export.parts import trace
-from export.quantise import BLOCK, check_precision, quantise, to_bytes
-from export.step_graphs import stitch_step
-from export.stitch import stitch
-from export.weights import WeightsFile
+from export.graph import stitch, stitch_step
+from export.int8 import BLOCK, LEAST_ELEMENTS, check_precision, quantise, to_bytes
+from export.pieces import OPSET, WeightsFile
+from export.trace import trace
 from train.data.batch import Sizes
 from train.model import build_model
 from train.recipe import ModelConfig

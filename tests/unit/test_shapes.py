@@ -3,9 +3,8 @@
 import onnx
 from onnx import TensorProto, helper
 
-from export.builder import IR_VERSION
-from export.exporter import OPSET
-from export.shapes import keep_shapes
+from export.graph import IR_VERSION, keep_shapes
+from export.pieces import OPSET
 
 
 def masked_sum() -> onnx.ModelProto:

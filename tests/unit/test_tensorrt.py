@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export.tensorrt_build import EngineRequest, build_engines
-from export.tensorrt_verify import TOLERANCES, largest_error
+from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error
 from serve.bundle import AgainstFp32, Bundle, BundleError
 from serve.runtime import open_model
 from serve.runtime.interface import encoder_interface, graph_interface

@@ -10,9 +10,7 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from export.tensorrt_build import check_operators
-from export.tensorrt_precision import lower_products
-from export.tensorrt_verify import TOLERANCES, sample_rows
+from export.tensorrt import TOLERANCES, check_operators, lower_products, sample_rows
 from serve.bundle import BundleError
 from serve.runtime import open_model
 from serve.runtime.trt_manifest import Precision

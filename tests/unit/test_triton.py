@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 from google.protobuf import text_format
 
-from export.tensorrt_verify import sample_rows
+from export.tensorrt import sample_rows
 from export.triton import write_repository
 from serve.bundle import Bundle, BundleError, ImageInput, read_bundle
 from serve.engine.sampling import softmax

@@ -9,10 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from export.attention import fused, marks, with_caches, written_out
-from export.cached import CachedEmbed, after_past, has_cached_form
-from export.pieces import Function, Piece, open_sizes, trace_functions
-from export.ports import (
+from export.attention import (
+    CachedEmbed,
+    after_past,
+    fused,
+    has_cached_form,
+    marks,
+    with_caches,
+    written_out,
+)
+from export.pieces import (
     CLASSES,
     FLOAT,
     LABELS,
@@ -22,8 +28,12 @@ from export.ports import (
     TOKENS,
     TOTAL,
     VOCABULARY,
+    Function,
+    Piece,
     Port,
+    open_sizes,
     port_of,
+    trace_functions,
 )
 from serve.bundle import Cache, Task
 from train.model import Coda, Embedding, OTTransformer, Prelude, Stepped, Translator, as_embedded

@@ -1,30 +1,131 @@
-"""`stepdial inspect`: a bundle's ladder as a table, and its quality-latency frontier as a picture.
-
-Reads bundles; measures nothing. The rungs of the frontier are those that are not dominated: with
-fewer steps, none was measured to be as good.
+"""`stepdial inspect`: a bundle's ladder, its frontier of quality and latency, and two bundles
+compared.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from export.words import (
-    dial_in_words,
-    flat_in_words,
-    input_in_words,
-    metric_in_words,
-    range_in_words,
-    shape_in_words,
-    solved_in_words,
-    unit_of_cost,
+from serve.bundle import (
+    Bundle,
+    Calibration,
+    ImageInput,
+    Latency,
+    Manifest,
+    Metric,
+    PointsInput,
+    Quality,
+    Range,
+    Rung,
+    steps_in_words,
 )
-from serve.bundle import Bundle, Calibration, Latency, Manifest, Quality, Rung
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
+
+
+# How a model's depth, input and cost are said to a person: for the card and for `inspect`.
+
+
+# By which nobody need care: nats, or a share of the rows or positions.
+TOLERATED: dict[str, float] = {"loss": 0.01, "accuracy": 0.005}
+
+
+def depth_in_words(manifest: Manifest) -> str:
+    if manifest.depth == "fixed":
+        return (
+            "A transformer of fixed depth: its weights differ by depth, so it has one operating "
+            "point and no step count to choose."
+        )
+    if manifest.depth == "chain":
+        return (
+            f"A chain of ODEs x' = f(x, t), one a block, each over [0, {manifest.T:g}], solved "
+            f"with {manifest.method} in as many steps as are asked for."
+        )
+    if manifest.dial == "time":
+        return (
+            "An OT-Transformer: depth is the ODE x' = f(x), solved with "
+            f"{manifest.method} in steps of {manifest.step_size(1):g}; the dial is time, so that "
+            "fewer steps end earlier, and one set of weights serves every step count."
+        )
+    return (
+        f"An OT-Transformer: depth is the ODE x' = f(x) over [0, {manifest.T:g}], solved with "
+        f"{manifest.method}; one set of weights serves every step count."
+    )
+
+
+def shape_in_words(manifest: Manifest) -> str:
+    layers = manifest.shape.layers
+    return f"{layers} block{'' if layers == 1 else 's'} of width {manifest.shape.width}"
+
+
+def solved_in_words(manifest: Manifest) -> str:
+    if manifest.depth == "fixed":
+        return "fixed depth"
+    return f"{manifest.method}{', one ODE a block' if manifest.depth == 'chain' else ''}"
+
+
+def input_in_words(manifest: Manifest) -> str:
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return f"images of {channels} × {height} × {width}"
+        case PointsInput(max_points=most, dimensions=dimensions):
+            return f"at most {most} points of {dimensions} coordinates"
+        case text if manifest.target_max_tokens is not None:
+            return f"at most {text.max_tokens} tokens in, {manifest.target_max_tokens} out"
+        case text:
+            return f"at most {text.max_tokens} tokens"
+
+
+def unit_of_cost(manifest: Manifest) -> str:
+    """What one measured latency is for."""
+    return "request" if manifest.labelled else "token"
+
+
+def dial_in_words(manifest: Manifest) -> str:
+    """What a step count means, and which counts go beyond the training."""
+    if manifest.dial == "resolution":
+        return "any number of steps crosses the whole depth"
+    beyond = [steps for steps in manifest.steps if steps > (manifest.grid_steps or 0)]
+    measured = f", measured up to {beyond[-1]}" if beyond else ""
+    return f"the dial is time, trained to {steps_in_words(manifest.grid_steps or 0)}{measured}"
+
+
+def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None:
+    """What the dial buys; None where it was not measured."""
+    found = found or manifest.range
+    if found is None:
+        return None
+    metric = manifest.rungs[0].quality.metric
+    scale, unit = (1.0, "nats a token") if metric == "loss" else (100.0, f"points of {metric}")
+    places = 4 if metric == "loss" else 2
+    value, low, high = (
+        f"{scale * each:.{places}f}" for each in (found.value, found.low, found.high)
+    )
+    return (
+        f"range: {steps_in_words(manifest.steps[-1])} are better than "
+        f"{steps_in_words(manifest.steps[0])} by {value} {unit} (95 % interval {low} to {high}, "
+        "row by row on the same data)"
+    )
+
+
+def flat_in_words(manifest: Manifest) -> str | None:
+    """That the fewest steps are enough, where none of the others is surely better by much."""
+    first, last = manifest.steps[0], manifest.steps[-1]
+    metric = manifest.rungs[0].quality.metric
+    if first == last or manifest.default_steps != first or metric not in TOLERATED:
+        return None
+    enough = "one step" if first == 1 else steps_in_words(first)
+    by = "0.01 nats a token" if metric == "loss" else "half a point"
+    return f"This model needs {enough}: up to {last}, no more are better by {by}."
+
+
+def metric_in_words(metric: Metric) -> str:
+    return "loss (nats a token)" if metric == "loss" else metric
+
 
 LOG_SPAN = 4.0  # a wider axis than this is logarithmic
 LABEL_OFFSETS = ((5, 5), (5, -13))  # points: above the line of one bundle, below that of another
@@ -268,3 +369,97 @@ def _typical(latency: Latency | None, steps: int) -> tuple[float, int] | None:
     if not wanted:
         return None
     return sorted(wanted, key=lambda pair: pair[1])[len(wanted) // 2]
+
+
+# `stepdial inspect A B`: two bundles side by side, rung by rung.
+
+
+def compared(a: Bundle, b: Bundle) -> str:
+    """The facts of both, and if they measure the same thing, their rungs of as many steps."""
+    lines = [f"{mark}: {label}" for mark, label in zip("AB", labels_of([a, b]), strict=True)]
+    lines += _facts(a.manifest, b.manifest)
+    problem = not_comparable(a.manifest, b.manifest)
+    if problem is not None:
+        return "\n".join([*lines, f"not comparable: {problem}"])
+    return "\n".join([*lines, *_rungs(a, b)])
+
+
+def not_comparable(a: Manifest, b: Manifest) -> str | None:
+    """Why a difference of their qualities would mean nothing, if it would not."""
+    metrics = [m.rungs[0].quality.metric for m in (a, b)]
+    if a.task != b.task:
+        return f"the task of A is {a.task}, that of B {b.task}"
+    if metrics[0] != metrics[1]:
+        return f"the quality of A is its {metrics[0]}, that of B its {metrics[1]}"
+    if a.labels != b.labels:
+        return "they tell different classes apart"
+    if metrics[0] == "loss" and _vocabulary(a) != _vocabulary(b):
+        return "their tokenizers differ, and with them what the loss of a token means"
+    return None
+
+
+def _vocabulary(manifest: Manifest) -> str | None:
+    tokenizer = manifest.tokenizer
+    return None if tokenizer is None else manifest.files[tokenizer.file].sha256
+
+
+def _facts(a: Manifest, b: Manifest) -> list[str]:
+    sizes = (size_mb(a), size_mb(b))
+    facts: Sequence[tuple[str, str, str]] = (
+        ("", "A", "B"),
+        ("task", a.task, b.task),
+        ("precision", a.precision_in_words, b.precision_in_words),
+        ("size", f"{sizes[0]:.1f} MB", f"{sizes[1]:.1f} MB, {sizes[1] / sizes[0]:.2f} of A"),
+        ("parameters", f"{a.shape.parameters:,}", f"{b.shape.parameters:,}"),
+        ("shape", shape_in_words(a), shape_in_words(b)),
+        ("input", input_in_words(a), input_in_words(b)),
+        ("solved", solved_in_words(a), solved_in_words(b)),
+        ("default steps", str(a.default_steps), str(b.default_steps)),
+    )
+    wide = max(len(first) for _, first, _ in facts)
+    return [f"  {name:<13}  {first:<{wide}}  {second}".rstrip() for name, first, second in facts]
+
+
+def _rungs(a: Bundle, b: Bundle) -> list[str]:
+    metric, unit = a.manifest.rungs[0].quality.metric, unit_of_cost(a.manifest)
+    better = "lower" if metric == "loss" else "higher"
+    ladders = [{rung.steps: rung for rung in bundle.manifest.rungs} for bundle in (a, b)]
+    lines = [
+        f"  {metric} ({better} is better) and ms a {unit} (one row), by steps",
+        f"  {'steps':>5} {'A':>9} {'B':>9} {'B - A':>9}  {'95 % intervals':<14} "
+        f"{'A ms':>8} {'B ms':>8} {'B / A':>6}",
+    ]
+    for steps in sorted({*ladders[0], *ladders[1]}):
+        one, other = ladders[0].get(steps), ladders[1].get(steps)
+        lines.append(f"  {steps:>5} {_qualities(one, other)} {_latencies(a, one, b, other)}")
+    lines.append(
+        "  intervals that overlap leave open which is better; on the same rows, even a smaller "
+        "difference can be real"
+    )
+    if a.latency and b.latency and a.latency.machine != b.latency.machine:
+        lines.append(
+            "  the latencies are of different machines, threads or runtimes: measure both here "
+            "with `stepdial calibrate`"
+        )
+    return lines
+
+
+def _qualities(a: Rung | None, b: Rung | None) -> str:
+    shown = ["-" if rung is None else f"{rung.quality.value:.4f}" for rung in (a, b)]
+    difference, note = "-", "-"
+    if a is not None and b is not None:
+        difference = f"{b.quality.value - a.quality.value:+.4f}"
+        note = "overlap" if _overlap(a.quality, b.quality) else "apart"
+    return f"{shown[0]:>9} {shown[1]:>9} {difference:>9}  {note:<14}"
+
+
+def _overlap(a: Quality, b: Quality) -> bool:
+    return a.low <= b.high and b.low <= a.high
+
+
+def _latencies(a: Bundle, one: Rung | None, b: Bundle, other: Rung | None) -> str:
+    first = None if one is None else rung_latency_ms(a, one)
+    second = None if other is None else rung_latency_ms(b, other)
+    shown = ["-" if ms is None else f"{ms:.2f}" for ms in (first, second)]
+    ratio = f"{second / first:.2f}" if first and second is not None else "-"
+    return f"{shown[0]:>8} {shown[1]:>8} {ratio:>6}"
