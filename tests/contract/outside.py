@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import stepdial
-from serve import api_page, metrics_page
+from docs import generate
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = (
@@ -23,14 +23,14 @@ COMMANDS = (
 
 def openapi() -> str:
     """The document of `/openapi.json`."""
-    return json.dumps(api_page.document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(generate.api_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def metrics() -> str:
     """Every metric: its name, type, labels and help text."""
     lines = [
         f"{name} {family.type} [{' '.join(labels)}] {family.documentation}"
-        for name, (family, labels) in sorted(metrics_page.instruments().items())
+        for name, (family, labels) in sorted(generate.instruments().items())
     ]
     return "\n".join(lines) + "\n"
 

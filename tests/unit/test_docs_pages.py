@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve import api_page, metrics_page
+from docs import generate
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -33,16 +33,16 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_page_of_metrics_is_what_the_code_writes() -> None:
-    assert read(DOCS / "metrics.md") == metrics_page.render(), metrics_page.__doc__
+    assert read(DOCS / "metrics.md") == generate.metrics_page(), generate.__doc__
 
 
 def test_the_api_reference_is_what_the_code_writes() -> None:
-    assert read(DOCS / "api.md") == api_page.render(api_page.document()), api_page.__doc__
+    assert read(DOCS / "api.md") == generate.api_page(generate.api_document()), generate.__doc__
 
 
 def test_every_query_asks_its_metric_by_labels_that_it_has() -> None:
-    known = metrics_page.instruments()
-    for uses in metrics_page.SECTIONS.values():
+    known = generate.instruments()
+    for uses in generate.SECTIONS.values():
         for name, use in uses.items():
             asked = {_plain(found, set(known)) for found in _METRIC.findall(use.query)}
             assert name in asked, use.query
@@ -63,7 +63,7 @@ def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    queries = [use.query for uses in metrics_page.SECTIONS.values() for use in uses.values()]
+    queries = [use.query for uses in generate.SECTIONS.values() for use in uses.values()]
     rules = [{"record": f"asked:{i}", "expr": query} for i, query in enumerate(queries)]
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve import settings_page
+from docs import generate
 from serve.config_file import read_config
 from serve.flags import parse
 from serve.runtime import Place
@@ -171,7 +171,7 @@ def test_values_of_a_file_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_the_page_of_settings_is_current() -> None:
     written = (PROJECT / "docs/settings.md").read_text(encoding="utf-8")
-    assert written == settings_page.render(), "write it again: python -m docs.generate"
+    assert written == generate.settings_page(), "write it again: python -m docs.generate"
     for name in Settings.model_fields:
         assert f"`{flag(name)}`" in written and f"`{variable(name)}`" in written
 
