@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.bundle import LATENCY_FILE, MANIFEST_FILE
-from serve.bundle.reading import SEAL, seal_of
+from serve.bundle.folder import SEAL, seal_of
 
 Damage = Callable[[Path, random.Random, Sequence[Path]], str]
 HUGE = (1 << 31, 1 << 40, 1 << 62, 10**30, 1e300, -(1 << 40))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from serve.bundle.latency import Latency, LatencyEntry, Machine
+from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.engine.admission import Admission
 from serve.errors import QueueFull, ServeError
 from serve.scheduler.job import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from serve.bundle import Bundle, BundleError, Manifest
-from serve.bundle.fields import inside_file
+from serve.bundle.manifest import inside_file
 from serve.errors import Unprocessable
 from serve.inputs.encoder import Encoder, Token
 from serve.inputs.tokens import check_tokenizer

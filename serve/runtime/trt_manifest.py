@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry
-from serve.bundle.fields import (
+from serve.bundle.folder import check_file, file_entry
+from serve.bundle.manifest import (
     check_choice,
     check_file_name,
     check_integer,
@@ -24,7 +25,6 @@ from serve.bundle.fields import (
     plain,
     read_json,
 )
-from serve.bundle.reading import check_file, file_entry
 from serve.runtime.trt_shapes import Dims, Profile, ShapeRange
 
 ENGINES_FILE = "engines.json"

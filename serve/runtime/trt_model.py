@@ -10,7 +10,7 @@ from typing import NoReturn, final
 import numpy as np
 
 from serve.bundle import Bundle, BundleError, Rung, Task
-from serve.bundle.fields import inside_file
+from serve.bundle.manifest import inside_file
 from serve.runtime.ort_classifier import OrtClassifier
 from serve.runtime.ort_prefix_decoder import OrtPrefixDecoder
 from serve.runtime.ort_translator import OrtTranslator

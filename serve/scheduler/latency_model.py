@@ -16,7 +16,7 @@ from operator import mul
 from threading import Lock
 from typing import NamedTuple
 
-from serve.bundle.latency import Latency
+from serve.bundle.manifest import Latency
 from serve.parts import count_parts
 from serve.scheduler.job import CallKind
 from serve.scheduler.machine_speed import MachineSpeed

@@ -6,7 +6,7 @@ Reads the lanes and changes none. It deliberately knows neither what is done abo
 from collections.abc import Callable, Mapping
 from typing import Generic
 
-from serve.bundle.latency import LatencyEntry
+from serve.bundle.manifest import LatencyEntry
 from serve.scheduler.classifying import Classifying
 from serve.scheduler.decoding import Decoding
 from serve.scheduler.job import Job, LaneKey, Turn, WorkT

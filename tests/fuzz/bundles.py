@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from serve.bundle import LATENCY_FILE, MANIFEST_FILE, BundleError, Latency, Manifest, read_bundle
-from serve.bundle.fields import parse_json
-from serve.bundle.reading import SEAL, seal_of
+from serve.bundle.folder import SEAL, seal_of
+from serve.bundle.manifest import parse_json
 from tests.tiny_folders import classify_bundle
 
 MOST_BYTES = 1 << 16

@@ -38,7 +38,7 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from serve.bundle.fields import parse_json
+from serve.bundle.manifest import parse_json
 
 TASKS: tuple[Task, ...] = get_args(Task)
 Kind = Literal["classify", "prefill", "decode"]

@@ -22,7 +22,7 @@ from serve.bundle import (
     seal_bundle,
     write_latency,
 )
-from serve.bundle import staging as staging_folder
+from serve.bundle import folder as staging_folder
 from tests.tiny_bundles import build_classify, build_generate, restage
 
 

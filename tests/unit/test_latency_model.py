@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serve.bundle.latency import Latency, LatencyEntry, Machine
+from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.scheduler.latency_model import LatencyModel, Series
 
 Cost = Callable[[int, int], float]

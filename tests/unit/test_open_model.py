@@ -19,7 +19,7 @@ from serve.bundle import (
     read_bundle,
     seal_bundle,
 )
-from serve.bundle.reading import SEAL, seal_of
+from serve.bundle.folder import SEAL, seal_of
 from serve.runtime import open_model
 from serve.runtime.ort_decoder import OrtDecoder
 from serve.runtime.ort_model import OrtModel
