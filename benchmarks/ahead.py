@@ -23,7 +23,7 @@ from serve.engine.sampling import Sampling
 from serve.engine.work import Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.runtime.ort_session import usable_cores
+from serve.runtime.session import usable_cores
 from serve.scheduler.job import Job, LaneKey
 from serve.scheduler.limits import Limits
 

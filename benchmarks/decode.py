@@ -27,10 +27,9 @@ from benchmarks.torch_decoder import TorchDecoder
 from export.run import Origin
 from serve.bundle import Bundle
 from serve.runtime import open_model
-from serve.runtime.interface import cache_names
-from serve.runtime.ort_crossing import OrtCrossing
-from serve.runtime.ort_steps import open_steps
+from serve.runtime.decoder import OrtCrossing
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray
+from serve.runtime.session import cache_names, open_steps
 from train.model import Stepped
 
 NAME = "decode"

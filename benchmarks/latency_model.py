@@ -24,7 +24,7 @@ from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.first_calls import measure_first_calls
 from serve.runtime import open_model
-from serve.runtime.ort_session import usable_cores
+from serve.runtime.session import usable_cores
 from serve.scheduler.latency_model import LatencyModel, Series
 
 NAME = "latency_model"

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from serve.runtime.ort_session import usable_cores
+from serve.runtime.session import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 # What the benchmarks write themselves does not make the measured code another one.

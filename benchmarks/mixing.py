@@ -27,8 +27,8 @@ from benchmarks.unrolled import UnrolledRows, open_unrolled
 from serve.bundle import Bundle, Precision
 from serve.catalog import Served
 from serve.runtime import open_model
-from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.session import usable_cores
 
 NAME = "mixing"
 STEPS, QUICK_STEPS = (1, 2, 4, 8), (1, 2)

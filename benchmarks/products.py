@@ -11,8 +11,8 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from serve.runtime.ort_binding import bind_input, bind_output
 from serve.runtime.protocol import FloatArray
+from serve.runtime.session import bind_input, bind_output
 from train.recipe import ModelConfig
 
 Shape = tuple[int, ...]

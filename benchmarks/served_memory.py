@@ -23,8 +23,8 @@ from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.server import Memory, process_memory
 from serve.bundle import Bundle, read_bundle
 from serve.malloc import keep_memory_low
-from serve.runtime.ort_model import OrtModel
-from serve.runtime.warm_rows import largest_row, largest_tokens
+from serve.runtime.model import OrtModel
+from serve.runtime.protocol import largest_row, largest_tokens
 
 NAME = "served_memory"
 WANTED_RATIO, WANTED_MB = 1.2, 60.0

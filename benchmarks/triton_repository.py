@@ -31,8 +31,7 @@ from serve.bundle import Bundle, TextInput, read_bundle
 from serve.engine.sampling import softmax
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from serve.runtime.protocol import FloatArray
-from serve.runtime.warm_rows import largest_row
+from serve.runtime.protocol import FloatArray, largest_row
 
 ABSENT = 3
 WRONG = 1

@@ -13,10 +13,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from serve.bundle import Bundle
-from serve.runtime.interface import cache_names
-from serve.runtime.kv_cache import CacheLayout, RowCaches
-from serve.runtime.ort_binding import bind_input, bind_output
+from serve.runtime.cache import CacheLayout, RowCaches
 from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.session import bind_input, bind_output, cache_names
 
 
 def open_unrolled(bundle: Bundle, steps: int, folder: Path, threads: int) -> ort.InferenceSession:

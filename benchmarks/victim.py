@@ -17,8 +17,7 @@ import numpy as np
 from serve.bundle import BundleError
 from serve.catalog import Served, open_catalog
 from serve.runtime import open_model
-from serve.runtime.protocol import FloatArray, RowArray
-from serve.runtime.warm_rows import largest_row
+from serve.runtime.protocol import FloatArray, RowArray, largest_row
 
 # Of address space, which a runtime takes more of than it ever fills.
 MEMORY_LIMIT_BYTES = 4 << 30

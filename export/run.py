@@ -54,8 +54,8 @@ from serve.bundle import (
 )
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.margins import present_positions
-from serve.runtime.ort_session import usable_cores
 from serve.runtime.protocol import RowArray
+from serve.runtime.session import usable_cores
 from train.checkpoint import load_run
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset

@@ -25,20 +25,28 @@ from serve.bundle import (
     steps_in_words,
 )
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.interface import Nodes, encoder_interface, graph_interface
 from serve.runtime.protocol import FloatArray, IntArray, RowArray
-from serve.runtime.trt_device import load_tensorrt, open_cuda
-from serve.runtime.trt_manifest import (
+from serve.runtime.session import (
+    DEFAULT_ROWS,
+    Nodes,
+    Profile,
+    encoder_interface,
+    graph_interface,
+    profiles,
+)
+from serve.runtime.tensorrt import (
     ENGINES_FILE,
     TIMING_FILE,
     Engine,
     EnginesManifest,
     Precision,
+    TrtModel,
     bundle_sha256,
     engine_of,
+    load_tensorrt,
+    open_cuda,
+    this_host,
 )
-from serve.runtime.trt_model import TrtModel, this_host
-from serve.runtime.trt_shapes import DEFAULT_ROWS, Profile, profiles
 
 # Engines against the same graphs on the CPU, on random rows of every size that matters.
 

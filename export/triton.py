@@ -22,7 +22,7 @@ from serve.bundle import (
     open_staging,
     steps_in_words,
 )
-from serve.runtime.warm_rows import largest_row
+from serve.runtime.protocol import largest_row
 
 # The most rows of one call. Triton splits nothing: a request of more rows is refused.
 MAX_BATCH_ROWS = 64

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.watchdog import Patience
 from serve.logs import LogFormat
-from serve.runtime.place import Device, Place
+from serve.runtime.protocol import Device, Place
 from serve.scheduler.limits import Limits
 from serve.setting_names import (
     ADMIN_KEY_VARIABLE,

@@ -25,11 +25,8 @@ from benchmarks.result import Cell, Provenance, Table
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error, sample_tokens
 from serve.bundle import Bundle, BundleError, Manifest, TextInput, read_bundle
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.place import Place
-from serve.runtime.protocol import RowArray
-from serve.runtime.trt_device import open_cuda
-from serve.runtime.trt_manifest import Precision
-from serve.runtime.warm_rows import largest_row
+from serve.runtime.protocol import Place, RowArray, largest_row
+from serve.runtime.tensorrt import Precision, open_cuda
 
 WRONG, UNUSABLE, NO_GPU = 1, 2, 3
 # The CUDA and TensorRT providers compute float32 without TF32, if in other orders of sums.

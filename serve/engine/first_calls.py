@@ -14,7 +14,7 @@ from typing import NamedTuple
 from serve.catalog import Served
 from serve.inputs.intake import row_length
 from serve.parts import rows_for
-from serve.runtime.warm_rows import largest_row, largest_tokens
+from serve.runtime.protocol import largest_row, largest_tokens
 from serve.scheduler.latency_model import LatencyModel, Series
 
 _TIMES = 3

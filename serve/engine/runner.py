@@ -22,8 +22,7 @@ from serve.runtime import (
     Translation,
     Wave,
 )
-from serve.runtime.protocol import FloatArray, IntArray, Row, RowArray
-from serve.runtime.warm_rows import largest_row, largest_tokens
+from serve.runtime.protocol import FloatArray, IntArray, Row, RowArray, largest_row, largest_tokens
 from serve.scheduler.job import LaneKey
 
 

@@ -7,7 +7,7 @@ import math
 
 from serve.engine.runner import Runner
 from serve.engine.trials import Trials
-from serve.runtime.mixing import MOST_AHEAD
+from serve.runtime.protocol import MOST_AHEAD
 from serve.scheduler.job import LaneKey, Sharing
 
 # Under way at once, at most: with fewer, a position takes more steps before it drafts.

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from serve.runtime.mixing import Leg, Mix, Outcome, Wave
-from serve.runtime.model import Model, OpenedModel
-from serve.runtime.place import Place
 from serve.runtime.protocol import (
     Batches,
     Classifier,
     DecodeBatch,
     Decoder,
     EarlyAnswers,
+    Leg,
+    Mix,
+    Model,
+    OpenedModel,
+    Outcome,
+    Place,
     Reading,
     StepClassifier,
     SteppedBatch,
     Translation,
     Translator,
+    Wave,
     WindowFullError,
 )
 
@@ -58,9 +62,9 @@ def open_model(bundle: Bundle, threads: int | None = None, place: Place = _CPU) 
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
     # Here, not above: whoever only reads a bundle or a Protocol must not load a runtime.
     if place.engines is not None:
-        from serve.runtime.trt_model import TrtModel, engines_of
+        from serve.runtime.tensorrt import TrtModel, engines_of
 
         return TrtModel(bundle, engines_of(place.engines, bundle))
-    from serve.runtime.ort_model import OrtModel
+    from serve.runtime.model import OrtModel
 
     return OrtModel(bundle, threads, place)

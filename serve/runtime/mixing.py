@@ -1,105 +1,415 @@
-"""What the engine asks of a decoder's rungs that run at the same time.
+"""Rows of several rungs of one decoder in shared calls, and speculation: a row that runs ahead."""
 
-Knows neither graphs nor who is served.
-"""
+import logging
+from collections.abc import Callable, Sequence
+from typing import final
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import numpy as np
+import numpy.typing as npt
 
-from serve.runtime.protocol import DecodeBatch, FloatArray, IntArray
+from serve.bundle import BundleError, Manifest
+from serve.runtime.cache import can_be_neighbours, side_by_side
+from serve.runtime.classifier import Threads
+from serve.runtime.decoder import OrtDecodeBatch, Stand
+from serve.runtime.protocol import (
+    MOST_AHEAD,
+    CacheArray,
+    Crossed,
+    DecodeBatch,
+    FloatArray,
+    IntArray,
+    Leg,
+    Outcome,
+    Wave,
+)
+from serve.runtime.session import (
+    InterruptibleSession,
+    StepSessions,
+    bind_input,
+    bind_output,
+    cache_names,
+)
 
-MOST_AHEAD = 8  # positions of one row under way at once
+# A row that runs ahead of itself on onnxruntime: positions at different steps share calls. A
+# position needs the keys and values of its own step only, which those before it, being further
+# on, have written. So what was drafted right is done already when it is confirmed, and what was
+# drafted wrong is written over. The caches of steps a lead apart are neighbours, so the positions
+# are rows of the same graph that a batch runs. Which token a position drafts is chosen elsewhere.
 
 
-class Crossed(NamedTuple):
-    """What a step of a wave brought to light."""
+@final
+class OrtWave:
+    """Places of positions of one row, newest first, as the caches of their steps lie.
 
-    drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
-    last: FloatArray | None  # (V,): of the token behind the first position, which is done
-
-
-class Wave(Protocol):
-    """The only row of a batch, running ahead of itself.
-
-    Positions that follow each other stand at different steps. Each was begun with a token that the
-    one before it drafted by a jump; later jumps draft better. It is lost when the batch is used
-    otherwise.
+    A place without a token is between two that have one. What is computed there is read by nobody,
+    and written where the position behind it will write.
     """
 
-    @property
-    def lead(self) -> int:
-        """After every so many steps the positions draft what follows them."""
-        ...
+    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "WaveCalls") -> None:
+        assert 0 < lead < batch.steps
+        self.lead = lead
+        self._batch = batch
+        self._places: list[int | None] = []  # the tokens
+        self._under_way = 0  # places with a token
+        self._step = 0  # of the newest place; the next ones are a lead further each
+        self._x: FloatArray = np.empty((0, 1, batch.width), dtype=np.float32)  # (P, 1, D)
+        self._calls = calls
 
     @property
     def tokens(self) -> list[int]:
-        """Those that the positions under way were begun with, first position first."""
-        ...
+        return [token for token in reversed(self._places) if token is not None]
 
     @property
     def room(self) -> int:
-        """Positions that may still be begun."""
-        ...
+        left = self._batch.max_tokens - self._batch.lengths[0]
+        return min(MOST_AHEAD, left) - self._under_way
 
     def begin(self, token: int) -> None:
-        """One position more, behind those that are under way; only where these draft."""
-        ...
+        assert self.room > 0, "too many positions"
+        leads, more = divmod(self._step, self.lead) if self._places else (1, 0)
+        assert leads > 0 and more == 0, "a position begins some leads later"
+        past = self._batch.lengths[0] + self._under_way
+        self._batch.reach(past + 1, self.lead)
+        x = self._batch.state(token, past)  # (1, 1, D)
+        self._x = np.concatenate([x] * leads + [self._x])
+        self._places[:0] = [token] + [None] * (leads - 1)
+        self._under_way += 1
+        self._step = 0
 
     def cross(self) -> Crossed:
-        """One step of every position; a first position that is done is under way no more."""
-        ...
+        batch, places = self._batch, self._places
+        key = (batch.steps, self.lead, self._step, len(places))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
+        if call.version != batch.version:
+            call.bind(batch)
+        call.run(self._x, batch.lengths[0], places)
+        self._x = call.y.copy()  # another wave may come to this call before this one does
+        self._step += 1
+        drafts = self._step % self.lead == 0
+        ends = self._step + (len(places) - 1) * self.lead == batch.steps
+        if not drafts and not ends:
+            return Crossed(None, None)
+        logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
+        last, rest = (logits[0], logits[1:]) if ends else (None, logits)
+        if ends:
+            batch.lengthen()
+            places.pop()
+            self._under_way -= 1
+        if drafts and len(places) > self._under_way:
+            known = [index for index, token in enumerate(reversed(places)) if token is not None]
+            rest = rest[known]
+        if ends:
+            while places and places[-1] is None:
+                places.pop()
+            self._x = self._x[: len(places)]
+        return Crossed(rest if drafts else None, last)
 
     def keep(self, count: int) -> None:
-        """Give up all positions but so many first ones."""
-        ...
+        while self._under_way > count or (self._places and self._places[0] is None):
+            self._under_way -= self._places.pop(0) is not None
+            self._step += self.lead
+        self._x = self._x[len(self._x) - len(self._places) :]
 
 
-class Leg(NamedTuple):
-    """How far a batch goes."""
+@final
+class _Call:
+    """So many places, the newest of which stands at this step; for one batch after another."""
 
-    batch: DecodeBatch
-    steps: int
-    tokens: IntArray | None  # (B,): what its rows begin with; None: they are under way
+    def __init__(
+        self, sessions: StepSessions, steps: int, lead: int, step: int, count: int, width: int
+    ) -> None:
+        self.version = -1  # of the batch whose caches are bound
+        self.x: FloatArray = np.empty((count, 1, width), dtype=np.float32)  # (P, 1, D)
+        self.y = np.empty_like(self.x)  # a step later; the next run of this call overwrites it
+        self._seqlens: npt.NDArray[np.int32] = np.empty(count, dtype=np.int32)
+        self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
+        # Positions between the first and each place, where every place has one.
+        self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)
+        self._stands = [step + lead * older for older in range(count)]
+        # Steps to the end with this one: as many times a jump goes along the velocity.
+        left = [steps - stand for stand in self._stands]
+        self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
+        self._ends = left[-1] == 1  # the first position
+        self._grid = sessions.grid_steps is not None
+        told = [sessions.times(stand, steps, 1) for stand in self._stands]
+        self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
+        self._session = sessions.step
+        self._binding = self._session.io_binding()
+        for name, array in self._times.items():
+            bind_input(self._binding, name, array)
+        bind_input(self._binding, "x", self.x)
+        bind_input(self._binding, "seqlens", self._seqlens)
+        bind_input(self._binding, "total", self._total)
+        bind_output(self._binding, "y", self.y)
+
+    def bind(self, batch: OrtDecodeBatch) -> None:
+        """To the caches of the only row of a batch, which holds them until its next version."""
+        caches = batch.along(self._stands[0], len(self._stands))
+        for name, array in zip(batch.names, caches, strict=True):
+            bind_input(self._binding, name, array)
+            bind_output(self._binding, f"{name}_out", array)
+        self.version = batch.version
+
+    def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
+        """Take the states (P, 1, D) a step further; the row has so many positions behind it."""
+        self.x[:] = x
+        if None in places:
+            position = past
+            for index in range(len(places) - 1, -1, -1):
+                self._seqlens[index] = position
+                position += places[index] is not None
+        else:
+            np.add(self._behind, past, out=self._seqlens)
+            position = past + len(places)
+        self._total[()] = position
+        self._session.run_with_iobinding(self._binding)
+
+    def jumped(self) -> FloatArray:
+        """The states (P, 1, D) that drafts are read off: where each would be at the end.
+
+        With the dial of resolution, had its last velocity stayed the same; with that of time an
+        earlier answer is that of an earlier end.
+        """
+        if self._grid:
+            return self.y
+        states: FloatArray = self.y - self.x
+        states *= self._left
+        states += self.x
+        if self._ends:  # no jump: the state itself, to the last bit
+            states[-1] = self.y[-1]
+        return states
 
 
-# Logits (B, V) of a leg that ends a token; what it threw, after which its batch is lost.
-Outcome = FloatArray | Exception | None
+WaveCalls = dict[tuple[int, int, int, int], _Call]  # of steps, lead, first step and places
 
 
-class Mix(Protocol):
-    """Takes batches of several rungs of one model further, in one call or at the same time."""
+_MOST_CALLS, _MOST_PARTS = 64, 8_192  # kept; of caches, of which a process may map 65,530
+_log = logging.getLogger("stepdial.runtime")
+Open = Callable[[], InterruptibleSession]
+Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 
-    @property
-    def most_batches(self) -> int:
-        """How many may share a call."""
-        ...
 
-    @property
-    def sides(self) -> int:
-        """How many may go abreast, each on a thread of its own."""
-        ...
+@final
+class OrtMix:
+    """Single steps of several batches; the calls that come again are bound once."""
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether there are waves."""
-        ...
+    def __init__(
+        self,
+        sessions: StepSessions,
+        manifest: Manifest,
+        open_alone: Open,
+        threads: Threads,
+    ) -> None:
+        """`open_alone` is for one thread."""
+        self.most_batches = len(manifest.rungs) if can_be_neighbours() else 1
+        self.sides = threads.most
+        # Only there a step goes straight along the velocity, which a jump prolongs.
+        self.runs_ahead = manifest.method == "euler"
+        self._sessions = sessions
+        self._alone = _Late(open_alone)
+        self._threads = threads
+        self._names = cache_names(sessions.stages, manifest.shape.layers)
+        self._calls: dict[Key, _MixCall] = {}
+        self._most_calls = _most_calls(len(self._names) * self.most_batches)
+        self._apart = False  # whether no more memory could be mapped
+        self._wave_calls: WaveCalls = {}
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
-        """Give each row of these batches its token (B,): now they stand before the first step."""
-        ...
+        going = _own(batches)
+        pasts = [batch.make_room(some) for batch, some in zip(going, tokens, strict=True)]
+        whole = going[0].embed(np.concatenate(tokens), np.concatenate(pasts))
+        first = 0
+        for batch, past in zip(going, pasts, strict=True):
+            rows = slice(first, first + len(past))
+            longest = int(past.max()) + 1
+            batch.stand = Stand(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
+            first += len(past)
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
-        """Logits (B, V) of each of these batches, which are behind their last step."""
-        ...
+        going = _own(batches)
+        logits = going[0].read_off(np.concatenate([batch.arrive() for batch in going]))
+        found, first = [], 0
+        for batch in going:
+            found.append(logits[first : first + batch.rows])
+            first += batch.rows
+        return found
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
-        """One step of each, which have all begun and not come to their last step."""
-        ...
+        going = _own(batches)
+        assert len(going) <= self.most_batches, "more batches than mix here"
+        if not self._apart:
+            try:
+                self._run(self._sessions.step_of(sum(batch.rows for batch in going)), going)
+                return
+            except OSError as error:  # not onnxruntime's
+                _log.error("rungs share no more calls: no caches can be mapped (%s)", error)
+                self._apart = True
+                self._calls.clear()
+        for batch in going:
+            self._run(self._sessions.step_of(batch.rows), [batch])
 
     def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
-        """Each side leg after leg, all sides at once."""
-        ...
+        session = self._alone.get() or self._sessions.step
+
+        def run(legs: Sequence[Leg]) -> list[Outcome]:
+            return [self._take(leg, session) for leg in legs]
+
+        return self._threads.each(run, sides)
+
+    def _take(self, leg: Leg, session: InterruptibleSession) -> Outcome:
+        batch = leg.batch
+        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
+        try:
+            if leg.tokens is not None:
+                batch.begin(leg.tokens)
+            for _ in range(leg.steps):
+                self._run(session, [batch])
+            return batch.end() if _standing(batch) == batch.steps else None
+        except Exception as error:  # onnxruntime has no base class of its own
+            return error
+
+    def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
+        """One step, with the buffers of the last time that so many rows stood there."""
+        key = (session, tuple((one.number, one.rows, _standing(one)) for one in going))
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= self._most_calls:
+                self._calls.clear()
+            call = self._calls[key] = _MixCall(session, self._sessions, self._names, going)
+        call.run(going)
 
     def wave(self, batch: DecodeBatch, lead: int) -> Wave:
-        """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
-        ...
+        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
+        return OrtWave(batch, lead, self._wave_calls)
+
+
+@final
+class _Late:
+    """A session that is opened when rungs first go abreast: it has a copy of the weights."""
+
+    def __init__(self, opening: Open | None) -> None:
+        self._opening = opening
+        self._session: InterruptibleSession | None = None
+
+    def get(self) -> InterruptibleSession | None:
+        """None if the bundle was changed since the other graphs were opened."""
+        if self._session is None and self._opening is not None:
+            try:
+                self._session = self._opening()
+            except BundleError as error:
+                self._opening = None
+                _log.error(
+                    "%s; until it is loaded again rungs that go abreast share a session", error
+                )
+        return self._session
+
+
+@final
+class _MixCall:
+    """So many rows of these batches at these steps, with buffers; batches bring their rows along.
+
+    Caches are bound by address: it keeps none, and takes them anew wherever they have moved.
+    """
+
+    def __init__(
+        self,
+        session: InterruptibleSession,
+        sessions: StepSessions,
+        names: list[str],
+        batches: Sequence[OrtDecodeBatch],
+    ) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._history = sessions.history
+        self._names = names
+        self._versions: list[int] = []  # of the batches whose caches are bound
+        self._neighbours: list[CacheArray] = []  # the caches of several, side by side
+        sizes = [batch.rows for batch in batches]
+        self._ends: list[int] = np.cumsum(sizes).tolist()
+        rows = self._ends[-1]
+        stands = [batch.stand for batch in batches]
+        assert stands[0] is not None
+        shape = (rows, *stands[0].x.shape[1:])
+        told = [
+            sessions.times(_standing(batch), batch.steps, size)
+            for batch, size in zip(batches, sizes, strict=True)
+        ]
+        self._kept: list[np.ndarray] = []
+        self._x, self._y = self._new("x", shape), self._new("y", shape, out=True)
+        for name in told[0]:
+            self._give(name, np.concatenate([each[name] for each in told]))
+        if self._history:
+            self._previous = self._new("previous", shape)
+            self._v = self._new("v", shape, out=True)
+        self._seqlens, self._total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
+        self._give("seqlens", self._seqlens)
+        self._give("total", self._total)
+
+    def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
+        begin = 0
+        versions, longest = [], 0
+        for batch, end in zip(batches, self._ends, strict=True):
+            stand = batch.stand
+            assert stand is not None
+            versions.append(batch.version)
+            self._x[begin:end] = stand.x
+            if self._history:
+                self._previous[begin:end] = stand.v
+            self._seqlens[begin:end] = stand.seqlens
+            longest = max(longest, stand.total)
+            begin = end
+        self._total[()] = longest
+        if versions != self._versions:
+            self._attend(batches)
+            self._versions = versions
+        self._session.run_with_iobinding(self._binding)
+        begin = 0
+        for batch, end in zip(batches, self._ends, strict=True):
+            assert batch.stand is not None
+            # Not copied: this call can come again only with rows that have left this place.
+            batch.stand.x = self._y[begin:end]
+            if self._history:
+                batch.stand.v = self._v[begin:end]
+            batch.stand.step += 1
+            begin = end
+
+    def _attend(self, batches: Sequence[OrtDecodeBatch]) -> None:
+        caches = batches[0].caches(_standing(batches[0]))
+        if len(batches) > 1:
+            parts = [batch.parts(_standing(batch)) for batch in batches]
+            shape, kind = caches[0].shape[1:], caches[0].dtype
+            caches = [
+                side_by_side(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
+            ]
+            self._neighbours = caches
+        for name, array in zip(self._names, caches, strict=True):
+            bind_input(self._binding, name, array)
+            bind_output(self._binding, f"{name}_out", array)
+
+    def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
+        array = np.empty(shape, dtype=np.float32)
+        self._give(name, array, out)
+        return array
+
+    def _give(self, name: str, array: np.ndarray, out: bool = False) -> None:
+        self._kept.append(array)
+        bind = bind_output if out else bind_input
+        bind(self._binding, name, array)
+
+
+def _most_calls(parts: int) -> int:
+    """The calls that may be kept, each of so many parts of caches at most."""
+    return max(1, min(_MOST_CALLS, _MOST_PARTS // parts))
+
+
+def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
+    going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
+    assert len(going) == len(batches), "batches that do not mix here"
+    return going
+
+
+def _standing(batch: OrtDecodeBatch) -> int:
+    assert batch.stand is not None, "a batch that has not begun"
+    return batch.stand.step

@@ -1,66 +1,377 @@
-"""What the engine asks of an opened bundle.
+"""A bundle opened with onnxruntime on the CPU: sessions, made when first needed.
 
-Knows which rungs there may be; how they are asked is theirs.
+All but tiny models make every rung of the graphs of one step: the weights are in memory once, and
+what a call takes can be foretold. For tiny ones a graph a rung is quicker, since it is one call.
+Knows which rungs are open; not what is asked of them.
 """
 
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Self, final
 
-from serve.bundle import Bundle
-from serve.runtime.interruption import Interruptible
-from serve.runtime.mixing import Mix
-from serve.runtime.protocol import Classifier, Decoder, StepClassifier, Translator, Unrolled
+import numpy as np
+
+from serve.bundle import Bundle, BundleError, Manifest, Rung
+from serve.runtime.classifier import (
+    OrtClassifier,
+    OrtStepClassifier,
+    Parts,
+    SideBySide,
+    StepsSideBySide,
+    Threads,
+)
+from serve.runtime.decoder import OrtDecoder
+from serve.runtime.mixing import OrtMix
+from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
+from serve.runtime.protocol import Model, Place, largest_in_words, largest_row, largest_tokens
+from serve.runtime.session import (
+    Interface,
+    InterruptibleSession,
+    StepSessions,
+    Weights,
+    encoder_interface,
+    failure,
+    graph_interface,
+    open_session,
+    open_steps,
+    shared_options,
+    step_interface,
+    usable_cores,
+)
+
+if TYPE_CHECKING:
+    from serve.bundle import Task
 
 
-class Model(Interruptible, Protocol):
-    """A bundle opened for running. One thread at a time may use it."""
+# How many threads the sessions of a model should have, found by timing one row. A session's
+# threads meet after every product, and wait for each other: what is small is done sooner by one.
+# Rows of a classifier's batch have threads of their own anyway; those of a decoder have none, so
+# only the step of a single row is asked about.
+
+
+_ALWAYS_ONE_S = 0.005  # an evaluation of one row that takes no longer has nothing to share
+_WORTH = 0.8  # of the time of one thread: others could have had the cores
+_TIMES = 3
+_SMALL_BYTES = 16 << 20  # of weights; to read more takes longer than threads take to meet
+_ROUNDS, _LEAST_ROUNDS = 15, 3
+_NO_SLOWER = 1.03  # within what a measurement is off; the other cores are left to others
+
+Opening = Callable[[int], Model]  # the model, with so many threads a session from now on
+
+
+def settle_threads(opening: Opening, most: int) -> None:
+    """Leave the model with one thread or `most`, whichever answers one row sooner."""
+    one_s, evaluations = _timed(opening(1))
+    if one_s <= _ALWAYS_ONE_S * evaluations:
+        return
+    all_s, _ = _timed(opening(most))
+    if all_s >= _WORTH * one_s:
+        opening(1)
+
+
+def settle_single(
+    sessions: StepSessions, open_alone: Callable[[], InterruptibleSession], manifest: Manifest
+) -> StepSessions:
+    """These sessions, with one of one thread for a single row if that is no slower."""
+    most = manifest.text_input.max_tokens
+    middle = most // 2  # positions cached: attention is a share of the work as it is on average
+    rounds = min(_ROUNDS, (most - middle) // 2)
+    if rounds < _LEAST_ROUNDS or manifest.files[manifest.weights].bytes > _SMALL_BYTES:
+        return sessions
+    alone = replace(sessions, single=open_alone())
+    tokens = largest_tokens(manifest)
+    longest = manifest.rungs[-1]
+    batches = [OrtDecoder(one, manifest, longest).open_batch() for one in (sessions, alone)]
+    for batch in batches:
+        batch.add(tokens[:middle])
+    taken = interleaved([partial(batch.step, tokens[:1]) for batch in batches], rounds)
+    return alone if taken[1] <= _NO_SLOWER * taken[0] else sessions
+
+
+def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """The median seconds of each once its threads are awake, all in turn in every round."""
+    taken: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, times in zip(runs, taken, strict=True):
+            run()
+            begun_s = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begun_s)
+    return [median(times) for times in taken]
+
+
+def _timed(model: Model) -> tuple[float, int]:
+    """Seconds that one row takes at the fewest steps, and how many evaluations it is."""
+    manifest = model.bundle.manifest
+    rung, row = manifest.rungs[0], largest_row(manifest)[None]
+    classifier = model.classifier(rung.steps)
+    classifier.run(row)
+    taken_s = []
+    for _ in range(_TIMES):
+        begun_s = time.perf_counter()
+        classifier.run(row)
+        taken_s.append(time.perf_counter() - begun_s)
+    return min(taken_s), rung.nfe
+
+
+TINY_BYTES = 1 << 20  # of weights: to call a step takes as long as to compute it
+_CPU = Place()
+
+
+@final
+class OrtModel:
+    """All rungs of a bundle in one process."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        self.threads = usable_cores() if threads is None else threads
+        self._bundle = bundle
+        self._place = place
+        self._classifiers: dict[int, SideBySide] = {}
+        self._session_threads = self.threads  # until a warm-up finds that one is better
+        # A GPU shares the rows of a call among its own.
+        self._side_threads = Threads(self.threads if place.device == "cpu" else 1)
+        self._parts = Parts(self._side_threads)
+        self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
+        self._translators: dict[int, OrtTranslator] = {}
+        self._steps: StepSessions | None = None
+        self._mix: OrtMix | None = None
+        self._weights: Weights | None = None
+        self._run_options = shared_options()
+        self._opening = False
 
     @property
     def bundle(self) -> Bundle:
-        """What was opened."""
-        ...
+        return self._bundle
+
+    @property
+    def open_steps(self) -> tuple[int, ...]:
+        """The rungs that can run at once."""
+        return tuple(sorted({*self._classifiers, *self._decoders, *self._translators}))
 
     @property
     def most_parts(self) -> int:
-        """How many parts the rows of a classification may run in, side by side."""
-        ...
+        return self._side_threads.most
 
     @property
     def single_steps(self) -> bool:
-        """Whether a classification can be run step by step here."""
-        ...
+        manifest = self._bundle.manifest
+        return manifest.labelled and manifest.step is not None and self._place.runs_single_steps
 
-    def classifier(self, steps: int) -> Classifier:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
+    def classifier(self, steps: int) -> SideBySide:
+        rung = self._rung(steps, "classify", "tag")
+        if steps not in self._classifiers:
+            self._classifiers[steps] = (
+                self.step_classifier(steps)
+                if self._shares_weights()
+                else SideBySide(self._whole(rung), self._parts)
+            )
+        return self._classifiers[steps]
 
-    def step_classifier(self, steps: int) -> StepClassifier:
-        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
-        ...
+    def step_classifier(self, steps: int) -> StepsSideBySide:
+        self._rung(steps, "classify", "tag")
+        if self._bundle.manifest.step is None:
+            raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
+        if not self._place.runs_single_steps:
+            raise BundleError("only the CPU runs single steps; other devices run whole rungs")
+        steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        return StepsSideBySide(steps_alone, self._parts)
 
-    def decoder(self, steps: int) -> Decoder:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
+    def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
+        rung = self._rung(steps, "generate")
+        if steps not in self._decoders:
+            manifest = self._bundle.manifest
+            self._decoders[steps] = (
+                OrtDecoder(self._step_sessions(), manifest, rung)
+                if manifest.keeps_caches and self._place.runs_single_steps
+                else OrtPrefixDecoder(self._open_graph(rung), manifest)
+            )
+        return self._decoders[steps]
 
-    def translator(self, steps: int) -> Translator:
-        """The rung of that many steps; BundleError if the ladder or the task has none."""
-        ...
+    def mix(self) -> OrtMix | None:
+        manifest = self._bundle.manifest
+        if not manifest.keeps_caches or not self._place.runs_single_steps:
+            return None
+        if self._mix is None:
+            self._mix = OrtMix(
+                self._step_sessions(),
+                manifest,
+                self._open_alone,
+                self._side_threads,
+            )
+        return self._mix
 
-    def mix(self) -> Mix | None:
-        """What mixes the batches of this model, which are SteppedBatch then; None: nothing does."""
-        ...
+    def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
+        """The rung as the one graph that other runtimes run."""
+        manifest = self._bundle.manifest
+        rung = manifest.rung(steps)
+        if manifest.labelled:
+            return self._whole(rung)
+        return OrtPrefixDecoder(self._open_graph(rung), manifest)
+
+    def translator(self, steps: int) -> OrtTranslator:
+        rung = self._rung(steps, "translate")
+        if steps not in self._translators:
+            assert rung.encoder is not None
+            manifest = self._bundle.manifest
+            encoder = self._open(rung.encoder, encoder_interface(manifest))
+            self._translators[steps] = OrtTranslator(encoder, self._open_graph(rung), manifest)
+        return self._translators[steps]
 
     def warm_up(self) -> None:
-        """Open every rung and run it once, so that no request pays for that."""
-        ...
+        manifest = self._bundle.manifest
+        run = {
+            "classify": self._warm_classifier,
+            "tag": self._warm_classifier,
+            "generate": self._warm_decoder,
+            "translate": self._warm_translator,
+        }[manifest.task]
+        for rung in manifest.rungs:
+            try:
+                if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
+                    self._settle()
+                run(rung.steps)
+            except BundleError:
+                raise
+            except Exception as error:  # onnxruntime has no base class of its own
+                raise failure(
+                    f"fails on {largest_in_words(manifest)}, which the manifest promises",
+                    error,
+                    self._bundle.folder / self._file_of(rung),
+                ) from error
+
+    def _settle(self) -> None:
+        """Find where one thread is better than all."""
+        if not self._writes:
+            settle_threads(self._with_threads, self.threads)
+        elif self._bundle.manifest.keeps_caches:
+            steps = self._step_sessions()
+            self._steps = settle_single(steps, self._open_alone, self._bundle.manifest)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether calls come one upon the other, each waiting for the one before it."""
+        return not self._bundle.manifest.labelled
+
+    def _with_threads(self, count: int) -> Self:
+        """The same with so many threads a session, all of which open anew."""
+        if count != self._session_threads:
+            self._drop()
+            self._session_threads = count
+        return self
 
     def close(self) -> None:
-        """Give the memory back at once. No call may follow."""
-        ...
+        self._drop()
+        self._side_threads.close()
 
+    def _drop(self) -> None:
+        # One by one: each holds the interpreter for milliseconds, and others wait for it.
+        for rungs in (self._classifiers, self._decoders, self._translators):
+            while rungs:
+                rungs.popitem()
+        self._steps = self._mix = self._weights = None
 
-class OpenedModel(Model, Protocol):
-    """All graphs of an opened bundle, each to be run on its own."""
+    @property
+    def opening(self) -> bool:
+        return self._opening
 
-    def unrolled(self, steps: int) -> Unrolled:
-        """The one graph of the rung that other runtimes run; not of a translator."""
-        ...
+    def interrupt(self) -> None:
+        self._run_options.terminate = True
+
+    def resume(self) -> None:
+        self._run_options.terminate = False
+
+    def _file_of(self, rung: Rung) -> str:
+        """The graph that runs the rung's steps."""
+        manifest = self._bundle.manifest
+        if manifest.step is not None and (manifest.keeps_caches or self._shares_weights()):
+            return manifest.step.step
+        return rung.graph
+
+    def _warm_classifier(self, steps: int) -> None:
+        manifest = self._bundle.manifest
+        rows = largest_row(manifest)[None]
+        self.classifier(steps).run(rows)
+        if manifest.calibration is not None and steps == manifest.full_steps:
+            self.step_classifier(steps).run(rows)  # what answers early
+
+    def _warm_decoder(self, steps: int) -> None:
+        tokens = largest_tokens(self._bundle.manifest)
+        batch = self.decoder(steps).open_batch()
+        batch.add(tokens[: max(1, len(tokens) - 1)])
+        if len(tokens) > 1:
+            batch.step(tokens[-1:])
+
+    def _warm_translator(self, steps: int) -> None:
+        tokens = largest_tokens(self._bundle.manifest)
+        answer = np.full((1, self._bundle.manifest.target_max_tokens or 1), tokens[0])  # (1, N)
+        self.translator(steps).read(tokens).follow(answer)
+
+    def _whole(self, rung: Rung) -> OrtClassifier:
+        return OrtClassifier(self._open_graph(rung), self._bundle.manifest)
+
+    def _open_graph(self, rung: Rung) -> InterruptibleSession:
+        return self._open(rung.graph, graph_interface(self._bundle.manifest))
+
+    def _open_alone(self) -> InterruptibleSession:
+        """The step on one thread, for rungs that go abreast."""
+        step, sessions = self._bundle.manifest.step, self._step_sessions()
+        assert step is not None
+        if sessions.single is not sessions.step:
+            return sessions.single
+        return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
+
+    def _open(
+        self, file: str, interface: Interface, threads: int | None = None
+    ) -> InterruptibleSession:
+        self._opening = True
+        try:
+            return open_session(
+                self._bundle,
+                file,
+                interface,
+                threads or self._session_threads,
+                self._place,
+                self._run_options,
+                self._lent(),
+                self._writes,
+            )
+        finally:
+            self._opening = False
+
+    def _step_sessions(self) -> StepSessions:
+        if self._steps is None:
+            self._steps = open_steps(
+                self._bundle, self._session_threads, self._run_options, self._lent(), self._writes
+            )
+        return self._steps
+
+    def _lent(self) -> Weights | None:
+        """The weights for sessions that open now; on a GPU they take them from the file."""
+        if self._place.device != "cpu":
+            return None
+        if self._bundle.manifest.keeps_caches or self._shares_weights():
+            return Weights.read(self._bundle, in_place=False)
+        if self._weights is None:
+            self._weights = Weights.read(self._bundle, in_place=True)
+        return self._weights
+
+    def _shares_weights(self) -> bool:
+        """Whether a classifier's rungs are single steps, not a session each with its weights."""
+        manifest = self._bundle.manifest
+        if manifest.step is None or not self._place.runs_single_steps:
+            return False
+        # With 8 bits only the step has the runtime's own products of bytes.
+        return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
+
+    def _rung(self, steps: int, *tasks: "Task") -> Rung:
+        manifest = self._bundle.manifest
+        if manifest.task not in tasks:
+            raise BundleError(
+                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
+            )
+        return manifest.rung(steps)

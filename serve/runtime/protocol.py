@@ -1,12 +1,14 @@
-"""What the engine asks of a rung of a model.
+"""What the engine asks of a model: its rungs, batches and shared calls."""
 
-Knows tokens, logits and rows; nothing of sessions, devices or the layout of caches.
-"""
-
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -195,3 +197,303 @@ class Translator(Batches, Protocol):
     def forward(self, source: IntArray, tokens: IntArray) -> FloatArray:
         """Logits (B, N, V) at every position of tokens (B, N), given sources (B, S)."""
         ...
+
+
+# What the engine asks of a decoder's rungs that run at the same time.
+
+
+MOST_AHEAD = 8  # positions of one row under way at once
+
+
+class Crossed(NamedTuple):
+    """What a step of a wave brought to light."""
+
+    drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
+    last: FloatArray | None  # (V,): of the token behind the first position, which is done
+
+
+class Wave(Protocol):
+    """The only row of a batch, running ahead of itself.
+
+    Positions that follow each other stand at different steps. Each was begun with a token that the
+    one before it drafted by a jump; later jumps draft better. It is lost when the batch is used
+    otherwise.
+    """
+
+    @property
+    def lead(self) -> int:
+        """After every so many steps the positions draft what follows them."""
+        ...
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that the positions under way were begun with, first position first."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Positions that may still be begun."""
+        ...
+
+    def begin(self, token: int) -> None:
+        """One position more, behind those that are under way; only where these draft."""
+        ...
+
+    def cross(self) -> Crossed:
+        """One step of every position; a first position that is done is under way no more."""
+        ...
+
+    def keep(self, count: int) -> None:
+        """Give up all positions but so many first ones."""
+        ...
+
+
+class Leg(NamedTuple):
+    """How far a batch goes."""
+
+    batch: DecodeBatch
+    steps: int
+    tokens: IntArray | None  # (B,): what its rows begin with; None: they are under way
+
+
+# Logits (B, V) of a leg that ends a token; what it threw, after which its batch is lost.
+Outcome = FloatArray | Exception | None
+
+
+class Mix(Protocol):
+    """Takes batches of several rungs of one model further, in one call or at the same time."""
+
+    @property
+    def most_batches(self) -> int:
+        """How many may share a call."""
+        ...
+
+    @property
+    def sides(self) -> int:
+        """How many may go abreast, each on a thread of its own."""
+        ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether there are waves."""
+        ...
+
+    def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
+        """Give each row of these batches its token (B,): now they stand before the first step."""
+        ...
+
+    def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
+        """Logits (B, V) of each of these batches, which are behind their last step."""
+        ...
+
+    def advance(self, batches: Sequence[DecodeBatch]) -> None:
+        """One step of each, which have all begun and not come to their last step."""
+        ...
+
+    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+        """Each side leg after leg, all sides at once."""
+        ...
+
+    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+        """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
+        ...
+
+
+# What the engine asks of a runtime when a call takes too long.
+
+
+class Interruptible(Protocol):
+    """A model whose calls can be ended from outside."""
+
+    @property
+    def opening(self) -> bool:
+        """Whether the call that runs is opening a graph, which may take long."""
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread: let the call that runs throw as soon as it can, and all after it."""
+        ...
+
+    def resume(self) -> None:
+        """What was interrupted is over: calls run again."""
+        ...
+
+
+# What the engine asks of an opened bundle.
+
+
+class Model(Interruptible, Protocol):
+    """A bundle opened for running. One thread at a time may use it."""
+
+    @property
+    def bundle(self) -> Bundle:
+        """What was opened."""
+        ...
+
+    @property
+    def most_parts(self) -> int:
+        """How many parts the rows of a classification may run in, side by side."""
+        ...
+
+    @property
+    def single_steps(self) -> bool:
+        """Whether a classification can be run step by step here."""
+        ...
+
+    def classifier(self, steps: int) -> Classifier:
+        """The rung of that many steps; BundleError if the ladder or the task has none."""
+        ...
+
+    def step_classifier(self, steps: int) -> StepClassifier:
+        """The rung, run step by step; BundleError if the bundle has no graphs of one step."""
+        ...
+
+    def decoder(self, steps: int) -> Decoder:
+        """The rung of that many steps; BundleError if the ladder or the task has none."""
+        ...
+
+    def translator(self, steps: int) -> Translator:
+        """The rung of that many steps; BundleError if the ladder or the task has none."""
+        ...
+
+    def mix(self) -> Mix | None:
+        """What mixes the batches of this model, which are SteppedBatch then; None: nothing does."""
+        ...
+
+    def warm_up(self) -> None:
+        """Open every rung and run it once, so that no request pays for that."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back at once. No call may follow."""
+        ...
+
+
+class OpenedModel(Model, Protocol):
+    """All graphs of an opened bundle, each to be run on its own."""
+
+    def unrolled(self, steps: int) -> Unrolled:
+        """The one graph of the rung that other runtimes run; not of a translator."""
+        ...
+
+
+# Where a bundle is run: the device, and the folder of native engines if there is one.
+
+
+Device = Literal["cpu", "cuda", "tensorrt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The CPU, unless something else is said."""
+
+    device: Device = "cpu"
+    allow_cpu_fallback: bool = False
+    engines: Path | None = None  # native engines, which need no device of onnxruntime
+
+    @property
+    def runs_single_steps(self) -> bool:
+        """Whether the graphs of one step run there; elsewhere each rung is one whole graph.
+
+        Attention with caches has CUDA kernels for 16-bit floats only, and its caches are float32;
+        and a graph of one step would come back to the host between any two steps.
+        """
+        return self.device == "cpu" and self.engines is None
+
+
+# Checks of token arrays before a runtime gets them.
+
+
+def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray:
+    """The tokens, contiguous; ValueError unless there are some and all are in the vocabulary."""
+    if tokens.ndim != dimensions or tokens.dtype != np.int64 or tokens.size == 0:
+        raise ValueError(
+            f"tokens must be a non-empty int64 array of {dimensions} dimensions, not "
+            f"{tokens.dtype} {tokens.shape}"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+        )
+    return np.ascontiguousarray(tokens, dtype=np.int64)
+
+
+# Checks of what a classifier takes: padded tokens, pixels or points.
+
+
+def check_rows(rows: RowArray, manifest: Manifest) -> RowArray:
+    """The rows, contiguous; ValueError for what the manifest does not promise to take."""
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return _check_floats(rows, (channels, height, width))
+        case PointsInput(max_points=max_points, dimensions=dimensions):
+            rows = _check_floats(rows, (rows.shape[1] if rows.ndim > 1 else 0, dimensions))
+            if rows.shape[1] > max_points:
+                raise ValueError(f"{rows.shape[1]} points are more than {max_points}")
+            return rows
+        case _:
+            return _check_texts(rows, manifest)
+
+
+def _check_texts(rows: RowArray, manifest: Manifest) -> IntArray:
+    tokenizer, max_tokens = manifest.text_tokenizer, manifest.text_input.max_tokens
+    tokens = check_tokens(rows, 2, tokenizer.vocab_size)  # (B, N)
+    if tokens.shape[1] > max_tokens:
+        raise ValueError(
+            f"{tokens.shape[1]} tokens a row are more than max_tokens ({max_tokens}); "
+            "truncate first"
+        )
+    if (tokens[:, 0] == tokenizer.pad_id).any():
+        raise ValueError("a row begins with padding; each has a real token, pads to its right")
+    return tokens
+
+
+def _check_floats(rows: RowArray, shape: tuple[int, ...]) -> FloatArray:
+    """Rows (B, *shape) of finite numbers, contiguous."""
+    if rows.dtype != np.float32 or rows.shape[1:] != shape or rows.size == 0:
+        raise ValueError(
+            f"rows must be a non-empty float32 array of shape (batch, "
+            f"{', '.join(map(str, shape))}), not {rows.dtype} {rows.shape}"
+        )
+    floats: FloatArray = np.ascontiguousarray(rows, dtype=np.float32)
+    if not np.isfinite(floats).all():
+        raise ValueError("rows hold a number that is not finite")
+    return floats
+
+
+# The largest inputs that a manifest promises: a graph that takes them takes any.
+
+
+def largest_row(manifest: Manifest) -> RowArray:
+    """One row of what a classifier takes, without its batch."""
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return np.zeros((channels, height, width), dtype=np.float32)
+        case PointsInput(max_points=max_points, dimensions=dimensions):
+            return np.zeros((max_points, dimensions), dtype=np.float32)
+        case _:
+            return largest_tokens(manifest)
+
+
+def largest_tokens(manifest: Manifest) -> IntArray:
+    """The longest row of the greatest token."""
+    spec = manifest.text_tokenizer
+    token = spec.vocab_size - 1
+    if token == spec.pad_id:
+        token = max(0, token - 1)
+    return np.full(manifest.text_input.max_tokens, token, dtype=np.int64)
+
+
+def largest_in_words(manifest: Manifest) -> str:
+    """What `largest_row` is, for messages."""
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return f"an image of {channels} x {height} x {width}"
+        case PointsInput(max_points=max_points, dimensions=dimensions):
+            return f"{max_points} points of {dimensions} dimensions"
+        case _:
+            return (
+                f"{manifest.text_input.max_tokens} tokens of a vocabulary of "
+                f"{manifest.text_tokenizer.vocab_size}"
+            )

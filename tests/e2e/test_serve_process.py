@@ -16,7 +16,7 @@ import pytest
 from serve.__main__ import main
 from serve.bundle import Bundle
 from serve.catalog import Catalog, open_catalog
-from serve.runtime.place import Place
+from serve.runtime.protocol import Place
 from serve.server import bind, listen
 from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.sse import parse_events

@@ -15,7 +15,7 @@ from export.int8_cache import HEADROOM, ROWS, measured_scales
 from export.run import ExportRequest, export_run
 from serve.bundle import Bundle, BundleError, Precision, open_staging, seal_bundle
 from serve.runtime import open_model
-from serve.runtime.ort_batch import OrtDecodeBatch
+from serve.runtime.decoder import OrtDecodeBatch
 from tests.tiny_runs import tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.checkpoint import load_run
 from train.data import open_dataset

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from serve.runtime import Leg, Mix, OpenedModel, SteppedBatch, open_model
-from serve.runtime.ort_batch import OrtDecodeBatch
-from serve.runtime.pages import Bytes
+from serve.runtime.cache import Bytes
+from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
 from tests.tiny_bundles import build_generate
 from tests.tiny_rungs import KINDS, STEPS, alone, best, open_rungs, prompt
@@ -197,7 +197,7 @@ def test_calls_that_come_again_find_caches_that_have_moved_since(model: OpenedMo
 def test_rungs_take_turns_where_memory_has_one_place_only(
     model: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("pages", "ort_mix"):
+    for name in ("cache", "mixing"):
         monkeypatch.setattr(f"serve.runtime.{name}.can_be_neighbours", lambda: False)
     opened = open_model(model.bundle, threads=1)
     mix = opened.mix()
@@ -214,7 +214,7 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
 
     mix = open_model(model.bundle, threads=1).mix()
     assert mix is not None
-    monkeypatch.setattr("serve.runtime.ort_mix.side_by_side", refused)
+    monkeypatch.setattr("serve.runtime.mixing.side_by_side", refused)
     batches: dict[int, SteppedBatch] = {}
     for steps in (2, 4):
         batch = model.decoder(steps).open_batch()

@@ -21,9 +21,9 @@ from serve.bundle import (
 )
 from serve.bundle.folder import SEAL, seal_of
 from serve.runtime import open_model
-from serve.runtime.ort_decoder import OrtDecoder
-from serve.runtime.ort_model import OrtModel
-from serve.runtime.ort_session import usable_cores
+from serve.runtime.decoder import OrtDecoder
+from serve.runtime.model import OrtModel
+from serve.runtime.session import usable_cores
 from tests.tiny_bundles import build_classify, build_generate, restage
 
 
@@ -66,7 +66,7 @@ def test_usable_cores_respect_affinity_and_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("serve.runtime.ort_session._CPU_QUOTA", quota)
+    monkeypatch.setattr("serve.runtime.session._CPU_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     assert usable_cores() == 4
     for text, cores in (

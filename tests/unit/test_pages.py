@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve.runtime import pages
-from serve.runtime.pages import PAGE_BYTES, Pages, Part, can_be_neighbours, side_by_side
+from serve.runtime import cache
+from serve.runtime.cache import PAGE_BYTES, Pages, Part, can_be_neighbours, side_by_side
 
 
 @pytest.fixture(autouse=True)
 def _nothing_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_be_neighbours(), "these tests are of Linux"
-    monkeypatch.setattr(pages, "_spare", [])
-    monkeypatch.setattr(pages, "MOST_SPARE", 0)
+    monkeypatch.setattr(cache, "_spare", [])
+    monkeypatch.setattr(cache, "MOST_SPARE", 0)
 
 
 def blocks(file: int) -> int:
@@ -123,7 +123,7 @@ def test_without_files_that_have_no_name_it_is_plain_memory(
 
 
 def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_SPARE", 40 * PAGE_BYTES)
+    monkeypatch.setattr(cache, "MOST_SPARE", 40 * PAGE_BYTES)
     first, other = Pages(32 * PAGE_BYTES, 0), Pages(16 * PAGE_BYTES, 0)
     first.bytes[:] = other.bytes[:] = 1
     files = first.file, other.file
@@ -133,14 +133,14 @@ def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.Mo
     assert again.file == files[0]
     del again
     del other  # both are more than may be kept: the one that was dropped last stays
-    assert [one.room.file for one in pages._spare] == [files[1]]
-    assert sum(one.held for one in pages._spare) <= pages.MOST_SPARE
+    assert [one.room.file for one in cache._spare] == [files[1]]
+    assert sum(one.held for one in cache._spare) <= cache.MOST_SPARE
 
 
 def test_nothing_is_taken_again_that_has_more_pages_than_are_paid_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pages, "MOST_SPARE", 1 << 30)
+    monkeypatch.setattr(cache, "MOST_SPARE", 1 << 30)
     some = Pages(32 * PAGE_BYTES, 0)
     some.bytes[: 20 * PAGE_BYTES] = 1
     file = some.file
@@ -151,16 +151,16 @@ def test_nothing_is_taken_again_that_has_more_pages_than_are_paid_for(
 
 
 def test_few_files_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_SPARE", 1 << 30)
+    monkeypatch.setattr(cache, "MOST_SPARE", 1 << 30)
     many = [Pages((1 + index) * PAGE_BYTES, PAGE_BYTES) for index in range(40)]
     del many
-    assert len(pages._spare) == 16
+    assert len(cache._spare) == 16
 
 
 def test_threads_that_take_and_drop_at_once_share_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pages, "MOST_SPARE", 8 * PAGE_BYTES)
+    monkeypatch.setattr(cache, "MOST_SPARE", 8 * PAGE_BYTES)
 
     def work(mark: int) -> None:
         for turn in range(300):
@@ -182,6 +182,6 @@ def test_plain_memory_of_which_little_is_written_is_little() -> None:
 
     before, kept = resident(), []
     for _ in range(4):
-        kept.append(pages._plain(64 << 20))
+        kept.append(cache._plain(64 << 20))
         kept[-1][:: 8 << 20] = 1
     assert resident() - before < 4 << 20

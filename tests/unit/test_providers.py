@@ -9,10 +9,10 @@ import onnxruntime as ort
 import pytest
 
 from serve.bundle import Bundle, BundleError
-from serve.runtime import open_model, providers
-from serve.runtime.interface import graph_interface
-from serve.runtime.place import Device, Place
-from serve.runtime.providers import check_providers, missing, providers_for
+from serve.runtime import open_model
+from serve.runtime import session as providers
+from serve.runtime.protocol import Device, Place
+from serve.runtime.session import check_providers, graph_interface, missing, providers_for
 from tests.tiny_bundles import build_classify, build_generate
 
 GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from serve.runtime import OpenedModel
-from serve.runtime.kv_cache import RowCaches
-from serve.runtime.ort_batch import OrtDecodeBatch
-from serve.runtime.ort_reading import CHUNK_TOKENS, PIECE_TOKENS
+from serve.runtime.cache import RowCaches
+from serve.runtime.decoder import CHUNK_TOKENS, PIECE_TOKENS, OrtDecodeBatch
 from tests.tiny_rungs import KINDS, MAX_TOKENS, STEPS, open_rungs, prompt
 
 

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from serve.bundle import Bundle
-from serve.runtime.interruptible import InterruptibleSession
-from serve.runtime.model import Model
-from serve.runtime.ort_classifier import OrtClassifier
-from serve.runtime.ort_decoder import OrtDecoder
-from serve.runtime.ort_model import OrtModel
-from serve.runtime.protocol import RowArray
-from serve.runtime.session_threads import interleaved, settle_threads
+from serve.runtime.classifier import OrtClassifier
+from serve.runtime.decoder import OrtDecoder
+from serve.runtime.model import OrtModel, interleaved, settle_threads
+from serve.runtime.protocol import Model, RowArray
+from serve.runtime.session import InterruptibleSession
 from tests.tiny_bundles import build_classify, build_generate
 
 MOST = 4
@@ -71,8 +69,8 @@ def test_a_warm_classifier_has_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if large:  # so that all is worth it, however long it takes
-        monkeypatch.setattr("serve.runtime.session_threads._ALWAYS_ONE_S", 0.0)
-        monkeypatch.setattr("serve.runtime.session_threads._WORTH", 1000.0)
+        monkeypatch.setattr("serve.runtime.model._ALWAYS_ONE_S", 0.0)
+        monkeypatch.setattr("serve.runtime.model._WORTH", 1000.0)
     model = OrtModel(build_classify(tmp_path / "c"), MOST)
     assert threads_of(classifier_of(model)) == MOST
     model.close()
@@ -95,7 +93,7 @@ def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(
 ) -> None:
     """Its ends have one where they are small: none is woken for so little between two steps."""
     if large:
-        monkeypatch.setattr("serve.runtime.ort_steps._SMALL_END_BYTES", 0)
+        monkeypatch.setattr("serve.runtime.session._SMALL_END_BYTES", 0)
     ends = MOST if large else 1
     model = OrtModel(build_generate(tmp_path / "g"), MOST)
     model.warm_up()
@@ -120,9 +118,9 @@ def test_a_row_that_is_alone_has_one_thread_where_that_is_no_slower(
             run()
         return [1.0, alone_s]
 
-    monkeypatch.setattr("serve.runtime.session_threads.interleaved", found)
+    monkeypatch.setattr("serve.runtime.model.interleaved", found)
     if not small:
-        monkeypatch.setattr("serve.runtime.session_threads._SMALL_BYTES", 0)
+        monkeypatch.setattr("serve.runtime.model._SMALL_BYTES", 0)
     bundle = build_generate(tmp_path / "g")
     model, plain = OrtModel(bundle, MOST), OrtModel(bundle, MOST)
     model.warm_up()

@@ -9,9 +9,8 @@ import pytest
 from serve.bundle import Bundle
 from serve.parts import cut_rows
 from serve.runtime import open_model
+from serve.runtime.classifier import Parts, Threads
 from serve.runtime.protocol import FloatArray, RowArray
-from serve.runtime.side_by_side import Parts
-from serve.runtime.threads import Threads
 from tests.tiny_bundles import build_classify
 
 
@@ -102,7 +101,7 @@ def test_answers_are_those_of_the_whole_batch(
     high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
     tokens = np.random.default_rng(0).integers(1, high, (7, most))
     shared = open_model(labels, 2)
-    monkeypatch.setattr("serve.runtime.ort_model.Parts", lambda threads: Parts(Threads(1)))
+    monkeypatch.setattr("serve.runtime.model.Parts", lambda threads: Parts(Threads(1)))
     whole = open_model(labels, 2)
     for steps in labels.manifest.steps:
         wanted = whole.classifier(steps).run(tokens)

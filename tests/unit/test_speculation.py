@@ -13,7 +13,7 @@ from serve.engine.ways import leads_of
 from serve.engine.work import Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.runtime.mixing import MOST_AHEAD
+from serve.runtime.protocol import MOST_AHEAD
 from serve.scheduler.job import Job, LaneKey
 from serve.scheduler.limits import Limits
 from tests.engine_bench import Caller

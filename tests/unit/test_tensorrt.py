@@ -13,12 +13,16 @@ import pytest
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error
 from serve.bundle import AgainstFp32, Bundle, BundleError
 from serve.runtime import open_model
-from serve.runtime.interface import encoder_interface, graph_interface
-from serve.runtime.trt_device import load_tensorrt, open_cuda
-from serve.runtime.trt_manifest import ENGINES_FILE, TIMING_FILE, Precision
-from serve.runtime.trt_model import TrtModel
-from serve.runtime.trt_session import TrtSession
-from serve.runtime.trt_shapes import profiles
+from serve.runtime.session import encoder_interface, graph_interface, profiles
+from serve.runtime.tensorrt import (
+    ENGINES_FILE,
+    TIMING_FILE,
+    Precision,
+    TrtModel,
+    TrtSession,
+    load_tensorrt,
+    open_cuda,
+)
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
 from tests.tiny_bundles import build_classify, build_generate

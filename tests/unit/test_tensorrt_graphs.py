@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from export.tensorrt import TOLERANCES, check_operators, lower_products, sample_rows
 from serve.bundle import BundleError
 from serve.runtime import open_model
-from serve.runtime.trt_manifest import Precision
+from serve.runtime.tensorrt import Precision
 from tests.tensorrt_operators import unsupported
 from tests.tiny_bundles import build_classify, build_generate
 from tests.tiny_families import build_image, build_points, build_prefix, build_translate

@@ -1,0 +1,278 @@
+"""Rungs of a classifier on onnxruntime, whole or step by step, and rows spread over threads."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import TypeVar, final
+
+import numpy as np
+import onnxruntime as ort
+
+from serve.bundle import BundleError, Manifest
+from serve.parts import cut_rows
+from serve.runtime.margins import ahead, present_positions
+from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray, check_rows
+from serve.runtime.session import StepSessions
+
+Beside = dict[str, FloatArray]  # what goes along with a state: its context, and its past
+
+
+@final
+class OrtStepClassifier:
+    """Rows in, logits out, step by step: one label a row, or one a position."""
+
+    def __init__(self, sessions: StepSessions, manifest: Manifest, steps: int) -> None:
+        self._sessions = sessions
+        self._manifest = manifest
+        self._steps = steps
+        self._name = sessions.embed.get_inputs()[0].name
+
+    def run(self, rows: RowArray) -> FloatArray:
+        for state, context in self._states(rows):
+            last, beside = state, context
+        return self._read(last, beside)
+
+    def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
+        self._check_jumps()
+        x, beside = self._embed(rows)
+        present = present_positions(rows, self._manifest)  # (B, N), of a tagger
+        left = np.arange(len(x))  # (B,): the rows that go on
+        evaluations = np.full(len(x), self._steps, dtype=np.int64)
+        positions = () if present is None else present.shape[1:]
+        shape = (len(x), *positions, len(self._manifest.labels or ()))
+        logits = np.empty(shape, dtype=np.float32)
+        for step in range(self._steps):
+            y = self._step(step, x, beside)
+            found = self._read(self._end(step, x, y), beside)  # (L, ..., C)
+            sure = ahead(found, None if present is None else present[left]) >= threshold
+            if step + 1 == self._steps:
+                sure[:] = True
+            logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
+            if sure.all():
+                break
+            x, left = y[~sure], left[~sure]
+            beside = {name: array[~sure] for name, array in beside.items()}
+        return EarlyAnswers(logits, evaluations)
+
+    def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
+        readouts = self._readouts(rows)  # (M, B, ..., C)
+        evaluations = np.full(len(rows), self._steps, dtype=np.int64)
+        if threshold is not None:
+            self._check_jumps()
+            sure = ahead(readouts, present_positions(rows, self._manifest)) >= threshold  # (M, B)
+            sure[-1] = True
+            evaluations = sure.argmax(axis=0) + 1
+        logits = readouts[evaluations - 1, np.arange(len(rows))]
+        return EarlyAnswers(logits, evaluations * self._sessions.stages, readouts)
+
+    def jumps(self, rows: RowArray) -> FloatArray:
+        """Logits (M, B, ..., C) after each evaluation; the last are the answer."""
+        self._check_jumps()
+        return self._readouts(rows)
+
+    def _readouts(self, rows: RowArray) -> FloatArray:
+        logits: list[FloatArray] = []
+        states = self._states(rows)
+        x, context = next(states)
+        for step, (y, _) in enumerate(states):
+            logits.append(self._read(self._end(step, x, y), context))
+            x = y
+        return np.stack(logits)
+
+    def _end(self, step: int, x: FloatArray, y: FloatArray) -> FloatArray:
+        """The state that is read out after a step from x to y.
+
+        With the dial of time that is y. Otherwise as many steps as are left follow, all with this
+        step's velocity, if the method has one.
+        """
+        left = self._steps - step
+        if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
+            return y
+        return x + np.float32(left) * (y - x)
+
+    def _check_jumps(self) -> None:
+        if self._manifest.method != "euler":
+            raise BundleError(
+                f"{self._manifest.name} is integrated by {self._manifest.method}, whose states "
+                "are no jumps; export it with --method euler"
+            )
+
+    def _states(self, rows: RowArray) -> Iterator[tuple[FloatArray, Beside]]:
+        """The state before the first step and after each, with what stays beside it."""
+        x, beside = self._embed(rows)
+        yield x, beside
+        for step in range(self._steps):
+            x = self._step(step, x, beside)
+            yield x, beside
+
+    def _embed(self, rows: RowArray) -> tuple[FloatArray, Beside]:
+        embed = self._sessions.embed
+        names = [node.name for node in embed.get_outputs()]
+        made = embed.run(names, {self._name: check_rows(rows, self._manifest)})
+        beside: Beside = dict(zip(names, made, strict=True))
+        x = beside.pop("x")
+        if self._sessions.history:
+            beside["previous"] = np.zeros_like(x)
+        return x, beside
+
+    def _step(self, step: int, x: FloatArray, beside: Beside) -> FloatArray:
+        """The next state; with a method that looks back, its velocity is put beside it."""
+        sessions = self._sessions
+        told = {name: beside[name] for name in sessions.contexts}
+        if sessions.history:
+            told["previous"] = beside["previous"]
+        times = sessions.times(step, self._steps, len(x))
+        outputs = ["y", "v"] if sessions.history else ["y"]
+        y, *v = sessions.step.run(outputs, {"x": x} | times | told)
+        if v:
+            beside["previous"] = v[0]
+        state: FloatArray = y
+        return state
+
+    def _read(self, state: FloatArray, beside: Beside) -> FloatArray:
+        seen = {name: beside[name] for name in self._sessions.head_contexts}
+        logits: FloatArray = self._sessions.head.run(["logits"], {"x": state} | seen)[0]
+        return logits  # (B, C), or (B, N, C)
+
+
+# One rung of a classifier as one graph on onnxruntime.
+
+
+@final
+class OrtClassifier:
+    """A stateless graph: rows in, a row of logits each out."""
+
+    def __init__(self, session: ort.InferenceSession, manifest: Manifest) -> None:
+        self._session = session
+        self._manifest = manifest
+        self._name = session.get_inputs()[0].name
+
+    def run(self, rows: RowArray) -> FloatArray:
+        rows = check_rows(rows, self._manifest)
+        logits: FloatArray = self._session.run(["logits"], {self._name: rows})[0]
+        return logits  # (B, C)
+
+    def forward(self, rows: RowArray) -> FloatArray:
+        """The same, by the name that whole graphs of every task have."""
+        return self.run(rows)
+
+
+# The threads that calls of one model run on beside the one that asks.
+
+
+ItemT = TypeVar("ItemT")
+AnswerT = TypeVar("AnswerT")
+
+
+@final
+class Threads:
+    """As many as there may be at once, the one that asks among them; started when first needed."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._others: ThreadPoolExecutor | None = None
+
+    def each(self, call: Callable[[ItemT], AnswerT], items: Sequence[ItemT]) -> list[AnswerT]:
+        """The answers to all items, as many at once as there are threads, each the next.
+
+        Raises when all that began have ended, if one did.
+        """
+        if len(items) == 1:
+            return [call(items[0])]
+        if self._others is None:
+            self._others = ThreadPoolExecutor(self.most - 1, "rows")
+        waiting = deque(range(len(items)))
+        answers: dict[int, AnswerT] = {}
+
+        def work() -> None:
+            while True:
+                try:
+                    place = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[place] = call(items[place])
+                except BaseException:
+                    waiting.clear()
+                    raise
+
+        others: list[Future[None]] = []
+        try:
+            for _ in range(min(self.most, len(items)) - 1):
+                others.append(self._others.submit(work))  # may be refused a thread
+            work()
+        finally:
+            waiting.clear()  # nothing is left, unless something failed
+            for other in others:
+                other.exception()  # waits for its end
+        for other in others:
+            other.result()
+        return [answers[place] for place in range(len(items))]
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown(wait=False)
+            self._others = None
+
+
+# Rows of one call in parts that run side by side. A session's own threads meet again after every
+# product, often within microseconds, and wait for each other; parts of a batch meet once. They
+# are not equal: a thread whose core has other things to do leaves the last ones to the others. No
+# answer depends on what shares its part.
+
+
+@final
+class Parts:
+    """The rows of a call, shared among threads that the rungs of one model take turns with."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+
+    def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
+        """The answers to the parts in their order; raises when all have ended, if one did."""
+        sizes = cut_rows(len(rows), self._threads.most) if rows.ndim else [1]
+        if len(sizes) == 1:
+            return [call(rows)]
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return self._threads.each(call, [rows[low:high] for low, high in bounds])
+
+
+class SideBySide:
+    """One rung of a classifier."""
+
+    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: Parts) -> None:
+        self._classifier = classifier
+        self._parts = parts
+
+    def run(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._parts.each(self._classifier.run, rows))
+
+
+@final
+class StepsSideBySide(SideBySide):
+    """One that is made of single steps."""
+
+    def __init__(self, steps: OrtStepClassifier, parts: Parts) -> None:
+        super().__init__(steps, parts)
+        self._steps = steps
+
+    def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
+        def early(part: RowArray) -> EarlyAnswers:
+            return self._steps.early(part, threshold)
+
+        found = self._parts.each(early, rows)
+        logits, evaluations, _ = zip(*found, strict=True)
+        return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
+
+    def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
+        def traced(part: RowArray) -> EarlyAnswers:
+            return self._steps.traced(part, threshold)
+
+        logits, evaluations, readouts = zip(*self._parts.each(traced, rows), strict=True)
+        return EarlyAnswers(
+            np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
+        )
+
+    def jumps(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._parts.each(self._steps.jumps, rows), axis=1)

@@ -1,0 +1,572 @@
+"""A decoder rung on onnxruntime: prompts read, rows that decode together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from serve.bundle import Manifest, Rung
+from serve.runtime.cache import CacheLayout, Part, RowCaches
+from serve.runtime.protocol import (
+    CacheArray,
+    FloatArray,
+    IntArray,
+    Reading,
+    WindowFullError,
+    check_tokens,
+)
+from serve.runtime.session import StepSessions, bind_input, bind_output, cache_names
+
+# Tokens of some rows on their way through all steps of a rung, with buffers bound in advance.
+
+
+@final
+class OrtCrossing:
+    """Valid while the caches stay where they are: `run` reads tokens and past anew every time."""
+
+    def __init__(
+        self,
+        sessions: StepSessions,
+        names: Sequence[str],
+        caches: Sequence[CacheArray],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+        width: int,
+        vocab_size: int,
+    ) -> None:
+        """`caches` has the buffers of one step behind those of another; `names` are a step's."""
+        self.tokens, self.past = tokens, past  # (B, S), (B,)
+        rows, length = tokens.shape
+        self.logits = np.empty((rows, len(keep), vocab_size), dtype=np.float32)  # (B, K, V)
+        self._sessions = sessions
+        steps = len(caches) // len(names)
+        states = [np.empty((rows, length, width), dtype=np.float32) for _ in range(2)]
+        velocities = [np.zeros_like(states[0]) for _ in range(2 if sessions.history else 0)]
+        seqlens, total = np.empty(rows, dtype=np.int32), np.empty((), dtype=np.int32)
+        self._embed = sessions.embed.io_binding()
+        bind_input(self._embed, "tokens", tokens)
+        bind_input(self._embed, "past", past)
+        bind_output(self._embed, "x", states[0])
+        bind_output(self._embed, "seqlens", seqlens)
+        bind_output(self._embed, "total", total)
+        self._step = sessions.step_of(tokens.size)
+        self._steps: list[ort.IOBinding] = []
+        self._kept: list[object] = [keep, *states, *velocities, seqlens, total, list(caches)]
+        for step in range(steps):
+            binding = self._step.io_binding()
+            now, then = step % 2, (step + 1) % 2
+            bind_input(binding, "x", states[now])
+            bind_output(binding, "y", states[then])
+            told = sessions.times(step, steps, rows)
+            self._kept.append(told)
+            for name, array in told.items():
+                bind_input(binding, name, array)
+            if sessions.history:
+                bind_input(binding, "previous", velocities[now])
+                bind_output(binding, "v", velocities[then])
+            bind_input(binding, "seqlens", seqlens)
+            bind_input(binding, "total", total)
+            here = caches[step * len(names) : (step + 1) * len(names)]
+            for name, cache in zip(names, here, strict=True):
+                bind_input(binding, name, cache)
+                bind_output(binding, f"{name}_out", cache)
+            self._steps.append(binding)
+        self._head = sessions.head.io_binding()
+        bind_input(self._head, "x", states[steps % 2])
+        bind_input(self._head, "keep", keep)
+        bind_output(self._head, "logits", self.logits)
+
+    @property
+    def steps(self) -> int:
+        return len(self._steps)
+
+    def run(self) -> FloatArray:
+        """The logits, which the next run overwrites."""
+        self.begin()
+        self.cross(0, self.steps)
+        return self.end()
+
+    def begin(self) -> None:
+        """Embed the tokens."""
+        self._sessions.embed.run_with_iobinding(self._embed)
+
+    def cross(self, first: int, end: int) -> None:
+        """Take these steps, which come next."""
+        for binding in self._steps[first:end]:
+            self._step.run_with_iobinding(binding)
+
+    def end(self) -> FloatArray:
+        """The logits, once all steps have been taken; the next run overwrites them."""
+        self._sessions.head.run_with_iobinding(self._head)
+        return self.logits
+
+
+# A prompt that is read piece by piece on onnxruntime, with caches of its own. Attention sums in
+# another order for other chunks, so their ends depend on nothing but the prompt. What becomes of
+# the row is the batch's affair.
+
+
+CHUNK_TOKENS = 64
+PIECE_TOKENS = 128  # tokens times steps
+
+Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, tokens (S,), past
+
+
+@final
+class OrtReading:
+    """One row on its way into a batch."""
+
+    def __init__(
+        self, caches: RowCaches, open_crossing: Opening, tokens: IntArray, positions: int
+    ) -> None:
+        """With caches that hold nothing yet; it may come to have so many positions."""
+        self.tokens = tokens  # (S,)
+        self.caches = caches
+        # One position more at least, since a prompt is read to be continued.
+        self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
+        self.caches.reserve(0, 0, 1, self.room)
+        self._open = open_crossing
+        self._crossing: OrtCrossing | None = None
+        self._read = self._step = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.caches.nbytes
+
+    @property
+    def positions(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether all has been read."""
+        return self._read == len(self.tokens)
+
+    def advance(self) -> FloatArray | None:
+        assert not self.done, "all has been read"
+        chunk = self.tokens[self._read : self._read + CHUNK_TOKENS]
+        if self._crossing is None:
+            self._crossing = self._open(self.caches.arrays, chunk, self._read)
+            self._crossing.begin()
+        crossing = self._crossing
+        end = min(crossing.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
+        crossing.cross(self._step, end)
+        self._step = end
+        if end < crossing.steps:
+            return None
+        self._read += len(chunk)
+        self._crossing, self._step = None, 0
+        return crossing.end()[0, 0] if self.done else None
+
+
+def last_of(tokens: IntArray) -> IntArray:
+    """The position whose logits are wanted, as the head takes it."""
+    return np.array([len(tokens) - 1], dtype=np.int64)
+
+
+# What comes before and after the steps of rows that get one token each, bound once for each size.
+
+
+_KEPT_SIZES = 64
+
+
+@final
+@dataclass(slots=True)
+class _Embed:
+    binding: ort.IOBinding
+    tokens: IntArray  # (B, 1)
+    past: npt.NDArray[np.int32]  # (B,)
+    x: FloatArray  # (B, 1, D)
+    seqlens: npt.NDArray[np.int32]  # (B,)
+    total: npt.NDArray[np.int32]  # ()
+
+
+@final
+@dataclass(slots=True)
+class _Head:
+    binding: ort.IOBinding
+    x: FloatArray  # (B, 1, D)
+    logits: FloatArray  # (B, 1, V)
+
+
+@final
+class OrtEnds:
+    """Calls that come again and again are bound to buffers of their own."""
+
+    def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
+        self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
+        self._first = np.zeros(1, dtype=np.int64)
+        self._embeds: dict[int, _Embed] = {}
+        self._heads: dict[int, _Head] = {}
+
+    def embed(
+        self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
+    ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """State (B, 1, D), lengths (B,) and the largest () of tokens (B,) behind positions (B,).
+
+        The next call for as many rows overwrites them.
+        """
+        call = self._embeds.get(rows) or self._bound_embed(rows)
+        call.tokens[:, 0], call.past[:] = tokens, past
+        self._sessions.embed.run_with_iobinding(call.binding)
+        return call.x, call.seqlens, call.total
+
+    def head(self, x: FloatArray) -> FloatArray:
+        """Logits (B, V) of states (B, 1, D), a copy."""
+        call = self._heads.get(len(x)) or self._bound_head(len(x))
+        call.x[:] = x
+        self._sessions.head.run_with_iobinding(call.binding)
+        return call.logits[:, 0].copy()
+
+    def _bound_embed(self, rows: int) -> _Embed:
+        call = _Embed(
+            self._sessions.embed.io_binding(),
+            np.zeros((rows, 1), dtype=np.int64),
+            np.zeros(rows, dtype=np.int32),
+            np.empty((rows, 1, self._width), dtype=np.float32),
+            np.empty(rows, dtype=np.int32),
+            np.empty((), dtype=np.int32),
+        )
+        bind_input(call.binding, "tokens", call.tokens)
+        bind_input(call.binding, "past", call.past)
+        bind_output(call.binding, "x", call.x)
+        bind_output(call.binding, "seqlens", call.seqlens)
+        bind_output(call.binding, "total", call.total)
+        if len(self._embeds) >= _KEPT_SIZES:
+            self._embeds.clear()
+        self._embeds[rows] = call
+        return call
+
+    def _bound_head(self, rows: int) -> _Head:
+        call = _Head(
+            self._sessions.head.io_binding(),
+            np.zeros((rows, 1, self._width), dtype=np.float32),
+            np.empty((rows, 1, self._vocab_size), dtype=np.float32),
+        )
+        bind_input(call.binding, "x", call.x)
+        bind_input(call.binding, "keep", self._first)
+        bind_output(call.binding, "logits", call.logits)
+        if len(self._heads) >= _KEPT_SIZES:
+            self._heads.clear()
+        self._heads[rows] = call
+        return call
+
+
+_NUMBERS = count()  # of all batches, so that none is ever taken for another
+_FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Stand:
+    """Where the rows of a batch stand between two steps."""
+
+    x: FloatArray  # (B, 1, D)
+    v: FloatArray  # (B, 1, D): the velocity of the step before, where the method looks back
+    seqlens: npt.NDArray[np.int32]  # (B,)
+    total: int  # positions of the longest row, with the new one
+    step: int = 0
+
+
+@final
+class OrtDecodeBatch:
+    """Caches as prefixes of shared buffers; the step reads and writes them in place."""
+
+    def __init__(
+        self,
+        sessions: StepSessions,
+        ends: OrtEnds,
+        names: list[str],
+        layout: CacheLayout,
+        width: int,
+        vocab_size: int,
+    ) -> None:
+        self.stand: Stand | None = None  # None: between two tokens
+        self.number = next(_NUMBERS)
+        self.sessions, self.names, self.width = sessions, names, width
+        self._ends = ends
+        self._vocab_size = vocab_size
+        self._caches = RowCaches(layout)
+        self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
+        self._rooms: list[int] = []  # positions that each row may come to have
+        self._lead = 1  # of the last row that ran ahead
+        self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
+
+    @property
+    def lengths(self) -> list[int]:
+        lengths: list[int] = self._past.tolist()
+        return lengths
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._caches.layout
+
+    @property
+    def max_tokens(self) -> int:
+        return self.layout.max_tokens
+
+    @property
+    def rows(self) -> int:
+        return len(self._past)
+
+    @property
+    def version(self) -> int:
+        """Another one whenever the caches move."""
+        return self._caches.version
+
+    @property
+    def nbytes(self) -> int:
+        return self._caches.nbytes
+
+    @property
+    def steps(self) -> int:
+        return self._caches.layout.buffers // len(self.names)
+
+    def read(self, tokens: IntArray, positions: int = 0) -> OrtReading:
+        tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
+        max_tokens = self._caches.layout.max_tokens
+        if len(tokens) > max_tokens:
+            raise WindowFullError(
+                f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
+                "keep its last ones"
+            )
+        # As the last row that ran ahead wanted them: the next one probably wants the same.
+        caches = RowCaches(self._caches.layout, self._lead)
+        return OrtReading(caches, self._open_alone, tokens, positions)
+
+    def join(self, reading: Reading) -> None:
+        assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
+        assert self.stand is None, "a row joins between two tokens"
+        row, length = len(self._past), len(reading.tokens)
+        if row == 0:
+            self._caches = reading.caches
+        else:
+            longest = self._longest()
+            self._caches.reserve(
+                row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
+            )
+            self._caches.take(row, reading.caches, length)
+        self._past = np.append(self._past, np.int32(length))
+        self._rooms.append(reading.room)
+        self._crossing = None
+
+    def add(self, tokens: IntArray) -> FloatArray:
+        reading = self.read(tokens)
+        while (logits := reading.advance()) is None:
+            pass
+        self.join(reading)
+        return logits.copy()
+
+    def extend(self, row: int, tokens: IntArray) -> FloatArray:
+        tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
+        self._check_row(row)
+        past, max_tokens = int(self._past[row]), self._caches.layout.max_tokens
+        if past + len(tokens) > max_tokens:
+            raise WindowFullError(
+                f"{len(tokens)} tokens behind {past} are more than max_tokens ({max_tokens})"
+            )
+        rows = len(self._past)
+        longest = self._longest()
+        if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
+            self._crossing = None
+        caches = [array[row : row + 1] for array in self._caches.arrays]
+        crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
+        logits: FloatArray = crossing.run()[0]  # (S, V)
+        self._past[row] += len(tokens)
+        return logits
+
+    def step(self, tokens: IntArray) -> FloatArray:
+        self.make_room(tokens)
+        if self._crossing is None:
+            one, caches = np.zeros((self.rows, 1), dtype=np.int64), self._used()
+            self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
+        self._crossing.tokens[:, 0] = tokens
+        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
+        self._past += 1
+        return logits
+
+    def begin(self, tokens: IntArray) -> None:
+        self.stand = self.embed(tokens, self.make_room(tokens))
+
+    def end(self) -> FloatArray:
+        return self.read_off(self.arrive())
+
+    def arrive(self) -> FloatArray:
+        """States (B, 1, D) behind the last step; every row grows by one position."""
+        assert self.stand is not None and self.stand.step == self.steps, "not at the last step"
+        x, self.stand = self.stand.x, None
+        self._past += 1
+        return x
+
+    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
+        """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
+        x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
+        x = x.copy()
+        v = np.zeros_like(x) if self.sessions.history else x
+        return Stand(x, v, seqlens.copy(), int(total))
+
+    def state(self, token: int, past: int) -> FloatArray:
+        """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
+        return self._ends.embed(token, past)[0]
+
+    def read_off(self, x: FloatArray) -> FloatArray:
+        """Logits (B, V) of states (B, 1, D)."""
+        return self._ends.head(x)
+
+    def reach(self, positions: int, lead: int) -> None:
+        """Room for so many positions in the only row, which is to run ahead with this lead.
+
+        Before the last of them is begun.
+        """
+        assert self.rows == 1 and self.stand is None
+        self._lead, held = lead, positions - 1
+        arranged = self._caches.arrange(lead, held)
+        if self._caches.reserve(1, held, 1, positions) or arranged:
+            self._crossing = None
+
+    def along(self, step: int, count: int) -> list[CacheArray]:
+        """The caches of the only row at this step and those that are a lead further each."""
+        return self._caches.along(step, count)
+
+    def lengthen(self) -> None:
+        """The only row has one position more, which was written from outside."""
+        assert self.rows == 1
+        self._past += 1
+
+    def caches(self, step: int) -> list[CacheArray]:
+        """The caches of a step; they stay where they are until the next version."""
+        each, rows = len(self.names), self.rows
+        return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
+
+    def parts(self, step: int) -> list[Part]:
+        """The same, to be seen next to those of other batches."""
+        return self._caches.parts(step, self.rows)
+
+    def remove(self, row: int) -> None:
+        self._check_row(row)
+        assert self.stand is None, "a row leaves between two tokens"
+        last = len(self._past) - 1
+        if row != last:
+            self._caches.move(last, row, int(self._past[last]))
+        past = self._past[:last].copy()
+        if row != last:
+            past[row] = self._past[last]
+        self._past = past
+        self._rooms[row] = self._rooms[last]
+        self._rooms.pop()
+        longest = self._longest()
+        self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
+        self._crossing = None
+
+    def _longest(self) -> int:
+        return int(self._past.max(initial=0))
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self._past):
+            raise IndexError(f"there is no row {row} among {len(self._past)}")
+
+    def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
+        """Room for one token (B,) more in every row; the positions (B,) that they have."""
+        assert self.stand is None, "the rows are under way"
+        rows = len(self._past)
+        if tokens.shape != (rows,) or rows == 0:
+            raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")
+        longest = self._longest()
+        if longest >= self._caches.layout.max_tokens:
+            raise WindowFullError(
+                f"row {int(self._past.argmax())} has max_tokens ({longest}) cached positions; "
+                "remove it and add its last tokens again"
+            )
+        if self._caches.reserve(rows, longest, rows, longest + 1):
+            self._crossing = None
+        return self._past
+
+    def _used(self) -> list[CacheArray]:
+        return [array[: len(self._past)] for array in self._caches.arrays]
+
+    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> OrtCrossing:
+        return self._open(caches, tokens[None], _one(past), last_of(tokens))
+
+    def _open(
+        self,
+        caches: list[CacheArray],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+    ) -> OrtCrossing:
+        return OrtCrossing(
+            self.sessions,
+            self.names,
+            caches,
+            tokens,
+            past,
+            keep,
+            self.width,
+            self._vocab_size,
+        )
+
+
+def _one(past: int) -> npt.NDArray[np.int32]:
+    return np.array([past], dtype=np.int32)
+
+
+# One rung of a decoder with caches on onnxruntime: opens batches, runs whole sequences to verify.
+
+
+_FORWARD_TOKENS = 8192
+
+
+@final
+class OrtDecoder:
+    """So many steps, with caches that each updates in place."""
+
+    def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
+        self._sessions = sessions
+        self._layout = CacheLayout.of(manifest, rung)
+        self._names = cache_names(sessions.stages, manifest.shape.layers)
+        self._steps = rung.steps
+        self._width = manifest.shape.state_width
+        self._vocab_size = manifest.text_tokenizer.vocab_size
+        self._ends = OrtEnds(sessions, self._width, self._vocab_size)
+
+    def open_batch(self) -> OrtDecodeBatch:
+        return OrtDecodeBatch(
+            self._sessions, self._ends, self._names, self._layout, self._width, self._vocab_size
+        )
+
+    def bytes_for(self, positions: int, rows: int = 1) -> int:
+        return self._layout.bytes_for(positions, rows)
+
+    def forward(self, tokens: IntArray) -> FloatArray:
+        tokens = check_tokens(tokens, 2, self._vocab_size)  # (B, S)
+        rows, length = tokens.shape
+        if length > self._layout.max_tokens:
+            raise ValueError(
+                f"{length} tokens a row are more than max_tokens ({self._layout.max_tokens})"
+            )
+        chunk = max(1, _FORWARD_TOKENS // length)
+        return np.concatenate(
+            [self._forward_rows(tokens[at : at + chunk]) for at in range(0, rows, chunk)]
+        )
+
+    def _forward_rows(self, tokens: IntArray) -> FloatArray:
+        rows, length = tokens.shape
+        shape = (rows, self._layout.heads, length, self._layout.head_width)
+        # Nothing is decoded afterwards, so all steps, stages and layers may use the same pair: each
+        # writes all its positions before it reads them, and none starts before the last is done.
+        pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
+        crossing = OrtCrossing(
+            self._sessions,
+            self._names,
+            pair * (self._steps * len(self._names) // 2),
+            tokens,
+            np.zeros(rows, dtype=np.int32),
+            np.arange(length, dtype=np.int64),
+            self._width,
+            self._vocab_size,
+        )
+        return crossing.run()

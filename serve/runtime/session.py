@@ -1,0 +1,630 @@
+"""Sessions of onnxruntime: options, providers, weights, the names of a graph, bound buffers.
+
+A session is opened only on a graph that has the inputs and outputs it must have.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Self, final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from serve.bundle import (
+    EVALUATIONS_PER_STEP,
+    MANIFEST_FILE,
+    Bundle,
+    BundleError,
+    ImageInput,
+    Manifest,
+    PointsInput,
+    check_file,
+    read_checked,
+)
+from serve.runtime.protocol import Device, FloatArray, Place
+
+# The inputs and outputs that each graph of a bundle must have, with their types and shapes.
+
+
+# Of each name: the type as ONNX calls it, and the shape; a word stands for any size, None for any
+# shape at all, an empty type for any type.
+Nodes = dict[str, tuple[str, tuple[int | str, ...] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a graph takes and gives, and what else it may."""
+
+    inputs: Nodes
+    outputs: Nodes
+    more_inputs: Nodes = field(default_factory=dict)
+    more_outputs: Nodes = field(default_factory=dict)
+
+
+_INT64, _INT32, _INT8 = "tensor(int64)", "tensor(int32)", "tensor(int8)"
+_FLOAT = "tensor(float)"
+_TOKENS: Nodes = {"tokens": (_INT64, ("batch", "length"))}
+_KEEP: Nodes = {"keep": (_INT64, ("kept",))}
+_A_ROW: Nodes = {"h": (_FLOAT, ("batch",))}
+_TIME: Nodes = {"t": (_FLOAT, ("batch",))}
+_LENGTHS: Nodes = {"seqlens": (_INT32, ("batch",)), "total": (_INT32, ())}
+_CONTEXTS: Nodes = {f"context_{index}": ("", None) for index in range(8)}
+
+
+def graph_interface(manifest: Manifest) -> Interface:
+    """Of the graph of any rung: the whole depth, without caches."""
+    if manifest.labelled:
+        return Interface(_taken(manifest), _classes(manifest))
+    if manifest.task == "translate":
+        inputs = _TOKENS | _source() | _memory(manifest) | _KEEP
+        return Interface(inputs, _vocabulary(manifest))
+    return Interface(_TOKENS | _KEEP, _vocabulary(manifest))
+
+
+def encoder_interface(manifest: Manifest) -> Interface:
+    """Of the encoder of a translator's rung."""
+    return Interface(_source(), _memory(manifest))
+
+
+def embed_interface(manifest: Manifest) -> Interface:
+    """Of what comes before the first step."""
+    if manifest.keeps_caches:
+        past: Nodes = {"past": (_INT32, ("batch",))}
+        return Interface(_TOKENS | past, _state("x", manifest) | _LENGTHS)
+    taken = _taken(manifest) if manifest.labelled else _TOKENS
+    return Interface(taken, _state("x", manifest), more_outputs=_CONTEXTS)
+
+
+def step_interface(manifest: Manifest) -> Interface:
+    """Of one step of the method."""
+    inputs, outputs = _state("x", manifest), _state("y", manifest)
+    if manifest.depth != "fixed":
+        inputs |= _A_ROW
+    if manifest.method == "ab2":
+        inputs |= _state("previous", manifest) | {"history": (_FLOAT, ("batch",))}
+        outputs |= _state("v", manifest)
+    if not manifest.keeps_caches:
+        return Interface(inputs, outputs, more_inputs=_TIME | _CONTEXTS)
+    shape = manifest.shape
+    kind = _INT8 if manifest.cache == "kv_int8" else _FLOAT
+    cache = (kind, ("batch", shape.heads, "capacity", shape.head_width))
+    names = cache_names(EVALUATIONS_PER_STEP[manifest.method], shape.layers)
+    return Interface(
+        inputs | _LENGTHS | dict.fromkeys(names, cache),
+        outputs | {f"{name}_out": cache for name in names},
+        more_inputs=_TIME,
+    )
+
+
+def head_interface(manifest: Manifest) -> Interface:
+    """Of what reads the answer off the last state."""
+    if manifest.labelled:
+        return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
+    inputs, more = _state("x", manifest) | _KEEP, {} if manifest.keeps_caches else _CONTEXTS
+    return Interface(inputs, _vocabulary(manifest), more_inputs=more)
+
+
+def cache_names(stages: int, layers: int) -> list[str]:
+    """The cache inputs of a decoder's step; the outputs have _out behind."""
+    return [
+        f"{part}_{stage}_{layer}"
+        for stage in range(stages)
+        for layer in range(layers)
+        for part in ("k", "v")
+    ]
+
+
+def _taken(manifest: Manifest) -> Nodes:
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return {"pixels": (_FLOAT, ("batch", channels, height, width))}
+        case PointsInput(dimensions=dimensions):
+            return {"points": (_FLOAT, ("batch", "count", dimensions))}
+        case _:
+            return _TOKENS
+
+
+def _state(name: str, manifest: Manifest) -> Nodes:
+    """A state: of words as many positions as the input, of other inputs whatever they embed to."""
+    if manifest.keeps_caches:
+        return {name: (_FLOAT, ("batch", "length", manifest.shape.state_width))}
+    return {name: (_FLOAT, None)}
+
+
+def _classes(manifest: Manifest) -> Nodes:
+    """The scores of every label, of a row or of each of its positions."""
+    place = ("batch", "length") if manifest.task == "tag" else ("batch",)
+    return {"logits": (_FLOAT, (*place, len(manifest.labels or ())))}
+
+
+def _vocabulary(manifest: Manifest) -> Nodes:
+    return {"logits": (_FLOAT, ("batch", "kept", manifest.text_tokenizer.vocab_size))}
+
+
+def _source() -> Nodes:
+    return {"source": (_INT64, ("batch", "source_length"))}
+
+
+def _memory(manifest: Manifest) -> Nodes:
+    return {"memory": (_FLOAT, ("batch", "source_length", manifest.shape.width))}
+
+
+# The smallest, usual and largest shape of each input of a graph, as TensorRT's profiles want.
+
+
+DEFAULT_ROWS = 64
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRange:
+    """Of one input."""
+
+    min: Dims
+    opt: Dims
+    max: Dims
+
+    def holds(self, shape: Dims) -> bool:
+        return len(shape) == len(self.min) and all(
+            low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
+        )
+
+
+Profile = Mapping[str, ShapeRange]
+
+
+def one_profile(inputs: Nodes, manifest: Manifest, rows: int = DEFAULT_ROWS) -> Profile:
+    """Any batch up to `rows`, best at half of it."""
+    return _profile(inputs, manifest, (1, max(1, rows // 2), rows))
+
+
+def profiles(inputs: Nodes, manifest: Manifest, rows: int = DEFAULT_ROWS) -> list[Profile]:
+    """A single row, which waits for nobody; and batches of up to `rows`."""
+    single = _profile(inputs, manifest, (1, 1, 1))
+    return [single] if rows == 1 else [single, one_profile(inputs, manifest, rows)]
+
+
+def _profile(inputs: Nodes, manifest: Manifest, batch: tuple[int, int, int]) -> Profile:
+    sizes = _sizes(manifest) | {"batch": batch}
+    ranges = {}
+    for name, (_, shape) in inputs.items():
+        assert shape is not None, f"{name} has no shape"
+        sides = [sizes[side] if isinstance(side, str) else (side,) * 3 for side in shape]
+        low, usual, high = (tuple(side[index] for side in sides) for index in range(3))
+        ranges[name] = ShapeRange(low, usual, high)
+    return ranges
+
+
+def _sizes(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
+    """What each word of an interface stands for."""
+    match manifest.input:
+        case ImageInput():
+            return {}
+        case PointsInput(max_points=most):
+            return {"count": _up_to(most)}
+        case text:
+            written = manifest.target_max_tokens or text.max_tokens
+            return {
+                "length": _up_to(written),
+                "source_length": _up_to(text.max_tokens),
+                # Two even of a single prefix; all positions only where a decoder is verified.
+                "kept": (1, 2, max(2, written)),
+            }
+
+
+def _up_to(most: int) -> tuple[int, int, int]:
+    return 1, max(1, most // 2), most
+
+
+# Where onnxruntime runs a graph: its execution providers, and whether a session really got them.
+# onnxruntime only logs it when a provider cannot be made, and runs on the CPU instead; here that
+# is an error that says what is missing.
+
+
+Provider = tuple[str, dict[str, str]]
+
+INSTALL = "pip install '.[gpu]' in an environment without onnxruntime, which excludes it"
+_CPU: Provider = ("CPUExecutionProvider", {})
+_NAMES = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+_DRIVER = "libcuda.so.1"
+_log = logging.getLogger("stepdial.runtime")
+
+
+def providers_for(device: Device, bundle: Bundle, interface: Interface) -> list[Provider]:
+    """The providers of a session, the wanted one first, less those that are not installed."""
+    if device == "cpu":
+        return [_CPU]
+    _load_libraries(device)
+    wanted: list[Provider] = [("CUDAExecutionProvider", {"use_tf32": "0"}), _CPU]
+    if device == "tensorrt":
+        profile = one_profile(interface.inputs, bundle.manifest)
+        wanted.insert(0, (_NAMES["tensorrt"], _tensorrt_options(cache_folder(bundle), profile)))
+    available = ort.get_available_providers()
+    return [provider for provider in wanted if provider[0] in available]
+
+
+def check_providers(got: Sequence[str], place: Place, file: str) -> None:
+    """BundleError unless a session got the provider of its device: `session.get_providers()`."""
+    if place.device == "cpu" or _NAMES[place.device] in got:
+        return
+    problem = f"cannot run on {place.device}, only on {', '.join(got)}: {missing(place.device)}"
+    if not place.allow_cpu_fallback:
+        raise BundleError(
+            f"{problem}; or serve with --device cpu, or with --allow-cpu-fallback", file=file
+        )
+    _log.warning("%s %s", file, problem)
+
+
+def missing(device: Device) -> str:
+    """What has to be installed for this device to work, as far as can be told."""
+    if _NAMES.get(device) not in ort.get_available_providers():
+        return f"this onnxruntime ({ort.__version__}) is for the CPU only: {INSTALL}"
+    if not _loads(_DRIVER):
+        return (
+            f"there is no NVIDIA driver ({_DRIVER} cannot be loaded): install it, or start the "
+            "container with --gpus all"
+        )
+    if device == "tensorrt" and importlib.util.find_spec("tensorrt") is None:
+        return f"the package tensorrt is not installed: {INSTALL}"
+    return (
+        "onnxruntime could not start it, and its log above says why; python -c 'import "
+        "onnxruntime; onnxruntime.print_debug_info()' lists the CUDA libraries that it finds"
+    )
+
+
+def cache_folder(bundle: Bundle) -> Path:
+    """Where the engines of onnxruntime's TensorRT provider are kept: not in the sealed bundle."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
+    return Path(root) / "stepdial" / "tensorrt" / f"{bundle.manifest.name}-{digest[:16]}"
+
+
+def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
+    """Engines are kept; and made once for all shapes, instead of again for each larger one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {
+        "trt_engine_cache_enable": "1",
+        "trt_engine_cache_path": str(folder),
+        "trt_timing_cache_enable": "1",
+        "trt_timing_cache_path": str(folder),
+    }
+    for side in ("min", "opt", "max"):
+        shapes = {name: getattr(bounds, side) for name, bounds in profile.items()}
+        options[f"trt_profile_{side}_shapes"] = ",".join(
+            f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items()
+        )
+    return options
+
+
+def _load_libraries(device: Device) -> None:
+    """Load the CUDA and TensorRT libraries that came as Python packages, where there are any."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    if device == "tensorrt" and importlib.util.find_spec("tensorrt") is not None:
+        importlib.import_module("tensorrt")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+# A session of onnxruntime whose runs can be ended from another thread, through their options. All
+# sessions of a model share the options, so one switch ends whatever runs.
+
+
+def shared_options() -> ort.RunOptions:
+    """Options for all sessions of a model, as they are while nothing is to end."""
+    options = ort.RunOptions()
+    # No graph of a GPU is captured, which is so anyway. Unsaid, every run looks for it and throws:
+    # that takes a third as long as one step of a small model.
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
+
+
+@final
+class InterruptibleSession:
+    """What is used of a session; every run takes the options along."""
+
+    def __init__(
+        self, session: ort.InferenceSession, options: ort.RunOptions, lent: object = None
+    ) -> None:
+        """`lent` is what the session uses where it is; it lives as long as the session."""
+        self._lent = lent
+        self.get_inputs = session.get_inputs
+        self.get_outputs = session.get_outputs
+        self.get_session_options = session.get_session_options
+        self.io_binding = session.io_binding
+        self.run = partial(session.run, run_options=options)
+        self.run_with_iobinding = partial(session.run_with_iobinding, run_options=options)
+
+
+# The weights of a bundle in memory, read and checked at once, for sessions to be made from. Left
+# alone, onnxruntime maps the file into memory: whoever writes into it would change the answers of
+# a server that runs, and whoever cuts it short would end the server.
+
+
+_IN_PLACE = "session.use_external_initializer_file_buffers_directly"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the file holds; `in_place` if sessions use it where it is, and not a copy of it.
+
+    Whoever opens several sessions with the same weights saves the copies. What onnxruntime brings
+    into a form of its own, as most weights, is there twice then, so one set of sessions copies.
+    """
+
+    file: str
+    content: bytes
+    in_place: bool
+
+    @classmethod
+    def read(cls, bundle: Bundle, in_place: bool) -> Self:
+        """BundleError unless the file is the one that was sealed."""
+        file = bundle.manifest.weights
+        content = read_checked(bundle.folder / file, bundle.manifest.files[file])
+        return cls(file, content, in_place)
+
+    def lend(self, options: ort.SessionOptions) -> None:
+        """Have a session take its weights from here."""
+        options.add_session_config_entry(_IN_PLACE, str(int(self.in_place)))
+        options.add_external_initializers_from_files_in_memory(
+            [self.file], [self.content], [len(self.content)]
+        )
+
+
+_SESSION_CPU = Place()
+# That threads look for more to do before they sleep: from product to product and call to call, but
+# no longer, since they take the cores from the threads of every other session meanwhile.
+_SPIN_US = 200
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, less what a container's quota takes away."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        if quota != "max":
+            return max(1, min(cores or 1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return max(1, cores or 1)
+
+
+def open_session(
+    bundle: Bundle,
+    file: str,
+    interface: Interface,
+    threads: int,
+    place: Place = _SESSION_CPU,
+    run_options: ort.RunOptions | None = None,
+    weights: Weights | None = None,
+    spin: bool = False,
+) -> InterruptibleSession:
+    """The session of one graph; BundleError when it is not what the manifest promises.
+
+    With `spin` threads wait awake for a moment, as suits calls that come one upon the other.
+    Without weights in memory onnxruntime reads the file, as for a device with memory of its own.
+    """
+    path = bundle.folder / file
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.log_severity_level = 3
+    # Without a limit, idle threads of a dozen sessions burn the cores that a running one needs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    # One arena for all: a session's own would keep that session's largest batch for ever.
+    _register_arena()
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    if weights is not None:
+        weights.lend(options)
+    try:
+        providers = providers_for(place.device, bundle, interface)
+        session = ort.InferenceSession(path, options, providers=providers)
+    except Exception as error:  # onnxruntime has no base class of its own
+        raise failure(f"cannot be opened by onnxruntime {ort.__version__}", error, path) from error
+    # Only now: another bundle may have taken this place since the files were checked.
+    for name in (file,) if weights is not None else (file, bundle.manifest.weights):
+        check_file(bundle.folder / name, bundle.manifest.files[name], verify=True)
+    check_providers(session.get_providers(), place, str(path))
+    check_interface(path, interface, session)
+    return InterruptibleSession(session, run_options or shared_options(), weights)
+
+
+@cache
+def _register_arena() -> None:
+    """The working memory that all sessions of the process take turns with."""
+    place = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 0}))
+
+
+def check_interface(path: Path, interface: Interface, session: ort.InferenceSession) -> None:
+    """The graph's inputs and outputs are those of its task, with the sizes of the manifest."""
+    for side, nodes, wanted, more in (
+        ("input", session.get_inputs(), interface.inputs, interface.more_inputs),
+        ("output", session.get_outputs(), interface.outputs, interface.more_outputs),
+    ):
+        found = {node.name: (node.type, tuple(node.shape)) for node in nodes}
+        for name in wanted:
+            if name not in found:
+                raise _mismatch(path, f"has no {side} {name}")
+        for name, (found_kind, found_shape) in found.items():
+            if name not in wanted and name not in more:
+                raise _mismatch(path, f"has the unknown {side} {name}")
+            kind, shape = wanted.get(name) or more[name]
+            if found_kind != (kind or found_kind) or not _fits(found_shape, shape):
+                raise _mismatch(
+                    path,
+                    f"has the {side} {name} as {found_kind} {list(found_shape)} instead of "
+                    f"{kind} {list(shape or ())}",
+                )
+
+
+def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...] | None) -> bool:
+    """A size that the graph leaves open fits anything; one that must be open has to be open."""
+    return wanted is None or (
+        len(found) == len(wanted)
+        and all(
+            not isinstance(have, int) or have == want
+            for have, want in zip(found, wanted, strict=True)
+        )
+    )
+
+
+def _mismatch(path: Path, problem: str) -> BundleError:
+    return BundleError(f"{problem}; export the bundle again", file=str(path))
+
+
+def failure(problem: str, error: Exception, path: Path) -> BundleError:
+    """What a file is refused with, and what is to be done: it need not be the file's fault."""
+    lines = str(error).strip().splitlines()
+    # The rest is onnxruntime's own call stack.
+    first = lines[0] if lines else type(error).__name__
+    remedy = "export the bundle again"
+    if isinstance(error, MemoryError) or "alloc" in first:
+        remedy = "there is not enough memory: give the server more, or let it serve less"
+    return BundleError(f"{problem} ({first}); {remedy}", file=str(path))
+
+
+# The sessions of one step of a bundle on onnxruntime: embed, step, head. They make every rung.
+
+
+_SMALL_END_BYTES = 1 << 20
+HISTORY = 0.5  # of ab2: what a step takes from the one before it
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepSessions:
+    """One copy of the weights for all rungs."""
+
+    embed: InterruptibleSession
+    step: InterruptibleSession
+    single: InterruptibleSession  # the step of one token, which may be quicker on fewer threads
+    head: InterruptibleSession
+    timed: bool  # whether the step wants the time
+    sized: bool  # whether it wants its size: a pass of fixed depth has none
+    history: bool  # whether it wants the velocity of the step before
+    stages: int  # evaluations a step
+    T: float
+    grid_steps: int | None  # of the dial of time: steps that cross [0, T]
+    contexts: tuple[str, ...]  # what the embedding gives to the step beside the state
+    head_contexts: tuple[str, ...]  # and to the head
+
+    def step_of(self, tokens: int) -> InterruptibleSession:
+        """The session that takes so many tokens a step further."""
+        return self.single if tokens == 1 else self.step
+
+    def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
+        """What a step of a rung is told, row by row."""
+        told: dict[str, float] = {}
+        if self.sized:
+            told["h"] = self.T / (self.grid_steps or steps)
+        if self.timed:
+            told["t"] = self.T * step / (self.grid_steps or steps)
+        if self.history:
+            told["history"] = HISTORY if step else 0.0
+        return {name: np.full(rows, value, dtype=np.float32) for name, value in told.items()}
+
+
+def open_steps(
+    bundle: Bundle,
+    threads: int,
+    run_options: ort.RunOptions | None = None,
+    weights: Weights | None = None,
+    spin: bool = False,
+) -> StepSessions:
+    """The sessions of a bundle that has graphs of one step; `spin` as in `open_session`."""
+    manifest = bundle.manifest
+    files = manifest.step
+    assert files is not None, f"{manifest.name} has no graphs of one step"
+    weights = weights or Weights.read(bundle, in_place=False)
+
+    def opened(file: str, interface: Interface, threads: int, spins: bool) -> InterruptibleSession:
+        return open_session(
+            bundle,
+            file,
+            interface,
+            threads,
+            run_options=run_options,
+            weights=weights,
+            spin=spins,
+        )
+
+    # Between two tokens the threads of the others would be in the way of a step's.
+    ends = 1 if _small_ends(manifest) else threads
+    embed = opened(files.embed, embed_interface(manifest), ends, False)
+    step = opened(files.step, step_interface(manifest), threads, spin)
+    head = opened(files.head, head_interface(manifest), ends, False)
+    given = {node.name: node.type for node in embed.get_outputs()}
+    for file, session in ((files.step, step), (files.head, head)):
+        for node in session.get_inputs():
+            if node.name.startswith("context_") and given.get(node.name) != node.type:
+                raise BundleError(
+                    f"takes {node.name} as {node.type}, which {files.embed} does not give; export "
+                    "the bundle again",
+                    file=str(bundle.folder / file),
+                )
+    names = {node.name for node in step.get_inputs()}
+    head_names = {node.name for node in head.get_inputs()}
+    return StepSessions(
+        embed,
+        step,
+        step,
+        head,
+        timed="t" in names,
+        sized="h" in names,
+        history=manifest.method == "ab2",
+        stages=EVALUATIONS_PER_STEP[manifest.method],
+        T=manifest.T,
+        grid_steps=manifest.grid_steps,
+        contexts=tuple(name for name in given if name != "x" and name in names),
+        head_contexts=tuple(name for name in given if name != "x" and name in head_names),
+    )
+
+
+def _small_ends(manifest: Manifest) -> bool:
+    """Whether to embed tokens and to read them off takes less than to wake a thread for it."""
+    if not manifest.keeps_caches:
+        return False
+    tokens = manifest.text_tokenizer.vocab_size
+    return tokens * manifest.shape.width * np.dtype(np.float32).itemsize <= _SMALL_END_BYTES
+
+
+# Binds numpy arrays to a session by address, without a copy. The caller keeps each array alive,
+# contiguous and in place for as long as it is bound.
+
+
+def bind_input(binding: ort.IOBinding, name: str, array: npt.NDArray[np.generic]) -> None:
+    """Let the graph read this array."""
+    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
+
+
+def bind_output(binding: ort.IOBinding, name: str, array: npt.NDArray[np.generic]) -> None:
+    """Let the graph write this array."""
+    binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    assert array.flags.c_contiguous
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,658 @@
+"""Native TensorRT engines, run as sessions of onnxruntime would be: named arrays in, arrays out.
+
+A shape that comes again is captured as a CUDA graph, which is launched in one call.
+"""
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NoReturn, Self, final
+
+import numpy as np
+import numpy.typing as npt
+
+from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Rung, Task
+from serve.bundle.folder import check_file, file_entry
+from serve.bundle.manifest import (
+    check_choice,
+    check_file_name,
+    check_integer,
+    check_list,
+    check_members,
+    check_text,
+    inside,
+    inside_file,
+    plain,
+    read_json,
+)
+from serve.runtime.classifier import OrtClassifier
+from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
+from serve.runtime.protocol import largest_row, largest_tokens
+from serve.runtime.session import INSTALL, Dims, Profile, ShapeRange
+
+# The GPU as the runtime of native engines uses it: memory, one stream, captured graphs.
+
+
+Array = npt.NDArray[np.generic]
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+
+
+def load_tensorrt() -> ModuleType:
+    """The package tensorrt; BundleError saying what to install."""
+    try:
+        library = importlib.import_module("tensorrt")
+    except ImportError as error:
+        raise BundleError(f"TensorRT cannot be loaded ({error}): {INSTALL}") from None
+    if int(library.__version__.split(".")[0]) < 10:
+        raise BundleError(
+            f"TensorRT {library.__version__} is too old, 10 or newer is needed: {INSTALL}"
+        )
+    return library
+
+
+def open_cuda() -> "Cuda":
+    """The first GPU; BundleError saying what is missing."""
+    try:
+        runtime = importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise BundleError(f"cuda-python cannot be loaded ({error}): {INSTALL}") from None
+    try:
+        found = Cuda(runtime).count()
+    except (BundleError, RuntimeError) as error:  # cuda-python raises where there is no driver
+        raise BundleError(
+            f"there is no usable NVIDIA GPU ({error}): install its driver, or start the container "
+            "with --gpus all; stepdial serve --device cpu needs none"
+        ) from None
+    if found == 0:
+        raise BundleError(
+            "there is no NVIDIA GPU here: use a machine that has one, or stepdial serve --device "
+            "cpu, which needs none"
+        )
+    return Cuda(runtime)
+
+
+@final
+class Cuda:
+    """One GPU and one stream on it; every failed call is an error that names it."""
+
+    def __init__(self, runtime: ModuleType) -> None:
+        self._runtime = runtime
+        self._stream: Any = None
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream, as TensorRT takes it."""
+        return int(self._opened_stream())
+
+    def count(self) -> int:
+        """How many GPUs there are."""
+        return int(self._call("cudaGetDeviceCount"))
+
+    def facts(self) -> dict[str, str]:
+        """What an engine is tied to, apart from TensorRT itself."""
+        properties = self._call("cudaGetDeviceProperties", 0)
+        cuda = int(self._call("cudaRuntimeGetVersion"))
+        return {
+            "gpu": properties.name.decode().rstrip("\0"),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "driver": self._driver(),
+            "cuda": _dotted(cuda),
+        }
+
+    def allocate(self, size: int) -> int:
+        """The address of so many bytes on the GPU."""
+        return int(self._call("cudaMalloc", size))
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def upload(self, array: Array, address: int) -> None:
+        """Begin to copy a contiguous array to the GPU."""
+        self._copy(address, array.ctypes.data, array.nbytes, "cudaMemcpyHostToDevice")
+
+    def download(self, address: int, array: Array) -> None:
+        """Begin to copy from the GPU into a contiguous array."""
+        self._copy(array.ctypes.data, address, array.nbytes, "cudaMemcpyDeviceToHost")
+
+    def wait(self) -> None:
+        """Until all that was begun is done."""
+        self._call("cudaStreamSynchronize", self._opened_stream())
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """What `work` puts on the stream, as a graph that can be launched again and again."""
+        mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", self._opened_stream(), mode)
+        try:
+            work()
+        finally:
+            graph = self._call("cudaStreamEndCapture", self._opened_stream())
+        executable = self._call("cudaGraphInstantiate", graph, 0)
+        self._call("cudaGraphDestroy", graph)
+        return executable
+
+    def launch(self, executable: Any) -> None:
+        self._call("cudaGraphLaunch", executable, self._opened_stream())
+
+    def discard(self, executable: Any) -> None:
+        """Give back what a captured graph holds."""
+        self._call("cudaGraphExecDestroy", executable)
+
+    def close(self) -> None:
+        """Give the stream back, if one was opened."""
+        if self._stream is not None:
+            self._call("cudaStreamDestroy", self._stream)
+            self._stream = None
+
+    def _opened_stream(self) -> Any:
+        if self._stream is None:
+            self._stream = self._call("cudaStreamCreate")
+        return self._stream
+
+    def _copy(self, target: int, source: int, size: int, kind: str) -> None:
+        kinds = self._runtime.cudaMemcpyKind
+        stream = self._opened_stream()
+        self._call("cudaMemcpyAsync", target, source, size, getattr(kinds, kind), stream)
+
+    def _driver(self) -> str:
+        """The driver's own version, or of CUDA as it offers it where the kernel tells no more."""
+        try:
+            words = _DRIVER_VERSION.read_text(encoding="ascii").split()
+            return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+        except (OSError, StopIteration):
+            return f"CUDA {_dotted(int(self._call('cudaDriverGetVersion')))}"
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        """The value of a call, which returns its error first; BundleError names the error."""
+        status, *values = getattr(self._runtime, name)(*arguments)
+        if int(status):
+            _, text = self._runtime.cudaGetErrorString(status)
+            raise BundleError(f"{name} failed: {text.decode()}")
+        return values[0] if values else None
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+MAX_GRAPHS = 32
+# Inputs that all rows share; the others, and all outputs, have one part a row.
+_SHARED = frozenset({"keep"})
+Key = tuple[tuple[str, Dims], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InputName:
+    """What the classes that run sessions ask of an input."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph, and the context that must live and stay as it is for as long as the graph does."""
+
+    executable: Any
+    context: Any
+    outputs: Mapping[str, Dims]
+
+
+@final
+class TrtSession:
+    """A context a profile, and one a captured graph; all take turns with one block of memory."""
+
+    def __init__(
+        self, library: ModuleType, cuda: Cuda, plan: bytes, profiles: Sequence[Profile]
+    ) -> None:
+        self._library = library
+        self._cuda = cuda
+        # The runtime is kept: an engine must not outlive it.
+        self._runtime = library.Runtime(library.Logger(library.Logger.WARNING))
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise BundleError("TensorRT cannot load this engine; its log above says why")
+        self._profiles = profiles
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        modes = library.TensorIOMode
+        self._inputs = [one for one in names if self._engine.get_tensor_mode(one) == modes.INPUT]
+        self._outputs = [one for one in names if one not in self._inputs]
+        self._types = {one: library.nptype(self._engine.get_tensor_dtype(one)) for one in names}
+        self._buffers: dict[str, tuple[int, int]] = {}  # name: address and size in bytes
+        self._contexts: dict[int, Any] = {}
+        self._captured: dict[Key, _Captured] = {}
+        self._seen: set[Key] = set()
+        self._memory = cuda.allocate(max(1, self._engine.device_memory_size_v2))
+
+    @property
+    def graphs(self) -> int:
+        """Shapes that run as a captured graph."""
+        return len(self._captured)
+
+    def get_inputs(self) -> list[InputName]:
+        """As a session of onnxruntime has it."""
+        return [InputName(name) for name in self._inputs]
+
+    def close(self) -> None:
+        """Give the memory of the GPU back; nothing runs here any more."""
+        self._discard_graphs()
+        self._contexts.clear()
+        while self._buffers:
+            _, (address, _) = self._buffers.popitem()
+            self._cuda.free(address)
+        if self._memory:
+            self._cuda.free(self._memory)
+            self._memory = 0
+        self._engine = self._runtime = None  # in this order: see above
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        """These outputs; more rows than the engine takes run one part after another."""
+        rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
+        most = self._max_rows()
+        parts = [
+            self._run_part(
+                outputs, {name: _rows(name, array, start, most) for name, array in feeds.items()}
+            )
+            for start in range(0, rows, most)
+        ]
+        return [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+
+    def _run_part(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        arrays = {
+            name: np.ascontiguousarray(feeds[name], dtype=self._types[name])
+            for name in self._inputs
+        }
+        key: Key = tuple((name, arrays[name].shape) for name in self._inputs)
+        for name, array in arrays.items():
+            self._reserve(name, array.shape)
+            self._cuda.upload(array, self._buffers[name][0])
+        shapes = self._execute(key)
+        answers: list[Array] = []
+        for name in outputs:
+            answer: Array = np.empty(shapes[name], dtype=self._types[name])
+            self._cuda.download(self._buffers[name][0], answer)
+            answers.append(answer)
+        self._cuda.wait()
+        return answers
+
+    def _execute(self, key: Key) -> Mapping[str, Dims]:
+        """Put the engine's work on the stream; the shapes of its outputs."""
+        if key in self._captured:
+            captured = self._captured[key]
+            self._cuda.launch(captured.executable)
+            return captured.outputs
+        # The first shapes that repeat are kept: to replace one by another at each call costs more.
+        if key in self._seen and len(self._captured) < MAX_GRAPHS:
+            return self._capture(key)
+        self._seen.add(key)
+        index = self._choose(key)
+        if index not in self._contexts:
+            self._contexts[index] = self._make_context(index)
+        context = self._contexts[index]
+        shapes = self._prepare(context, key)
+        self._enqueue(context)
+        return shapes
+
+    def _capture(self, key: Key) -> Mapping[str, Dims]:
+        """Run a shape on a context of its own, and keep that as a graph."""
+        context = self._make_context(self._choose(key))
+        shapes = self._prepare(context, key)
+        # TensorRT sets itself up in the first run with new shapes, which must not be captured.
+        self._enqueue(context)
+        self._cuda.wait()
+        executable = self._cuda.capture(lambda: self._enqueue(context))
+        self._captured[key] = _Captured(executable, context, shapes)
+        return shapes
+
+    def _make_context(self, index: int) -> Any:
+        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._engine.create_execution_context(strategy)
+        if context is None:
+            raise BundleError("TensorRT has no memory for another execution context")
+        context.set_device_memory(self._memory, self._engine.device_memory_size_v2)
+        if not context.set_optimization_profile_async(index, self._cuda.stream):
+            raise BundleError(f"TensorRT refused the optimization profile {index}")
+        self._cuda.wait()
+        return context
+
+    def _prepare(self, context: Any, key: Key) -> Mapping[str, Dims]:
+        """Tell a context its shapes and addresses; the shapes of the outputs."""
+        for name, shape in key:
+            if not context.set_input_shape(name, shape):
+                raise ValueError(f"the engine does not take {name} of shape {shape}")
+        unknown = context.infer_shapes()
+        if unknown:
+            raise BundleError(f"TensorRT cannot tell the shape of {', '.join(unknown)}")
+        shapes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+        for name, shape in shapes.items():
+            self._reserve(name, shape)
+        for name in (*self._inputs, *self._outputs):
+            context.set_tensor_address(name, self._buffers[name][0])
+        return shapes
+
+    def _enqueue(self, context: Any) -> None:
+        if not context.execute_async_v3(stream_handle=self._cuda.stream):
+            raise BundleError("TensorRT failed to run the engine; its log above says why")
+
+    def _choose(self, key: Key) -> int:
+        """The first profile that takes these shapes."""
+        for index, profile in enumerate(self._profiles):
+            if all(profile[name].holds(shape) for name, shape in key):
+                return index
+        shapes = ", ".join(f"{name} {shape}" for name, shape in key)
+        raise ValueError(f"no profile of the engine takes {shapes}")
+
+    def _reserve(self, name: str, shape: Dims) -> None:
+        """A buffer that is large enough; captured graphs know the old address, so they go."""
+        size = max(1, int(np.prod(shape)) * np.dtype(self._types[name]).itemsize)
+        address, has = self._buffers.get(name, (0, 0))
+        if size <= has:
+            return
+        if address:
+            self._discard_graphs()
+            del self._buffers[name]
+            self._cuda.free(address)
+        self._buffers[name] = (self._cuda.allocate(size), size)
+
+    def _discard_graphs(self) -> None:
+        self._cuda.wait()
+        for captured in self._captured.values():
+            self._cuda.discard(captured.executable)
+        self._captured.clear()
+
+    def _max_rows(self) -> int:
+        name = next(one for one in self._inputs if one not in _SHARED)
+        return max(profile[name].max[0] for profile in self._profiles)
+
+
+def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.generic]:
+    return array if name in _SHARED else array[start : start + count]
+
+
+# engines.json: which engines a folder holds, made of which bundle, on which machine. An engine
+# runs where it was built and nowhere else, so all of this is checked before one is loaded.
+
+
+ENGINES_FILE = "engines.json"
+TIMING_FILE = "timing.cache"
+SCHEMA_VERSION = 1
+PRECISIONS = ("fp32", "fp16", "bf16")
+Precision = Literal["fp32", "fp16", "bf16"]
+
+_AGAIN = "build the engines here: stepdial export BUNDLE --target tensorrt"
+_WORDS = {
+    "gpu": "the GPU",
+    "compute_capability": "the compute capability",
+    "driver": "the NVIDIA driver",
+    "cuda": "CUDA",
+    "tensorrt": "TensorRT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an engine was built on."""
+
+    gpu: str
+    compute_capability: str
+    driver: str
+    cuda: str
+    tensorrt: str
+
+    def __post_init__(self) -> None:
+        for field in _WORDS:
+            check_text(field, getattr(self, field), 256)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        return cls(**check_members(value, tuple(_WORDS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine of one graph of the bundle."""
+
+    graph: str
+    file: str
+    entry: FileEntry
+    profiles: tuple[Profile, ...]
+
+    def __post_init__(self) -> None:
+        check_file_name("graph", self.graph)
+        check_file_name("file", self.file)
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        members = dict(check_members(value, ("graph", "file", "entry", "profiles")))
+        with inside("entry"):
+            members["entry"] = FileEntry.from_json(members["entry"])
+        found = check_list("profiles", members["profiles"], 16)
+        with inside("profiles"):
+            members["profiles"] = tuple(_read_profile(profile) for profile in found)
+        return cls(**members)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesManifest:
+    """Everything that engines.json says."""
+
+    name: str
+    bundle_sha256: str  # of the bundle's manifest.json, which has that of every other file
+    precision: Precision
+    host: Host
+    engines: tuple[Engine, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        check_integer("schema_version", self.schema_version, SCHEMA_VERSION, SCHEMA_VERSION)
+        check_text("name", self.name)
+        check_text("bundle_sha256", self.bundle_sha256, 64)
+        check_choice("precision", self.precision, PRECISIONS)
+
+    def engine(self, graph: str) -> Engine:
+        """The engine of a graph of the bundle."""
+        for engine in self.engines:
+            if engine.graph == graph:
+                return engine
+        raise BundleError(f"has no engine for {graph}; {_AGAIN}", file=ENGINES_FILE)
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = plain(self)
+        return {"schema_version": value.pop("schema_version"), **value}
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        keys = ("schema_version", "name", "bundle_sha256", "precision", "host", "engines")
+        members = dict(check_members(value, keys))
+        with inside("host"):
+            members["host"] = Host.from_json(members["host"])
+        engines = []
+        for index, engine in enumerate(check_list("engines", members["engines"], 4096)):
+            with inside(f"engines[{index}]"):
+                engines.append(Engine.from_json(engine))
+        members["engines"] = tuple(engines)
+        return cls(**members)
+
+
+def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> Engine:
+    """The engine of a graph that was just written."""
+    return Engine(graph, path.name, file_entry(path), tuple(profiles))
+
+
+def read_engines(folder: Path, bundle: Bundle, here: Host) -> EnginesManifest:
+    """The engines of a bundle, every file whole; BundleError with the reason if not for here."""
+    path = folder / ENGINES_FILE
+    if not path.is_file():
+        raise BundleError(
+            f"has no {ENGINES_FILE}, so it holds no engines; {_AGAIN}", file=str(folder)
+        )
+    value = read_json(path)
+    with inside_file(path):
+        manifest = EnginesManifest.from_json(value)
+        if manifest.bundle_sha256 != bundle_sha256(bundle):
+            raise BundleError(
+                f"holds engines of another bundle than {bundle.folder}, or of an older export of "
+                f"it; {_AGAIN}"
+            )
+        check_host(manifest.host, here)
+    for engine in manifest.engines:
+        check_file(folder / engine.file, engine.entry, verify=True)
+    return manifest
+
+
+def check_host(built: Host, here: Host) -> None:
+    """BundleError with every difference between where engines were built and where they are."""
+    differences = [
+        f"{word} is {getattr(here, field)} instead of {getattr(built, field)}"
+        for field, word in _WORDS.items()
+        if getattr(here, field) != getattr(built, field)
+    ]
+    if differences:
+        raise BundleError(
+            f"holds engines that were built elsewhere and run only there: {'; '.join(differences)}"
+            f"; {_AGAIN}"
+        )
+
+
+def bundle_sha256(bundle: Bundle) -> str:
+    """One number for a whole sealed bundle."""
+    return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
+
+
+def _read_profile(value: object) -> Profile:
+    if not isinstance(value, dict):
+        raise BundleError("must hold objects")
+    ranges = {}
+    for name, bounds in value.items():
+        members = check_members(bounds, ("min", "opt", "max"))
+        ranges[str(name)] = ShapeRange(
+            **{side: _read_dims(side, dims) for side, dims in members.items()}
+        )
+    return MappingProxyType(ranges)
+
+
+def _read_dims(side: str, value: object) -> Dims:
+    dims = check_list(side, value, 8)
+    for size in dims:
+        check_integer(side, size, 1, 1 << 31)
+    return tuple(dims)
+
+
+# A bundle opened with native TensorRT engines: a session a graph, made when first needed. The
+# classes that run onnxruntime's sessions run these too. Nothing is cached between tokens.
+
+
+def this_host(cuda: Cuda) -> Host:
+    """The machine as engines are tied to it."""
+    return Host(**cuda.facts(), tensorrt=load_tensorrt().__version__)
+
+
+def engines_of(folder: Path, bundle: Bundle) -> Path:
+    """The engines of a bundle: the folder itself, or the one in it that has the model's name."""
+    named = folder / bundle.manifest.name
+    return named if (named / ENGINES_FILE).is_file() else folder
+
+
+@final
+class TrtModel:
+    """All rungs of a bundle as engines on one GPU."""
+
+    def __init__(self, bundle: Bundle, folder: Path) -> None:
+        self._library = load_tensorrt()
+        self._cuda = open_cuda()
+        self._bundle = bundle
+        self._folder = folder
+        self._engines = read_engines(folder, bundle, this_host(self._cuda))
+        self._sessions: dict[str, TrtSession] = {}
+
+    @property
+    def bundle(self) -> Bundle:
+        return self._bundle
+
+    @property
+    def precision(self) -> Precision:
+        """What the engines compute in."""
+        return self._engines.precision
+
+    @property
+    def most_parts(self) -> int:
+        return 1  # a GPU shares the rows of a call among its own
+
+    @property
+    def single_steps(self) -> bool:
+        return False
+
+    def classifier(self, steps: int) -> OrtClassifier:
+        rung = self._rung(steps, "classify", "tag")
+        return OrtClassifier(self._session(rung.graph), self._bundle.manifest)
+
+    def step_classifier(self, steps: int) -> NoReturn:
+        raise BundleError(
+            f"{self._bundle.manifest.name} runs as engines of whole rungs, which cannot stop early"
+        )
+
+    def decoder(self, steps: int) -> OrtPrefixDecoder:
+        rung = self._rung(steps, "generate")
+        return OrtPrefixDecoder(self._session(rung.graph), self._bundle.manifest)
+
+    def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
+        """The rung as one graph, which is all there is here."""
+        if self._bundle.manifest.labelled:
+            return self.classifier(steps)
+        return self.decoder(steps)
+
+    def translator(self, steps: int) -> OrtTranslator:
+        rung = self._rung(steps, "translate")
+        assert rung.encoder is not None
+        return OrtTranslator(
+            self._session(rung.encoder), self._session(rung.graph), self._bundle.manifest
+        )
+
+    def mix(self) -> None:
+        return None
+
+    def warm_up(self) -> None:
+        manifest = self._bundle.manifest
+        for steps in manifest.steps:
+            if manifest.labelled:
+                self.classifier(steps).run(largest_row(manifest)[None])
+            elif manifest.task == "generate":
+                self.decoder(steps).open_batch().add(largest_tokens(manifest))
+            else:
+                answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
+                self.translator(steps).read(largest_tokens(manifest)).follow(answer)
+
+    def close(self) -> None:
+        """Give the memory of the GPU back."""
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+        self._cuda.close()
+
+    @property
+    def opening(self) -> bool:
+        return False  # all are open once the model is warm
+
+    def interrupt(self) -> None:
+        """An engine that was started cannot be stopped."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def _session(self, graph: str) -> TrtSession:
+        if graph not in self._sessions:
+            engine = self._engines.engine(graph)
+            path = self._folder / engine.file
+            with inside_file(path):
+                self._sessions[graph] = TrtSession(
+                    self._library, self._cuda, path.read_bytes(), engine.profiles
+                )
+        return self._sessions[graph]
+
+    def _rung(self, steps: int, *tasks: Task) -> Rung:
+        manifest = self._bundle.manifest
+        if manifest.task not in tasks:
+            raise BundleError(
+                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
+            )
+        return manifest.rung(steps)
