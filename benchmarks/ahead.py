@@ -17,15 +17,12 @@ from benchmarks.rounds import interleave, median, median_ratio
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, GeneratedEvent, TokenEvent
-from serve.engine.generation import Generation, Wish
+from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Work
+from serve.engine.work import Generation, Wish, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 
 NAME = "ahead"
 TOKENS, PROMPTS, LEAST = 200, 1000, {"fp32": 1.5, "int8": 1.0}

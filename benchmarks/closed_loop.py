@@ -10,13 +10,10 @@ from collections.abc import Sequence
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, FailedEvent, TokenEvent
-from serve.engine.generation import Generation, Wish
+from serve.engine.job import Event, FailedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Work
+from serve.engine.work import Generation, Wish, Work
 from serve.metrics import Metrics
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 
 CACHE_BYTES = 1 << 30  # what all rows need at their longest
 _SOON_S = 0.01

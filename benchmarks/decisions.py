@@ -10,14 +10,12 @@ from contextlib import suppress
 
 from serve.bundle import Manifest
 from serve.engine.admission import Admission
-from serve.engine.classification import Classification
-from serve.engine.work import Work
+from serve.engine.cost import LatencyModel
+from serve.engine.job import Deadline, Job, LaneKey, Limits, PrefillCall
+from serve.engine.predict import Asked
+from serve.engine.scheduler import Scheduler
+from serve.engine.work import Classification, Work
 from serve.errors import ServeError
-from serve.scheduler.job import Deadline, Job, LaneKey, PrefillCall
-from serve.scheduler.latency_model import LatencyModel
-from serve.scheduler.limits import Limits
-from serve.scheduler.outlook import Asked
-from serve.scheduler.scheduler import Scheduler
 
 AHEAD = (0, 16, 64, 255)
 LEFT, NAMED, DEADLINE = "left to the server", "steps and deadline", "deadline"

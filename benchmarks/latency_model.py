@@ -22,10 +22,10 @@ from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
+from serve.engine.cost import LatencyModel, Series
 from serve.engine.first_calls import measure_first_calls
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
-from serve.scheduler.latency_model import LatencyModel, Series
 
 NAME = "latency_model"
 MOST_ROWS = 16

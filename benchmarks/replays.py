@@ -16,14 +16,11 @@ from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, GeneratedEvent, TokenEvent
-from serve.engine.generation import Generation, Wish
+from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Work
+from serve.engine.work import Generation, Wish, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 
 NAME = "replays"
 REQUESTS, REPLAYS, AT_ONCE = 200, 10_000, 24

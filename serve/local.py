@@ -21,17 +21,14 @@ from typing import Any, Self, cast
 from serve.budget import Ask, decide
 from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
-from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Tags
-from serve.engine.generation import Generation
-from serve.engine.work import Work
+from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
+from serve.engine.work import Classification, Generation, Work
 from serve.errors import ServeError
-from serve.inputs.intake import Intake, check_kinds, read_items, row_length
-from serve.inputs.items import Item, Kind
+from serve.inputs.rows import Intake, check_kinds, read_items, row_length
+from serve.inputs.values import Item, Kind
 from serve.metrics import Metrics
 from serve.runtime import Place
-from serve.scheduler.job import Job, LaneKey
 from serve.settings import Settings
 from serve.wire.wishes import Manner, drawn_seed, positions_held, wish_in
 

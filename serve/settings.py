@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from serve.engine.job import Limits
 from serve.engine.watchdog import Patience
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
-from serve.scheduler.limits import Limits
 from serve.setting_names import (
     ADMIN_KEY_VARIABLE,
     KEYS_VARIABLE,

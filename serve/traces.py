@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from serve.scheduler.job import Job
+from serve.engine.job import Job
 from serve.setting_names import SettingsError
 
 if TYPE_CHECKING:

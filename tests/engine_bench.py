@@ -7,18 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from serve.catalog import Catalog
-from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, TokenEvent
-from serve.engine.generation import Generation, Wish
+from serve.engine.job import (
+    ClassifiedEvent,
+    Event,
+    FailedEvent,
+    GeneratedEvent,
+    Job,
+    LaneKey,
+    Limits,
+    TokenEvent,
+)
 from serve.engine.sampling import Sampling
-from serve.engine.translation import Translation
 from serve.engine.watchdog import Patience
-from serve.engine.work import Work
+from serve.engine.work import Classification, Generation, Translation, Wish, Work
 from serve.errors import ServeError
 from serve.metrics import Metrics
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 from tests.fake_model import Mood, fake_catalog
 from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 

@@ -2,16 +2,8 @@
 
 from typing import Any
 
-from serve.scheduler.job import (
-    Call,
-    DecodeCall,
-    DecodePart,
-    Job,
-    LaneKey,
-    PrefillCall,
-)
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.job import Call, DecodeCall, DecodePart, Job, LaneKey, Limits, PrefillCall
+from serve.engine.scheduler import Scheduler
 
 ONE, TWO, FOUR, EIGHT = (LaneKey("g", "generate", steps) for steps in (1, 2, 4, 8))
 CLASSIFY = LaneKey("c", "classify", 2)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from serve.engine.admission import Admission
+from serve.engine.cost import LatencyModel, Series
+from serve.engine.job import ClassifyCall, Deadline, Job, LaneKey, Limits, State
+from serve.engine.scheduler import Scheduler
 from serve.errors import ServeError
-from serve.scheduler.job import ClassifyCall, Deadline, Job, LaneKey, State
-from serve.scheduler.latency_model import LatencyModel, Series
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
 
 LADDER = (1, 2, 4, 8)
 MODEL = "m"

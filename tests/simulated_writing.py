@@ -11,21 +11,21 @@ from typing import Any, Literal, cast
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.engine.admission import Admission
-from serve.errors import QueueFull, ServeError
-from serve.scheduler.job import (
+from serve.engine.cost import LatencyModel, Series
+from serve.engine.job import (
     Call,
     CallKind,
     Deadline,
     DecodeCall,
     Job,
     LaneKey,
+    Limits,
     PrefillCall,
     State,
 )
-from serve.scheduler.latency_model import LatencyModel, Series
-from serve.scheduler.limits import Limits
-from serve.scheduler.outlook import Asked
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.predict import Asked
+from serve.engine.scheduler import Scheduler
+from serve.errors import QueueFull, ServeError
 
 LADDER = (1, 2, 4, 8)
 MODEL = "m"

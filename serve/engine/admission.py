@@ -1,22 +1,45 @@
-"""Admission: whether a request may wait, and at how many steps, given all that does already.
-
-Raises what the caller is told. The engine holds its lock while this looks at the scheduler; it
-deliberately knows neither threads nor HTTP.
+"""Admission: whether a request may wait, at how many steps, and when a refused one should come
+back.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from serve.bundle import steps_in_words
+from serve.engine.classify import Relief
+from serve.engine.cost import LatencyModel
+from serve.engine.job import Deadline, Job, LaneKey, Limits
+from serve.engine.predict import Asked, Outlook
+from serve.engine.scheduler import Scheduler
 from serve.engine.work import Work
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
-from serve.scheduler.job import Deadline, Job, LaneKey
-from serve.scheduler.latency_model import LatencyModel
-from serve.scheduler.limits import Limits
-from serve.scheduler.outlook import Asked, Outlook
-from serve.scheduler.promises import Promises
-from serve.scheduler.relief import Relief
-from serve.scheduler.scheduler import Scheduler
+
+# Turns promised to those that were refused: each is told to come when those before it have had
+# theirs, so that they do not all come back at once. A turn whose time has passed is forgotten.
+
+
+class Promises:
+    """The turns of one queue."""
+
+    def __init__(self, most_jobs: int) -> None:
+        self._most_jobs = most_jobs  # beyond those that wait; all later ones share the last turn
+        self._turns: deque[tuple[float, int]] = deque()  # when, and of how many jobs
+        self._jobs = 0
+
+    def turn_s(self, now_s: float, wait_s: float, each_s: float, jobs: int) -> float:
+        """How long until the turn of so many more jobs, which is kept for them.
+
+        All that is here will take `wait_s`, and then each that was promised a turn `each_s`.
+        """
+        while self._turns and self._turns[0][0] <= now_s:
+            self._jobs -= self._turns.popleft()[1]
+        told_s = wait_s + each_s * self._jobs
+        if self._jobs + jobs <= self._most_jobs:
+            self._turns.append((now_s + told_s, jobs))
+            self._jobs += jobs
+        return told_s
+
 
 # More will come while a generation is written: it is to use at most this share of its time.
 _AIM = 0.6

@@ -1,40 +1,193 @@
 """The engine: one thread that asks the scheduler what is next, runs it, and tells the callers.
 
-Requests come in from any thread through `submit` and `cancel`; events go out through `post`. It
-deliberately knows no HTTP and no asyncio: `post` is where an event loop may be plugged in.
+Requests come in from any thread through `submit` and `cancel`; events go out through `post`.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
-from serve.engine.admission import Admission, Unread
-from serve.engine.executor import Executor
-from serve.engine.failing import Failing
-from serve.engine.pace import CallTimes
-from serve.engine.posting import Post, Posting
-from serve.engine.rechecks import Rechecks
-from serve.engine.rescue import AnyCall, Rescue
-from serve.engine.residents import Residents
-from serve.engine.runner import Runner
-from serve.engine.waking import Soon, Waking
-from serve.engine.watchdog import Patience, Watchdog
+from serve.engine.admission import Admission, Unread, too_large
+from serve.engine.cost import CallTimes, LatencyModel
+from serve.engine.execute import Executor, Failing, Rechecks, Runner
+from serve.engine.job import Deadline, Job, LaneKey, Limits, State
+from serve.engine.predict import Asked
+from serve.engine.scheduler import Scheduler
+from serve.engine.watchdog import AnyCall, Patience, Rescue, Watchdog
 from serve.engine.work import Deliveries, Work
-from serve.errors import Draining, NotReady, ServeError, Stalled
+from serve.errors import Draining, ModelGone, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
-from serve.scheduler.job import Deadline, Job, LaneKey, State
-from serve.scheduler.latency_model import LatencyModel
-from serve.scheduler.limits import Limits
-from serve.scheduler.outlook import Asked
-from serve.scheduler.scheduler import Scheduler
+
+# Carries events from the engine's thread to where they are read.
+
+
+Post = Callable[..., Any]
+
+_log = logging.getLogger("stepdial")
+
+
+class Posting:
+    """Delivers at once, on the thread that sends, until it is told another way."""
+
+    def __init__(self) -> None:
+        self._post: Post = _deliver_here
+
+    def through(self, post: Post) -> None:
+        """From now on `post(function, *arguments)` takes events to where they are read."""
+        self._post = post
+
+    def send(self, deliveries: Deliveries) -> None:
+        if not deliveries:
+            return
+        try:
+            self._post(_deliver_all, deliveries)
+        except RuntimeError:
+            # The event loop has closed: whoever was waiting has gone with it.
+            _log.warning("%d events came after the server had closed", len(deliveries))
+
+
+def _deliver_all(deliveries: Deliveries) -> None:
+    for deliver, event in deliveries:
+        deliver(event)
+
+
+def _deliver_here(function: Callable[..., None], *arguments: Any) -> None:
+    function(*arguments)
+
+
+# Wakes the engine's thread once for all the requests that come in one turn of an event loop. A
+# thread that is woken for each of them takes the interpreter from the loop for each, and finds
+# them one by one.
+
+
+Soon = Callable[[Callable[[], None]], Any]
+
+
+class Waking:
+    """Wakes at once, until it is told what runs things at the end of a turn."""
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._soon: Soon | None = None
+        self._asked = False
+
+    def through(self, soon: Soon) -> None:
+        """From now on `soon(function)` wakes, and is called only where requests are submitted."""
+        self._soon = soon
+
+    def ask(self) -> None:
+        """There is something to do."""
+        if self._soon is None:
+            self._wake()
+        elif not self._asked:
+            self._asked = True
+            self._soon(self._wake)
+
+    def _wake(self) -> None:
+        self._asked = False
+        with self._condition:
+            self._condition.notify()
+
+
+# The models in the engine: those that are served, and those that leave when their last guest
+# does. A model that has been replaced or taken away gets no new requests; it stays until nothing
+# of it is left, and then every part of the engine forgets it. Used with the engine's lock held.
+
+
+class Forgetful(Protocol):
+    """A part that keeps something of each model."""
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone, by its key."""
+        ...
+
+
+class Residents:
+    """Changes the catalog, and clears up behind it."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        runner: Runner,
+        scheduler: Scheduler[Work],
+        metrics: Metrics,
+        others: Sequence[Forgetful],
+    ) -> None:
+        self._catalog = catalog
+        self._runner = runner
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._forgetful: Sequence[Forgetful] = (runner, metrics, *others)
+        self._leaving: list[Served] = []
+        self._gone: list[Served] = []
+        for served in catalog:
+            metrics.serve(served.key, served.manifest)
+
+    @property
+    def leaving(self) -> tuple[Served, ...]:
+        """Models that are served no more, and still have guests."""
+        return tuple(self._leaving)
+
+    def check(self, jobs: Sequence[Job[Work]]) -> None:
+        """ModelGone unless all are for models that are here; Unprocessable if one is too large."""
+        for job in jobs:
+            lane = job.lane
+            if not self._runner.has_model(lane.model):
+                raise ModelGone(f"{lane.name} was replaced meanwhile: send the request again")
+            if lane.kind != "classify" and not self._scheduler.fits(lane, job.positions):
+                raise too_large(job, self._runner.cache_bytes_for(lane, 1, job.positions))
+
+    def enter(self, served: Served) -> None:
+        """From now on requests go to this model, not to another of its name."""
+        replaced = self._catalog.get(served.name)
+        self._runner.add_model(served.key, served.model)
+        self._metrics.serve(served.key, served.manifest)
+        self._catalog.put(served)
+        if replaced is not None:
+            self._leave(replaced)
+
+    def dismiss(self, served: Served) -> None:
+        """No request goes to this model any more."""
+        self._catalog.remove(served.name)
+        self._metrics.hide(served.name)
+        self._leave(served)
+
+    def release(self) -> bool:
+        """Forget those that have no guests any more, and are to be closed; whether there are any.
+
+        On the engine's thread, between two calls.
+        """
+        for served in self._leaving[:]:
+            if served.guests.count == 0 and self._scheduler.close(served.key):
+                self._leaving.remove(served)
+                self._gone.append(served)
+                for part in self._forgetful:
+                    part.drop_model(served.key)
+        return bool(self._gone)
+
+    def close_gone(self) -> None:
+        """Free the memory of those, which takes a while: aside, so that others are answered."""
+        if self._gone:
+            gone, self._gone = self._gone, []
+            threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
+
+    def _leave(self, served: Served) -> None:
+        self._leaving.append(served)
+
+
+def _close(gone: Sequence[Served]) -> None:
+    for served in gone:
+        served.model.close()
+        _log.info("%s, edition %d, has left", served.name, served.edition)
+
 
 _IDLE_BEAT_S = 0.25
 _REST_S = 0.02  # after the last call, before there is time to spare
 _PATIENCE = Patience()
-_log = logging.getLogger("stepdial")
 
 
 class Engine:

@@ -12,10 +12,10 @@ from statistics import median
 from typing import NamedTuple
 
 from serve.catalog import Served
-from serve.inputs.intake import row_length
+from serve.engine.cost import LatencyModel, Series
+from serve.inputs.rows import row_length
 from serve.parts import rows_for
 from serve.runtime.protocol import largest_row, largest_tokens
-from serve.scheduler.latency_model import LatencyModel, Series
 
 _TIMES = 3
 _PROMPT_TOKENS = 16

@@ -1,8 +1,7 @@
-"""Sampling: from the logits of one position to one token, and to what else was likely.
+"""From the logits of one position to one token: sampling, likelihoods, beam search.
 
 A token is the argmax of filtered log-probabilities plus Gumbel noise that depends on the seed and
-the number of the token only, so a seed gives the same tokens whoever shares the batch. It
-deliberately knows neither text nor models.
+the number of the token only, so a seed gives the same tokens whatever shares the batch.
 """
 
 from collections.abc import Sequence
@@ -199,3 +198,84 @@ def softmax(logits: FloatArray) -> ScoreArray:
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     return scores
+
+
+# Beam search: several translations at a time, of which the likeliest a token wins. The next token
+# is one of all but the banned ones, and its log-probability is over those. Each round ranks what
+# continues the live hypotheses by the sum of its log-probabilities, equal ones by the rank of
+# what they continue, then by the lower token. Of the first W, those that end are finished, until
+# there are W; the first W that do not end live on. The answer is the finished hypothesis of the
+# greatest mean log-probability a token, its end counted; the first live one if none is finished.
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A translation, whole or not; its tokens are without the beginning, and with the end."""
+
+    tokens: tuple[int, ...]
+    total: float  # sum of log-probabilities
+
+    @property
+    def score(self) -> float:
+        return self.total / len(self.tokens)
+
+
+class Beams:
+    """The live hypotheses of one search, all of one length, and those that are finished."""
+
+    def __init__(
+        self, width: int, max_tokens: int, bos_id: int, eos_id: int, banned: tuple[int, ...] = ()
+    ) -> None:
+        self._width = width
+        self._max_tokens = max_tokens
+        self._bos_id = bos_id
+        self._eos_id = eos_id
+        self._banned = list(banned)
+        self._live = [Hypothesis((), 0.0)]
+        self._finished: list[Hypothesis] = []
+
+    @property
+    def prefixes(self) -> npt.NDArray[np.int64]:
+        """What to run next (B, N), bos included."""
+        return np.array([(self._bos_id, *one.tokens) for one in self._live], dtype=np.int64)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to run."""
+        return (
+            not self._live
+            or len(self._finished) >= self._width
+            or len(self._live[0].tokens) >= self._max_tokens
+        )
+
+    @property
+    def best(self) -> Hypothesis:
+        """The answer, once the search is over."""
+        if self._finished:
+            return max(self._finished, key=lambda one: one.score)  # the first of equal ones
+        return self._live[0]
+
+    def grow(self, logits: FloatArray) -> None:
+        """Take the logits (B, V) after each prefix, and keep the likeliest continuations."""
+        allowed = logits.astype(np.float64)  # (B, V)
+        allowed[:, self._banned] = -np.inf
+        # Each live hypothesis ends in one way only, so twice the width leaves enough that go on.
+        ranked = self._ranked(log_softmax(allowed), 2 * self._width)
+        for one in ranked[: self._width]:
+            if one.tokens[-1] == self._eos_id and len(self._finished) < self._width:
+                self._finished.append(one)
+        self._live = [one for one in ranked if one.tokens[-1] != self._eos_id][: self._width]
+
+    def _ranked(self, scores: npt.NDArray[np.float64], count: int) -> list[Hypothesis]:
+        """The best `count` continuations, given log-probabilities (B, V) of the next token."""
+        totals = (scores + np.array([[one.total] for one in self._live])).ravel()  # (B * V,)
+        count = min(count, len(totals))
+        least = np.partition(totals, len(totals) - count)[len(totals) - count]
+        places = np.flatnonzero(totals >= least)  # ascending: the order of equal ones
+        order = places[np.argsort(-totals[places], kind="stable")][:count]
+        return [
+            Hypothesis((*self._live[row].tokens, token), float(totals[place]))
+            for place in order.tolist()
+            if totals[place] > -np.inf
+            for row, token in [divmod(place, scores.shape[1])]
+        ]

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from serve.bundle import ImageInput
 from serve.errors import InvalidField, Unprocessable
-from serve.inputs.arrays import check_list, number_rows
+from serve.inputs.values import check_list, number_rows
 from serve.runtime.protocol import FloatArray
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

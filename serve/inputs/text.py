@@ -1,18 +1,254 @@
-"""Text and tokens: encoding what a request says, decoding an answer as it grows.
+"""Text and tokens: encoding what a request says, decoding an answer as it grows, stop strings."""
 
-Knows the tokenizer of one bundle; deliberately neither models nor HTTP.
-"""
-
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from serve.bundle import Bundle, BundleError, Manifest
+from serve.bundle import Bundle, BundleError, Manifest, TokenizerSpec
 from serve.bundle.manifest import inside_file
 from serve.errors import Unprocessable
-from serve.inputs.encoder import Encoder, Token
-from serve.inputs.tokens import check_tokenizer
+
+# Plain English text encoded word by word, with the tokens of each word remembered. The library
+# cuts every text anew, letter by letter, which takes longer than all else that is done for a
+# short request; most words have come before.
+
+
+Rewrite = Callable[[str], str]
+
+# The expression of byte-level BPE, for ASCII, with what is frequent first, which changes no match;
+# white space is spelt out, as that of Python has more.
+_WORDS = re.compile(
+    r" ?[A-Za-z]+| ?[0-9]+|'s|'t|'re|'ve|'m|'ll|'d| ?[^\t-\r A-Za-z0-9]+"
+    r"|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
+)
+# Characters that cannot be printed stand in the vocabulary as letters from here on, in their order.
+_FIRST_LETTER = 256
+_LETTERS = {code: _FIRST_LETTER + place for place, code in enumerate([*range(33), 127])}
+# Eight MB of a tokenizer that has seen so many: 7,600 news stories have 26,000 words.
+_MOST_WORDS, _MOST_CHARACTERS = 32_768, 32
+
+
+class Words:
+    """The tokens of plain texts."""
+
+    def __init__(self, tokenizer: Tokenizer, rewrites: tuple[Rewrite, ...], spaced: bool) -> None:
+        self._known = _Known(tokenizer)
+        self._rewrites = rewrites
+        self._spaced = spaced
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Words | None":
+        """For this tokenizer; None unless it cuts and rewrites text in ways that are known here."""
+        parts = json.loads(tokenizer.to_str())
+        cut, model = parts["pre_tokenizer"] or {}, parts["model"]
+        rewrites = _rewrites(parts["normalizer"])
+        plain = (
+            (cut.get("type"), cut.get("use_regex")) == ("ByteLevel", True)
+            and model["type"] == "BPE"
+            and model["dropout"] is None
+            and (parts["post_processor"] or cut)["type"] == "ByteLevel"
+            and not parts["truncation"]
+            and not parts["padding"]
+            and all(token["special"] for token in parts["added_tokens"])
+            and tokenizer.encode_special_tokens
+        )
+        if rewrites is None or not plain:
+            return None
+        return cls(tokenizer, rewrites, cut["add_prefix_space"])
+
+    def encode(self, text: str) -> list[int] | None:
+        """All tokens; None if the text is not plain."""
+        if not text.isascii():
+            return None
+        for rewrite in self._rewrites:
+            text = rewrite(text)
+        if not text:
+            return None
+        if self._spaced and text[0] != " ":
+            text = " " + text
+        return [*chain.from_iterable(map(self._known.__getitem__, _WORDS.findall(text)))]
+
+
+class _Known(dict[str, tuple[int, ...]]):
+    """Tokens of words, found when they are first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._model = tokenizer.model
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        found = tuple(token.id for token in self._model.tokenize(word.translate(_LETTERS)))
+        if len(self) >= _MOST_WORDS:
+            self.clear()
+        if len(word) <= _MOST_CHARACTERS:
+            self[word] = found
+        return found
+
+
+def _rewrites(normalizer: Mapping[str, Any] | None) -> tuple[Rewrite, ...] | None:
+    """What a normalizer does to ASCII text; None if that is not known here."""
+    if normalizer is None:
+        return ()
+    if normalizer["type"] == "Lowercase":
+        return (str.lower,)
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String"), normalizer["content"]
+        return (partial(_replaced, old, new),) if old and new.isascii() else None
+    if normalizer["type"] == "Sequence":
+        return _joined(_rewrites(part) for part in normalizer["normalizers"])
+    return None
+
+
+def _joined(parts: Iterable[tuple[Rewrite, ...] | None]) -> tuple[Rewrite, ...] | None:
+    joined: tuple[Rewrite, ...] = ()
+    for part in parts:
+        if part is None:
+            return None
+        joined += part
+    return joined
+
+
+def _replaced(old: str, new: str, text: str) -> str:
+    return text.replace(old, new)
+
+
+# Text of any length encoded, at a cost that the window of the model bounds.
+
+
+# One text at a time needs no threads. Those of the library are made at the first long text, and if
+# the system gives none then, no long text is ever read again.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Tokens between a cut through the text and the nearest token that is kept: what a cut changes
+# ends with the word that it cuts.
+_MARGIN_TOKENS = 64
+_CHARACTERS_PER_TOKEN = 16
+# Up to so many, letting another thread run takes longer than encoding.
+_SHORT_CHARACTERS = 400
+
+
+class Token(NamedTuple):
+    """A token, and the characters of the text that it stands for."""
+
+    number: int
+    start: int
+    end: int
+
+
+class Encoder:
+    """A tokenizer as it is used on requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._words = Words.of(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """All tokens; while the library encodes a text that is not short, other threads run."""
+        tokens = self._words.encode(text) if self._words else None
+        if tokens is not None:
+            return tokens
+        if len(text) <= _SHORT_CHARACTERS:
+            tokens = self._tokenizer.encode(text).ids
+        else:
+            tokens = self._tokenizer.encode_batch_fast([text])[0].ids
+        return tokens
+
+    def spans(self, text: str, head: int, tail: int) -> list[Token]:
+        """The first `head` and last `tail` tokens of a text, or all if there are no more.
+
+        Of a text that is far longer only the ends are encoded, as `ends` does it.
+        """
+        reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
+        while len(text) > 2 * reach:
+            first = self._tokens(text, 0, reach)
+            last = self._tokens(text, len(text) - reach, len(text)) if tail else []
+            enough = len(first) >= head + _MARGIN_TOKENS
+            if enough and (not tail or len(last) >= tail + _MARGIN_TOKENS):
+                return first[:head] + last[len(last) - tail :]
+            reach *= 4
+        tokens = self._tokens(text, 0, len(text))
+        if len(tokens) <= head + tail:
+            return tokens
+        return tokens[:head] + tokens[len(tokens) - tail :]
+
+    def _tokens(self, text: str, low: int, high: int) -> list[Token]:
+        """The tokens of a part of a text; a space before a word is none of its characters."""
+        encoded = self._tokenizer.encode(text[low:high])
+        tokens = []
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            piece = text[low + start : low + end]
+            spaces = len(piece) - len(piece.lstrip()) if piece.strip() else 0
+            tokens.append(Token(token, low + start + spaces, low + end))
+        return tokens
+
+    def ends(self, text: str, head: int, tail: int) -> tuple[list[int], list[int]] | None:
+        """The first `head` and last `tail` tokens of a text that is far longer; None if it is not.
+
+        Only the ends are encoded. They are what encoding everything gives, unless one word is so
+        long that it reaches from a cut to a token that is kept.
+        """
+        reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
+        while len(text) > 2 * reach:
+            first = self.encode(text[:reach])
+            last = self.encode(text[-reach:]) if tail else []
+            enough = len(first) >= head + _MARGIN_TOKENS
+            if enough and (not tail or len(last) >= tail + _MARGIN_TOKENS):
+                return first[:head], last[len(last) - tail :]
+            reach *= 4
+        return None
+
+
+# Whether a tokenizer is the one that the manifest of its bundle promises.
+
+
+_MODELS = {
+    "chars": WordLevel,
+    "bpe": BPE,
+    "words": WordLevel,
+    "wordpiece": WordPiece,
+    "unigram": Unigram,
+}
+
+
+def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
+    """BundleError unless the tokenizer is the one that the manifest describes."""
+    again = "export the bundle again"
+    if not isinstance(tokenizer.model, _MODELS[promised.kind]):
+        kind = type(tokenizer.model).__name__
+        raise BundleError(f"is a {kind} tokenizer, but the manifest says {promised.kind}; {again}")
+    vocab = tokenizer.get_vocab()
+    if len(vocab) != promised.vocab_size or max(vocab.values()) >= promised.vocab_size:
+        raise BundleError(
+            f"has {len(vocab)} tokens, but the manifest says {promised.vocab_size}; {again}"
+        )
+    names = {promised.pad_id: "pad_id", promised.bos_id: "bos_id", promised.eos_id: "eos_id"}
+    for token in promised.special_ids:
+        _check_special(tokenizer, promised.kind, token, names[token])
+
+
+def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> None:
+    """BundleError if this is a token that text turns into."""
+    text = tokenizer.id_to_token(token) or ""
+    if kind == "chars":
+        special = len(text) > 1
+    elif kind == "words":
+        special = text.startswith("<") and text.endswith(">")
+    else:
+        added = tokenizer.get_added_tokens_decoder().get(token)
+        special = added is not None and added.special
+    if not special:
+        what = "padding" if name == "pad_id" else "special token"
+        raise BundleError(
+            f"has the token {text!r} at the manifest's {name} ({token}), which is no {what}; "
+            "export the bundle again"
+        )
+
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, and one with the token before it
@@ -262,3 +498,52 @@ class TextStream:
         self._context = self._written
         self._written = len(self._tokens)
         return text
+
+
+# Stop strings: ends an answer before the first of them, and never lets a part of one out.
+
+
+class StopFilter:
+    """Text goes in by pieces; what can no longer belong to a stop string comes out."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string would stop everything"
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to give out, and whether a stop string ended the answer."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        # The match that is complete first, as it would be if the text came by characters.
+        matches = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if matches:
+            _, start = min(matches)
+            before, self._held = self._held[:start], ""
+            return before, True
+        keep = self._partial_match()
+        out = self._held[: len(self._held) - keep]
+        self._held = self._held[len(out) :]
+        return out, False
+
+    def flush(self) -> str:
+        """What was held back, when no more text will come."""
+        out, self._held = self._held, ""
+        return out
+
+    def _partial_match(self) -> int:
+        """The length of the longest end of the held text that begins a stop string."""
+        longest = min(len(self._held), max(map(len, self._stops)) - 1)
+        return next(
+            (
+                length
+                for length in range(longest, 0, -1)
+                if any(stop.startswith(self._held[-length:]) for stop in self._stops)
+            ),
+            0,
+        )

@@ -11,9 +11,9 @@ from serve.budget import Decision
 from serve.bundle import LABELLING, Manifest
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Labelled, Tags
+from serve.engine.job import ClassifiedEvent, Labelled, Tags
 from serve.errors import InvalidField, Unprocessable
-from serve.inputs.intake import Intake, check_kinds, read_items
+from serve.inputs.rows import Intake, check_kinds, read_items
 from serve.routes.labelling import filled, labelled, ranked, refuse_early, token_labels
 from serve.routes.shared import (
     RUN_PROBLEMS,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from serve.catalog import WRITING
 from serve.engine.engine import Engine
-from serve.engine.events import GeneratedEvent, TokenEvent, TokenLogprob
+from serve.engine.job import GeneratedEvent, TokenEvent, TokenLogprob
 from serve.routes.shared import (
     RUN_PROBLEMS,
     deadline_of,

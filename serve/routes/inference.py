@@ -15,12 +15,11 @@ from starlette.responses import Response
 from serve.bundle import ImageInput, TextInput
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
-from serve.engine.generation import Wish
+from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
 from serve.engine.sampling import MAX_SEED
-from serve.inputs.intake import Intake, read_items
-from serve.inputs.items import Item
-from serve.inputs.tensors import cloud_rows, image_rows
+from serve.engine.work import Wish
+from serve.inputs.rows import Intake, cloud_rows, image_rows, read_items
+from serve.inputs.values import Item
 from serve.routes.labelling import labelled, ranked, refuse_early, token_labels
 from serve.routes.oip_models import find_version, oip_problems
 from serve.routes.shared import deadline_of, decide_budget, request_id, timing

@@ -10,13 +10,11 @@ from starlette.requests import Request
 from serve.budget import Decision
 from serve.bundle import Manifest
 from serve.catalog import Served
-from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent, Event, FailedEvent, Tags
-from serve.engine.work import Work
-from serve.inputs.intake import Intake, greatest_length, row_length
+from serve.engine.job import ClassifiedEvent, Event, FailedEvent, Job, LaneKey, Tags
+from serve.engine.work import Classification, Work
+from serve.inputs.rows import Intake, greatest_length, row_length
 from serve.routes.shared import deadline_of, note_decision
-from serve.scheduler.job import Job, LaneKey
 from serve.wire.answers import TokenLabel
 from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields

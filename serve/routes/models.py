@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from serve.bundle import ImageInput, Manifest, PointsInput, Rung, TextInput
 from serve.catalog import Served
+from serve.engine.classify import MARGIN
 from serve.engine.engine import Engine
+from serve.engine.job import Kind, LaneKey
 from serve.routes.shared import answer, problems
-from serve.scheduler.classify_lane import MARGIN
-from serve.scheduler.job import Kind, LaneKey
 from serve.wire.cards import (
     Interval,
     LadderResponse,

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from serve.budget import Decision
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import FailedEvent, GeneratedEvent, Span
-from serve.engine.generation import Wish
+from serve.engine.job import FailedEvent, GeneratedEvent, Span
 from serve.engine.sampling import MAX_SEED
+from serve.engine.work import Wish
 from serve.errors import ImpossibleBudget
 from serve.routes.shared import RUN_PROBLEMS, decide_budget, request_id, timing
 from serve.routes.writing import Order, Running, entries_of

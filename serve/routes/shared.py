@@ -14,8 +14,7 @@ from starlette.responses import Response
 from serve.budget import Decision, decide_within
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import Span
-from serve.scheduler.job import Deadline
+from serve.engine.job import Deadline, Span
 from serve.wire.access import COMPUTED_KEY, ID_KEY, REASON_KEY, SERVED_KEY
 from serve.wire.answers import ErrorResponse, Timing
 from serve.wire.envelope import ARRIVED_KEY, stay

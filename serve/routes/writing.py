@@ -15,14 +15,11 @@ from starlette.requests import Request
 from serve.budget import Decision
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, FailedEvent, GeneratedEvent
-from serve.engine.generation import Generation, Wish
-from serve.engine.translation import Translation
-from serve.engine.work import Work
+from serve.engine.job import Deadline, Event, FailedEvent, GeneratedEvent, Job, Kind, LaneKey
+from serve.engine.predict import Asked
+from serve.engine.work import Generation, Translation, Wish, Work
 from serve.errors import InvalidField
 from serve.routes.shared import deadline_of, note_decision
-from serve.scheduler.job import Deadline, Job, Kind, LaneKey
-from serve.scheduler.outlook import Asked
 from serve.settings import Settings
 from serve.wire.mailbox import Mailbox, Submitted
 from serve.wire.schemas import BudgetFields

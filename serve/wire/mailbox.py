@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 
 from serve.engine.engine import Engine
+from serve.engine.job import Job
 from serve.engine.work import Work
-from serve.scheduler.job import Job
 from serve.wire.access import ID_KEY, JOBS_KEY
 from serve.wire.departure import DEPARTURE_KEY, Departure
 from serve.wire.gate import return_tokens, spend_tokens

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.errors import InvalidField
-from serve.inputs.arrays import check_finite, number_rows
+from serve.inputs.values import check_finite, number_rows
 
 Numbers = npt.NDArray[np.float64]
 WIDTHS: dict[str, np.dtype[Any]] = {

@@ -21,7 +21,7 @@ from serve.budget import Ask
 from serve.bundle import Effort
 from serve.engine.sampling import MAX_SEED
 from serve.errors import InvalidField
-from serve.inputs.prompts import MAX_TEXTS
+from serve.inputs.values import MAX_TEXTS
 from serve.wire.schemas import BudgetFields, Stop
 
 EFFORT_OF: dict[str, Effort] = {

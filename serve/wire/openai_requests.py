@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from serve.errors import InvalidField
-from serve.inputs.messages import Messages
-from serve.inputs.prompts import MAX_TEXTS, Prompts
+from serve.inputs.chat import Messages
+from serve.inputs.values import MAX_TEXTS, Prompts
 from serve.wire.openai_fields import Only, OpenAIFields
 from serve.wire.schemas import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 

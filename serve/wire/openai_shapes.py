@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.engine.events import GeneratedEvent, TokenEvent, TokenLogprob
+from serve.engine.job import GeneratedEvent, TokenEvent, TokenLogprob
 from serve.wire import openai_answers as shapes
 from serve.wire.answers import Answer, Usage
 from serve.wire.pieces import Each

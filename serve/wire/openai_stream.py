@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
-from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
+from serve.engine.job import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.errors import InternalError, ServeError
 from serve.wire.answers import Answer
 from serve.wire.error_shapes import error_body

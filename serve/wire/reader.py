@@ -20,8 +20,8 @@ from typing import Any, TypeVar, final
 from starlette.requests import Request
 
 from serve.engine.engine import Engine
+from serve.engine.job import Deadline
 from serve.errors import DeadlineLapsed, QueueFull
-from serve.scheduler.job import Deadline
 from serve.settings import Settings
 from serve.wire.access import SERVED_KEY
 from serve.wire.mailbox import ClientGone, watch_departure

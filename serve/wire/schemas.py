@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 
 from serve.budget import Ask
 from serve.engine.sampling import MAX_SEED
-from serve.inputs.items import MAX_INPUTS, Items, Text
+from serve.inputs.values import MAX_INPUTS, Items, Text
 
 MAX_LOGPROBS = 5
 MAX_BEAMS = 8

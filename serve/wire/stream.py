@@ -13,7 +13,7 @@ from typing import Generic
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve.engine.events import Event, FailedEvent, GeneratedEvent, TokenEvent
+from serve.engine.job import Event, FailedEvent, GeneratedEvent, TokenEvent
 from serve.errors import InternalError
 from serve.wire.answers import Answer
 from serve.wire.mailbox import ClientGone, EventT, Mailbox

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve.catalog import Served
-from serve.engine.generation import Wish
 from serve.engine.sampling import Sampling
+from serve.engine.work import Wish
 from serve.errors import InvalidField
 from serve.wire.schemas import GenerateRequest
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.scheduler.latency_model import Series
+from serve.engine.cost import Series
 from tests.fake_server import FakeServer, fake_server
 from tests.server_process import server_process
 from tests.sse import parse_events

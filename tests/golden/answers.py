@@ -9,7 +9,7 @@ import numpy as np
 
 from serve.bundle import Bundle, ImageInput, PointsInput
 from serve.inputs.images import PixelCount, read_image
-from serve.inputs.points import read_points
+from serve.inputs.rows import read_points
 from serve.inputs.text import TextCodec
 from serve.runtime import OpenedModel
 from serve.runtime.protocol import FloatArray, IntArray, RowArray

@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from serve.scheduler.job import ClassifyCall, Job, State
-from serve.scheduler.limits import Limits
+from serve.engine.job import ClassifyCall, Job, Limits, State
 from tests.simulated import LADDER, Request, Simulation
 
 LIMITS = Limits(

@@ -9,18 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serve.scheduler.job import (
+from serve.engine.job import (
     ClassifyCall,
     DecodeCall,
     DecodePart,
     Job,
     LaneKey,
+    Limits,
     PrefillCall,
     SearchCall,
     State,
 )
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.scheduler import Scheduler
 
 WINDOW = 12
 LIMITS = Limits(

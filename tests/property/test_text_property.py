@@ -7,10 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
-from serve.engine.stop import StopFilter
-from serve.inputs.encoder import Encoder
-from serve.inputs.text import TextCodec, TextStream
-from serve.inputs.words import Words
+from serve.inputs.text import Encoder, StopFilter, TextCodec, TextStream, Words
 from tests.tiny_bundles import bpe_tokenizer
 from tests.tiny_folders import classify_bundle
 

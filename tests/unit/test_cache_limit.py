@@ -8,17 +8,13 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.events import Event, GeneratedEvent, TokenEvent
-from serve.engine.executor import Executor
-from serve.engine.generation import Generation, Wish
-from serve.engine.runner import Runner
+from serve.engine.execute import Executor, Runner
+from serve.engine.job import Call, Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Deliveries, Work
+from serve.engine.work import Deliveries, Generation, Wish, Work
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from serve.scheduler.job import Call, Job, LaneKey
-from serve.scheduler.limits import Limits
 from tests.tiny_folders import generate_bundle
 
 WINDOW = generate_bundle().manifest.text_input.max_tokens

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from serve.bundle import LatencyEntry
-from serve.engine.events import Tags, TokenEvent
+from serve.engine.job import LaneKey, Tags, TokenEvent
 from serve.errors import QueueFull, Unprocessable
-from serve.scheduler.job import LaneKey
 from tests.engine_bench import WINDOW, classified, generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
 

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.trials import Trials
-from serve.engine.ways import Ways
+from serve.engine.execute import Trials, Ways
+from serve.engine.job import Limits
 from serve.errors import Draining, NotReady
-from serve.scheduler.limits import Limits
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import Mood
 

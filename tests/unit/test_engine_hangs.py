@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from serve.bundle import Bundle
-from serve.engine.events import TokenEvent
-from serve.engine.runner import Runner
+from serve.engine.execute import Runner
+from serve.engine.job import LaneKey, Limits, TokenEvent
 from serve.engine.watchdog import Patience
 from serve.errors import Stalled
 from serve.runtime import open_model
-from serve.scheduler.job import LaneKey
-from serve.scheduler.limits import Limits
 from tests.engine_bench import Bench, Caller, classified, generated
 from tests.fake_model import Mood
 from tests.tiny_folders import (

@@ -1,9 +1,6 @@
 """The scheduler's memory of generations: what is admitted, counted and given back."""
 
-from serve.scheduler.job import (
-    PrefillCall,
-    State,
-)
+from serve.engine.job import PrefillCall, State
 from tests.generation_jobs import FOUR, ONE, generate, run, scheduler, started
 
 

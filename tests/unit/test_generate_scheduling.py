@@ -4,15 +4,7 @@ from collections import Counter
 
 import pytest
 
-from serve.scheduler.job import (
-    ClassifyCall,
-    DecodeCall,
-    DecodePart,
-    Job,
-    LaneKey,
-    PrefillCall,
-    State,
-)
+from serve.engine.job import ClassifyCall, DecodeCall, DecodePart, Job, LaneKey, PrefillCall, State
 from tests.generation_jobs import (
     CLASSIFY,
     EIGHT,

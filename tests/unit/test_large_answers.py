@@ -12,7 +12,7 @@ import pytest
 
 from serve.app import create_app
 from serve.engine.engine import Engine
-from serve.engine.events import GeneratedEvent, Span, TokenEvent, TokenLogprob
+from serve.engine.job import GeneratedEvent, Span, TokenEvent, TokenLogprob
 from serve.metrics import Metrics
 from serve.routes.writing import TextEvent
 from serve.settings import Settings

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
-from serve.scheduler.latency_model import LatencyModel, Series
+from serve.engine.cost import LatencyModel, Series
 
 Cost = Callable[[int, int], float]
 FULL = Series("m", "classify", 8)

@@ -7,8 +7,7 @@ import pytest
 
 from serve.bundle import Bundle, BundleError, open_staging, read_bundle, seal_bundle
 from serve.errors import Unprocessable
-from serve.inputs.chat import MAX_TEMPLATE_BYTES, ChatTemplate
-from serve.inputs.messages import Message
+from serve.inputs.chat import MAX_TEMPLATE_BYTES, ChatTemplate, Message
 from tests.tiny_bundles import restage
 from tests.tiny_folders import generate_bundle
 

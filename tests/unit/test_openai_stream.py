@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serve.engine.events import (
+from serve.engine.job import (
     ClassifiedEvent,
     FailedEvent,
     GeneratedEvent,

@@ -2,10 +2,9 @@
 
 import pytest
 
-from serve.scheduler.job import LaneKey
-from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Series
-from serve.scheduler.outlook import Asked, Outlook
-from serve.scheduler.writing_prices import WritingPrices
+from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series, WritingPrices
+from serve.engine.job import LaneKey
+from serve.engine.predict import Asked, Outlook
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from serve.engine.cost import Series
+from serve.engine.job import Deadline, Job, Limits
 from serve.errors import TooBusy
-from serve.scheduler.job import Deadline, Job
-from serve.scheduler.latency_model import Series
-from serve.scheduler.limits import Limits
 from tests.simulated import LADDER, LATE, MODEL, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])

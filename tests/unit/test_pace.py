@@ -2,8 +2,8 @@
 
 import pytest
 
-from serve.engine.pace import CallTimes
-from serve.scheduler.job import LaneKey
+from serve.engine.cost import CallTimes
+from serve.engine.job import LaneKey
 
 LANE = LaneKey("m", "classify", 1)
 

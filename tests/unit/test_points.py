@@ -5,7 +5,7 @@ import pytest
 
 from serve.bundle import PointsInput
 from serve.errors import ServeError
-from serve.inputs.points import read_points
+from serve.inputs.rows import read_points
 
 SPEC = PointsInput(max_points=8, dimensions=3)
 

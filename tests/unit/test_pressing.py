@@ -2,8 +2,8 @@
 
 import random
 
-from serve.scheduler.generate_lane import GenerateLane
-from serve.scheduler.job import Deadline, Job, LaneKey
+from serve.engine.generate import GenerateLane
+from serve.engine.job import Deadline, Job, LaneKey
 
 KEY = LaneKey("m", "generate", 2)
 MAX_ROWS = 4

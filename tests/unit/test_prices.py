@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.scheduler.job import LaneKey
-from serve.scheduler.latency_model import LatencyModel, Series
-from serve.scheduler.price import Prices
+from serve.engine.cost import LatencyModel, Prices, Series
+from serve.engine.job import LaneKey
 
 LANE = LaneKey("m", "classify", 8)
 

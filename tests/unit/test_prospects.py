@@ -3,10 +3,9 @@
 import pytest
 
 from serve.bundle import LatencyEntry
-from serve.scheduler.job import Job, LaneKey, Turn
-from serve.scheduler.latency_model import LatencyModel, Series
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.cost import LatencyModel, Series
+from serve.engine.job import Job, LaneKey, Limits, Turn
+from serve.engine.scheduler import Scheduler
 
 LANE = LaneKey("m", "classify", 1)
 OTHER = LaneKey("g", "generate", 1)

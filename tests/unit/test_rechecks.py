@@ -8,15 +8,13 @@ from prometheus_client import CollectorRegistry
 
 from serve.bundle import Calibration, Level
 from serve.catalog import Catalog, Served
-from serve.engine.classification import Classification
 from serve.engine.engine import Engine
-from serve.engine.events import ClassifiedEvent
-from serve.engine.rechecks import Rechecks
+from serve.engine.execute import Rechecks
+from serve.engine.job import ClassifiedEvent, Job, LaneKey, Limits
+from serve.engine.work import Classification
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import Row
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 from tests.engine_bench import Caller
 from tests.tiny_bundles import build_classify
 

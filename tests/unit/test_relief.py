@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.scheduler.relief import Relief
+from serve.engine.classify import Relief
 
 
 def test_nothing_is_spared_before_the_wait_begins_to_matter() -> None:

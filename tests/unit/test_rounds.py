@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from serve.scheduler.generate_lane import GenerateLane
-from serve.scheduler.job import Job
-from serve.scheduler.latency_model import LatencyModel
-from serve.scheduler.rounds import Rounds
-from serve.scheduler.writing_prices import WritingPrices
+from serve.engine.cost import LatencyModel, WritingPrices
+from serve.engine.generate import GenerateLane
+from serve.engine.job import Job
+from serve.engine.predict import Rounds
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from serve.scheduler.job import DecodeCall, DecodePart, Job, LaneKey
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.job import DecodeCall, DecodePart, Job, LaneKey
+from serve.engine.scheduler import Scheduler
 from tests.generation_jobs import EIGHT, FOUR, ONE, TWO, decoded, generate, run, scheduler, started
 
 LADDER = (ONE, TWO, FOUR, EIGHT)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from serve.scheduler.job import ClassifyCall, Job, LaneKey, State
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, State
+from serve.engine.scheduler import Scheduler
 
 CLASSIFY = LaneKey("c", "classify", 2)
 GENERATE = LaneKey("g", "generate", 4)

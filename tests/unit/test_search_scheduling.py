@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from serve.scheduler.job import (
+from serve.engine.job import (
     ClassifyCall,
     DecodeCall,
     Job,
     LaneKey,
+    Limits,
     PrefillCall,
     SearchCall,
     State,
 )
-from serve.scheduler.limits import Limits
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.scheduler import Scheduler
 
 SEARCH = LaneKey("t", "search", 4)
 

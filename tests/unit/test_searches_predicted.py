@@ -5,11 +5,19 @@ import random
 
 import pytest
 
-from serve.scheduler.job import Deadline, DecodeCall, Job, Kind, LaneKey, PrefillCall, SearchCall
-from serve.scheduler.latency_model import IDLE_ANSWER_S, LatencyModel, Series
-from serve.scheduler.limits import Limits
-from serve.scheduler.outlook import Asked
-from serve.scheduler.scheduler import Scheduler
+from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series
+from serve.engine.job import (
+    Deadline,
+    DecodeCall,
+    Job,
+    Kind,
+    LaneKey,
+    Limits,
+    PrefillCall,
+    SearchCall,
+)
+from serve.engine.predict import Asked
+from serve.engine.scheduler import Scheduler
 
 MODEL, STEPS, SOURCE, TOKENS, BEAMS = "m", 2, 8, 20, 4
 ROWS = 2  # that may run at once

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.beams import Beams
-from serve.engine.events import TokenEvent
+from serve.engine.cost import Series
+from serve.engine.job import TokenEvent
+from serve.engine.sampling import Beams
 from serve.errors import Unprocessable
-from serve.scheduler.latency_model import Series
 from tests.engine_bench import generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION
 

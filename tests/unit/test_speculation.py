@@ -5,17 +5,13 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.events import GeneratedEvent
-from serve.engine.generation import Generation, Wish
+from serve.engine.execute import Trials, leads_of
+from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
 from serve.engine.sampling import Sampling
-from serve.engine.trials import Trials
-from serve.engine.ways import leads_of
-from serve.engine.work import Work
+from serve.engine.work import Generation, Wish, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
-from serve.scheduler.job import Job, LaneKey
-from serve.scheduler.limits import Limits
 from tests.engine_bench import Caller
 from tests.tiny_bundles import build_generate
 

@@ -1,6 +1,6 @@
 """Stop strings end an answer, and no part of them gets out."""
 
-from serve.engine.stop import StopFilter
+from serve.inputs.text import StopFilter
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

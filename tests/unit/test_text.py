@@ -8,8 +8,7 @@ import pytest
 
 from serve.bundle import Bundle, BundleError, TextInput
 from serve.errors import Unprocessable
-from serve.inputs.encoder import Encoder
-from serve.inputs.text import TextCodec, TextStream
+from serve.inputs.text import Encoder, TextCodec, TextStream
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 CHARS = TextCodec(generate_bundle())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from serve.engine.trials import Trials
+from serve.engine.execute import Trials
 
 WAYS = ("a", "b", "c", "d")
 

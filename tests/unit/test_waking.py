@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from serve.engine.waking import Waking
+from serve.engine.engine import Waking
 
 
 class Counted(threading.Condition):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve.errors import InvalidField
-from serve.inputs.prompts import check_prompts
+from serve.inputs.values import check_prompts
 from serve.wire.oip_schemas import InputTensor
 from serve.wire.oip_tensors import numbers_of_json
 from serve.wire.openai_requests import CompletionRequest

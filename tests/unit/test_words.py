@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from serve.inputs import words as module
-from serve.inputs.encoder import Encoder
-from serve.inputs.words import Words
+from serve.inputs import text as module
+from serve.inputs.text import Encoder, Words
 from tests.tiny_bundles import bpe_tokenizer
 
 

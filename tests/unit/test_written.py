@@ -5,11 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from serve.engine.generation import Generation
-from serve.engine.work import Work
-from serve.engine.written import Written
+from serve.engine.execute import Written
+from serve.engine.job import Job, LaneKey
+from serve.engine.work import Generation, Work
 from serve.metrics import SECONDS, Metrics
-from serve.scheduler.job import Job, LaneKey
 
 LANE = LaneKey("writer@2", "generate", 4)
 LABELS = {"model": "writer", "steps": "4"}

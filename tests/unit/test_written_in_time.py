@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.scheduler.limits import Limits
+from serve.engine.job import Limits
 from tests.simulated_writing import LADDER, Wish, WritingSimulation
 
 SPARE = Limits(queue_requests=10_000)

@@ -1,25 +1,64 @@
-"""How long a call takes: by model, kind of call, steps, rows and length, learned from every call.
+"""The seconds of a call: by model, kind of call, steps, rows and length, learned from every call.
 
 The seconds of a call are `speed * (a + b * tokens + c * tokens * length)`: a row has `length`
-tokens, or one where it decodes, behind `length` that are cached. Each series has its own a, b and
-c, which change slowly; all of a model share the speed of the machine, which changes fast. Where the
-rows of a classification run in parts side by side, those of the largest part count, and calls in
-one part and in several have factors and a speed of their own. It starts from what was measured
-before and forgets it. Knows neither clocks, requests nor lanes.
-
-Three threads write: the engine's after each call, the event loop's after each answer and refusal,
-and one that loads a model. Whatever writes holds a lock; what reads looks up one thing at a time.
+tokens, or one where it decodes, behind `length` that are cached.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 from threading import Lock
 from typing import NamedTuple
 
 from serve.bundle.manifest import Latency
+from serve.engine.job import CallKind, LaneKey, Turn
 from serve.parts import count_parts
-from serve.scheduler.job import CallKind
-from serve.scheduler.machine_speed import MachineSpeed
+
+# How fast the machine runs the calls of one model now, beside what is known of them. A moment's
+# slowness need not meet all calls alike: where something else takes half of a core, calls in
+# several parts take half as long again, and those in one part as long as before. So each kind has
+# a speed of its own, which moves the other a little. What is off beyond that is met with caution.
+
+
+_MOST_SURPRISE = 0.35  # a call that took longer or shorter by more counts as if by this much
+_WEIGHT = 0.12  # of the newest call in the speed of its kind
+_OTHER_WEIGHT = 0.03  # and of the other
+_LASTING_WEIGHT = 0.02  # of the speed of now in the one that lasts beyond a moment
+_LATE_SHARE, _LATE_STEP = 0.05, 0.02
+_MOST_CAUTION = 2.0
+_RELENT = 0.9
+
+
+class MachineSpeed:
+    """What to multiply predictions by: more than 1 where calls take longer than they did."""
+
+    def __init__(self) -> None:
+        self.now = [1.0, 1.0]  # of calls in one part, in several
+        self._lasting = [1.0, 1.0]
+        self.caution = 1.1  # what to multiply them by beside that, so that few calls take longer
+
+    def lasting(self, parted: bool) -> float:
+        """What to multiply predictions of a long time by: a moment's slowness passes."""
+        return self._lasting[parted] / self.now[parted]
+
+    def be_wary(self, error: float) -> None:
+        """A call has taken longer than was predicted, by this share."""
+        late = 1 + error > self.caution
+        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
+        self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
+
+    def observe(self, parted: bool, error: float) -> None:
+        """The same where it is the machine that is to blame."""
+        surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, error))
+        self.now[parted] *= 1 + _WEIGHT * surprise
+        self.now[not parted] *= 1 + _OTHER_WEIGHT * surprise
+        for kind, speed in enumerate(self.now):
+            self._lasting[kind] += _LASTING_WEIGHT * (speed - self._lasting[kind])
+
+    def relent(self) -> None:
+        """Believe a little less in what is slow."""
+        self.caution = max(1.0, self.caution * _RELENT)
+        self.now = [max(min(1.0, speed), speed * _RELENT) for speed in self.now]
+
 
 # What a rung of unknown shape is taken to spend beside its tokens.
 _FIXED_SHARE = 0.1
@@ -29,7 +68,6 @@ _TRUSTED = 0.12  # error of a call; the larger ones count less for the shape
 _LEAST = 1e-12  # of the factor of a token
 _SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # of answers on their way out
 IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
-_RELENT = 0.9
 _KNOWN_CALLS = 24  # of a series, before it says anything of the machine
 _ROUNDS = 100  # of their fit
 _SCALE = 1000.0  # keeps products of tokens near 1
@@ -287,3 +325,160 @@ class _Shape:
     def _features(self, rows: int, length: int) -> tuple[float, float, float]:
         tokens = (rows if self._one_each else rows * length) / _SCALE
         return 1.0, tokens, tokens * length / _SCALE
+
+
+# What the rows of one classification lane cost at each number of steps. A lane's view of the
+# latency model: careful, since prices decide whether a deadline can be kept, and nothing where
+# nothing was ever measured.
+
+
+_NEWEST = 0.05  # weight of the newest row in the usual length
+_NEARLY = 1.03  # as cheap a row as in a full call
+_NEWEST_CALL = 0.2  # and of the newest call in the usual batch and padding
+
+
+class Prices:
+    """Seconds of calls and of rows."""
+
+    def __init__(self, latency: LatencyModel, key: LaneKey, max_rows: int) -> None:
+        self._latency = latency
+        self._key = key
+        self._max_rows = max_rows
+        self._series: dict[int, Series] = {}
+        self._usual_tokens = 0.0
+        self._usual_rows = 1.0
+        self._usual_padding = 1.0  # tokens of a call for each real one
+
+    @property
+    def answer_s(self) -> float:
+        """From the end of a call until the answer has left."""
+        return self._latency.answer_s
+
+    @property
+    def caution(self) -> float:
+        """What all prices here are multiplied with."""
+        return self._latency.caution(self._key.model)
+
+    def note_call(self, rows: int, padding: float) -> None:
+        """So many rows run together, with so many tokens for each real one."""
+        self._usual_rows += _NEWEST_CALL * (rows - self._usual_rows)
+        self._usual_padding += _NEWEST_CALL * (padding - self._usual_padding)
+
+    def note(self, tokens: int) -> None:
+        """A row of this length has come."""
+        usual = self._usual_tokens or tokens
+        self._usual_tokens = usual + _NEWEST * (tokens - usual)
+
+    def call_s(self, steps: int, rows: int, length: int) -> float:
+        """A call takes about this long, and seldom longer."""
+        seconds = self._latency.call_s(self._series_of(steps), rows, length)
+        if seconds is None and self._key.threshold is not None:  # at worst all steps are taken
+            full = Series(self._key.model, "classify", steps)
+            seconds = self._latency.call_s(full, rows, length)
+        return 0.0 if seconds is None else seconds * self.caution
+
+    def row_s(self, steps: int, length: int) -> float:
+        """The share of a row in a call as they usually are."""
+        rows = round(self._usual_rows)
+        return self.call_s(steps, rows, round(length * self._usual_padding)) / rows
+
+    def usual_s(self, steps: int) -> float:
+        """A usual call: a row is done when all that share its call are."""
+        return self.call_s(steps, round(self._usual_rows), round(self._usual_tokens))
+
+    def enough_rows(self, steps: int, length: int) -> int:
+        """The fewest rows of a call that does nearly as many in a second as a full one.
+
+        More would only wait for each other.
+        """
+        if not self._latency.knows_well(self._series_of(steps)):
+            return self._max_rows
+        each_s = self.call_s(steps, self._max_rows, length) / self._max_rows
+        rows = 1
+        while rows < self._max_rows and self.call_s(steps, rows, length) / rows > _NEARLY * each_s:
+            rows *= 2
+        return min(rows, self._max_rows)
+
+    def share(self, steps: int, full: int) -> float:
+        """What a usual row costs at these steps, in parts of what it costs at full ones."""
+        length = round(self._usual_tokens)
+        whole = self.row_s(full, length)
+        return self.row_s(steps, length) / whole if whole > 0 else steps / full
+
+    def alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of all these rows on an idle server."""
+        rows = len(lengths)
+        longest = max(lengths)
+        if rows <= self._max_rows:
+            return self.call_s(steps, rows, longest)
+        return -(-rows // self._max_rows) * self.call_s(steps, self._max_rows, longest)
+
+    def _series_of(self, steps: int) -> Series:
+        series = self._series.get(steps)
+        if series is None:
+            series = Series(self._key.model, "classify", steps, self._key.threshold)
+            self._series[steps] = series
+        return series
+
+
+# What the calls take that write: prompts, tokens of rows that decode together, steps of searches.
+# A view of the latency model, as it is likely; 0 where nothing is known.
+
+
+class WritingPrices:
+    """Seconds of calls."""
+
+    def __init__(self, latency: LatencyModel, usual_s: Callable[[LaneKey], float | None]) -> None:
+        self._latency = latency
+        self._usual_s = usual_s  # of a token, or of a step of a search
+
+    def token(self, key: LaneKey, rows: int, series: Series | None = None) -> Line:
+        """A token of so many rows of a lane; its series, if that is at hand."""
+        series = series or Series(key.model, "decode", key.steps)
+        return self._latency.decode_line(series, rows) or (self._usual_s(key) or 0.0, 0.0)
+
+    def prompts_s(
+        self, key: LaneKey, tokens: int, prompts: int, series: Series | None = None
+    ) -> float:
+        """The time to read so many prompts of so many tokens in all, one after the other."""
+        series = series or Series(key.model, "prefill", key.steps)
+        return prompts * (self._latency.call_s(series, 1, tokens // prompts) or 0.0)
+
+    def search_s(self, key: LaneKey, source: int, tokens: int, beams: int) -> float:
+        """All calls of a search; the first one reads its source."""
+        steps_s = (tokens - 1) * self.search_call_s(key, beams, tokens // 2 + 1)
+        return self.prompts_s(key, source, 1) + steps_s
+
+    def search_call_s(self, key: LaneKey, beams: int, length: int) -> float:
+        """One token more for all hypotheses, which are rows of this length."""
+        searched = Series(key.model, "search", key.steps)
+        decoded = Series(key.model, "decode", key.steps)  # which runs the same graph
+        known = decoded if self._latency.knows(decoded) else searched
+        if self._latency.knows_well(searched):
+            known = searched
+        return self._latency.call_s(known, beams, length) or self._usual_s(key) or 0.0
+
+
+# How long the calls of each turn took lately: what goes on beside a request.
+
+
+_PACE_WEIGHT = 0.2  # of the newest call in the average of its kind
+
+
+class CallTimes:
+    """The recent time of a call, for each turn."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Turn, float] = {}
+
+    def observe(self, turn: Turn, seconds: float) -> None:
+        known = self._seconds.get(turn)
+        self._seconds[turn] = seconds if known is None else known + _PACE_WEIGHT * (seconds - known)
+
+    def drop_model(self, model: str) -> None:
+        """Forget a model that is gone."""
+        self._seconds = {turn: one for turn, one in self._seconds.items() if turn[0].model != model}
+
+    def seconds(self, turn: Turn) -> float | None:
+        """The average, or None if no such call has run yet."""
+        return self._seconds.get(turn)

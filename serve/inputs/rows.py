@@ -1,18 +1,52 @@
-"""From the items of a classify request to the rows that a model takes.
-
-Knows which kind a model reads; each kind's own module knows how.
-"""
+"""From items and tensors to the rows that a model takes."""
 
 from collections.abc import Sized
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from serve.bundle import ImageInput, Manifest, PointsInput
-from serve.errors import WrongInput
-from serve.inputs.images import PixelCount, read_image
-from serve.inputs.items import Item
-from serve.inputs.points import read_points
+from serve.errors import Unprocessable, WrongInput
+from serve.inputs.images import PixelCount, normalised, read_image
 from serve.inputs.text import Span, TextCodec
-from serve.runtime.protocol import Row
+from serve.inputs.values import Item, check_list, number_rows
+from serve.runtime.protocol import FloatArray, Row
+
+# Clouds of points that requests send, as the model was trained on them.
+
+
+def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
+    """Points (N, dimensions) around their mean, the farthest at distance 1."""
+    rows = check_list(value, param)
+    if len(rows) > spec.max_points:
+        raise Unprocessable(
+            f"{param} has {len(rows)} points, but the model takes at most {spec.max_points}: leave "
+            "some out",
+            param=param,
+            max_points=spec.max_points,
+        )
+    points, _ = number_rows(rows, param)  # (N, dimensions)
+    if points.shape[1] != spec.dimensions:
+        raise Unprocessable(
+            f"{param} has points of {points.shape[1]} numbers, but the model takes "
+            f"{spec.dimensions}: send [[x, ...], ...] with {spec.dimensions} numbers a point",
+            param=param,
+        )
+    return unit_cloud(points)
+
+
+def unit_cloud(points: npt.NDArray[np.float64]) -> FloatArray:
+    """The same points (N, dimensions) around their mean, the farthest at distance 1."""
+    if (points == points[0]).all():  # the mean of equal numbers may differ from them
+        return np.zeros(points.shape, dtype=np.float32)
+    points = points - points.mean(axis=0)
+    # In two steps, so that the square of a very small number does not vanish.
+    points /= np.abs(points).max()
+    points /= np.sqrt((points**2).sum(axis=1)).max()
+    cloud: FloatArray = points.astype(np.float32)
+    return cloud
+
 
 # What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
 _PIXELS_PER_TOKEN = 256
@@ -84,3 +118,25 @@ def row_length(row: Sized, manifest: Manifest) -> int:
 
 def _image_length(spec: ImageInput) -> int:
     return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)
+
+
+# Images and clouds of points that come as tensors, as the rows that a model takes.
+
+
+Numbers = npt.NDArray[np.float64]
+
+
+def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[Intake]:
+    """Rows of images (B, C, H, W) of the model's size: from 0 to 255 if whole, else to 1."""
+    if not whole and (tensor.min() < 0 or tensor.max() > 1):
+        worst = tensor.min() if tensor.min() < 0 else tensor.max()
+        raise Unprocessable(
+            f"{param} has the value {worst:g}: send FP32 from 0 to 1, or UINT8", param=param
+        )
+    pixels = (tensor.astype(np.float32) / np.float32(255 if whole else 1)).transpose(0, 2, 3, 1)
+    return [Intake(normalised(one, spec)) for one in pixels]  # (H, W, C) each
+
+
+def cloud_rows(tensor: Numbers) -> list[Intake]:
+    """Rows of clouds (B, N, dimensions)."""
+    return [Intake(unit_cloud(cloud)) for cloud in tensor]

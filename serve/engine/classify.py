@@ -1,20 +1,62 @@
-"""A lane of classifications: rows that wait, the one that is due first ahead, and their steps.
+"""Lanes of classifications: rows that wait, the one that is due first ahead, and their steps.
 
 In a lane of exact steps every row takes those. In a late lane the rows say which steps they may
-take, and each batch gets the most with which it, and all that still waits, is predicted to be in
-time. Knows no other lane: what runs beside it is told as seconds a call.
+take, and each batch gets the most with which it, and all that is behind it, can be in time.
 """
 
 import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple
 
-from serve.scheduler.job import Job, LaneKey, WorkT
-from serve.scheduler.latency_model import IDLE_ANSWER_S
-from serve.scheduler.price import Prices
-from serve.scheduler.relief import Relief
+from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Prices
+from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, WorkT
+
+# Relief: how much of the usual work is spent on a request while too much waits. Told the
+# predicted wait, it says the share of the work; down at once, up only when the wait has halved,
+# so that it does not flap.
+
+
+_BACK = 0.5  # of the wait at which the share fell: where it rises again
+
+
+class Relief:
+    """The share of work for one queue."""
+
+    def __init__(self, begin_s: float | None) -> None:
+        self._begin_s = begin_s  # None: never less than all
+        self._share = 1.0
+
+    def share(self, wait_s: float) -> float:
+        """The share for what starts now, if all that waits would take so long in full."""
+        self._share = self._next(self._share, wait_s)
+        return self._share
+
+    def drain_s(self, wait_s: float, costs: Sequence[float]) -> float:
+        """How long all that waits will take, with nothing new, where work comes in these shares."""
+        if self._begin_s is None:
+            return wait_s
+        least, total_s = min(costs), 0.0
+        share = self._next(self._share, wait_s)
+        while wait_s > 0:
+            # Where the share rises next; at the bottom of the queue it stays.
+            below_s = _BACK * self._begin_s / share if share < 1 else 0.0
+            below_s = below_s if below_s < wait_s * (1 - 1e-9) else 0.0
+            cost = max((one for one in costs if one <= share), default=least)
+            total_s += (wait_s - below_s) * cost
+            wait_s = below_s
+            share = self._next(share, wait_s)
+        return total_s
+
+    def _next(self, share: float, wait_s: float) -> float:
+        if self._begin_s is None:
+            return 1.0
+        wanted = min(1.0, self._begin_s / wait_s) if wait_s > 0 else 1.0
+        if wanted < share or wait_s <= _BACK * self._begin_s / share:
+            return wanted
+        return share
+
 
 # A row joins a batch while the padding stays below this share of the real tokens, or below this
 # many tokens, where the cost of a call of its own would be larger than that of the padding.
@@ -298,3 +340,89 @@ class ClassifyLane(Generic[WorkT]):
         self.waiting = list(rows)
         self._full_s = sum(row.full_s for row in self.waiting)
         self._least_s = sum(row.least_s for row in self.waiting)
+
+
+# All lanes of classifications: which rows wait where, and what is predicted of a new request.
+
+
+class Classifying(Generic[WorkT]):
+    """Lanes by their keys, opened when first needed."""
+
+    def __init__(self, limits: Limits, latency: LatencyModel) -> None:
+        self._limits = limits
+        self._latency = latency
+        self._lanes: dict[LaneKey, ClassifyLane[WorkT]] = {}
+
+    def open(self, key: LaneKey) -> bool:
+        """Have this lane; whether it is new."""
+        if key in self._lanes:
+            return False
+        prices = Prices(self._latency, key, self._limits.batch_rows)
+        relief = Relief(self._limits.degrade_wait_s)
+        self._lanes[key] = ClassifyLane(
+            key, prices, self._limits.batch_rows, self._limits.batch_tokens, relief
+        )
+        return True
+
+    def close(self, model: str) -> None:
+        """Have no lanes of this model any more. None of its rows waits."""
+        self._lanes = {key: lane for key, lane in self._lanes.items() if key.model != model}
+
+    def add(self, job: Job[WorkT]) -> None:
+        self._lanes[job.lane].add(job)
+
+    def drop(self, job: Job[WorkT]) -> None:
+        self._lanes[job.lane].drop(job)
+
+    def take(self, key: LaneKey, now_s: float, beside_s: float) -> ClassifyCall[WorkT] | None:
+        """The next call of a lane, if rows wait and need not wait for company."""
+        lane = self._lanes[key]
+        if not lane.waiting or self._wake_s(lane) > now_s:
+            return None
+        batch = lane.take(now_s, beside_s)
+        return ClassifyCall(key, batch.rows, batch.steps, batch.seconds)
+
+    def wake_s(self) -> float | None:
+        """When the first batch will have waited long enough for company."""
+        waiting = [lane for lane in self._lanes.values() if lane.waiting]
+        return min(map(self._wake_s, waiting), default=None)
+
+    def busy(self) -> list[LaneKey]:
+        """The lanes in which rows wait."""
+        return [key for key, lane in self._lanes.items() if lane.waiting]
+
+    def hopeless(self, now_s: float) -> list[Job[WorkT]]:
+        """Jobs whose deadline cannot be met any more."""
+        return [job for lane in self._lanes.values() for job in lane.hopeless(now_s)]
+
+    def calls_ahead(self, key: LaneKey) -> int:
+        """How many calls a new row of this lane would wait for, in its lane."""
+        lane = self._lanes.get(key)
+        return len(lane.waiting) // self._limits.batch_rows if lane else 0
+
+    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of these rows on an idle server, until their answer has left."""
+        return self._lanes[key].alone_s(steps, lengths)
+
+    def least_late_s(self, key: LaneKey, steps: int, due_s: float, start_s: float) -> float:
+        """By how much any job due then would be late at least, where it goes behind all others."""
+        lane = self._lanes.get(key)
+        return -math.inf if lane is None else lane.least_late_s(steps, due_s, start_s)
+
+    def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
+        """By how much a job with a deadline, or one that it pushes back, would be late at worst."""
+        return self._lanes[job.lane].late_s(job, start_s, beside_s)
+
+    def wait_s(self, least: bool) -> float:
+        """How long until every row that waits has run, at the fewest steps or as it will be."""
+        return sum(
+            lane.wait_s(least) * self._latency.lasting(key.model)
+            for key, lane in self._lanes.items()
+            if lane.waiting
+        )
+
+    def _wake_s(self, lane: ClassifyLane[WorkT]) -> float:
+        """When the lane's next batch will have waited long enough."""
+        job = lane.waiting[0].job
+        enough = len(lane.waiting) >= self._limits.batch_rows or job.deadline is not None
+        return job.queued_s if enough else job.queued_s + self._limits.max_wait_s

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from serve.scheduler.cache_memory import CacheMemory
-from serve.scheduler.classifying import Classifying
-from serve.scheduler.deadlines import Deadlines
-from serve.scheduler.decoding import Decoding
-from serve.scheduler.generate_lane import GenerateLane
-from serve.scheduler.job import (
+from serve.engine.classify import Classifying
+from serve.engine.cost import LatencyModel
+from serve.engine.generate import CacheMemory, Decoding, GenerateLane, SearchLane
+from serve.engine.job import (
     Call,
     ClassifyCall,
+    Deadlines,
     Job,
     LaneKey,
+    Limits,
     PrefillCall,
     SearchCall,
     Sharing,
@@ -27,10 +27,7 @@ from serve.scheduler.job import (
     Turn,
     WorkT,
 )
-from serve.scheduler.latency_model import LatencyModel
-from serve.scheduler.limits import Limits
-from serve.scheduler.prospects import CallSeconds, Prospects
-from serve.scheduler.search_lane import SearchLane
+from serve.engine.predict import CallSeconds, Prospects
 
 # The memory that a lane's batch may hold for so many rows of so many positions.
 CacheBytes = Callable[[LaneKey, int, int], int]

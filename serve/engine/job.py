@@ -1,15 +1,17 @@
-"""A job: what the scheduler needs to know of one request, and nothing else of it.
+"""A job: what the engine plans with. Also its limits, its deadline, its calls and its events.
 
-It deliberately knows neither tokens nor tensors: only where the work belongs, how long its rows
-are, and how many cached positions it may come to hold. The request itself rides along as `work`.
+Plain values, so that planning runs in a simulator.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from serve.bundle.manifest import model_name
+from serve.errors import ServeError
 
 WorkT = TypeVar("WorkT")
 
@@ -171,3 +173,152 @@ class SearchCall(Generic[WorkT]):
 
 
 Call = ClassifyCall[WorkT] | PrefillCall[WorkT] | DecodeCall[WorkT] | SearchCall[WorkT]
+
+
+# What no queue, batch or cache may exceed. Plain numbers; who keeps to them is elsewhere.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no queue, batch or cache may exceed."""
+
+    queue_requests: int = 256
+    batch_rows: int = 16
+    batch_tokens: int = 8192  # rows times the longest, in one classification call
+    decode_rows: int = 16
+    cache_bytes: int = 128 * 2**20
+    run_ahead: bool = True  # whether a row that decodes alone may
+    max_wait_s: float = 0.0  # how long a classification may wait for company
+    queue_wait_s: float = math.inf  # predicted, of a request that would be queued
+    degrade_wait_s: float | None = None  # predicted, at which steps fall; None: they never do
+
+    def __post_init__(self) -> None:
+        for name in ("queue_requests", "batch_rows", "batch_tokens", "decode_rows", "cache_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.max_wait_s < 0:
+            raise ValueError("max_wait_s must not be negative")
+        if self.queue_wait_s <= 0:
+            raise ValueError("queue_wait_s must be greater than 0")
+        if self.degrade_wait_s is not None and self.degrade_wait_s <= 0:
+            raise ValueError("degrade_wait_s must be greater than 0, or None")
+
+
+# The deadlines of all jobs that have one, the next one first.
+
+
+class Deadlines(Generic[WorkT]):
+    """Which jobs are late; jobs that have ended are forgotten by and by."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Job[WorkT]]] = []
+
+    @property
+    def next_s(self) -> float | None:
+        """The next deadline, of a job that may have ended."""
+        return self._heap[0][0] if self._heap else None
+
+    def add(self, job: Job[WorkT]) -> None:
+        """Watch over a numbered job, if it has a deadline."""
+        if job.deadline is not None:
+            heappush(self._heap, (job.deadline.ends_s, job.number, job))
+
+    def passed(self, now_s: float) -> list[Job[WorkT]]:
+        """Jobs that have not ended in time; each is named once."""
+        late = []
+        while self._heap and self._heap[0][0] <= now_s:
+            job = heappop(self._heap)[2]
+            if job.state is not State.ENDED:
+                late.append(job)
+        return late
+
+
+# What the engine tells whoever waits for an answer. What every request makes is tuples, which are
+# made several times as quickly as frozen dataclasses.
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class Span(NamedTuple):
+    """When the work of a request ran, on the engine's clock."""
+
+    queued_s: float
+    started_s: float
+    ended_s: float
+
+    @property
+    def queue_ms(self) -> float:
+        return (self.started_s - self.queued_s) * 1000
+
+    @property
+    def compute_ms(self) -> float:
+        return (self.ended_s - self.started_s) * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself found a token, and what else it found likely."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+    offset: int  # where its text begins in the answer, in characters
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One more token. Its text may come with a later one: see TextStream and StopFilter."""
+
+    index: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedEvent:
+    """The end of a generation."""
+
+    finish_reason: FinishReason
+    text: str
+    completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...]
+    span: Span
+
+
+Scores = tuple[float, ...]  # the probability of every label
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The likeliest label of each position of a row, by its number, and its probability."""
+
+    labels: tuple[int, ...]
+    scores: Scores
+
+
+class Labelled(NamedTuple):
+    """The answer to a row: what its label is, or what those of its positions are."""
+
+    found: Scores | Tags
+    readouts: tuple[Scores | Tags, ...] = ()  # after each step, if that was asked
+
+
+class ClassifiedEvent(NamedTuple):
+    """The end of a classification."""
+
+    rows: tuple[Labelled, ...]
+    steps: tuple[int, ...]  # of the rung that each row ran on
+    evaluations: tuple[int, ...]  # velocity evaluations that each row took
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The end of a request that got no answer."""
+
+    error: ServeError
+
+
+Event = TokenEvent | GeneratedEvent | ClassifiedEvent | FailedEvent
+Deliver = Callable[[Event], None]

@@ -1,0 +1,649 @@
+"""When a request could begin and when it would end, given all that waits and runs now.
+
+Reads the lanes and changes none.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Generic, NamedTuple
+
+from serve.bundle.manifest import LatencyEntry
+from serve.engine.classify import Classifying
+from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Line, Series, WritingPrices
+from serve.engine.generate import Decoding, GenerateLane, SearchLane
+from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
+
+# The rounds in which the generations of one model get their tokens, as its lanes are now.
+
+
+class Busy(NamedTuple, Generic[WorkT]):
+    """A lane in which somebody waits or runs."""
+
+    lane: GenerateLane[WorkT]
+    occupants: list[Job[WorkT]]
+    rows: int  # that decode together, now or soon
+    token: Line  # of those rows
+    unread_s: float  # of prompts that tokens wait for
+    length: int  # of the longest row, which all are padded to, while they are written
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Of all that wait; the first of each comes with its prompt."""
+        return self.lane.waiting_tokens - len(self.lane.waiting)
+
+    @property
+    def tokens_left(self) -> int:
+        """Of all that run and wait."""
+        return sum([job.tokens_left for job in self.occupants]) + self.tokens_waiting
+
+
+class Rounds(Generic[WorkT]):
+    """The lanes of one model in which there is something to do."""
+
+    def __init__(
+        self,
+        lanes: Iterable[GenerateLane[WorkT]],
+        prices: WritingPrices,
+        max_rows: int,
+        beside_s: float,
+        together: bool = False,
+    ) -> None:
+        """`together` if the lanes share calls, those that fit."""
+        self.busy: dict[LaneKey, Busy[WorkT]] = {}
+        self.unread_s = 0.0  # of all prompts that are not read yet
+        self._prices = prices
+        self._max_rows = max_rows
+        self._beside_s = beside_s  # other models, between two calls
+        self._tokens: list[tuple[int, Line]] = []  # of each lane, with its steps
+        self._rounds: dict[int, Line] = {}  # by steps
+        self._places: dict[LaneKey, tuple[float, float]] = {}
+        for lane in lanes:
+            occupants, waiting = lane.occupants(), len(lane.waiting)
+            rows = len(occupants) + waiting
+            if rows:
+                rows = rows if rows < max_rows else max_rows
+                unread, prompts, unread_s = lane.waiting_prompt_tokens, waiting, 0.0
+                if lane.reading is not None:
+                    unread, prompts = unread + lane.reading.lengths[0], prompts + 1
+                if prompts:
+                    unread_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_series)
+                    self.unread_s += unread_s
+                token = prices.token(lane.key, rows, lane.decode_series)
+                self._tokens.append((lane.key.steps, token))
+                # Of rows that began at random, the longest has as much of its way behind it.
+                first = occupants[0] if occupants else lane.waiting[0]
+                prompt = first.lengths[0]
+                length = prompt + (first.positions - prompt) * rows // (rows + 1)
+                self.busy[lane.key] = Busy(lane, occupants, rows, token, unread_s, length)
+        # Lanes that do not fit into one call take turns, as others do.
+        self._in_one_call = together and sum([one.rows for one in self.busy.values()]) <= max_rows
+
+    @property
+    def calls(self) -> int:
+        """The decoding calls of a round."""
+        if len(self.busy) < 2:
+            return 1
+        return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
+
+    def often(self, steps: int, other: int) -> float:
+        """The tokens of a lane of other steps in the time of one of so many: see Decoding."""
+        if self._in_one_call:
+            return steps / other
+        return 1.0 if steps <= other else math.sqrt(steps / other)
+
+    def round(self, steps: int) -> Line:
+        """From one token of a lane of so many steps to the next, with the rows of all lanes."""
+        line = self._rounds.get(steps)
+        if line is None:
+            fixed_s, each_s = self._beside_s, 0.0
+            in_one = self._in_one_call
+            for other, (other_fixed_s, other_each_s) in self._tokens:
+                ratio = steps / other  # as in `often`; asked for every request that comes
+                often = ratio if in_one else 1.0 if ratio <= 1.0 else math.sqrt(ratio)
+                fixed_s += often * other_fixed_s
+                each_s += often * other_each_s
+            line = self._rounds[steps] = fixed_s, each_s
+        return line
+
+    def more(self, key: LaneKey, jobs: int) -> Line:
+        """By how much longer a token of a lane takes with so many more rows."""
+        busy = self.busy.get(key)
+        if busy is None:
+            return self._prices.token(key, min(self._max_rows, jobs))
+        if busy.rows == self._max_rows:
+            return 0.0, 0.0
+        fixed_s, each_s = self._prices.token(
+            key, min(self._max_rows, busy.rows + jobs), busy.lane.decode_series
+        )
+        return fixed_s - busy.token[0], each_s - busy.token[1]
+
+    def place(self, key: LaneKey) -> tuple[float, float]:
+        """Tokens, and their time, until a place is free; without the prompts read until then."""
+        place = self._places.get(key)
+        if place is None:
+            busy = self.busy.get(key)
+            place = self._places[key] = (0.0, 0.0) if busy is None else self._lane_place(busy)
+        return place
+
+    def waiting_s(self, busy: Busy[WorkT]) -> float:
+        """What those that wait add to the time until a place is free for others."""
+        fixed_s, each_s = self.round(busy.lane.key.steps)
+        tokens = busy.tokens_waiting / self._max_rows
+        return busy.unread_s + tokens * (fixed_s + each_s * busy.length)
+
+    def seconds(self, calls: float) -> float:
+        """What decoding takes in so many turns, if there is as much to do."""
+        total_s = rounds = 0.0
+        for busy in self.busy.values():
+            tokens = busy.tokens_left / busy.rows
+            total_s += tokens * (busy.token[0] + busy.token[1] * busy.length)
+            rounds = max(rounds, tokens)
+        needed = rounds * self.calls
+        return total_s if needed <= calls else total_s * calls / needed
+
+    def _lane_place(self, busy: Busy[WorkT]) -> tuple[float, float]:
+        lane, left = busy.lane, [job.tokens_left for job in busy.occupants]
+        waiting = len(lane.waiting)
+        if (behind := waiting + len(left) - self._max_rows) < 0:
+            return 0.0, 0.0
+        if behind < len(left):
+            left.sort()
+            tokens: float = left[behind]
+        else:
+            # What the others will have left when a place is free: as much more than the first that
+            # ends as now, and no less than since prompts are read one after the other.
+            running, all_waiting = sum(left), lane.waiting_tokens - waiting
+            after: float = running - len(left) * min(left) if left else 0
+            most = all_waiting / waiting
+            apart = (self._max_rows - 1) * (most if most < self._max_rows else self._max_rows) / 2
+            after = after if after > apart else apart
+            tokens = (running + all_waiting - after) / self._max_rows
+        fixed_s, each_s = self.round(lane.key.steps)
+        return tokens, tokens * (fixed_s + each_s * busy.length)
+
+
+# What beam searches of one model take: those that wait, those that run, and one that may come.
+# Each call takes one search of a lane one token further, and they go in turn.
+
+
+class Share(NamedTuple):
+    """Calls of one lane, and the time that they take."""
+
+    calls: float
+    seconds: float
+
+
+class DueSearch(NamedTuple):
+    """A search with a deadline, and what its lane does until it has its answer."""
+
+    lane: LaneKey
+    left: int  # calls of its own
+    until: Share
+    ends_s: float
+
+
+class _Search(NamedTuple):
+    left: int  # calls
+    each_s: float
+    ends_s: float
+
+
+class _Lane(NamedTuple):
+    searches: list[_Search]  # those that run, then those that wait
+    running: int
+    all: Share
+
+
+class Searching(Generic[WorkT]):
+    """Predicts for one moment, like an outlook."""
+
+    def __init__(
+        self,
+        lanes: Iterable[SearchLane[WorkT]],
+        prices: WritingPrices,
+        max_rows: int,
+    ) -> None:
+        self._prices = prices
+        self._max_rows = max_rows
+        self._lanes: dict[LaneKey, _Lane] = {}
+        for lane in lanes:
+            searches = [self._search(job) for job in (*lane.running, *lane.waiting)]
+            if searches:
+                calls = sum(one.left for one in searches)
+                seconds = sum(one.left * one.each_s for one in searches)
+                self._lanes[lane.key] = _Lane(searches, len(lane.running), Share(calls, seconds))
+        self.idle = not self._lanes
+
+    def seconds(self, calls: float, but: LaneKey | None = None) -> float:
+        """What lanes take, all but one, while something beside them has so many turns."""
+        return sum(
+            lane.all.seconds * min(1.0, calls / lane.all.calls)
+            for key, lane in self._lanes.items()
+            if key != but
+        )
+
+    def until_done(self, key: LaneKey, tokens: int, jobs: int, seconds: float) -> Share:
+        """What this lane does until so many more searches of so many tokens are over."""
+        lane = self._lanes.get(key)
+        calls = jobs * tokens
+        if lane is None:
+            return Share(calls, seconds)
+        # Who runs beside them has as many calls as they; who waits ahead of them has all.
+        together = len(lane.searches) + jobs <= self._max_rows
+        ahead = _within(lane.searches, tokens) if together else lane.all
+        return Share(ahead.calls + calls, ahead.seconds + seconds)
+
+    def until_place(self, key: LaneKey) -> Share:
+        """What this lane does until there is a place for one more, behind those that wait."""
+        lane = self._lanes.get(key)
+        behind = 0 if lane is None else len(lane.searches) - self._max_rows
+        if lane is None or behind < 0:
+            return Share(0, 0.0)
+        if behind >= lane.running:
+            return lane.all
+        # Whoever is done until then has others in its place.
+        left = sorted(one.left for one in lane.searches[: lane.running])[behind]
+        calls = min(lane.all.calls, left * self._max_rows)
+        return Share(calls, lane.all.seconds * calls / lane.all.calls)
+
+    def waiting(self) -> list[LaneKey]:
+        """The lanes in which a search waits for a place."""
+        return [key for key, lane in self._lanes.items() if len(lane.searches) > lane.running]
+
+    def due(self) -> Iterator[DueSearch]:
+        """The searches with a deadline among those that run or are next."""
+        for key, lane in self._lanes.items():
+            calls, seconds = 0, 0.0
+            for place, one in enumerate(islice(lane.searches, 2 * self._max_rows)):
+                calls, seconds = calls + one.left, seconds + one.left * one.each_s
+                if one.ends_s < math.inf:
+                    runs = place < self._max_rows
+                    until = self._until(lane, place) if runs else Share(calls, seconds)
+                    yield DueSearch(key, one.left, until, one.ends_s)
+
+    def _search(self, job: Job[WorkT]) -> _Search:
+        key, left, beams = job.lane, job.tokens_left, job.beams
+        if left < job.most_tokens:
+            each_s = self._prices.search_call_s(key, beams, job.most_tokens - left // 2)
+        else:
+            each_s = self._prices.search_s(key, job.lengths[0], left, beams) / max(1, left)
+        return _Search(max(1, left), each_s, job.ends_s)
+
+    def _until(self, lane: _Lane, place: int) -> Share:
+        """What the lane does until one of those that have a place is done."""
+        left = lane.searches[place].left
+        along = lane.searches[: self._max_rows]
+        if len(lane.searches) <= self._max_rows:
+            return _within(along, left)
+        # Whoever is done has others in its place.
+        return Share(left * len(along), left * sum(one.each_s for one in along))
+
+
+def _within(searches: Iterable[_Search], calls: int) -> Share:
+    """What these do while each has so many calls, or all that it needs."""
+    counted = [(min(one.left, calls), one.each_s) for one in searches]
+    return Share(sum(count for count, _ in counted), sum(count * s for count, s in counted))
+
+
+class Asked(NamedTuple):
+    """Generations, or searches, that are asked for at once."""
+
+    prompt: int  # tokens to read of each
+    tokens: int  # and to write
+    jobs: int = 1
+    beams: int = 1  # of each
+
+
+class _New(NamedTuple):
+    """Those that are asked for: when they would be ready, and what they take from others."""
+
+    steps: int
+    ready_s: float
+    read_s: float = 0.0  # of their prompts
+    more: Line = (0.0, 0.0)  # for each token of others
+    calls: int = 0  # of searches, in turn with those of others
+    each_s: float = 0.0  # of those calls
+
+
+class Outlook(Generic[WorkT]):
+    """Predicts for one model that writes."""
+
+    def __init__(
+        self,
+        model: str,
+        lanes: Iterable[GenerateLane[WorkT]],
+        searches: Iterable[SearchLane[WorkT]],
+        latency: LatencyModel,
+        max_rows: int,
+        prices: WritingPrices,
+        beside_s: float,
+        together: bool = False,
+    ) -> None:
+        self.model = model
+        self._caution, self._answer_s = latency.caution(model), latency.answer_s
+        self._max_rows = max_rows
+        self._prices = prices
+        self._rounds: Rounds[WorkT] = Rounds(lanes, prices, max_rows, beside_s, together)
+        self._searching: Searching[WorkT] = Searching(searches, prices, max_rows)
+        self._beside_s = beside_s  # other models, between two calls
+
+    def token_s(self, key: LaneKey, rows: int, length: int) -> float:
+        """A token of a lane, if so many rows decode together; 0 if nothing is known."""
+        fixed_s, each_s = self._prices.token(key, rows)
+        return fixed_s + each_s * length
+
+    def alone_s(self, key: LaneKey, asked: Asked) -> float:
+        """The time of whole answers on an idle server."""
+        if key.kind == "search":
+            return asked.jobs * self._searched_s(key, asked) + IDLE_ANSWER_S
+        each_s = self.token_s(key, min(self._max_rows, asked.jobs), _length(asked))
+        return self._read_s(key, asked) + self._waves(asked) * each_s + IDLE_ANSWER_S
+
+    def ready_s(self, key: LaneKey, asked: Asked) -> float:
+        """The time until the last token of all; seldom longer."""
+        return self._new(key, asked).ready_s
+
+    def late_s(
+        self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
+    ) -> float:
+        """By how much these would be late, or one that they push back, at worst.
+
+        Each is to take a share of the time that is left to it. Not above 0: in time. Who will be
+        late in any case does not count.
+        """
+        new = self._new(key, asked)
+        own_s = new.ready_s - share * (ends_s - now_s)
+        return max(own_s, max(self._pushed_s(new, now_s, share), default=own_s))
+
+    def in_time(
+        self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
+    ) -> bool:
+        """Whether none of those would be late."""
+        left_s = share * (ends_s - now_s)
+        if self._rounds.place(key)[1] * self._caution > left_s:
+            return False  # whatever else there is to do
+        new = self._new(key, asked)
+        if new.ready_s > left_s:
+            return False
+        return max(self._pushed_s(new, now_s, share), default=0.0) <= 0
+
+    def wait_s(self, key: LaneKey) -> float:
+        """The time until a place is free for one more of this lane, behind those that wait."""
+        if key.kind == "search":
+            place = self._searching.until_place(key)
+            return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
+        busy = self._rounds.busy.get(key)
+        return 0.0 if busy is None else self._begin_s(busy)
+
+    def all_begin_s(self) -> float:
+        """The time until nobody waits for a place any more."""
+        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        if self._searching.idle:
+            place = self._rounds.place
+            return max([place(one.lane.key)[1] + one.unread_s for one in lanes], default=0.0)
+        waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._searching.waiting())]
+        return max(waits, default=0.0)
+
+    def waiting_s(self) -> float:
+        """The share that those who wait have in it: of what runs already, no more will come."""
+        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        searches = map(self.wait_s, self._searching.waiting())
+        return max([*map(self._rounds.waiting_s, lanes), *searches], default=0.0)
+
+    def _begin_s(self, busy: Busy[WorkT]) -> float:
+        tokens, place_s = self._rounds.place(busy.lane.key)
+        if not self._searching.idle:
+            place_s += self._searches_s(tokens)
+        return place_s + busy.unread_s
+
+    def _new(self, key: LaneKey, asked: Asked) -> _New:
+        if key.kind == "search":
+            calls = asked.jobs * asked.tokens
+            seconds = asked.jobs * self._searched_s(key, asked)
+            until = self._searching.until_done(key, asked.tokens, asked.jobs, seconds)
+            work_s = until.seconds + self._beside_search_s(key, until.calls)
+            ready_s = work_s * self._caution + self._answer_s
+            return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
+        more = more_fixed_s, more_each_s = self._rounds.more(key, asked.jobs)
+        fixed_s, each_s = self._rounds.round(key.steps)
+        busy, length = self._rounds.busy.get(key), _length(asked)
+        if busy is not None and busy.length > length:
+            length = busy.length
+        round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
+        tokens, place_s = self._rounds.place(key)
+        waves = self._waves(asked)
+        read_s = self._read_s(key, asked)
+        work_s = place_s + (self._rounds.unread_s + read_s) + waves * round_s
+        if not self._searching.idle:
+            work_s += self._searches_s(tokens + waves)
+        return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
+
+    def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
+        """By how much others would be late in each lane at worst, where one might be."""
+        begin_s, read_s = now_s + self._answer_s, self._rounds.unread_s + new.read_s
+        more_fixed_s, more_each_s = new.more
+        alone = not new.calls and self._searching.idle
+        for busy in self._rounds.busy.values():
+            lane, pressing = busy.lane, busy.lane.pressing
+            running = [job for job in busy.occupants if job.ends_s < math.inf]
+            if not pressing and not running:
+                continue
+            steps, length = lane.key.steps, busy.length
+            fixed_s, each_s = self._rounds.round(steps)
+            token_s = fixed_s + each_s * length
+            after_s = token_s
+            if more_fixed_s or more_each_s:  # not where there is no place for more rows
+                often = self._rounds.often(steps, new.steps)
+                after_s += often * (more_fixed_s + more_each_s * length)
+            # Of those that press, the first ends first and the last has most to write.
+            tokens, ends_s = 0, math.inf
+            for job in (*running, pressing[0], pressing[-1]) if pressing else running:
+                if job.tokens_left > tokens:
+                    tokens = job.tokens_left
+                if job.ends_s < ends_s:
+                    ends_s = job.ends_s
+            searches_s = 0.0 if alone else self._searches_s(tokens, new)
+            least_s = share * (ends_s - begin_s)
+            if (read_s + tokens * after_s + searches_s) * self._caution > least_s:
+                yield self._late_in_lane_s(busy, running, new, (token_s, after_s), begin_s, share)
+        if not self._searching.idle:
+            yield from self._searches_pushed_s(new, begin_s, share)
+
+    def _late_in_lane_s(
+        self,
+        busy: Busy[WorkT],
+        running: list[Job[WorkT]],
+        new: _New,
+        token_s: tuple[float, float],
+        begin_s: float,
+        share: float,
+    ) -> float:
+        """The same in one lane, whose tokens take so long without the new ones and with them."""
+        caution, unread_s = self._caution, self._rounds.unread_s
+        read_s = unread_s + new.read_s
+
+        def late_s(job: Job[WorkT]) -> float:
+            searches_s = self._searches_s(job.tokens_left, new)
+            work_s = read_s + job.tokens_left * token_s[1] + searches_s
+            return caution * work_s - share * (job.ends_s - begin_s)
+
+        def before_s(job: Job[WorkT]) -> float:
+            work_s = unread_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
+            return caution * work_s - (job.ends_s - begin_s)
+
+        if max(map(late_s, running + busy.lane.pressing)) <= 0:
+            return 0.0
+        jobs = running + busy.lane.next_due
+        return max((late_s(job) for job in jobs if before_s(job) <= 0), default=0.0)
+
+    def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
+        """By how much each search would be late that has a deadline and would not be before."""
+        more_s = new.more[0] / self._rounds.calls
+        for due in self._searching.due():
+            calls, seconds = due.until
+            before_s = self._caution * (seconds + self._beside_search_s(due.lane, calls))
+            if before_s <= due.ends_s - begin_s:
+                with_s = min(calls, new.calls) * new.each_s + calls * more_s + new.read_s
+                yield before_s + self._caution * with_s - share * (due.ends_s - begin_s)
+
+    def _waves(self, asked: Asked) -> int:
+        """Tokens come for all rows that there may be; the first is that of the prompt."""
+        return -(-asked.jobs // self._max_rows) * (asked.tokens - 1)
+
+    def _read_s(self, key: LaneKey, asked: Asked) -> float:
+        return self._prices.prompts_s(key, asked.jobs * asked.prompt, asked.jobs)
+
+    # Beside searches.
+
+    def _searched_s(self, key: LaneKey, asked: Asked) -> float:
+        """All calls of one search."""
+        return self._prices.search_s(key, asked.prompt, asked.tokens, asked.beams)
+
+    def _searches_s(self, tokens: float, new: _New | None = None) -> float:
+        """What searches take while so many tokens are written, new ones included."""
+        seconds = 0.0
+        if not self._searching.idle:
+            seconds = self._searching.seconds(tokens * self._rounds.calls)
+        if new is not None and new.calls:
+            seconds += min(new.calls, tokens * self._rounds.calls) * new.each_s
+        return seconds
+
+    def _beside_search_s(self, key: LaneKey, calls: float) -> float:
+        """What all but this lane of searches takes beside so many calls of it."""
+        others_s = self._searching.seconds(calls, but=key) + calls * self._beside_s
+        return others_s + self._rounds.unread_s + self._rounds.seconds(calls)
+
+
+def _length(asked: Asked) -> int:
+    """How long each is on average while it is written."""
+    return asked.prompt + asked.tokens // 2
+
+
+# Prospects: what is predicted of a request, given all that waits and runs now. Reads the lanes
+# and changes none.
+
+
+# The usual time of a call, if one has run.
+CallSeconds = Callable[[Turn], float | None]
+
+
+class Prospects(Generic[WorkT]):
+    """Predicts for one scheduler."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        latency: LatencyModel,
+        usual_s: CallSeconds,
+        classifying: Classifying[WorkT],
+        search: Mapping[LaneKey, SearchLane[WorkT]],
+        decodings: Mapping[str, Decoding[WorkT]],
+        busy_turns: Callable[[str], list[Turn]],
+    ) -> None:
+        self._limits = limits
+        self._latency = latency
+        self._usual_s = usual_s
+        self._prices = WritingPrices(latency, self._usual_token_s)
+        self._classifying = classifying
+        self._search = search
+        self._decodings = decodings  # by model
+        self._busy_turns = busy_turns  # of all models but one
+        self._busy_until_s = 0.0
+
+    def begin(self, turn: Turn, now_s: float, seconds: float | None) -> None:
+        """A call begins, which is predicted to take so long if anything is."""
+        self._busy_until_s = now_s + (seconds or self._usual_s(turn) or 0.0)
+
+    def rest(self) -> None:
+        """Nothing runs."""
+        self._busy_until_s = 0.0
+
+    def beside_s(self, key: LaneKey) -> float:
+        """What all other turns take between two calls of a lane of classifications."""
+        others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
+        return sum(self._usual_s(turn) or 0.0 for turn in others)
+
+    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+        """The time of a classification on an idle server, until its answer has left."""
+        return self._classifying.alone_s(key, steps, lengths)
+
+    def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
+        """By how much any classification due then would be late at least, as far as is known."""
+        start_s = max(now_s, self._busy_until_s)
+        return self._classifying.least_late_s(key, steps, due_s, start_s)
+
+    def late_s(self, job: Job[WorkT], now_s: float) -> float:
+        """By how much a classification, or one that it pushes back, would be late at worst."""
+        start_s = max(now_s, self._busy_until_s)
+        return self._classifying.late_s(job, start_s, self.beside_s(job.lane))
+
+    def answer_s(self, key: LaneKey, measured: LatencyEntry | None) -> float | None:
+        """The time until one call of this lane is over, if it were asked for now.
+
+        Every busy turn gets one call a round, so that is as many rounds as the lane has calls
+        ahead, and one more. The call is of the size that was measured, or of the usual one.
+        """
+        own: Turn = (key, "classify" if key.kind == "classify" else "decode")
+        call_s = None
+        if measured is not None:
+            series = Series(key.model, measured.kind, key.steps)
+            call_s = self._latency.call_s(series, measured.batch, measured.length)
+            call_s = call_s or measured.median_ms / 1000
+        call_s = call_s or self._usual_s(own)
+        if call_s is None:
+            return None
+        others = (turn for turn in self._busy_turns("") if turn != own)
+        round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
+        return round_s * (self._classifying.calls_ahead(key) + 1)
+
+    def wait_s(
+        self, now_s: float, least: bool = False, known: Outlook[WorkT] | None = None
+    ) -> float:
+        """How long until all that waits now has run, at the fewest steps or as it will be.
+
+        The outlook of one model may be known already.
+        """
+        writing_s = 0.0
+        for model in self._models_waiting(known):
+            outlook = self.outlook(model) if known is None or model != known.model else known
+            writing_s = max(writing_s, outlook.all_begin_s() * self._latency.lasting(model))
+        work_s = self._classifying.wait_s(least) + writing_s
+        return max(0.0, self._busy_until_s - now_s) + work_s
+
+    def waiting_s(self) -> float:
+        """The same without what runs already: the share of those that wait."""
+        waiting_s = (
+            self.outlook(model).waiting_s() * self._latency.lasting(model)
+            for model in self._models_waiting()
+        )
+        return self._classifying.wait_s(least=False) + max(waiting_s, default=0.0)
+
+    def outlook(self, model: str) -> Outlook[WorkT]:
+        """What is predicted of generations of this model."""
+        decoding = self._decodings.get(model)
+        return Outlook(
+            model,
+            decoding or (),
+            [lane for key, lane in self._search.items() if key.model == model]
+            if self._search
+            else (),
+            self._latency,
+            self._limits.decode_rows,
+            self._prices,
+            sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
+            decoding is not None and decoding.sharing == "together",
+        )
+
+    def _usual_token_s(self, lane: LaneKey) -> float | None:
+        return self._usual_s((lane, "decode" if lane.kind == "generate" else "search"))
+
+    def _models_waiting(self, known: Outlook[WorkT] | None = None) -> set[str]:
+        """Those that write, and for which somebody waits; and the one that is known."""
+        models = set() if known is None else {known.model}
+        for model, decoding in self._decodings.items():
+            if model not in models and any([lane.waiting for lane in decoding]):
+                models.add(model)
+        if not self._search:
+            return models
+        return models | {key.model for key, searches in self._search.items() if searches.waiting}

@@ -1,1 +1,0 @@
-"""Plain Python that decides what runs next, in which batch, with how many steps."""
