@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from benchmarks.server import READY_LINE
+from serve.api.fields import ClassifyRequest
 from serve.server import bind, listen, url_of
-from serve.wire.schemas import ClassifyRequest
 
 
 class Expected(BaseModel):

@@ -1,12 +1,12 @@
-"""The application: routes, errors and layers put together around an engine.
+"""The application: routes, errors and middleware put together around an engine.
 
-There is none at module level: whoever needs one calls `create_app`.
+There is none at module level: `create_app` makes one.
 """
 
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,43 +14,140 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import iter_route_contexts
+from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve.api.body import Reader
+from serve.api.fields import ClassifyRequest, DoneChunk, GenerateRequest, TokenChunk
+from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
+from serve.api.native import classify_routes, generate_routes
+from serve.api.oip import IndexRequest, InferRequest, inference_routes, oip_model_routes
+from serve.api.openai import (
+    ChatChunk,
+    ChatRequest,
+    CompletionChunk,
+    CompletionRequest,
+    chat_routes,
+    completion_routes,
+)
+from serve.api.page import add_page
+from serve.api.submission import ClientGone, ReadyAnswer
 from serve.engine.engine import Engine
 from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, ServeError
 from serve.keys import Keys
 from serve.loading import Loading
-from serve.routes.admin import admin_routes
-from serve.routes.chat import chat_routes
-from serve.routes.classify import classify_routes
-from serve.routes.completions import completion_routes
-from serve.routes.generate import generate_routes
-from serve.routes.health import health_routes
-from serve.routes.inference import inference_routes
-from serve.routes.models import model_routes
-from serve.routes.oip_models import oip_model_routes
-from serve.routes.page import add_page
+from serve.middleware import (
+    CLIENT_GONE,
+    OWN_KEYS,
+    PROBES,
+    WRITE_KEY,
+    Access,
+    Envelope,
+    error_body,
+    error_status,
+    speaks_oip,
+)
 from serve.setting_names import ADMIN_KEY_VARIABLE
 from serve.settings import Settings
 from serve.traces import open_traces
-from serve.wire.access import Access
-from serve.wire.answers import DoneChunk, TokenChunk
-from serve.wire.direct import DirectApplication, Handle
-from serve.wire.envelope import CLIENT_GONE, Envelope
-from serve.wire.error_shapes import error_body, error_status
-from serve.wire.loaded import LoadRequest
-from serve.wire.mailbox import ClientGone
-from serve.wire.oip_schemas import IndexRequest, InferRequest
-from serve.wire.openai_answers import ChatChunk, CompletionChunk
-from serve.wire.openai_requests import ChatRequest, CompletionRequest
-from serve.wire.reader import Reader
-from serve.wire.refusals import document_refusals
-from serve.wire.schemas import ClassifyRequest, GenerateRequest
+
+# A short way to the routes that most requests take, past what a framework does for all others.
+# The routes stay registered as usual, so that they are documented and that every other method and
+# path finds its answer; this only saves their requests the search and the dependencies that none
+# of them has.
+
+
+# Whose body is there, and which do nothing afterwards.
+_WHOLE = (ReadyAnswer, JSONResponse, Response)
+Handle = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class DirectApplication(FastAPI):
+    """A FastAPI application whose routes have a short way, if they are told to `lead`."""
+
+    def __init__(self, **chosen: Any) -> None:
+        super().__init__(**chosen)
+        self._direct: dict[tuple[str, str], APIRoute] = {}
+        self._layer: ASGIApp = self._run
+
+    def lead(
+        self, routes: Iterable[BaseRoute], handle: Handle, layer: Callable[[ASGIApp], ASGIApp]
+    ) -> None:
+        """To these routes, through one layer; `handle` turns the errors of endpoints to answers."""
+        self._direct = {
+            (method, route.path): route
+            for route in routes
+            if isinstance(route, APIRoute)
+            for method in route.methods or ()
+        }
+        self._handle = handle
+        self._layer = layer(self._run)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = None
+        if scope["type"] == "http":
+            route = self._direct.get((scope["method"], scope["path"]))
+        if route is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["route"] = route
+        await self._layer(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        try:
+            response: Response = await scope["route"].endpoint(request)
+        except (ServeError, ClientGone) as error:
+            response = await self._handle(request, error)
+        if type(response) not in _WHOLE or not scope[WRITE_KEY](response):
+            await response(scope, receive, send)
+
+
+# The part of the OpenAPI document on what is refused before any route hears of it.
+
+
+_REASONS = {
+    "401": "The server needs an API key, and there was none, or one that it does not know.",
+    "403": "A page of another address sent the request, or the API key forbids it.",
+    "429": "The API key has sent too many requests, or too many of them run; `Retry-After` says "
+    "when to try again.",
+    "431": "The headers are too large, or too many.",
+    "503": "Too many connections are open.",
+}
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "basic": {"type": "http", "scheme": "basic", "description": "For browsers: any name, the key."},
+}
+
+
+def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
+    """Add to every operation what any request can be told, where it does not say so itself."""
+    if needs_key:
+        document["components"]["securitySchemes"] = _SCHEMES
+    for path, methods in document["paths"].items():
+        if path in PROBES:
+            continue
+        for operation in methods.values():
+            responses = operation["responses"]
+            shape = next(
+                (known["content"] for code, known in responses.items() if code >= "400"),
+                _shape("OipError" if speaks_oip(path) else "ErrorResponse"),
+            )
+            for code, about in _REASONS.items():
+                responses.setdefault(code, {"description": about, "content": shape})
+            if needs_key and not path.startswith(OWN_KEYS):
+                operation["security"] = [{name: []} for name in _SCHEMES]
+
+
+def _shape(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
 
 _ABOUT = (
     "Answers of transformers whose depth is a dial: `steps` or `effort` of each request set how "
@@ -106,8 +203,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
-        openapi_url=None,  # it would be made while others wait: see serve.routes.page
-        docs_url=None,  # it would load scripts from another host: see serve.wire.reference
+        openapi_url=None,  # it would be made while others wait: see serve.api.page
+        docs_url=None,  # it would load scripts from another host: see serve.api.page
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.traces has its own

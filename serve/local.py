@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from serve.api.submission import Manner, drawn_seed, positions_held, wish_in
 from serve.budget import Ask, decide
 from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
@@ -30,7 +31,6 @@ from serve.inputs.values import Item, Kind
 from serve.metrics import Metrics
 from serve.runtime import Place
 from serve.settings import Settings
-from serve.wire.wishes import Manner, drawn_seed, positions_held, wish_in
 
 ROWS_AT_ONCE = 64  # of one job
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together

@@ -17,8 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve import logs
-from serve.connection import LimitedProtocol, limited
-from serve.connection_limits import ConnectionLimits
+from serve.connection import ConnectionLimits, LimitedProtocol, limited
 from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings

@@ -19,6 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.ray.scaling import reported
+from serve.api.models import check_ready
 from serve.app import create_app
 from serve.bundle import Bundle, Task
 from serve.catalog import Catalog, InputKind, Served, find_bundles, read_servable
@@ -27,11 +28,10 @@ from serve.errors import ModelGone
 from serve.loading import Loading
 from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
-from serve.routes.health import check_ready
+from serve.middleware import secret_of
 from serve.runtime import Model
 from serve.server import leave
 from serve.settings import Settings
-from serve.wire.gate import secret_of
 
 REPLICA = "replica"  # the label of a metric
 SIGNATURE = b"x-stepdial-replica"

@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from serve.api import openai as shapes
 from serve.bundle import open_staging, seal_bundle
-from serve.wire import openai_answers as shapes
 from tests.openai_clients import async_client, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_bundles import restage

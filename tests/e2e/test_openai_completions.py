@@ -8,7 +8,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from serve.wire import openai_answers as shapes
+from serve.api import openai as shapes
 from tests.openai_clients import async_client, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from serve.wire import cards
+from serve.api import models
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import classify_bundle, generate_bundle
 
@@ -27,7 +27,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 
 def test_models(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()
-    cards.ModelList.model_validate(listed, strict=True)
+    models.ModelList.model_validate(listed, strict=True)
     assert listed["object"] == "list"
     assert [model["id"] for model in listed["data"]] == ["tiny-classify", "tiny-generate"]
     one = client.get("/v1/models/tiny-generate").json()
@@ -42,7 +42,7 @@ def test_the_ladder(client: httpx.Client, model: str) -> None:
     client.post("/v1/classify", json={"input": "warm", "steps": 2})
     client.post("/v1/generate", json={"prompt": "warm", "steps": 2})
     ladder = client.get(f"/v1/models/{model}/ladder").json()
-    cards.LadderResponse.model_validate(ladder, strict=True)
+    models.LadderResponse.model_validate(ladder, strict=True)
     assert (ladder["model"], ladder["full_steps"], ladder["default_steps"]) == (model, 4, 4)
     assert [rung["steps"] for rung in ladder["rungs"]] == [1, 2, 4]
     assert [rung["latency_ms"] for rung in ladder["rungs"]] == pytest.approx([0.1, 0.2, 0.4])

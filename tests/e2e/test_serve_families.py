@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from serve.wire import answers, cards
+from serve.api import fields as answers
+from serve.api import models
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 from tests.tiny_folders import (
@@ -288,7 +289,7 @@ def test_models_say_what_they_take(client: httpx.Client) -> None:
     assert (card["task"], card["max_tokens"], card["target_max_tokens"]) == ("translate", 40, 24)
     for name, one in listed.items():
         ladder = client.get(f"/v1/models/{name}/ladder").json()
-        cards.LadderResponse.model_validate(ladder, strict=True)
+        models.LadderResponse.model_validate(ladder, strict=True)
         assert (ladder["task"], ladder["input"]) == (one["task"], one["input"])
     document = client.get("/openapi.json").json()
     schema = document["components"]["schemas"]["ClassifyRequest"]

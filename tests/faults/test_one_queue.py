@@ -158,7 +158,7 @@ def test_large_bodies_that_wait_to_be_checked_are_in_the_queue(
     server: FakeServer, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    from serve.wire import body as wire
+    from serve.api import body as wire
 
     check = wire._check_parts
 

@@ -12,11 +12,10 @@ from typing import Any
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from serve.connection import LimitedProtocol, limited
-from serve.connection_limits import ConnectionLimits
+from serve.api.body import WHOLE_BODY_KEY
+from serve.connection import ConnectionLimits, LimitedProtocol, limited
+from serve.middleware import WHOLE_KEY
 from serve.settings import Settings
-from serve.wire.body import WHOLE_BODY_KEY
-from serve.wire.envelope import WHOLE_KEY
 
 HEADERS, HEADER_BYTES, BODY_BYTES = 12, 512, 2048
 MOST_BYTES = 1 << 14

@@ -10,8 +10,8 @@ from pathlib import Path
 import atheris
 
 HARNESSES = {
-    "http": ["serve.connection", "serve.connection_limits", "uvicorn.protocols.http"],
-    "bodies": ["serve.wire", "serve.routes", "serve.inputs", "serve.budget"],
+    "http": ["serve.connection", "serve.connection", "uvicorn.protocols.http"],
+    "bodies": ["serve.api", "serve.routes", "serve.inputs", "serve.budget"],
     "bundles": ["serve.bundle"],
 }
 

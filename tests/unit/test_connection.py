@@ -12,8 +12,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from serve.connection import LimitedProtocol, limited
-from serve.connection_limits import ConnectionLimits, Crowd
+from serve.connection import ConnectionLimits, Crowd, LimitedProtocol, limited
 from serve.settings import Settings
 
 

@@ -1,6 +1,6 @@
 """A client that leaves, and those who watch for it."""
 
-from serve.wire.departure import Departure
+from serve.api.submission import Departure
 
 
 def test_who_watches_is_told_once() -> None:

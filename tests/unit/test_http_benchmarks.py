@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from benchmarks import bare_fastapi, liveness
 from benchmarks.bare_app import bare_app, constant_answer
 from benchmarks.result import Result
-from serve.wire.answers import ClassifyResponse
+from serve.api.fields import ClassifyResponse
 from tests.tiny_folders import classify_bundle
 
 

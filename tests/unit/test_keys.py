@@ -16,7 +16,7 @@ from serve.errors import (
     TokensLimited,
 )
 from serve.keys import Holder, Key, Keys, KeysError, NewKey
-from serve.wire.gate import secret_of
+from serve.middleware import secret_of
 from tests.tiny_folders import classify_bundle, generate_bundle
 
 SECRET = "sd-a-key-that-only-this-test-knows"

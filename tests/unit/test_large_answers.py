@@ -10,20 +10,35 @@ from typing import Any
 import httpx
 import pytest
 
+from serve.api.fields import Budget, Expected, GenerateResponse, Timing, Usage
+from serve.api.openai import (
+    ChatResponse,
+    ChatShape,
+    ChunkWriter,
+    CompletionResponse,
+    CompletionShape,
+    DialReport,
+    Head,
+    Shape,
+    Tail,
+)
+from serve.api.submission import (
+    FEW_ENTRIES,
+    PIECE_BYTES,
+    Each,
+    EventStream,
+    Mailbox,
+    PiecewiseAnswer,
+    ReadyAnswer,
+    TextEvent,
+    answer_of,
+    written,
+)
 from serve.app import create_app
 from serve.engine.engine import Engine
 from serve.engine.job import GeneratedEvent, Span, TokenEvent, TokenLogprob
 from serve.metrics import Metrics
-from serve.routes.writing import TextEvent
 from serve.settings import Settings
-from serve.wire.answers import Budget, Expected, GenerateResponse, Timing, Usage
-from serve.wire.mailbox import Mailbox
-from serve.wire.openai_answers import ChatResponse, CompletionResponse, DialReport
-from serve.wire.openai_shapes import ChatShape, CompletionShape, Head, Shape, Tail
-from serve.wire.openai_stream import ChunkWriter
-from serve.wire.pieces import FEW_ENTRIES, PIECE_BYTES, Each, PiecewiseAnswer, answer_of, written
-from serve.wire.ready import ReadyAnswer
-from serve.wire.stream import EventStream
 from tests.fake_model import Mood, fake_catalog
 from tests.fake_server import fake_server
 from tests.tiny_folders import generate_bundle

@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
+from serve.api.oip import bytes_of, numbers_of_bytes, numbers_of_json, texts_of_bytes, texts_of_json
 from serve.errors import InvalidField
-from serve.wire.oip_tensors import (
-    bytes_of,
-    numbers_of_bytes,
-    numbers_of_json,
-    texts_of_bytes,
-    texts_of_json,
-)
 
 TEXTS = st.lists(st.text(max_size=20), min_size=1, max_size=6)
 

@@ -9,6 +9,16 @@ import openai
 import pytest
 from openai import OpenAI
 
+from serve.api.fields import Budget, Expected, Timing, Usage
+from serve.api.openai import (
+    ChunkWriter,
+    CompletionResponse,
+    CompletionShape,
+    DialReport,
+    Head,
+    Tail,
+)
+from serve.api.submission import written
 from serve.engine.job import (
     ClassifiedEvent,
     FailedEvent,
@@ -18,11 +28,6 @@ from serve.engine.job import (
     TokenLogprob,
 )
 from serve.errors import InternalError
-from serve.wire.answers import Budget, Expected, Timing, Usage
-from serve.wire.openai_answers import CompletionResponse, DialReport
-from serve.wire.openai_shapes import CompletionShape, Head, Tail
-from serve.wire.openai_stream import ChunkWriter
-from serve.wire.pieces import written
 from tests.fake_server import FakeServer, fake_server
 from tests.openai_clients import parse_chunks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.wire.origin import cross_origin
+from serve.middleware import cross_origin
 
 
 def refused(**headers: str) -> bool:

@@ -3,12 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
+from serve.api.fields import DEFAULT_MAX_TOKENS, GenerateRequest
+from serve.api.oip import InputTensor, numbers_of_json
+from serve.api.openai import CompletionRequest
 from serve.errors import InvalidField
 from serve.inputs.values import check_prompts
-from serve.wire.oip_schemas import InputTensor
-from serve.wire.oip_tensors import numbers_of_json
-from serve.wire.openai_requests import CompletionRequest
-from serve.wire.schemas import DEFAULT_MAX_TOKENS, GenerateRequest
 
 
 def test_an_integer_may_be_written_with_a_point() -> None:

@@ -1,14 +1,25 @@
-"""The page at /docs: the OpenAPI document as HTML, made here so that it needs no other host.
+"""The playground at /, and the reference at /docs, made here so that it needs no other host."""
 
-Knows OpenAPI; deliberately none of our routes.
-"""
-
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from html import escape
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import Scope
+
+from serve.errors import NotFound
 
 EXAMPLE_URL = "http://127.0.0.1:8000/"  # whoever serves the page knows a better one
 STYLE_FILE = Path(__file__).resolve().parent / "reference.css"
@@ -131,3 +142,92 @@ def _resolve(schema: Document, document: Document) -> Document:
     name = schema["$ref"].rpartition("/")[2]
     found: Document = document["components"]["schemas"][name]
     return found
+
+
+# The playground at /, its files below /static, and the reference at /docs and /openapi.json.
+
+
+_WEB = Path(__file__).resolve().parent.parent / "web"
+# Browsers ask again each time, and get 304 while nothing has changed.
+_FRESH = {"cache-control": "no-cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A file as it was when it was read."""
+
+    changed_ns: int
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class KeptFiles(StaticFiles):
+    """Files in memory: a page of many small ones comes at once, and not one thread later each."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(directory=folder)
+        self._folder = folder
+        self._kept: dict[str, Kept] = {}
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file that browsers check before they use what they have."""
+        kept = self._read(path) if scope["method"] == "GET" else None
+        if kept is None:
+            return await super().get_response(path, scope)  # which says why not
+        headers = _FRESH | {"etag": kept.etag}
+        response = Response(kept.content, media_type=kept.media_type, headers=headers)
+        if self.is_not_modified(response.headers, Headers(scope=scope)):
+            return NotModifiedResponse(response.headers)
+        return response
+
+    def _read(self, name: str) -> Kept | None:
+        path = self._folder / name
+        if Path(name).name != name or not path.is_file():
+            return None
+        changed_ns = path.stat().st_mtime_ns
+        kept = self._kept.get(name)
+        if kept is None or kept.changed_ns != changed_ns:
+            content = path.read_bytes()
+            media_type = guess_type(name)[0] or "application/octet-stream"
+            etag = f'"{sha256(content).hexdigest()[:32]}"'
+            kept = self._kept[name] = Kept(changed_ns, content, media_type, etag)
+        return kept
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the routes to an application."""
+    router = APIRouter(include_in_schema=False)
+    files = KeptFiles(_WEB) if _WEB.is_dir() else None
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def index(request: Request) -> Response:
+        if files is None or not (_WEB / "index.html").is_file():
+            raise NotFound("this server was installed without its page: see /docs")
+        return await files.get_response("index.html", request.scope)
+
+    @cache
+    def document() -> bytes:
+        return json.dumps(app.openapi()).encode()
+
+    @cache
+    def reference() -> str:
+        return render(app.openapi())
+
+    # Made on another thread: the first time takes so long that streams would be seen to halt.
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(await asyncio.to_thread(document), media_type="application/json")
+
+    @router.get("/docs")
+    async def docs(request: Request) -> Response:
+        page = await asyncio.to_thread(reference)
+        return HTMLResponse(page.replace(EXAMPLE_URL, escape(str(request.base_url))))
+
+    @router.get("/docs.css")
+    async def style() -> Response:
+        return FileResponse(STYLE_FILE, headers=_FRESH)
+
+    app.include_router(router)
+    if files is not None:
+        app.mount("/static", files, name="static")

@@ -1,0 +1,365 @@
+"""POST /v1/classify and POST /v1/generate."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.api.body import Reader, read_json
+from serve.api.fields import (
+    Alternative,
+    Budget,
+    ClassifyRequest,
+    ClassifyResponse,
+    ClassifyResult,
+    DoneChunk,
+    GenerateRequest,
+    GenerateResponse,
+    LabelScore,
+    Readout,
+    TagResult,
+    Timing,
+    TokenChunk,
+    TokenScore,
+    Usage,
+    budget_of,
+    server_timing,
+)
+from serve.api.submission import (
+    RUN_PROBLEMS,
+    Each,
+    EventStream,
+    NamedEvents,
+    Order,
+    TextEvent,
+    Written,
+    answer,
+    answer_of,
+    check_answer,
+    check_beams,
+    check_max_tokens,
+    deadline_of,
+    decide_budget,
+    drawn_seed,
+    entries_of,
+    filled,
+    labelled,
+    ranked,
+    refuse_early,
+    request_id,
+    takes,
+    timing,
+    token_labels,
+    wish_of,
+)
+from serve.budget import Decision
+from serve.bundle import LABELLING, Manifest
+from serve.catalog import WRITING, Served
+from serve.engine.engine import Engine
+from serve.engine.job import (
+    ClassifiedEvent,
+    GeneratedEvent,
+    Labelled,
+    Tags,
+    TokenEvent,
+    TokenLogprob,
+)
+from serve.errors import InvalidField, Unprocessable
+from serve.inputs.rows import Intake, check_kinds, read_items
+from serve.settings import Settings
+
+_STREAM_ABOUT = (
+    "The answer; with `stream`, server-sent events: one without a name for each token "
+    "(TokenChunk), then exactly one, `done` (DoneChunk) or `error` (ErrorResponse). A connection "
+    "that breaks without one means that the answer is not complete."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request, decided and ready to run; writes the parts of its answer."""
+
+    order: Order
+
+    def chunk(self, event: TokenEvent) -> TokenChunk:
+        return TokenChunk(
+            index=event.index,
+            text=event.text,
+            steps=self.order.decision.steps,
+            logprob=None if event.logprob is None else _token_score(event.logprob),
+        )
+
+    def done(self, event: GeneratedEvent) -> DoneChunk:
+        return DoneChunk(
+            id=request_id(self.order.request),
+            model=self.order.served.name,
+            finish_reason=event.finish_reason,
+            seed=self.order.wishes[0].sampling.seed,
+            usage=self._usage(event),
+            budget=budget_of(self.order.decision),
+            timing=timing(self.order.request, self.order.engine, event.span),
+        )
+
+    def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
+        """GenerateResponse: not made of that, since it may be large."""
+        wish = self.order.wishes[0]
+        return {
+            "id": request_id(self.order.request),
+            "model": self.order.served.name,
+            "text": event.text,
+            "finish_reason": event.finish_reason,
+            "seed": wish.sampling.seed,
+            "logprobs": None if wish.logprobs is None else Each(map(_score, event.logprobs)),
+            "usage": self._usage(event),
+            "budget": budget_of(self.order.decision),
+            "timing": spent,
+        }
+
+    def written(self, events: Sequence[TextEvent]) -> Written:
+        return NamedEvents(self.chunk, self.done).write([event for _, event in events])
+
+    def _usage(self, event: GeneratedEvent) -> Usage:
+        prompt, completion = len(self.order.wishes[0].prompt), event.completion_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+        )
+
+
+def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The route, for an engine."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post(
+        "/v1/generate",
+        summary="Continue a prompt, or translate a text",
+        response_model=GenerateResponse,
+        responses={
+            200: {"description": _STREAM_ABOUT, "content": {"text/event-stream": {}}},
+            **RUN_PROBLEMS,
+        },
+        openapi_extra=takes(GenerateRequest),
+    )
+    async def generate(request: Request) -> Response:
+        asked = await read_json(request, GenerateRequest, reader)
+        tasks = WRITING if asked.num_beams is None else WRITING[::-1]
+        served = engine.catalog.pick(asked.model, tasks)
+        decision = decide_budget(request, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        check_max_tokens(max_tokens, settings)
+        check_answer(1, max_tokens, asked.logprobs, settings)
+        check_beams(asked, served)
+        prompt = await reader.read(
+            request,
+            len(asked.prompt),
+            deadline_of(request, asked),
+            lambda: served.codec.encode_prompt(asked.prompt),
+        )
+        wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
+        order = Order.of(request, engine, served, asked, decision, (wish,))
+        return await _run(Exchange(order))
+
+    return router
+
+
+async def _run(exchange: Exchange) -> Response:
+    async with AsyncExitStack() as work:
+        running = await work.enter_async_context(exchange.order.running())
+        events = await running.first()
+        if exchange.order.wishes[0].stream:
+            return EventStream(
+                events,
+                running.mailbox,
+                work.pop_all(),
+                exchange.written,
+                running.stream_headers,
+            )
+    _, event = events[0]
+    assert isinstance(event, GeneratedEvent)
+    spent = timing(exchange.order.request, exchange.order.engine, event.span)
+    return answer_of(exchange.whole(event, spent), entries_of(event), server_timing(spent))
+
+
+def _score(logprob: TokenLogprob) -> dict[str, object]:
+    """TokenScore of a whole answer."""
+    return {
+        "token": logprob.token,
+        "logprob": logprob.logprob,
+        "top": [{"token": token, "logprob": value} for token, value in logprob.top],
+    }
+
+
+def _token_score(logprob: TokenLogprob) -> TokenScore:
+    return TokenScore(
+        token=logprob.token,
+        logprob=logprob.logprob,
+        top=[Alternative(token=token, logprob=value) for token, value in logprob.top],
+    )
+
+
+# POST /v1/classify: texts, images or points in, labels out: of each input, or of its tokens.
+
+
+_DEFAULT_LABELS = 5
+
+
+def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The route, for an engine."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post(
+        "/v1/classify",
+        summary="Label one text, image or cloud of points, or several, or every token of texts",
+        response_model=ClassifyResponse,
+        response_description="A result for each input.",
+        responses=RUN_PROBLEMS,
+        openapi_extra=takes(ClassifyRequest),
+    )
+    async def classify(request: Request) -> Response:
+        asked = await read_json(request, ClassifyRequest, reader)
+        served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
+        manifest = served.manifest
+        decision = decide_budget(request, served, asked)
+        top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
+        _check_trace(asked, served)
+        _check_count(asked, settings.max_inputs)
+        check_kinds(asked.input, manifest)
+        refuse_early(request, engine, served, asked, decision, len(asked.input))
+        taken = await reader.read(
+            request,
+            _characters(asked),
+            deadline_of(request, asked),
+            lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
+        )
+        event = await labelled(
+            request, engine, served, asked, decision, taken, traced=asked.trace is True
+        )
+        spent = timing(request, engine, event.span)
+        response: ClassifyResponse = {
+            "id": request_id(request),
+            "model": served.name,
+            "results": _results(event, taken, manifest, top, decision),
+            "timing": spent,
+        }
+        answered = answer(response, server_timing(spent))
+        engine.latency.observe_answer(engine.clock() - event.span.ended_s)
+        return answered
+
+    return router
+
+
+def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
+    if top_k is not None and served.manifest.task == "tag":
+        raise InvalidField(
+            f"{served.name} gives each token one label: leave top_k out", param="top_k"
+        )
+    if top_k is None:
+        return min(labels, _DEFAULT_LABELS)
+    if top_k > labels:
+        raise InvalidField(
+            f"top_k is {top_k}, but {served.name} has {labels} labels: send at most {labels}",
+            param="top_k",
+        )
+    return top_k
+
+
+def _check_trace(asked: ClassifyRequest, served: Served) -> None:
+    if asked.trace and not served.model.single_steps:
+        raise InvalidField(
+            f"{served.name} does not run step by step here, so there is nothing to trace: leave "
+            "trace out",
+            param="trace",
+        )
+
+
+def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
+    if len(asked.input) > max_inputs:
+        raise Unprocessable(
+            f"input has {len(asked.input)} items, but this server takes at most {max_inputs} at "
+            "once: send several requests",
+            param="input",
+        )
+
+
+def _characters(asked: ClassifyRequest) -> int | None:
+    """How much text there is to encode; None where there is something else to read."""
+    total = 0
+    for item in asked.input:
+        if item.characters is None:
+            return None
+        total += item.characters
+    return total
+
+
+def _results(
+    event: ClassifiedEvent, taken: list[Intake], manifest: Manifest, top: int, decision: Decision
+) -> list[ClassifyResult] | list[TagResult]:
+    answered = [
+        (labelled, one, budget_of(decision.served_at(steps), evaluations))
+        for labelled, steps, evaluations, one in zip(
+            event.rows, event.steps, event.evaluations, taken, strict=True
+        )
+    ]
+    if manifest.task == "tag":
+        return [_tagged(*one, manifest) for one in answered]
+    return [_classified(*one, manifest.labels or (), top) for one in answered]
+
+
+def _classified(
+    labelled: Labelled, one: Intake, budget: Budget, labels: tuple[str, ...], top: int
+) -> ClassifyResult:
+    scores = labelled.found
+    assert not isinstance(scores, Tags)
+    best: list[LabelScore] = [
+        {"label": labels[index], "score": scores[index]} for index in ranked(scores)[:top]
+    ]
+    result: ClassifyResult = {
+        "label": best[0]["label"],
+        "score": best[0]["score"],
+        "top": best,
+        "truncated": one.truncated,
+        "budget": budget,
+    }
+    if labelled.readouts:
+        result["trace"] = [
+            {"steps": step, "labels": [labels[likeliest]], "scores": [found[likeliest]]}
+            for step, found in enumerate(labelled.readouts[: budget["steps"]], start=1)
+            if not isinstance(found, Tags)
+            for likeliest in ranked(found)[:1]
+        ]
+    return result
+
+
+def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest) -> TagResult:
+    tags = labelled.found
+    assert isinstance(tags, Tags)
+    result: TagResult = {
+        "tokens": token_labels(tags, one, manifest),
+        "truncated": one.truncated,
+        "budget": budget,
+    }
+    if manifest.fills:
+        result["text"] = filled(tags, one, manifest)
+    if labelled.readouts:
+        result["trace"] = [
+            _readout(step, found, one, manifest)
+            for step, found in enumerate(labelled.readouts[: budget["steps"]], start=1)
+            if isinstance(found, Tags)
+        ]
+    return result
+
+
+def _readout(step: int, tags: Tags, one: Intake, manifest: Manifest) -> Readout:
+    tokens = token_labels(tags, one, manifest)
+    readout: Readout = {
+        "steps": step,
+        "labels": [token["label"] for token in tokens],
+        "scores": [token["score"] for token in tokens],
+    }
+    if manifest.fills:
+        readout["text"] = filled(tags, one, manifest)
+    return readout

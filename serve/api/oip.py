@@ -1,0 +1,1277 @@
+"""KServe's Open Inference Protocol: /v2, tensors in JSON or as bytes."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError
+from pydantic.config import JsonDict
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.api.body import (
+    WEIGHT_KEY,
+    Reader,
+    checked_json,
+    close_names,
+    explain,
+    problem_in_words,
+    read_body,
+    shown,
+)
+from serve.api.fields import (
+    METRIC,
+    Answer,
+    Budget,
+    ClassifyRequest,
+    GenerateRequest,
+    Timing,
+    budget_of,
+    server_timing,
+    whole,
+)
+from serve.api.models import check_ready
+from serve.api.submission import (
+    Order,
+    ReadyAnswer,
+    answer,
+    check_answer,
+    check_beams,
+    check_max_tokens,
+    check_texts,
+    deadline_of,
+    decide_budget,
+    drawn_seed,
+    labelled,
+    ranked,
+    refuse_early,
+    request_id,
+    timing,
+    token_labels,
+    wish_of,
+)
+from serve.budget import Reason
+from serve.bundle import (
+    LABELLING,
+    ImageInput,
+    Manifest,
+    Method,
+    Metric,
+    PointsInput,
+    Task,
+    TextInput,
+)
+from serve.catalog import Served
+from serve.engine.engine import Engine
+from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
+from serve.engine.sampling import MAX_SEED
+from serve.engine.work import Wish
+from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
+from serve.inputs.rows import Intake, cloud_rows, image_rows, read_items
+from serve.inputs.values import Item, check_finite, number_rows
+from serve.settings import Settings
+
+# Tensors of the Open Inference Protocol, in JSON and as bytes, in both directions. Bytes are
+# little-endian; an element of BYTES is its length in 4 bytes, then UTF-8.
+
+
+Numbers = npt.NDArray[np.float64]
+WIDTHS: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"),
+    "INT32": np.dtype("<i4"),
+    "UINT8": np.dtype("u1"),
+}
+
+_LENGTH = struct.Struct("<I")
+
+
+def texts_of_json(data: list[Any], shape: Sequence[int], where: str) -> list[str]:
+    """The elements of a BYTES tensor that came in JSON."""
+    flat = _flat(data, shape, where)
+    for index, element in enumerate(flat):
+        if not isinstance(element, str):
+            raise InvalidField(f"{where}.data[{index}] is no string: BYTES takes strings")
+    return flat
+
+
+def texts_of_bytes(raw: memoryview, shape: Sequence[int], where: str) -> list[str]:
+    """The elements of a BYTES tensor that came as bytes, exactly as many as the shape has."""
+    count, at, texts = math.prod(shape), 0, []
+    for index in range(count):
+        if at + _LENGTH.size > len(raw):
+            raise InvalidField(
+                f"{where} has {index} whole elements in its {len(raw)} bytes, but its shape has "
+                f"{count}: send the length of each in 4 bytes, then the element"
+            )
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size
+        if length > len(raw) - at:
+            raise InvalidField(
+                f"{where}, element {index}, is said to have {length} bytes, but {len(raw) - at} "
+                "are left: send its length as 4 little-endian bytes"
+            )
+        texts.append(_text(raw[at : at + length], f"{where}, element {index},"))
+        at += length
+    if at != len(raw):
+        raise InvalidField(
+            f"{where} has {len(raw) - at} bytes behind its {count} elements: leave them out, or "
+            "send the shape that they have"
+        )
+    return texts
+
+
+def numbers_of_json(data: list[Any], datatype: str, shape: Sequence[int], where: str) -> Numbers:
+    """The elements of a tensor of numbers that came in JSON, in its shape."""
+    array, _ = number_rows([_flat(data, shape, where)], f"{where}.data")
+    if datatype == "UINT8" and ((array % 1).any() or array.min() < 0 or array.max() > 255):
+        raise InvalidField(f"{where}.data is UINT8: send integers from 0 to 255")
+    return array.reshape(shape)
+
+
+def numbers_of_bytes(raw: memoryview, datatype: str, shape: Sequence[int], where: str) -> Numbers:
+    """The elements of a tensor of numbers that came as bytes, in its shape."""
+    width = WIDTHS[datatype]
+    wanted = math.prod(shape) * width.itemsize
+    if len(raw) != wanted:
+        raise InvalidField(
+            f"{where} has {len(raw)} bytes, but {datatype} of shape {list(shape)} has {wanted}: "
+            "send exactly these"
+        )
+    array = np.frombuffer(raw, dtype=width).astype(np.float64)
+    check_finite(array, where)
+    return array.reshape(shape)
+
+
+def bytes_of(values: Sequence[str] | Sequence[float] | Sequence[int], datatype: str) -> bytes:
+    """The elements of an output as bytes."""
+    if datatype == "BYTES":
+        return b"".join(_element(str(value)) for value in values)
+    return np.asarray(values, dtype=WIDTHS[datatype]).tobytes()
+
+
+def _element(text: str) -> bytes:
+    encoded = text.encode()
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
+def _text(raw: memoryview, where: str) -> str:
+    try:
+        return str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidField(
+            f"{where} is no UTF-8 at byte {error.start} ({error.reason}): encode texts as UTF-8"
+        ) from None
+
+
+def _flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
+    """The elements in row-major order, whether they came flat or nested like the shape."""
+    count = math.prod(shape)
+    if len(data) == count and not isinstance(data[0], list):
+        return data
+    level = [data]
+    for size in shape:
+        if any(not isinstance(row, list) or len(row) != size for row in level):
+            raise InvalidField(
+                f"{where}.data does not have the shape {list(shape)}: send {count} elements, flat "
+                "or nested like the shape"
+            )
+        level = [element for row in level for element in row]
+    return level
+
+
+# The `parameters` of a request of the Open Inference Protocol: the same fields that /v1 has.
+
+
+BINARY_OUTPUT = "binary_data_output"
+# What the tensors, the path and the requested outputs say here.
+_SAID_ELSEWHERE = frozenset({"model", "input", "prompt", "stream", "logprobs"})
+CLASSIFY = tuple(
+    name
+    for name in ClassifyRequest.model_fields
+    if name not in _SAID_ELSEWHERE | {"top_k", "trace"}
+)
+GENERATE = tuple(name for name in GenerateRequest.model_fields if name not in _SAID_ELSEWHERE)
+# Of Triton, under another name here.
+_OTHER_NAMES = {"timeout": "deadline_ms"}
+
+
+def parameter_names(task: Task) -> tuple[str, ...]:
+    """What `parameters` may hold for a model of this task."""
+    own = CLASSIFY if task in LABELLING else GENERATE
+    if task == "generate":
+        own = tuple(name for name in own if name != "num_beams")
+    return (*own, BINARY_OUTPUT)
+
+
+def classify_request(sent: Mapping[str, Any]) -> ClassifyRequest:
+    """What is asked of a classifier; InvalidField naming what is wrong."""
+    _check_names(sent, parameter_names("classify"))
+    try:
+        return ClassifyRequest.model_validate({"input": "-", **_without_format(sent)})
+    except ValidationError as error:
+        raise explain(error, ClassifyRequest) from None
+
+
+def generate_request(sent: Mapping[str, Any], task: Task) -> GenerateRequest:
+    """What is asked of a model that writes; InvalidField naming what is wrong."""
+    _check_names(sent, parameter_names(task))
+    try:
+        return GenerateRequest.model_validate({"prompt": "-", **_without_format(sent)})
+    except ValidationError as error:
+        raise explain(error, GenerateRequest) from None
+
+
+def binary_by_default(sent: Mapping[str, Any]) -> bool:
+    """Whether outputs that do not say so themselves are to be sent as bytes."""
+    return flag_of(sent, BINARY_OUTPUT, "parameters")
+
+
+def flag_of(sent: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+    """A parameter that is true or false."""
+    found = sent.get(name, default)
+    if not isinstance(found, bool):
+        raise InvalidField(f"{where}.{name} must be true or false", param=name)
+    return found
+
+
+def parameter_schema() -> dict[str, Any]:
+    """The documentation of `parameters`: every field as /v1 documents it."""
+    classify = ClassifyRequest.model_json_schema()["properties"]
+    generate = GenerateRequest.model_json_schema()["properties"]
+    documented = {name: classify[name] for name in CLASSIFY} | {
+        name: generate[name] for name in GENERATE
+    }
+    own = {name: _without_null(schema) for name, schema in documented.items()}
+    own[BINARY_OUTPUT] = {
+        "type": "boolean",
+        "default": False,
+        "description": "Send outputs as bytes behind the JSON.",
+    }
+    return {"properties": own, "additionalProperties": False}
+
+
+def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name, value in sent.items():
+        if name in known:
+            if value is None:
+                raise InvalidField(f"{name} is null: leave it out", param=name)
+            continue
+        close = close_names(name, known)
+        meant = _OTHER_NAMES.get(name) or (close[0] if close else None)
+        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
+        raise InvalidField(f"unknown parameter {shown(name)!r}: {hint}", param=shown(name))
+
+
+def _without_format(sent: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sent.items() if name != BINARY_OUTPUT}
+
+
+def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The same schema for a protocol in which nothing is said by leaving it out."""
+    kept = {key: value for key, value in schema.items() if key not in ("default", "anyOf")}
+    if schema.get("default") is not None:
+        kept["default"] = schema["default"]
+    choices: list[dict[str, Any]] = [
+        one for one in schema.get("anyOf", ()) if one != {"type": "null"}
+    ]
+    if len(choices) == 1:
+        return kept | choices[0]
+    return kept | {"anyOf": choices} if choices else kept
+
+
+# The shapes of the Open Inference Protocol: what its requests and answers hold, documented.
+
+
+VERSION = "1"
+# More than any model here takes or gives; beyond it a request is refused at once.
+MAX_TENSORS = 16
+MAX_AXES = 8
+MAX_MEMBERS = 64
+Datatype = Literal["BYTES", "BOOL", "FP32", "INT32", "UINT8"]
+
+_EXAMPLES: list[JsonDict] = [
+    {
+        "inputs": [
+            {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["A film that stays."]}
+        ],
+        "parameters": {"steps": 2},
+    },
+    {
+        "id": "42",
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["ROMEO:"]}],
+        "outputs": [{"name": "text"}, {"name": "steps"}],
+        "parameters": {"effort": "low", "max_tokens": 16, "seed": 7},
+    },
+]
+
+
+class _Sent(BaseModel):
+    """A part of a request; null stands for nothing in this protocol, so no field takes it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class InputTensor(_Sent):
+    """A tensor that the model is to read."""
+
+    name: str = Field(description="`text`, `image` or `points`: see the metadata of the model.")
+    datatype: str = Field(description="`BYTES` for texts, `FP32` or `UINT8` for images, `FP32`.")
+    shape: list[Annotated[int, BeforeValidator(whole)]] = Field(
+        max_length=MAX_AXES,
+        description="Rows first: [rows] texts, [rows, channels, height, width] or [rows, points, "
+        "dimensions].",
+    )
+    parameters: dict[str, Any] = Field(
+        {},
+        max_length=MAX_MEMBERS,
+        description="`binary_data_size`: how many bytes behind the JSON are this tensor, in place "
+        "of `data`.",
+    )
+    data: list[Any] = Field(
+        [],
+        description="The elements in row-major order, flat or nested like the shape: strings for "
+        "BYTES, numbers otherwise. Left out where the tensor is binary.",
+    )
+
+
+class RequestedOutput(_Sent):
+    """An output that is wanted."""
+
+    name: str = Field(description="One of the outputs in the metadata of the model.")
+    parameters: dict[str, Any] = Field(
+        {},
+        max_length=MAX_MEMBERS,
+        description="`binary_data`: whether to send it as bytes behind the JSON.",
+    )
+
+
+class InferRequest(_Sent):
+    """Tensors to answer."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES]})
+
+    id: str = Field("", description="Comes back in the answer.")
+    parameters: dict[str, Any] = Field(
+        {},
+        description="The budget, how to write, and `binary_data_output`.",
+        json_schema_extra=parameter_schema(),
+    )
+    inputs: list[InputTensor] = Field(
+        min_length=1,
+        max_length=MAX_TENSORS,
+        description="The one tensor that the model takes; each row gets an answer.",
+    )
+    outputs: list[RequestedOutput] = Field(
+        [],
+        max_length=MAX_TENSORS,
+        description="Which outputs to send, in which order; all where none is named.",
+    )
+
+
+class TensorMetadata(Answer):
+    """A tensor that a model takes or gives; -1 is any size."""
+
+    name: str = Field(description="Its name.")
+    datatype: Datatype = Field(description="Of its elements.")
+    shape: list[int] = Field(description="Rows first; -1 is any size.")
+
+
+class ModelParameters(Answer):
+    """The dial of a model, and what else a request may set."""
+
+    task: Task = Field(description="What it does.")
+    steps: list[int] = Field(description="The ladder: what a request may send as `steps`.")
+    efforts: dict[str, int] = Field(description="What it may send as `effort`, with their steps.")
+    default_steps: int = Field(description="Steps where a request asks for none.")
+    full_steps: int = Field(description="The most steps.")
+    max_disagreement: list[float] = Field(
+        description="Levels of `max_disagreement` that the model is calibrated for."
+    )
+    labels: list[str] | None = Field(
+        None, exclude_if=lambda labels: labels is None, description="Of a classifier."
+    )
+    request: list[str] = Field(description="Names that `parameters` of a request may have.")
+
+
+class ModelMetadata(Answer):
+    """A model, as its requests see it."""
+
+    name: str = Field(description="Its name.")
+    versions: list[str] = Field(description="The versions that are served: one.")
+    platform: str = Field(description="What runs it.")
+    inputs: list[TensorMetadata] = Field(description="The tensor that it takes.")
+    outputs: list[TensorMetadata] = Field(description="The tensors that it gives.")
+    parameters: ModelParameters = Field(description="Its ladder, and what a request may set.")
+
+
+class ServerMetadata(Answer):
+    """This server."""
+
+    name: str = Field(description="Always `stepdial`.")
+    version: str = Field(description="Its release.")
+    extensions: list[str] = Field(description="Extensions of the protocol that it speaks.")
+
+
+class ServerLive(Answer):
+    """Whether the process should go on; what is wrong comes as an error."""
+
+    live: bool = Field(description="Always true.")
+
+
+class ServerReady(Answer):
+    """Whether to send requests here; what is wrong comes as an error."""
+
+    ready: bool = Field(description="Always true.")
+
+
+class ModelReady(Answer):
+    """Whether to send requests of this model here; what is wrong comes as an error."""
+
+    name: str = Field(description="Its name.")
+    ready: bool = Field(description="Always true.")
+
+
+class RepositoryEntry(Answer):
+    """A model in the list of all."""
+
+    name: str = Field(description="Its name.")
+    version: str = Field(description="The version that is served.")
+    state: Literal["READY", "UNAVAILABLE"] = Field(description="Whether it answers.")
+    reason: str = Field(description="Why it does not, or nothing.")
+
+
+class IndexRequest(_Sent):
+    """Which models to list."""
+
+    ready: bool = Field(False, description="Only those that answer.")
+
+
+class OutputParameters(Answer):
+    """Where a binary tensor is."""
+
+    binary_data_size: int = Field(description="How many bytes behind the JSON are this tensor.")
+
+
+class OutputTensor(Answer):
+    """A tensor of an answer."""
+
+    name: str = Field(description="Its name.")
+    datatype: Datatype = Field(description="Of its elements.")
+    shape: list[int] = Field(description="[rows].")
+    parameters: OutputParameters | None = Field(
+        None, exclude_if=lambda found: found is None, description="Where it is, if it is binary."
+    )
+    data: list[str] | list[float] | list[int] | None = Field(
+        None, exclude_if=lambda data: data is None, description="One element a row, if in JSON."
+    )
+
+
+class InferFacts(Answer):
+    """What was done for all rows together."""
+
+    reason: Reason = Field(description="What decided the steps; of several, of the fewest.")
+    method: Method = Field(description="How a step uses the velocity.")
+    full_steps: int = Field(description="The most steps that the model's ladder has.")
+    metric: Metric = Field(description=METRIC)
+    expected: float = Field(description="The measured quality at the fewest steps of any row.")
+    expected_full: float = Field(description="The same at the full steps.")
+    max_disagreement: float | None = Field(
+        None,
+        exclude_if=lambda level: level is None,
+        description="The certified level that was applied to early answers, if any could come.",
+    )
+    truncated: int | None = Field(
+        None,
+        exclude_if=lambda count: count is None,
+        description="How many texts to classify were cut to fit the model.",
+    )
+    seed: int | None = Field(
+        None,
+        exclude_if=lambda seed: seed is None,
+        description="Of the first row that was written; each further row has the next number.",
+    )
+    queue_ms: float = Field(description="Waiting for the first call of the model.")
+    compute_ms: float = Field(description="From the first call to the end of the last.")
+    total_ms: float = Field(description="From the arrival of the request to this answer.")
+
+
+class InferResponse(Answer):
+    """One answer for each row."""
+
+    model_name: str = Field(description="The model that answered.")
+    model_version: str = Field(description="Its version.")
+    id: str = Field(description="As the request sent it, else the one of x-request-id.")
+    parameters: InferFacts = Field(description="What was done.")
+    outputs: list[OutputTensor] = Field(description="The outputs that were asked for, or all.")
+
+
+class OipError(Answer):
+    """Every answer under /v2 that is not a 200."""
+
+    error: str = Field(description="What went wrong, and what to do about it.")
+
+
+# The body of a request of the Open Inference Protocol: JSON, and tensors as bytes behind it.
+
+
+HEADER_LENGTH = "inference-header-content-length"
+BINARY_SIZE = "binary_data_size"
+
+_PARTS: tuple[type[BaseModel], ...] = (InferRequest, InputTensor, RequestedOutput)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request, with the bytes of each input that came as bytes."""
+
+    asked: InferRequest
+    raw: Sequence[memoryview | None]
+
+
+async def read_inference(request: Request, reader: Reader) -> Sent:
+    """The request in a body; BadRequest or InvalidField saying what is wrong with it."""
+    body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    length = _header_length(request, len(body))
+    text = body if length is None else body[:length]
+    asked = await checked_json(request, text, InferRequest, reader, explain_request)
+    request.scope[WEIGHT_KEY] += len(body) - len(text)
+    binary = memoryview(body)[len(body) if length is None else length :]
+    return Sent(asked, _split(asked, binary, length is not None))
+
+
+def _header_length(request: Request, size: int) -> int | None:
+    """How many bytes of the body are JSON, where the client says so."""
+    sent = request.headers.getlist(HEADER_LENGTH)
+    if not sent:
+        return None
+    text = sent[0].strip()
+    # The number of digits is limited before they are read: more of them are no length.
+    if len(sent) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
+        raise BadRequest("Inference-Header-Content-Length must be one number of bytes")
+    length = int(text)
+    if length > size:
+        raise BadRequest(
+            f"Inference-Header-Content-Length is {length}, but the body has {size} bytes: send "
+            "the size of its JSON"
+        )
+    return length
+
+
+def _split(asked: InferRequest, binary: memoryview, announced: bool) -> list[memoryview | None]:
+    """The bytes of each input, in their order; together they are all that there are."""
+    found: list[memoryview | None] = []
+    at = 0
+    for index, tensor in enumerate(asked.inputs):
+        where = f"inputs[{index}]"
+        size = _binary_size(tensor, where)
+        if size is None:
+            found.append(None)
+            continue
+        if not announced:
+            raise InvalidField(
+                f"{where} has {BINARY_SIZE}, but the header Inference-Header-Content-Length is "
+                "missing: send in it how many bytes the JSON has"
+            )
+        if size > len(binary) - at:
+            raise InvalidField(
+                f"{where}.parameters.{BINARY_SIZE} is {size}, but {len(binary) - at} bytes are "
+                "left behind the JSON: send as many as it says"
+            )
+        found.append(binary[at : at + size])
+        at += size
+    if at != len(binary):
+        raise InvalidField(
+            f"{len(binary) - at} bytes behind the JSON belong to no input: name them in "
+            f"{BINARY_SIZE}, or leave them out"
+        )
+    return found
+
+
+def _binary_size(tensor: InputTensor, where: str) -> int | None:
+    """How many bytes an input has behind the JSON; None if it is in the JSON."""
+    others = sorted(set(tensor.parameters) - {BINARY_SIZE})
+    if others:
+        raise InvalidField(
+            f"{where}.parameters.{shown(others[0])} is not known here: an input takes "
+            f"{BINARY_SIZE} only"
+        )
+    in_json = "data" in tensor.model_fields_set
+    if BINARY_SIZE not in tensor.parameters:
+        if not in_json:
+            raise InvalidField(f"{where}.data is missing: send it, or {BINARY_SIZE} and bytes")
+        return None
+    if in_json:
+        raise InvalidField(f"{where} has both data and {BINARY_SIZE}: send one of them")
+    size = tensor.parameters[BINARY_SIZE]
+    if type(size) is not int or size < 0:
+        raise InvalidField(f"{where}.parameters.{BINARY_SIZE} must be a number of bytes")
+    return size
+
+
+def explain_request(error: ValidationError, schema: type[BaseModel]) -> ServeError:
+    """What is wrong with the first field that is, in words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return InvalidField(_sentence(first, _path(first["loc"]), schema))
+
+
+def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
+    if problem["type"] == "missing":
+        return f"{path} is missing: send it"
+    if problem["type"] != "extra_forbidden":
+        return f"{path} {problem_in_words(problem)}"
+    parts = _PARTS if schema in _PARTS else (schema,)
+    known = sorted({name for part in parts for name in part.model_fields})
+    close = close_names(str(problem["loc"][-1]), known)
+    return f"unknown field {path}: " + (f"did you mean {close[0]}?" if close else "leave it out")
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{shown(part)}"
+    return path.removeprefix(".")
+
+
+# What a model takes and gives in the Open Inference Protocol, and its metadata.
+
+
+PLATFORM = "stepdial_bundle"
+_ANY = -1
+_LABELS: dict[str, Datatype] = {"label": "BYTES", "score": "FP32", "steps": "INT32"}
+_TAGS: dict[str, Datatype] = {"tokens": "BYTES", "score": "FP32", "steps": "INT32"}
+_TEXTS: dict[str, Datatype] = {"text": "BYTES", "finish_reason": "BYTES", "steps": "INT32"}
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """The one tensor that a model takes; -1 in the shape is any size."""
+
+    name: str
+    datatypes: tuple[Datatype, ...]
+    shape: tuple[int, ...]
+    most: int  # elements along an axis of any size but the first
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "InputSpec":
+        match manifest.input:
+            case ImageInput(channels=channels, height=height, width=width):
+                shape = (_ANY, channels, height, width)
+                return cls("image", ("FP32", "UINT8"), shape, 0)
+            case PointsInput(max_points=max_points, dimensions=dimensions):
+                return cls("points", ("FP32",), (_ANY, _ANY, dimensions), max_points)
+            case _:
+                return cls("text", ("BYTES",), (_ANY,), 0)
+
+    def check(self, tensors: Sequence[InputTensor], model: str, max_rows: int) -> None:
+        """InvalidField unless this is the one tensor, of a shape that the model takes."""
+        for index, tensor in enumerate(tensors):
+            if tensor.name != self.name:
+                raise InvalidField(
+                    f"inputs[{index}].name is {_quoted(tensor.name)}, but {model} takes "
+                    f"{self.name!r} only"
+                )
+        if len(tensors) > 1:
+            raise InvalidField(
+                f"inputs has {len(tensors)} tensors named {self.name!r}: send one, with a row each"
+            )
+        (tensor,) = tensors
+        if tensor.datatype not in self.datatypes:
+            raise InvalidField(
+                f"inputs[0].datatype is {_quoted(tensor.datatype)}, but {self.name} of {model} is "
+                + " or ".join(self.datatypes)
+            )
+        self._check_shape(tensor.shape, model, max_rows)
+
+    def _check_shape(self, shape: Sequence[int], model: str, max_rows: int) -> None:
+        fits = len(shape) == len(self.shape) and all(
+            size == wanted if wanted != _ANY else size >= 1
+            for size, wanted in zip(shape, self.shape, strict=True)
+        )
+        if not fits:
+            raise InvalidField(
+                f"inputs[0].shape is {_quoted(list(shape))}, but {self.name} of {model} is "
+                f"{list(self.shape)}, where -1 is any size from 1"
+            )
+        if shape[0] > max_rows:
+            raise Unprocessable(
+                f"inputs[0] has {shape[0]} rows, but this server takes at most {max_rows} at once: "
+                "send several requests"
+            )
+        if self.most and math.prod(shape[1:-1]) > self.most:
+            raise Unprocessable(
+                f"inputs[0] has {shape[1]} {self.name}, but {model} takes at most {self.most}: "
+                "leave some out"
+            )
+
+
+def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
+    """The outputs of a model with their datatypes; each has one element a row."""
+    if manifest.task == "tag":
+        return _TAGS
+    return _LABELS if manifest.task == "classify" else _TEXTS
+
+
+def metadata_of(manifest: Manifest) -> ModelMetadata:
+    """What clients learn of a model."""
+    taken = InputSpec.of(manifest)
+    calibrated = () if manifest.calibration is None else manifest.calibration.levels
+    return ModelMetadata(
+        name=manifest.name,
+        versions=[VERSION],
+        platform=PLATFORM,
+        inputs=[
+            TensorMetadata(name=taken.name, datatype=taken.datatypes[0], shape=list(taken.shape))
+        ],
+        outputs=[
+            TensorMetadata(name=name, datatype=datatype, shape=[_ANY])
+            for name, datatype in outputs_of(manifest).items()
+        ],
+        parameters=ModelParameters(
+            task=manifest.task,
+            steps=list(manifest.steps),
+            efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+            default_steps=manifest.default_steps,
+            full_steps=manifest.full_steps,
+            max_disagreement=[
+                level.max_disagreement for level in calibrated if level.threshold is not None
+            ],
+            labels=None if manifest.labels is None else list(manifest.labels),
+            request=list(parameter_names(manifest.task)),
+        ),
+    )
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+# GET /v2 and below, and POST /v2/repository/index: the server and its models, in the Open
+# Inference Protocol.
+
+
+EXTENSIONS = ["binary_tensor_data", "parameters"]
+
+
+class RepositoryIndex(RootModel[list[RepositoryEntry]]):
+    """All models."""
+
+
+def oip_problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of errors in the shape of this protocol: `oip_problems(e404="...")`."""
+    return {
+        int(code[1:]): {"model": OipError, "description": about} for code, about in reasons.items()
+    }
+
+
+_UNKNOWN = "No such model, or no such version of it, is served."
+_NOT_READY = "Starting, shutting down, or a model hangs or fails."
+
+
+def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["open inference protocol"])
+
+    @router.get("/v2/", include_in_schema=False)
+    @router.get(
+        "/v2",
+        summary="This server",
+        response_model=ServerMetadata,
+        response_description="Its name, version and extensions.",
+    )
+    async def server(request: Request) -> Response:
+        version = request.app.version
+        return answer(ServerMetadata(name="stepdial", version=version, extensions=EXTENSIONS))
+
+    @router.get(
+        "/v2/health/live",
+        summary="Whether the process should go on",
+        response_model=ServerLive,
+        response_description="It should.",
+        responses=oip_problems(e503="The engine has stopped for good: restart the process."),
+    )
+    async def live() -> Response:
+        if engine.dead:
+            raise NotReady("the engine has stopped: restart the server")
+        return answer(ServerLive(live=True))
+
+    @router.get(
+        "/v2/health/ready",
+        summary="Whether to send requests here",
+        response_model=ServerReady,
+        response_description="Requests are welcome.",
+        responses=oip_problems(e503=_NOT_READY),
+    )
+    async def ready() -> Response:
+        check_ready(engine)
+        return answer(ServerReady(ready=True))
+
+    @router.get(
+        "/v2/models/{name}/versions/{version}",
+        summary="One version of a model",
+        response_model=ModelMetadata,
+        response_description="What it takes and gives, and its ladder.",
+        responses=oip_problems(e404=_UNKNOWN),
+    )
+    async def model_version(name: str, version: str) -> Response:
+        return answer(metadata_of(find_version(engine, name, version).manifest))
+
+    @router.get(
+        "/v2/models/{name}",
+        summary="One model",
+        response_model=ModelMetadata,
+        response_description="What it takes and gives, and its ladder.",
+        responses=oip_problems(e404=_UNKNOWN),
+    )
+    async def model(name: str) -> Response:
+        return await model_version(name, VERSION)
+
+    @router.get(
+        "/v2/models/{name}/versions/{version}/ready",
+        summary="Whether to send requests of this version of a model here",
+        response_model=ModelReady,
+        response_description="Requests of this model are welcome.",
+        responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
+    )
+    async def version_ready(name: str, version: str) -> Response:
+        served = find_version(engine, name, version)
+        engine.check_open()
+        _check_ready(engine, served)
+        return answer(ModelReady(name=served.name, ready=True))
+
+    @router.get(
+        "/v2/models/{name}/ready",
+        summary="Whether to send requests of this model here",
+        response_model=ModelReady,
+        response_description="Requests of this model are welcome.",
+        responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
+    )
+    async def model_ready(name: str) -> Response:
+        return await version_ready(name, VERSION)
+
+    @router.post(
+        "/v2/repository/index",
+        summary="All models",
+        response_model=RepositoryIndex,
+        response_description="Every model, and whether it answers.",
+        responses=oip_problems(
+            e400="The body is not JSON that can be read, or a field of it is wrong.",
+            e403="A page of another address sent the request.",
+            e408="The body did not arrive in time.",
+            e413="The body is too large.",
+        ),
+        openapi_extra={
+            "requestBody": {
+                "required": False,
+                "content": {
+                    "application/json": {"schema": {"$ref": "#/components/schemas/IndexRequest"}}
+                },
+            }
+        },
+    )
+    async def index(request: Request) -> Response:
+        body = await read_body(
+            request, reader.settings.max_body_bytes, reader.settings.body_timeout_s
+        )
+        only_ready = False
+        if body.strip():
+            asked = await checked_json(request, body, IndexRequest, reader, explain_request)
+            only_ready = asked.ready
+        entries = [_entry(engine, served) for served in engine.catalog]
+        listed = [one for one in entries if one.state == "READY" or not only_ready]
+        return answer(RepositoryIndex(listed))
+
+    return router
+
+
+def find_version(engine: Engine, name: str, version: str) -> Served:
+    """The model of that name; UnknownModel for any version but the one that is served."""
+    served = engine.catalog.find(name)
+    if version != VERSION:
+        raise UnknownModel(
+            f"{name} has no version {version[:80]!r}: it has {VERSION}", param="version"
+        )
+    return served
+
+
+def _entry(engine: Engine, served: Served) -> RepositoryEntry:
+    try:
+        engine.check_open()
+        _check_ready(engine, served)
+    except ServeError as error:
+        return RepositoryEntry(
+            name=served.name, version=VERSION, state="UNAVAILABLE", reason=error.message
+        )
+    return RepositoryEntry(name=served.name, version=VERSION, state="READY", reason="")
+
+
+def _check_ready(engine: Engine, served: Served) -> None:
+    if served.name in engine.failing:
+        raise NotReady(f"the last call of {served.name} failed: it is tried again every second")
+
+
+# The answer of an inference in the Open Inference Protocol: which outputs, in JSON or as bytes.
+
+
+Values = list[str] | list[float] | list[int]
+
+_BINARY = "binary_data"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An output to send."""
+
+    name: str
+    datatype: Datatype
+    binary: bool
+
+
+def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[Wanted]:
+    """The outputs to send, in their order; InvalidField naming what there is not."""
+    known = outputs_of(manifest)
+    binary = binary_by_default(asked.parameters)
+    if not asked.outputs:
+        return [Wanted(name, datatype, binary) for name, datatype in known.items()]
+    wanted: dict[str, Wanted] = {}
+    for index, output in enumerate(asked.outputs):
+        where = f"outputs[{index}]"
+        if output.name not in known:
+            raise InvalidField(
+                f"{where}.name is {output.name[:80]!r}, but {manifest.name} gives "
+                + ", ".join(known)
+            )
+        if output.name in wanted:
+            raise InvalidField(f"{where} names {output.name!r} a second time: leave it out")
+        _check_parameters(output, where)
+        own = flag_of(output.parameters, _BINARY, f"{where}.parameters", binary)
+        wanted[output.name] = Wanted(output.name, known[output.name], own)
+    return list(wanted.values())
+
+
+def facts_of(
+    budget: Budget, spent: Timing, *, truncated: int | None = None, seed: int | None = None
+) -> InferFacts:
+    """What was done; `budget` is that of the row with the fewest steps."""
+    return InferFacts(
+        reason=budget["reason"],
+        method=budget["method"],
+        full_steps=budget["full_steps"],
+        metric=budget["expected"]["metric"],
+        expected=budget["expected"]["value"],
+        expected_full=budget["expected"]["full_value"],
+        max_disagreement=budget.get("max_disagreement"),
+        truncated=truncated,
+        seed=seed,
+        **spent,
+    )
+
+
+def written(
+    model: str,
+    request_id: str,
+    facts: InferFacts,
+    wanted: Sequence[Wanted],
+    columns: Mapping[str, Values],
+    *headers: tuple[bytes, bytes],
+) -> Response:
+    """The answer on the wire: JSON, and behind it the outputs that are wanted as bytes."""
+    tensors, binary = [], []
+    for one in wanted:
+        values = columns[one.name]
+        if one.binary:
+            binary.append(bytes_of(values, one.datatype))
+        tensors.append(_tensor(one, values, len(binary[-1]) if one.binary else None))
+    response = InferResponse(
+        model_name=model,
+        model_version=VERSION,
+        id=request_id,
+        parameters=facts,
+        outputs=tensors,
+    )
+    text = response.model_dump_json().encode()
+    if not binary:
+        return ReadyAnswer(text, *headers)
+    answered = Response(
+        b"".join([text, *binary]),
+        media_type="application/octet-stream",
+        headers={HEADER_LENGTH: str(len(text))},
+    )
+    answered.raw_headers += headers
+    return answered
+
+
+def _tensor(one: Wanted, values: Values, size: int | None) -> OutputTensor:
+    place = None if size is None else OutputParameters(binary_data_size=size)
+    if one.datatype == "FP32":  # the same numbers as in bytes
+        values = np.asarray(values, dtype=np.float32).tolist()
+    return OutputTensor(
+        name=one.name,
+        datatype=one.datatype,
+        shape=[len(values)],
+        parameters=place,
+        data=values if place is None else None,
+    )
+
+
+def _check_parameters(output: RequestedOutput, where: str) -> None:
+    for name in output.parameters:
+        if name == "classification":
+            raise InvalidField(
+                f"{where}.parameters.classification is not supported: leave it out, and read the "
+                "outputs label and score; POST /v1/classify lists the top_k labels"
+            )
+        if name != _BINARY:
+            raise InvalidField(
+                f"{where}.parameters.{name[:80]} is not known here: an output takes {_BINARY} only"
+            )
+
+
+_WHERE = "inputs[0]"
+_REFERENCE = {"$ref": "#/components/schemas/InferRequest"}
+_BYTES = {"type": "string", "format": "binary"}
+_TAKES: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Inference-Header-Content-Length",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 0},
+            "description": "How many bytes of the body are JSON, where tensors follow as bytes.",
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": _REFERENCE},
+            "application/octet-stream": {"schema": _BYTES},
+        },
+    },
+}
+_GIVES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "One answer for each row; as bytes behind the JSON where that was asked.",
+        "content": {"application/octet-stream": {"schema": _BYTES}},
+    },
+    **oip_problems(
+        e400="The body cannot be read, or a tensor or parameter of it is impossible.",
+        e403="A page of another address sent the request.",
+        e404="No such model, or no such version of it, is served.",
+        e408="The body did not arrive in time.",
+        e413="The body is too large.",
+        e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and "
+        "`retry-after-ms` say when to try again.",
+        e503="The server is starting or shutting down, or the model failed.",
+        e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
+    ),
+}
+
+
+def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["open inference protocol"])
+
+    @router.post(
+        "/v2/models/{name}/versions/{version}/infer",
+        summary="Classify, continue or translate with one version of a model",
+        response_model=InferResponse,
+        responses=_GIVES,
+        openapi_extra=_TAKES,
+    )
+    async def infer_version(request: Request, name: str, version: str) -> Response:
+        find_version(engine, name, version)  # a body for nobody is not worth reading
+        sent = await read_inference(request, reader)
+        served = find_version(engine, name, version)
+        manifest = served.manifest
+        InputSpec.of(manifest).check(sent.asked.inputs, served.name, settings.max_inputs)
+        wanted = wanted_outputs(sent.asked, manifest)
+        inference = Inference(request, engine, reader, served, sent, wanted)
+        if manifest.labelled:
+            return await inference.classify()
+        return await inference.write()
+
+    @router.post(
+        "/v2/models/{name}/infer",
+        summary="Classify, continue or translate",
+        response_model=InferResponse,
+        responses=_GIVES,
+        openapi_extra=_TAKES,
+    )
+    async def infer(request: Request, name: str) -> Response:
+        return await infer_version(request, name, VERSION)
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One request whose tensor the model can take."""
+
+    request: Request
+    engine: Engine
+    reader: Reader
+    served: Served
+    sent: Sent
+    wanted: Sequence[Wanted]
+
+    async def classify(self) -> Response:
+        """Labels, their score and their steps for each row."""
+        asked = classify_request(self.sent.asked.parameters)
+        decision = decide_budget(self.request, self.served, asked)
+        rows = self.sent.asked.inputs[0].shape[0]
+        refuse_early(self.request, self.engine, self.served, asked, decision, rows)
+        taken = await self.reader.read(
+            self.request,
+            self._characters(),
+            deadline_of(self.request, asked),
+            lambda: self._rows(asked.truncate is not False),
+        )
+        event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
+        budgets = [
+            budget_of(decision.served_at(steps), evaluations)
+            for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
+        ]
+        columns = self._labels(event, taken)
+        columns["steps"] = [budget["steps"] for budget in budgets]
+        texts = isinstance(self.served.manifest.input, TextInput)
+        truncated = sum(one.truncated for one in taken) if texts else None
+        worst = min(budgets, key=lambda budget: budget["steps"])
+        response = self._answer(worst, event.span, columns, truncated=truncated)
+        self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
+        return response
+
+    def _labels(self, event: ClassifiedEvent, taken: Sequence[Intake]) -> dict[str, Values]:
+        """A label and its score for each row; of tokens, as JSON, with the least score of any."""
+        manifest = self.served.manifest
+        tagged = [row.found for row in event.rows if isinstance(row.found, Tags)]
+        if tagged:
+            tokens = [
+                token_labels(tags, one, manifest) for tags, one in zip(tagged, taken, strict=True)
+            ]
+            return {
+                "tokens": [json.dumps(row, ensure_ascii=False) for row in tokens],
+                "score": [min(tags.scores) for tags in tagged],
+            }
+        labels = manifest.labels or ()
+        rows = [row.found for row in event.rows if not isinstance(row.found, Tags)]
+        best = [ranked(scores)[0] for scores in rows]
+        return {
+            "label": [labels[index] for index in best],
+            "score": [scores[index] for scores, index in zip(rows, best, strict=True)],
+        }
+
+    async def write(self) -> Response:
+        """A text for each row, each written by a job of its own."""
+        asked = generate_request(self.sent.asked.parameters, self.served.manifest.task)
+        decision = decide_budget(self.request, self.served, asked)
+        max_tokens = asked.limit(self.reader.settings.max_tokens)
+        check_max_tokens(max_tokens, self.reader.settings)
+        rows = self.sent.asked.inputs[0].shape[0]
+        check_texts(rows, self.reader.settings)
+        check_answer(rows, max_tokens, None, self.reader.settings)
+        check_beams(asked, self.served)
+        prompts = await self.reader.read(
+            self.request, self._characters(), deadline_of(self.request, asked), self._prompts
+        )
+        seed = drawn_seed() if asked.seed is None else asked.seed
+        wishes = [
+            _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
+            for row, prompt in enumerate(prompts)
+        ]
+        order = Order.of(self.request, self.engine, self.served, asked, decision, wishes)
+        events = await _all_written(order)
+        steps = order.decision.steps
+        columns: dict[str, Values] = {
+            "text": [event.text for event in events],
+            "finish_reason": [str(event.finish_reason) for event in events],
+            "steps": [steps for _ in events],
+        }
+        span = Span(
+            min(event.span.queued_s for event in events),
+            min(event.span.started_s for event in events),
+            max(event.span.ended_s for event in events),
+        )
+        return self._answer(budget_of(order.decision), span, columns, seed=seed)
+
+    def _characters(self) -> int | None:
+        """How much text there is to read, at most; None where it is something else."""
+        if not isinstance(self.served.manifest.input, TextInput):
+            return None
+        raw = self.sent.raw[0]
+        if raw is not None:
+            return len(raw)
+        data = self.sent.asked.inputs[0].data
+        if len(data) > self.reader.settings.max_inputs:  # too many: it is said which are allowed
+            return None
+        return sum(len(text) for text in data if isinstance(text, str))
+
+    def _texts(self) -> list[str]:
+        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        if raw is None:
+            return texts_of_json(tensor.data, tensor.shape, _WHERE)
+        return texts_of_bytes(raw, tensor.shape, _WHERE)
+
+    def _prompts(self) -> list[list[int]]:
+        codec = self.served.codec
+        return [codec.encode_prompt(text, f"text[{row}]") for row, text in enumerate(self._texts())]
+
+    def _rows(self, truncate: bool) -> list[Intake]:
+        """What the tensor holds, as the rows that the model takes."""
+        spec = self.served.manifest.input
+        if isinstance(spec, TextInput):
+            texts = enumerate(self._texts())
+            items = tuple(Item("text", text, f"text[{row}]") for row, text in texts)
+            return read_items(items, self.served.manifest, self.served.text, truncate)
+        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        numbers = (
+            numbers_of_json(tensor.data, tensor.datatype, tensor.shape, _WHERE)
+            if raw is None
+            else numbers_of_bytes(raw, tensor.datatype, tensor.shape, _WHERE)
+        )
+        if isinstance(spec, ImageInput):
+            return image_rows(numbers, tensor.datatype == "UINT8", spec, _WHERE)
+        return cloud_rows(numbers)
+
+    def _answer(
+        self,
+        budget: Budget,
+        span: Span,
+        columns: Mapping[str, Values],
+        *,
+        truncated: int | None = None,
+        seed: int | None = None,
+    ) -> Response:
+        spent = timing(self.request, self.engine, span)
+        return written(
+            self.served.name,
+            self.sent.asked.id or request_id(self.request),
+            facts_of(budget, spent, truncated=truncated, seed=seed),
+            self.wanted,
+            columns,
+            server_timing(spent),
+        )
+
+
+async def _all_written(order: Order) -> list[GeneratedEvent]:
+    """The texts in the order of their rows; raises what kept one from being written."""
+    found: dict[int, GeneratedEvent] = {}
+    async with order.running() as running:
+        while len(found) < len(order.wishes):
+            for row, event in await running.mailbox.take():
+                if isinstance(event, FailedEvent):
+                    raise event.error
+                assert isinstance(event, GeneratedEvent)
+                found[row] = event
+    return [found[row] for row in range(len(order.wishes))]
+
+
+def _with_seed(wish: Wish, seed: int) -> Wish:
+    """Each row has a number of its own, so that equal prompts are continued differently."""
+    return replace(wish, sampling=replace(wish.sampling, seed=seed % (MAX_SEED + 1)))

@@ -1,0 +1,826 @@
+"""One request on its way through the engine: its jobs, their events, a disconnect, its answer or
+stream.
+"""
+
+import asyncio
+import json
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar, final
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve.api.fields import (
+    Answer,
+    BudgetFields,
+    ErrorResponse,
+    GenerateRequest,
+    Timing,
+    TokenLabel,
+)
+from serve.budget import Decision, decide_within
+from serve.bundle import Manifest
+from serve.catalog import Served
+from serve.engine.engine import Engine
+from serve.engine.job import (
+    ClassifiedEvent,
+    Deadline,
+    Event,
+    FailedEvent,
+    GeneratedEvent,
+    Job,
+    Kind,
+    LaneKey,
+    Span,
+    Tags,
+    TokenEvent,
+)
+from serve.engine.predict import Asked
+from serve.engine.sampling import Sampling
+from serve.engine.work import Classification, Generation, Translation, Wish, Work
+from serve.errors import InternalError, InvalidField
+from serve.inputs.rows import Intake, greatest_length, row_length
+from serve.middleware import (
+    ARRIVED_KEY,
+    COMPUTED_KEY,
+    ID_KEY,
+    JOBS_KEY,
+    REASON_KEY,
+    SERVED_KEY,
+    return_tokens,
+    spend_tokens,
+    stay,
+    steps_allowed,
+)
+from serve.settings import Settings
+
+# From a generate request to what is to be written, for the task of the model that answers it.
+
+
+# A drawn seed fits a JavaScript number, so that every client can send it back as it came.
+_DRAWN_BITS = 32
+
+
+def drawn_seed() -> int:
+    """A seed for a request that has none."""
+    return secrets.randbits(_DRAWN_BITS)
+
+
+def check_beams(asked: GenerateRequest, served: Served) -> None:
+    """InvalidField where beam search is asked for and there is none, or it does not go together."""
+    if asked.num_beams is None:
+        return
+    if served.manifest.task != "translate":
+        raise InvalidField(
+            f"num_beams is for translation, but {served.name} continues prompts: leave it out",
+            param="num_beams",
+        )
+    if asked.num_beams == 1:
+        return
+    if asked.temperature:
+        raise InvalidField(
+            "temperature must be 0 or left out with num_beams: beam search is not random",
+            param="temperature",
+        )
+    if asked.logprobs is not None:
+        raise InvalidField(
+            "logprobs are not known of beam search: leave them out, or num_beams", param="logprobs"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How to write, whatever protocol asked."""
+
+    max_tokens: int
+    temperature: float | None = None  # None: 1 to continue a prompt, 0 to translate
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    stream: bool = False
+    num_beams: int = 1
+
+
+def wish_of(
+    asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
+) -> Wish:
+    """What to write; the drawn seed stands in for a missing one."""
+    manner = Manner(
+        max_tokens=max_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        seed=seed if asked.seed is None else asked.seed,
+        stops=asked.stops,
+        logprobs=asked.logprobs,
+        stream=bool(asked.stream),
+        num_beams=asked.num_beams or 1,
+    )
+    return wish_in(manner, served, prompt)
+
+
+def wish_in(manner: Manner, served: Served, prompt: list[int]) -> Wish:
+    """What to write in this manner, for the task of the model."""
+    manifest = served.manifest
+    limit = manifest.target_max_tokens
+    temperature = manner.temperature
+    if temperature is None:
+        temperature = 0.0 if manifest.task == "translate" else 1.0
+    return Wish(
+        prompt=prompt,
+        max_tokens=manner.max_tokens if limit is None else min(manner.max_tokens, limit),
+        window=manifest.text_input.max_tokens if limit is None else limit,
+        sampling=Sampling(
+            temperature=temperature, top_k=manner.top_k, top_p=manner.top_p, seed=manner.seed
+        ),
+        stops=manner.stops,
+        logprobs=manner.logprobs,
+        stream=manner.stream,
+        num_beams=manner.num_beams,
+    )
+
+
+def positions_held(wish: Wish, served: Served) -> int:
+    """The positions that a generation holds in memory at most; of a translation, the source."""
+    if served.manifest.task == "translate":
+        return len(wish.prompt)
+    return min(len(wish.prompt) + wish.max_tokens, wish.window)
+
+
+# Whether the client of one request has left; told by our own connections.
+
+
+DEPARTURE_KEY = "stepdial.departure"  # in a request's scope, unless another server than ours runs
+
+
+class Departure:
+    """Tells those who watch that the client has left, and those who come later at once."""
+
+    __slots__ = ("_gone", "_watchers")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def gone(self) -> bool:
+        return self._gone
+
+    def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
+        """Call this when the client leaves; what is returned ends that."""
+        if self._gone:
+            leave()
+            return _nothing
+        self._watchers.append(leave)
+        return lambda: self._watchers.remove(leave)
+
+    def happen(self) -> None:
+        """The client has left."""
+        if not self._gone:
+            self._gone = True
+            for leave in [*self._watchers]:
+                leave()
+
+
+def _nothing() -> None:
+    pass
+
+
+# Where the event loop waits for the engine, while it watches whether the client is still there.
+
+
+EventT = TypeVar("EventT")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class Mailbox(Generic[EventT]):
+    """Events for one request. `deliver` is called on the event loop's own thread."""
+
+    def __init__(self) -> None:
+        self._events: list[EventT] = []
+        self._gone = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def deliver(self, event: EventT) -> None:
+        self._events.append(event)
+        self._notify()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self._gone = True
+        self._notify()
+
+    async def take(self) -> list[EventT]:
+        """All events that have come, at least one; ClientGone once the client has left."""
+        while not self._events and not self._gone:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._gone:
+            raise ClientGone
+        events, self._events = self._events, []
+        return events
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Submitted:
+    """The jobs of one request, which share its deadline, are in the engine: all, or none.
+
+    Whatever ends this block early takes them out again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: Sequence[Job[Work]],
+        mailbox: Mailbox[Any],
+        request: Request,
+    ) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._mailbox = mailbox
+        self._request = request
+        self._timer: asyncio.TimerHandle | None = None
+        self._unwatch: Callable[[], object] = _mailbox_nothing
+
+    def __enter__(self) -> None:
+        scope = self._request.scope
+        for job in self._jobs:
+            job.request_id = scope[ID_KEY]
+        scope.setdefault(JOBS_KEY, []).extend(self._jobs)
+        tokens = sum(map(_tokens, self._jobs))
+        spend_tokens(scope, tokens)
+        try:
+            self._engine.submit(*self._jobs)
+        except BaseException:
+            return_tokens(scope, tokens)
+            raise
+        self._unwatch = watch_departure(self._request, self._mailbox.leave)
+        # The engine looks at deadlines between its calls; this holds even while one hangs.
+        deadline = self._jobs[0].deadline
+        if deadline is not None:
+            left_s = max(0.0, deadline.ends_s - self._engine.clock())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(left_s, self._engine.lapse, *self._jobs)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._unwatch()
+        for job in self._jobs:
+            self._engine.cancel(job)
+        # Those that were to be written, and were not.
+        return_tokens(self._request.scope, sum(job.tokens_left * job.beams for job in self._jobs))
+
+
+def _tokens(job: Job[Work]) -> int:
+    """What a job reads, and writes at most, on every beam."""
+    return sum(job.lengths) + job.tokens_left * job.beams
+
+
+def watch_departure(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
+    """Have `leave` called when the client leaves; returns what ends that."""
+    departure: Departure | None = request.scope.get(DEPARTURE_KEY)
+    if departure is None:  # behind another server than ours
+        return asyncio.create_task(_await_departure(request, leave)).cancel
+    return departure.watch(leave)
+
+
+async def _await_departure(request: Request, leave: Callable[[], None]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    leave()
+
+
+def _mailbox_nothing() -> None:
+    pass
+
+
+# Server-sent events: an answer in pieces, and exactly one terminal event.
+
+
+# Each takes up to 0.2 ms to write, with the most logprobs.
+_EVENTS = 64
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What events become on the wire, and whether the last of them ends the stream."""
+
+    body: bytes
+    over: bool
+
+
+class EventStream(Response, Generic[EventT]):
+    """Sends what comes into a mailbox, until the terminal event or until the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: Sequence[EventT],
+        mailbox: Mailbox[EventT],
+        work: AsyncExitStack,
+        write: Callable[[Sequence[EventT]], Written],
+        headers: dict[str, str],
+    ) -> None:
+        """`work` ends with the stream; `first` has come already."""
+        super().__init__(headers=HEADERS | headers)
+        del self.headers["content-length"]
+        self._first = first
+        self._mailbox = mailbox
+        self._work = work
+        self._write_events = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._work:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            events = self._first
+            try:
+                while True:
+                    # Tokens that came together go out together; of those that came while nobody
+                    # read, only so many that others get their turn.
+                    written = self._write_events(events[:_EVENTS])
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": written.body,
+                            "more_body": not written.over,
+                        }
+                    )
+                    if written.over:
+                        return
+                    events = events[_EVENTS:]
+                    if events:
+                        await asyncio.sleep(0)
+                    else:
+                        events = await self._mailbox.take()
+            except ClientGone:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEvents:
+    """Writes tokens as events without a name, and the end as `done` or `error`."""
+
+    chunk: Callable[[TokenEvent], Answer]
+    done: Callable[[GeneratedEvent], Answer]
+
+    def write(self, events: Sequence[Event]) -> Written:
+        over = not isinstance(events[-1], TokenEvent)
+        return Written(b"".join(map(self._one, events)), over)
+
+    def _one(self, event: Event) -> bytes:
+        match event:
+            case TokenEvent():
+                return event_of(self.chunk(event).model_dump_json(exclude_none=True))
+            case GeneratedEvent():
+                done = self.done(event).model_dump_json(exclude_none=True)
+                return b"event: done\n" + event_of(done)
+            case FailedEvent():
+                body = event.error.body()
+            case _:
+                body = InternalError("an event that no generation has").body()
+        return b"event: error\n" + event_of(json.dumps(body))
+
+
+def event_of(data: str) -> bytes:
+    """An event with this JSON: in it, a text can hold no line break that would end the event."""
+    return b"data: " + data.encode() + b"\n\n"
+
+
+# An answer whose body and headers are there, so that nothing is left to be worked out. Made for
+# every request that is answered, hence not by the framework, which looks at each header.
+
+
+class ReadyAnswer(Response):
+    """A 200 with this JSON."""
+
+    def __init__(self, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.status_code = 200
+        self.body = body
+        self.background = None
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", b"application/json"),
+            *headers,
+        ]
+
+
+# What several routes need: picking a rung, telling the time, and documenting errors.
+
+
+def request_id(request: Request) -> str:
+    """The id that this request has, or was given."""
+    return str(request.scope[ID_KEY])
+
+
+def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
+    """The rung for a request, or those that may serve it."""
+    stay(request.scope, served.guests)
+    request.scope[SERVED_KEY] = (served.name, None)
+    return decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
+
+
+def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
+    """The deadline, counted from when the request came."""
+    if asked.deadline_ms is None:
+        return None
+    return Deadline(request.scope[ARRIVED_KEY], asked.deadline_ms / 1000)
+
+
+def note_decision(request: Request, engine: Engine, served: Served, decision: Decision) -> None:
+    """Count what became of a budget."""
+    request.scope[SERVED_KEY] = (served.name, decision.steps)
+    request.scope[REASON_KEY] = decision.reason
+    engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
+    if decision.reason == "load":
+        engine.metrics.degraded.labels(served.name).inc()
+
+
+def timing(request: Request, engine: Engine, span: Span) -> Timing:
+    """Where the time of this request went."""
+    request.scope[COMPUTED_KEY] = span.ended_s
+    return {
+        "queue_ms": round(span.queue_ms, 3),
+        "compute_ms": round(span.compute_ms, 3),
+        "total_ms": round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
+    }
+
+
+def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]) -> Response:
+    """A 200 with this body; fields without a value are left out where they are optional."""
+    text = body.model_dump_json().encode() if isinstance(body, BaseModel) else to_json(body)
+    return ReadyAnswer(text, *headers)
+
+
+def problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
+    """The documentation of error responses: `problems(e404="...")`."""
+    return {
+        int(code[1:]): {"model": ErrorResponse, "description": about}
+        for code, about in reasons.items()
+    }
+
+
+def takes(schema: type[BaseModel]) -> dict[str, Any]:
+    """The documentation of a body that the route reads itself."""
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    content = {"application/json": {"schema": reference}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+RUN_PROBLEMS = problems(
+    e400="The body is not JSON that can be read.",
+    e403="A page of another address sent the request.",
+    e404="No such model is served.",
+    e408="The body did not arrive in time.",
+    e413="The body is too large.",
+    e422="A field is unknown, missing, of the wrong type or impossible; `param` names it.",
+    e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and `retry-after-ms` "
+    "say when to try again.",
+    e503="The server is starting or shutting down, or the model failed.",
+    e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
+)
+
+
+# Which of the texts an event is about.
+TextEvent = tuple[int, Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Jobs that are in the engine, and where their events come."""
+
+    mailbox: Mailbox[TextEvent]
+    jobs: Sequence[Job[Work]]
+
+    async def first(self) -> list[TextEvent]:
+        """What comes first; what fails at once is raised, so that it gets a status of its own."""
+        events = await self.mailbox.take()
+        _, event = events[0]
+        if isinstance(event, FailedEvent):
+            raise event.error
+        return events
+
+    @property
+    def stream_headers(self) -> dict[str, str]:
+        """What is known of the time when a stream begins."""
+        job = min(self.jobs, key=lambda job: math.inf if job.started_s is None else job.started_s)
+        assert job.started_s is not None
+        return {"server-timing": f"queue;dur={round((job.started_s - job.queued_s) * 1000, 3)}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Texts to write, with all that the server decides before."""
+
+    request: Request
+    engine: Engine
+    served: Served
+    decision: Decision
+    wishes: Sequence[Wish]
+    deadline: Deadline | None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        engine: Engine,
+        served: Served,
+        asked: BudgetFields,
+        decision: Decision,
+        wishes: Sequence[Wish],
+    ) -> "Order":
+        """Chooses the steps, where the request leaves that to the server."""
+        deadline = deadline_of(request, asked)
+        if len(decision.choices) > 1:
+            steps = engine.steps_for(
+                LaneKey(served.key, _kind(wishes[0]), decision.steps),
+                decision.step_choices,
+                _size(wishes),
+                deadline,
+            )
+            decision = decision.served_at(steps)
+        return cls(request, engine, served, decision, wishes, deadline)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Running]:
+        """The jobs are in the engine; whatever ends this block early takes them out again."""
+        mailbox: Mailbox[TextEvent] = Mailbox()
+        jobs = [self._job(wish, mailbox.deliver, index) for index, wish in enumerate(self.wishes)]
+        with Submitted(self.engine, jobs, mailbox, self.request):
+            note_decision(self.request, self.engine, self.served, self.decision)
+            yield Running(mailbox, jobs)
+
+    def _job(self, wish: Wish, deliver: Callable[[TextEvent], None], index: int) -> Job[Work]:
+        made = Translation if wish.num_beams > 1 else Generation
+        return Job(
+            lane=LaneKey(self.served.key, _kind(wish), self.decision.steps),
+            work=made(wish, self.served.codec, partial(_deliver, deliver, index)),
+            lengths=(len(wish.prompt),),
+            positions=positions_held(wish, self.served),
+            deadline=self.deadline,
+            tokens_left=wish.max_tokens,
+            beams=wish.num_beams,
+            admitted=len(self.decision.choices) > 1,
+        )
+
+
+def check_max_tokens(asked: int, settings: Settings, param: str = "max_tokens") -> None:
+    """InvalidField if that is more than this server writes."""
+    if asked > settings.max_tokens:
+        raise InvalidField(
+            f"{param} is {asked}, but this server writes at most {settings.max_tokens}: send less",
+            param=param,
+        )
+
+
+def check_texts(texts: int, settings: Settings) -> None:
+    """InvalidField if they could never wait together."""
+    if texts > settings.queue_limit:
+        raise InvalidField(
+            f"this asks for {texts} texts, but the queue of this server holds "
+            f"{settings.queue_limit}: send fewer in one request",
+            param="n",
+        )
+
+
+def check_answer(
+    texts: int,
+    max_tokens: int,
+    logprobs: int | None,
+    settings: Settings,
+    param: str = "max_tokens",
+) -> None:
+    """InvalidField if the answer may be larger than this server makes any.
+
+    One text without log-probabilities is no larger than max_tokens, which has a limit of its own.
+    """
+    if texts == 1 and logprobs is None:
+        return
+    alternatives = logprobs or 0
+    asked = texts * max_tokens * (1 + alternatives)
+    if asked > settings.max_answer_tokens:
+        lower = [param, *(["the number of texts"] if texts > 1 else [])]
+        lower += ["the number of logprobs"] if alternatives else []
+        raise InvalidField(
+            f"this asks for {asked} tokens, {texts} texts x {max_tokens} tokens x "
+            f"{1 + alternatives} with the logprobs of each, but an answer of this server has at "
+            f"most {settings.max_answer_tokens}: lower {' or '.join(lower)}",
+            param=param,
+        )
+
+
+def entries_of(event: GeneratedEvent) -> int:
+    """How much there is to write of its log-probabilities."""
+    return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
+
+
+def _size(wishes: Sequence[Wish]) -> Asked:
+    longest, first = max(len(one.prompt) for one in wishes), wishes[0]
+    return Asked(longest, first.max_tokens, len(wishes), first.num_beams)
+
+
+def _kind(wish: Wish) -> Kind:
+    return "search" if wish.num_beams > 1 else "generate"
+
+
+def _deliver(deliver: Callable[[TextEvent], None], index: int, event: Event) -> None:
+    deliver((index, event))
+
+
+# From inputs that were read to their labels, whatever protocol sent them.
+
+
+def refuse_early(
+    request: Request,
+    engine: Engine,
+    served: Served,
+    asked: BudgetFields,
+    decision: Decision,
+    rows: int,
+) -> None:
+    """Raise if so many rows cannot be labelled in time, whatever is in them: none is read."""
+    deadline = deadline_of(request, asked)
+    if deadline is not None:
+        least = decision.choices[0].steps if decision.choices else decision.steps
+        lengths = (greatest_length(served.manifest),) * rows
+        engine.check_early(_lane(served, decision), least, lengths, deadline)
+
+
+async def labelled(
+    request: Request,
+    engine: Engine,
+    served: Served,
+    asked: BudgetFields,
+    decision: Decision,
+    taken: Sequence[Intake],
+    traced: bool = False,
+) -> ClassifiedEvent:
+    """The labels of these rows; raises what kept them from being answered."""
+    manifest = served.manifest
+    mailbox: Mailbox[Event] = Mailbox()
+    rows = [one.row for one in taken]
+    job: Job[Work] = Job(
+        lane=_lane(served, decision)._replace(traced=traced),
+        work=Classification(rows, mailbox.deliver),
+        lengths=tuple(row_length(row, manifest) for row in rows),
+        may_pad=manifest.input.kind == "text",
+        deadline=deadline_of(request, asked),
+        choices=decision.step_choices,
+    )
+    with Submitted(engine, (job,), mailbox, request):
+        event = (await mailbox.take())[0]
+    if isinstance(event, FailedEvent):
+        raise event.error
+    assert isinstance(event, ClassifiedEvent)
+    note_decision(request, engine, served, decision.served_at(min(event.steps)))
+    return event
+
+
+def ranked(scores: Sequence[float]) -> list[int]:
+    """The numbers of the labels, likeliest first."""
+    return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+
+
+def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel]:
+    """What the tokens label, with the labels; those inside a word label nothing."""
+    labels = manifest.labels or ()
+    return [
+        {
+            "text": one.text[start:end],
+            "start": start,
+            "end": end,
+            "label": labels[label],
+            "score": score,
+        }
+        for (start, end), label, score in zip(one.spans, tags.labels, tags.scores, strict=True)
+        if start < end
+    ]
+
+
+def filled(tags: Tags, one: Intake, manifest: Manifest) -> str:
+    """The text with the label of each character in its place."""
+    labels, text = manifest.labels or (), list(one.text)
+    for (start, _), label in zip(one.spans, tags.labels, strict=True):
+        text[start] = labels[label]
+    return "".join(text)
+
+
+def _lane(served: Served, decision: Decision) -> LaneKey:
+    """Rows of exact steps have a lane of their own; others share one, whatever they get."""
+    if decision.choices:
+        return LaneKey(served.key, "classify", served.manifest.full_steps, late=True)
+    return LaneKey(served.key, "classify", decision.steps, decision.threshold)
+
+
+# Large answers: JSON that is written piece by piece beside the event loop, and sent meanwhile.
+# Whatever an answer holds, no more of its JSON than a piece is in memory.
+
+
+# Of a list that is written item by item: up to so many the loop writes an answer at once, which
+# takes it a few milliseconds at most.
+FEW_ENTRIES = 2048
+_SLICE = 64  # items that are written together
+PIECE_BYTES = 2**16
+
+
+@final
+class Each:
+    """A list in an answer, whose items are made when they are written."""
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self._items = items
+
+    def written(self) -> Iterator[bytes]:
+        items, first = iter(self._items), True
+        yield b"["
+        while some := [*islice(items, _SLICE)]:
+            text = to_json(some)[1:-1]
+            yield text if first else b"," + text
+            first = False
+        yield b"]"
+
+
+def written(value: object) -> Iterator[bytes]:
+    """The JSON of this, in parts of any size."""
+    if isinstance(value, Each):
+        yield from value.written()
+    elif isinstance(value, Mapping):
+        before = b"{"
+        for key, member in value.items():
+            yield before + to_json(key) + b":"
+            yield from written(member)
+            before = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list):
+        before = b"["
+        for item in value:
+            yield before
+            yield from written(item)
+            before = b","
+        yield b"]" if value else b"[]"
+    else:
+        yield to_json(value)
+
+
+def answer_of(body: Mapping[str, object], entries: int, *headers: tuple[bytes, bytes]) -> Response:
+    """A 200 with this body, in which lists are Each of so many entries together."""
+    if entries <= FEW_ENTRIES:
+        return ReadyAnswer(b"".join(written(body)), *headers)
+    return PiecewiseAnswer(body, *headers)
+
+
+@final
+class PiecewiseAnswer(Response):
+    """A 200 whose JSON is written on another thread while it is sent."""
+
+    def __init__(self, body: Mapping[str, object], *headers: tuple[bytes, bytes]) -> None:
+        super().__init__(media_type="application/json")
+        del self.headers["content-length"]
+        self.raw_headers += headers
+        self._parts = written(body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        departure: Departure | None = scope.get(DEPARTURE_KEY)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        # Whoever has left gets nothing more written.
+        while departure is None or not departure.gone:
+            piece = await asyncio.to_thread(self._piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+            if not piece:
+                return
+
+    def _piece(self) -> bytes:
+        """What comes next; nothing at the end."""
+        parts: list[bytes] = []
+        size = 0
+        for part in self._parts:
+            parts.append(part)
+            size += len(part)
+            if size >= PIECE_BYTES:
+                break
+        return b"".join(parts)

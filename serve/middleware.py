@@ -1,0 +1,509 @@
+"""What goes around every request: its origin, its key, its id, its headers, the access log.
+
+Plain ASGI, so that it costs little. Routes leave in the scope which model and steps served.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.catalog import Guests
+from serve.errors import (
+    CrossOrigin,
+    Crowded,
+    Draining,
+    InternalError,
+    NotFound,
+    OutOfMemory,
+    ServeError,
+    Unauthorized,
+    Unprocessable,
+)
+from serve.keys import Holder, Keys
+from serve.metrics import Metrics
+from serve.traces import Traces, Visit
+
+# Whether a page of another address sends a request: any page that a browser shows could. Those of
+# the settings may (CORS), others are refused. Programs send no Origin, so this never concerns
+# them.
+
+
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_MAX_SHOWN = 100
+
+Header = tuple[bytes, bytes]
+HeaderList = tuple[Header, ...]
+# Without credentials: a key is a header that the page itself sets, never one that a browser adds.
+_PREFLIGHT: HeaderList = (
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"authorization, *"),  # the star leaves that one out
+    (b"access-control-max-age", b"7200"),
+)
+_READABLE: HeaderList = (
+    (
+        b"access-control-expose-headers",
+        b"retry-after, retry-after-ms, server-timing, x-request-id",
+    ),
+)
+_VARY = (b"vary", b"origin")
+
+
+def cross_origin_headers(scope: Scope, allowed: Collection[str]) -> HeaderList:
+    """What lets a page of an allowed origin read the answer."""
+    if not allowed:
+        return ()
+    origin = Headers(scope=scope).get("origin")
+    if origin is None or origin not in allowed:
+        return (_VARY,)
+    return ((b"access-control-allow-origin", origin.encode()), _VARY, *_READABLE)
+
+
+def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | None:
+    """The answer to a browser that asks whether a page may send a request; None if none asks."""
+    if scope["method"] != "OPTIONS" or not allowed:
+        return None
+    headers = Headers(scope=scope)
+    if headers.get("origin") not in allowed or "access-control-request-method" not in headers:
+        return None
+    return _PREFLIGHT
+
+
+def cross_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
+    """The refusal of a request whose Origin is neither the host that it came to nor allowed."""
+    if b"origin" not in dict(scope["headers"]):  # as of every program
+        return None
+    headers = Headers(scope=scope)
+    origin = headers["origin"]
+    # Behind a proxy the host may have changed on the way; a page can set neither of these.
+    if origin in allowed or headers.get("sec-fetch-site") == "same-origin":
+        return None
+    hosts = [headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")]
+    scheme, own = _place(origin)
+    if own and own in {_without_port(host, scheme) for host in hosts}:
+        return None
+    return CrossOrigin(
+        f"a page of {origin[:_MAX_SHOWN]!r} sent this request, but the server takes requests of "
+        "its own page only: use that page, or call from a program, which sends no Origin header",
+        origin=origin[:_MAX_SHOWN],
+    )
+
+
+def _place(origin: str) -> tuple[str, str]:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return "", ""
+    return parts.scheme, _without_port(parts.netloc, parts.scheme)
+
+
+def _without_port(host: str, scheme: str) -> str:
+    return host.strip().lower().removesuffix(_DEFAULT_PORTS.get(scheme, "") or "\0")
+
+
+# Who is let in: the API key of a request, found in its headers and held against those there are.
+# Every path is guarded but those of the probes, so that a route added later is guarded too.
+
+
+HOLDER_KEY = "stepdial.holder"
+# Guarded by the routes themselves, with keys of their own.
+OWN_KEYS = "/admin/"
+# How browsers mark what a script of a page asks for.
+_OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
+PROBES = frozenset(
+    {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+)
+# What is there at the port of probes, and leaves no traces.
+WATCHED = PROBES | {"/metrics"}
+
+
+def enter(scope: Scope, keys: Keys) -> Holder | None:
+    """Whoever sends this request, counted in; None for probes.
+
+    Unauthorized without a key that is known; RateLimited or ConcurrencyLimited with one that has
+    spent what it has.
+    """
+    if scope["path"] in PROBES or scope["path"].startswith(OWN_KEYS):
+        return None
+    secret = secret_of(scope["headers"])
+    of_script = any(header in _OF_SCRIPTS for header in scope["headers"])
+    if secret is None:
+        raise Unauthorized(
+            "this server takes requests with an API key only: send it as `Authorization: Bearer "
+            "KEY` or as `x-api-key: KEY`; a browser asks for it as a password, with any name",
+            of_script=of_script,
+        )
+    holder = keys.holder_of(secret)
+    if holder is None:
+        unknown = "this server does not know the API key: check that it is complete"
+        raise Unauthorized(unknown, of_script=of_script)
+    holder.enter()
+    scope[HOLDER_KEY] = holder
+    return holder
+
+
+def steps_allowed(scope: Scope) -> int | None:
+    """The most steps that the key of this request may have, if there is such a limit."""
+    holder: Holder | None = scope.get(HOLDER_KEY)
+    return None if holder is None else holder.key.max_steps
+
+
+def spend_tokens(scope: Scope, tokens: int) -> None:
+    """Take what a request may read and write from its key; TokensLimited if that is too much."""
+    holder: Holder | None = scope.get(HOLDER_KEY)
+    if holder is not None:
+        holder.spend_tokens(tokens)
+
+
+def return_tokens(scope: Scope, tokens: int) -> None:
+    """So many of those were not used."""
+    holder: Holder | None = scope.get(HOLDER_KEY)
+    if holder is not None:
+        holder.return_tokens(tokens)
+
+
+def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a request carries, if it carries one."""
+    found = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            return value
+        if name == b"authorization":
+            found = _authorized(value)
+    return found
+
+
+def _authorized(value: bytes) -> bytes | None:
+    scheme, _, rest = value.partition(b" ")
+    match scheme.lower():
+        case b"bearer":
+            return rest.strip()
+        case b"basic":
+            try:
+                pair = base64.b64decode(rest.strip(), validate=True)
+            except binascii.Error:
+                return None
+            return pair.partition(b":")[2]
+        case _:
+            return None
+
+
+# What is written down of a request when it is over: a line of the access log, and a trace.
+
+
+ID_KEY = "stepdial.id"
+SERVED_KEY = "stepdial.served"  # (model, steps), which are None until the work was taken in
+REASON_KEY = "stepdial.reason"  # of the budget
+JOBS_KEY = "stepdial.jobs"
+COMPUTED_KEY = "stepdial.computed_s"  # when the last call of the model was over
+
+_PRINTABLE = "/%:@!$&'()*+,;=-._~"
+_access = logging.getLogger("stepdial.access")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where requests are written down."""
+
+    log: bool
+    traces: Traces | None
+
+    def write(
+        self, scope: Scope, method: str, status: int, arrived_s: float, ended_s: float
+    ) -> None:
+        """This request is over."""
+        if not self.log and self.traces is None:
+            return
+        fields: dict[str, str | int] = {"id": scope[ID_KEY]}
+        if SERVED_KEY in scope:
+            fields["model"], steps = scope[SERVED_KEY]
+            if steps is not None:
+                fields["steps"] = steps
+        if REASON_KEY in scope:
+            fields["reason"] = scope[REASON_KEY]
+        if self.traces is not None and scope["path"] not in WATCHED:
+            visit = _visit(scope, method, status, arrived_s, ended_s, fields)
+            fields["trace_id"] = self.traces.record(visit)
+        if self.log:
+            path, milliseconds = _path_as_sent(scope), (ended_s - arrived_s) * 1000
+            of_http = {"method": method, "path": path, "status": status}
+            noted = [f" {key}={value}" for key, value in fields.items() if key != "id"]
+            _access.info(
+                "%s %s %d %.1f ms %s%s",
+                *(method, path, status, milliseconds, fields["id"], "".join(noted)),
+                extra={"fields": of_http | {"ms": round(milliseconds, 3)} | fields},
+            )
+
+
+def _visit(
+    scope: Scope,
+    method: str,
+    status: int,
+    arrived_s: float,
+    ended_s: float,
+    fields: dict[str, str | int],
+) -> Visit:
+    route = getattr(scope.get("route"), "path", None)
+    attributes: dict[str, str | int] = {
+        "http.request.method": method,
+        "http.response.status_code": status,
+        "url.path": _path_as_sent(scope),
+        "url.scheme": scope["scheme"],
+        **({"http.route": route} if route else {}),
+        **{f"stepdial.{key}": value for key, value in fields.items()},
+    }
+    return Visit(
+        name=f"{method} {route}" if route else method,
+        headers={str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]},
+        arrived_s=arrived_s,
+        ended_s=ended_s,
+        status=status,
+        attributes=attributes,
+        jobs=scope.get(JOBS_KEY, ()),
+        computed_s=scope.get(COMPUTED_KEY),
+    )
+
+
+def _path_as_sent(scope: Scope) -> str:
+    """The path in printable characters only: a decoded one could forge lines of the log."""
+    return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
+
+
+# An error in the shape of the protocol that the request spoke: its status and its body.
+
+
+def error_status(error: ServeError, path: str) -> int:
+    """The status for a client that sent its request to this path.
+
+    The Open Inference Protocol has 400 for whatever is wrong with a request.
+    """
+    if speaks_oip(path) and isinstance(error, Unprocessable):
+        return 400
+    return error.status
+
+
+def error_body(error: ServeError, path: str) -> dict[str, Any]:
+    """What a client that sent its request to this path can read."""
+    if speaks_oip(path):
+        return {"error": error.message}
+    if path.startswith(("/v1/completions", "/v1/chat/")):
+        body = error.body()
+        body["error"]["type"] = _openai_type(error.status)
+        return body
+    return error.body()
+
+
+def speaks_oip(path: str) -> bool:
+    """Whether the Open Inference Protocol is spoken there."""
+    return path == "/v2" or path.startswith("/v2/")
+
+
+def _openai_type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 429:
+            return "rate_limit_error"
+        case _ if status >= 500:
+            return "server_error"
+        case _:
+            return "invalid_request_error"
+
+
+ARRIVED_KEY = "stepdial.arrived_s"
+GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
+CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
+PROBING_KEY = "stepdial.probing"  # it came at the port of probes
+ENDED_KEY = "stepdial.ended"  # the connection has answered it, since the server ends
+WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer in one piece
+# How a route writes one; False if it has to go the usual way.
+WRITE_KEY = "stepdial.write"
+CLIENT_GONE = 499  # nobody reads this status; it is only counted
+
+_SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+SECURITY_HEADERS: HeaderList = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (
+        b"permissions-policy",
+        b"camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), usb=()",
+    ),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+        b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    ),
+)
+# What asks no model for work.
+_LOOKING = ("GET", "HEAD", "OPTIONS")
+_UNWRITTEN = Access(log=False, traces=None)
+_log = logging.getLogger("stepdial")
+# Ids are no secrets: asking the system for each would let another thread run, and wait for it.
+_ids = random.Random()
+
+
+class Envelope:
+    """Wraps the application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        keys: Keys,
+        origins: Collection[str] = (),
+        access: Access = _UNWRITTEN,
+        takes: Callable[[float], bool] = lambda _: True,
+    ) -> None:
+        """`takes` tells whether work that came at this time is still taken in."""
+        self._app = app
+        self._takes = takes
+        self._metrics = metrics
+        self._keys = keys
+        self._origins = frozenset(origins)
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Whoever took the request in before this process may have said when.
+        arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
+        request_id = scope[ID_KEY] = request_id_of(scope)
+        own: HeaderList = ((b"x-request-id", request_id.encode()),)
+        if self._origins:
+            own += cross_origin_headers(scope, self._origins)
+        staying: list[Guests] = []
+        scope[GUESTS_KEY] = staying
+        method, status = scope["method"], 0
+        if method == "HEAD":  # the same answer as to GET, without its body
+            scope = {**scope, "method": "GET"}
+
+        write_whole = scope.get(WHOLE_KEY)
+
+        def write(response: Response) -> bool:
+            nonlocal status
+            headers = response.raw_headers
+            if write_whole is None or b"connection" in dict(headers):
+                return False
+            written: bool = write_whole(
+                response.status_code, [*headers, *own], SECURITY_HEADERS, response.body
+            )
+            if written:
+                status = response.status_code
+            return written
+
+        scope[WRITE_KEY] = write
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *own, *SECURITY_HEADERS]
+            elif method == "HEAD" and message["type"] == "http.response.body":
+                message["body"] = b""
+            await send(message)
+
+        holder: Holder | None = None
+        try:
+            preflight = preflight_headers(scope, self._origins) if self._origins else None
+            if preflight is not None:  # before any key: browsers send none with it
+                await _send_empty(send_with_headers, preflight)
+                return
+            try:
+                holder = self._let_in(scope)
+            except ServeError as refusal:
+                self._metrics.rejected.labels(refusal.code).inc()
+                await _send_error(send_with_headers, refusal, scope["path"])
+                return
+            await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            if ENDED_KEY not in scope:
+                raise
+        except Exception as error:
+            short = isinstance(error, MemoryError)
+            _log.exception(
+                "%s in request %s", "no memory" if short else "a bug of ours", request_id
+            )
+            if status:
+                raise  # the response has begun: only breaking the connection tells the client
+            bug = InternalError(f"this is our bug; please report it with the id {request_id}")
+            await _send_error(send_with_headers, OutOfMemory() if short else bug, scope["path"])
+        finally:
+            if holder is not None:
+                holder.leave()
+            for guests in staying:
+                guests.count -= 1
+            self._count(scope, method, status or CLIENT_GONE, arrived_s)
+
+    def _let_in(self, scope: Scope) -> Holder | None:
+        """Whoever holds the key of this request, if keys are needed; a ServeError refuses it."""
+        if CROWDED_KEY in scope and scope["path"] not in PROBES:
+            raise Crowded("too many connections are open to this server: try again in a moment")
+        if PROBING_KEY in scope and scope["path"] not in WATCHED:
+            raise NotFound("this port has the probes and /metrics only")
+        if scope["method"] not in _LOOKING and not self._takes(scope[ARRIVED_KEY]):
+            raise Draining("the server is shutting down: send the request to another")
+        refusal = cross_origin(scope, self._origins)
+        if refusal is not None:
+            raise refusal
+        return enter(scope, self._keys) if self._keys else None
+
+    def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
+        ended_s = time.perf_counter()
+        route = getattr(scope.get("route"), "path", "none")
+        model, steps = scope.get(SERVED_KEY, ("", None))
+        self._metrics.requests.labels(route, model, str(status)).inc()
+        if status < 400:
+            rung = "" if steps is None else str(steps)
+            self._metrics.request_seconds.labels(route, model, rung).observe(ended_s - arrived_s)
+        else:  # it had no rung, or no answer of it
+            refused = self._metrics.refused_seconds.labels(route, model, str(status))
+            refused.observe(ended_s - arrived_s)
+        self._access.write(scope, method, status, arrived_s, ended_s)
+
+
+def stay(scope: Scope, guests: Guests) -> None:
+    """The request is with this model until it ends, though another may replace it meanwhile."""
+    guests.count += 1
+    scope[GUESTS_KEY].append(guests)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The caller's own id where it sent one that can be repeated safely, else a new one."""
+    sent: bytes | None = dict(scope["headers"]).get(b"x-request-id")
+    if sent is not None and _SENT_ID.fullmatch(sent):
+        return str(sent, "ascii")
+    return f"{_ids.getrandbits(64):016x}"
+
+
+async def _send_error(send: Any, error: ServeError, path: str) -> None:
+    body = json.dumps(error_body(error, path)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *((name.encode(), value.encode()) for name, value in error.headers().items()),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_empty(send: Any, headers: HeaderList) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": b""})

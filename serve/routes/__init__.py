@@ -1,1 +1,0 @@
-"""The routes: from a request to a job, and from the engine's events to an answer."""
