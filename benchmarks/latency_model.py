@@ -23,7 +23,7 @@ from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.cost import LatencyModel, Series
-from serve.engine.first_calls import measure_first_calls
+from serve.loading import measure_first_calls
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
 

@@ -22,9 +22,9 @@ from benchmarks.options import parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from benchmarks.server import Memory, process_memory
 from serve.bundle import Bundle, read_bundle
-from serve.malloc import keep_memory_low
 from serve.runtime.model import OrtModel
 from serve.runtime.protocol import largest_row, largest_tokens
+from serve.server import keep_memory_low
 
 NAME = "served_memory"
 WANTED_RATIO, WANTED_MB = 1.2, 60.0

@@ -18,8 +18,7 @@ from serve.app import create_app
 from serve.bundle import Bundle, BundleError, read_bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.first_calls import measure_first_calls
-from serve.malloc import keep_memory_low
+from serve.loading import measure_first_calls
 from serve.metrics import Metrics
 from serve.runtime import Mix, Model
 from serve.runtime.protocol import (
@@ -30,7 +29,7 @@ from serve.runtime.protocol import (
     StepClassifier,
     Translator,
 )
-from serve.server import Server, bind, listen
+from serve.server import Server, bind, keep_memory_low, listen
 from serve.settings import Settings
 
 _SPIN_S = 0.0001  # a sleep ends later than asked by less than this

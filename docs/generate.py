@@ -14,8 +14,7 @@ from serve.app import create_app
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
 from serve.metrics import ROWS, SECONDS, Metrics
-from serve.setting_names import OTHER_VARIABLES, flag, variable
-from serve.settings import Settings
+from serve.settings import OTHER_VARIABLES, Settings, flag, variable
 
 # The page of the documentation that lists every metric.
 

@@ -52,9 +52,8 @@ from serve.middleware import (
     error_status,
     speaks_oip,
 )
-from serve.setting_names import ADMIN_KEY_VARIABLE
-from serve.settings import Settings
-from serve.traces import open_traces
+from serve.settings import ADMIN_KEY_VARIABLE, Settings
+from serve.tracing import open_traces
 
 # A short way to the routes that most requests take, past what a framework does for all others.
 # The routes stay registered as usual, so that they are documented and that every other method and
@@ -207,7 +206,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         docs_url=None,  # it would load scripts from another host: see serve.api.page
         redoc_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.traces has its own
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
         middleware=[Middleware(envelope)],
     )
     app.lead((route for router in posts for route in router.routes), handle, envelope)

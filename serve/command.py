@@ -4,7 +4,9 @@ Knows how the parts are put together; what they do is theirs.
 """
 
 import gc
+import json
 import logging
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -13,21 +15,66 @@ from pathlib import Path
 
 from serve import logs
 from serve.app import create_app
-from serve.banner import serving
-from serve.bundle import BundleError
-from serve.catalog import Catalog, find_bundles, open_catalog
-from serve.config_file import read_config
+from serve.bundle import BundleError, ImageInput, PointsInput
+from serve.catalog import Catalog, Served, find_bundles, open_catalog
 from serve.engine.engine import Engine
-from serve.engine.first_calls import measure_first_calls
-from serve.flags import parse
 from serve.keys import NewKey
-from serve.loading import Loading
-from serve.malloc import keep_memory_low
+from serve.loading import Loading, measure_first_calls
 from serve.metrics import Metrics
-from serve.priority import answer_first
-from serve.server import AddressError, Server, bind, leave, listen, url_of
-from serve.setting_names import SettingsError
-from serve.settings import Settings
+from serve.server import (
+    AddressError,
+    Server,
+    answer_first,
+    bind,
+    keep_memory_low,
+    leave,
+    listen,
+    url_of,
+)
+from serve.settings import Settings, SettingsError, parse, read_config
+
+# What the server says it serves: the models, where, and a request to try.
+
+
+def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
+    """All of it, for people."""
+    models = list(catalog)
+    lines = ["", "Stepdial serves" if models else "Stepdial serves no model"]
+    width = max((len(served.name) for served in models), default=0)
+    for served in models:
+        steps = ", ".join(map(str, served.manifest.steps))
+        lines.append(f"  {served.name:<{width}}  {served.manifest.task:<8}  steps {steps}")
+    lines += [f"on {url} (API: {url}/docs)"]
+    if health_url is not None:
+        lines += [f"probes and metrics also on {health_url}"]
+    lines += [""]
+    if models:
+        shown = min(models, key=lambda served: served.manifest.input.kind != "text")
+        path, example = _example(shown)
+        lines += ["Try:", f"  curl {url}{path} -d {shlex.quote(json.dumps(example))}", ""]
+    return "\n".join([*lines, "Ctrl-C ends it.", ""])
+
+
+def _example(served: Served) -> tuple[str, dict[str, object]]:
+    """A request that this model answers."""
+    given = served.manifest.card.get("examples")
+    text = given[0] if isinstance(given, list) and given else "Hello"
+    steps = served.manifest.steps[0]
+    if served.manifest.labelled:
+        taken: object = text
+        match served.manifest.input:
+            case ImageInput():
+                taken = {"image": [[0, 255], [255, 0]]}
+            case PointsInput(dimensions=dimensions):
+                taken = {"points": [[0.0] * dimensions, [1.0] * dimensions]}
+        return "/v1/classify", {"model": served.name, "input": taken, "steps": steps}
+    return "/v1/generate", {
+        "model": served.name,
+        "prompt": text,
+        "max_tokens": 64,
+        "steps": steps,
+    }
+
 
 _UNUSABLE = 2
 _INTERRUPTED = 130

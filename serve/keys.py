@@ -21,7 +21,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from serve.errors import ConcurrencyLimited, RateLimited, TokensForbidden, TokensLimited
-from serve.setting_names import KEYS_VARIABLE, SettingsError
+from serve.settings import KEYS_VARIABLE, SettingsError
 
 # What is written in front of a key, so that people and scanners of source code know one.
 _PREFIX = "sd-"

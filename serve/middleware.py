@@ -34,7 +34,7 @@ from serve.errors import (
 )
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
-from serve.traces import Traces, Visit
+from serve.tracing import Traces, Visit
 
 # Whether a page of another address sends a request: any page that a browser shows could. Those of
 # the settings may (CORS), others are refused. Programs send no Origin, so this never concerns

@@ -1,13 +1,15 @@
-"""Settings of the server: every one has a flag, an environment variable, a key of the settings
-file, a default and a limit.
+"""Settings of the server: each is a flag, an environment variable and a key of the settings file.
 
-The flags of `stepdial serve` are made from this class, and misspelt names fail at start. It
-deliberately knows nothing of what uses a setting.
+The flags of `stepdial serve` are made from the class `Settings`; misspelt names fail at start.
 """
 
+import argparse
+import difflib
 import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,15 +21,70 @@ from serve.engine.job import Limits
 from serve.engine.watchdog import Patience
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
-from serve.setting_names import (
-    ADMIN_KEY_VARIABLE,
-    KEYS_VARIABLE,
-    PREFIX,
-    SettingsError,
-    check_names,
-    flag,
-    variable,
-)
+
+# What settings are called on the command line and in the environment, and what was meant instead.
+
+
+PREFIX = "STEPDIAL_"
+CONFIG_VARIABLE = "STEPDIAL_CONFIG"
+KEYS_VARIABLE = "STEPDIAL_API_KEYS"
+ADMIN_KEY_VARIABLE = "STEPDIAL_ADMIN_KEY"
+# No settings: one names the file of settings, the others are nothing to show on a command line.
+OTHER_VARIABLES = {
+    CONFIG_VARIABLE: "file of settings, as --config names it",
+    KEYS_VARIABLE: "API keys themselves, separated by commas; only their digests are kept",
+    ADMIN_KEY_VARIABLE: "the same for whoever may load and unload models",
+}
+# Named like settings, but read by the tests: the browser that drives the page, and the description
+# of the Open Inference Protocol.
+_NOT_SETTINGS = frozenset({*OTHER_VARIABLES, "STEPDIAL_CHROMIUM", "STEPDIAL_OIP_DESCRIPTION"})
+
+# What Kubernetes tells every pod of a Service that is named stepdial.
+_OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message says which, and what it may be."""
+
+
+def variable(field: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + field.upper()
+
+
+def flag(field: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + field.replace("_", "-")
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """What a misspelt name was probably meant to be."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None
+
+
+def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:
+    """Refuse STEPDIAL_ variables that are no setting: a misspelt one would do nothing, silently."""
+    known = {variable(field) for field in settings} | _NOT_SETTINGS
+    # Without the prefix, which would make any two names alike.
+    rests = [field.upper() for field in settings]
+    rests += [other.removeprefix(PREFIX) for other in OTHER_VARIABLES]
+    for name in environ:
+        if not name.upper().startswith(PREFIX) or name.upper() in known:
+            continue
+        if _OF_KUBERNETES.fullmatch(name):
+            raise SettingsError(
+                f"the environment variable {name} is no setting: Kubernetes sets it for a Service "
+                "named stepdial: give the pod enableServiceLinks: false, or rename the Service"
+            )
+        close = nearest(name.upper().removeprefix(PREFIX), rests)
+        hint = (
+            f"did you mean {PREFIX}{close}?"
+            if close
+            else f"after {PREFIX} comes one of {', '.join(rests)}"
+        )
+        raise SettingsError(f"the environment variable {name} is no setting: {hint}")
+
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -349,3 +406,110 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[st
         why = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{name} is {problem['input']!r}: {why}")
     return "; ".join(lines)
+
+
+# The command line of `stepdial serve`, made from the settings.
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What was typed: folders of bundles, and the settings that have a flag."""
+
+    bundles: tuple[Path, ...]
+    flags: dict[str, Any]
+    config: Path | None = None  # the file of settings
+    new_key: str | None = None  # the name of a key to make instead of serving
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Read the command line; unknown flags end the process with status 2, as usual."""
+    parser = _parser()
+    known, unknown = parser.parse_known_args(list(argv))
+    options = vars(known)
+    if unknown:
+        parser.error(_unknown_text(unknown, options))
+    bundles, new_key = tuple(options.pop("bundles")), options.pop("make_key")
+    config = options.pop("config") or os.environ.get(CONFIG_VARIABLE)
+    return CommandLine(
+        bundles,
+        {name: text for name, text in options.items() if text is not None},
+        None if config is None else Path(config),
+        new_key,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stepdial serve",
+        description="Answer HTTP requests with the models of these bundles; without one, with "
+        "every bundle of the zoo.",
+        epilog="Every setting has an environment variable, named in brackets, and may stand in "
+        "the file that --config names, without dashes. Flags come before the environment, that "
+        "before the file. Other variables: "
+        + "; ".join(f"{name}: {about}" for name, about in OTHER_VARIABLES.items())
+        + ".",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "bundles", nargs="*", type=Path, metavar="BUNDLE", help="folder of a bundle to serve"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"read settings from this TOML file [{CONFIG_VARIABLE}]"
+    )
+    parser.add_argument(
+        "--make-key",
+        metavar="NAME",
+        help="show a new API key of this name, write what --api-keys-file needs to know of it to "
+        "standard output, and end",
+    )
+    for name, field in Settings.model_fields.items():
+        about = f"{field.description} [{variable(name)}]"
+        if field.default not in (None, ()) and name != "zoo":
+            about += f" (default: {field.default})"
+        about = about.replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(
+                flag(name), action=argparse.BooleanOptionalAction, default=None, help=about
+            )
+        else:
+            # Text as it is: the settings know what it may be, and say so.
+            parser.add_argument(flag(name), default=None, metavar=_metavar(name), help=about)
+    return parser
+
+
+def _unknown_text(unknown: Sequence[str], options: Collection[str]) -> str:
+    """What argparse says, and what misspelt flags were probably meant to be."""
+    fields = Settings.model_fields.items()
+    switches = [f"no_{name}" for name, field in fields if field.annotation is bool]
+    # Without the dashes, which would make short names more alike than they are.
+    names = [flag(name).removeprefix("--") for name in (*options, *switches) if name != "bundles"]
+    typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+    meant = [f"--{close}" for close in (nearest(word, names) for word in typed) if close]
+    hint = f"; did you mean {' and '.join(meant)}?" if meant else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
+
+
+def _metavar(name: str) -> str:
+    unit = name.rpartition("_")[2]
+    return {"s": "SECONDS", "ms": "MS", "mb": "MIB", "bytes": "BYTES", "zoo": "FOLDER"}.get(
+        unit, unit.upper()
+    )
+
+
+# The settings file: TOML, one key a setting, named as the setting is.
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What the file sets; SettingsError where it cannot be read or sets what is no setting."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings in {path}: {error.strerror}") from None
+    except ValueError as error:  # neither UTF-8 nor TOML
+        raise SettingsError(f"the settings in {path} are not TOML: {error}") from None
+    for name in given:
+        if name not in Settings.model_fields:
+            close = nearest(name, Settings.model_fields)
+            hint = f"did you mean {close}?" if close else "see docs/settings.md for those there are"
+            raise SettingsError(f"{name!r} in {path} is no setting: {hint}")
+    return given

@@ -26,11 +26,10 @@ from serve.catalog import Catalog, InputKind, Served, find_bundles, read_servabl
 from serve.engine.engine import Engine
 from serve.errors import ModelGone
 from serve.loading import Loading
-from serve.malloc import keep_memory_low
 from serve.metrics import Metrics
 from serve.middleware import secret_of
 from serve.runtime import Model
-from serve.server import leave
+from serve.server import keep_memory_low, leave
 from serve.settings import Settings
 
 REPLICA = "replica"  # the label of a metric

@@ -37,7 +37,7 @@ from serve.errors import AdminOff, NotReady, Unauthorized
 from serve.keys import Keys
 from serve.loading import Loading
 from serve.middleware import secret_of
-from serve.setting_names import ADMIN_KEY_VARIABLE
+from serve.settings import ADMIN_KEY_VARIABLE
 
 # What clients learn of the models: their cards and their ladders, every field documented.
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from serve.malloc import GIVE_BACK_S
+from serve.server import GIVE_BACK_S
 from tests.server_process import ServerProcess, server_process
 from tests.tiny_folders import (
     classify_bundle,

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve.setting_names import check_names, variable
-from serve.settings import Settings
+from serve.settings import Settings, check_names, variable
 
 try:
     import helm_python

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from serve.malloc import keep_memory_low
+from serve.server import keep_memory_low
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_glibc_takes_the_settings() -> None:
-    code = "from serve.malloc import keep_memory_low; print(keep_memory_low())"
+    code = "from serve.server import keep_memory_low; print(keep_memory_low())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
 

@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 
 from docs import generate
-from serve.config_file import read_config
-from serve.flags import parse
 from serve.runtime import Place
-from serve.setting_names import OTHER_VARIABLES, SettingsError, check_names, flag, variable
-from serve.settings import Settings
+from serve.settings import (
+    OTHER_VARIABLES,
+    Settings,
+    SettingsError,
+    check_names,
+    flag,
+    parse,
+    read_config,
+    variable,
+)
 
 PROJECT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ import pytest
 from serve.bundle import Bundle
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.first_calls import measure_first_calls
 from serve.engine.job import Job, LaneKey
 from serve.engine.predict import Asked
 from serve.engine.watchdog import Watchdog
 from serve.engine.work import Classification, Work
 from serve.errors import ModelGone, UnknownModel
+from serve.loading import measure_first_calls
 from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeModel, Mood
 from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
