@@ -1,7 +1,9 @@
 """8-bit weights, and products of whole numbers.
 
 Symmetric, per output channel and block of 64 inputs, rounded to the nearest: no data is needed,
-and the same graph gives the same bytes.
+and the same graph gives the same bytes. Tables that are looked up become bytes where they are most
+of the file, as those of pretrained models are. Layers of a classifier that were measured multiply
+whole numbers instead.
 """
 
 import hashlib
@@ -170,10 +172,12 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
 def table_to_bytes(
     table: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Bytes (V, D) and scales (V, 1) of a table."""
-    scales = np.abs(table).max(axis=1, keepdims=True) / np.float32(LARGEST)  # (V, 1)
+    """Bytes (V, blocks, D / blocks) and scales (V, blocks, 1) of a table (V, D)."""
+    V, D = table.shape
+    blocked = table.reshape(V, D // BLOCK if D % BLOCK == 0 else 1, -1)
+    scales = np.abs(blocked).max(axis=2, keepdims=True) / np.float32(LARGEST)
     scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
-    return np.rint(table / scales).astype(np.int8), scales
+    return np.rint(blocked / scales).astype(np.int8), scales
 
 
 def _looks_up_rows(node: onnx.NodeProto) -> bool:
@@ -236,12 +240,14 @@ class _Quantising:
             data, scales = table_to_bytes(numpy_helper.to_array(self._tables[table]))
             self._make(f"{name}.bytes", data)
             self._make(f"{name}.scales", scales)
+            self._make(f"{name}.joined", np.array([0, 0, -1], dtype=np.int64))
         rows, wide, scales_of = f"{answer}/bytes", f"{answer}/wide", f"{answer}/scales"
         return [
-            node_of("Gather", [f"{name}.bytes", index], rows),
+            node_of("Gather", [f"{name}.bytes", index], rows),  # (B, N, blocks, D / blocks)
             node_of("Cast", [rows], wide, to=onnx.TensorProto.FLOAT),
-            node_of("Gather", [f"{name}.scales", index], scales_of),
-            node_of("Mul", [wide, scales_of], answer),
+            node_of("Gather", [f"{name}.scales", index], scales_of),  # (B, N, blocks, 1)
+            node_of("Mul", [wide, scales_of], f"{answer}/blocks"),
+            node_of("Reshape", [f"{answer}/blocks", f"{name}.joined"], answer),
         ]
 
     def _in_bytes(self, layer: Layer) -> _Matrix:
