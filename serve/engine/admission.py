@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve.bundle import steps_in_words
-from serve.engine.classify import Relief
+from serve.engine.classify import LoadShedder
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits
 from serve.engine.predict import Asked, Outlook
@@ -70,7 +70,7 @@ class Admission:
         self._scheduler = scheduler
         self._latency = latency
         self._limits = limits
-        self._reliefs: dict[str, Relief] = {}  # of models that write
+        self._reliefs: dict[str, LoadShedder] = {}  # of models that write
         self._promises = Promises(limits.queue_requests)
         self.unread: Unread = NothingUnread()
 
@@ -148,8 +148,8 @@ class Admission:
         now_s: float,
     ) -> int:
         if deadline is None:
-            relief = self._reliefs.setdefault(key.model, Relief(self._limits.degrade_wait_s))
-            share = relief.share(outlook.wait_s(key._replace(steps=choices[-1])))
+            shedder = self._reliefs.setdefault(key.model, LoadShedder(self._limits.degrade_wait_s))
+            share = shedder.share(outlook.wait_s(key._replace(steps=choices[-1])))
             fitting = [steps for steps in choices if steps <= share * choices[-1]]
             return fitting[-1] if fitting else choices[0]
         busy = self._scheduler.queued + self._scheduler.running > 0

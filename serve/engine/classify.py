@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple
 from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Prices
 from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, WorkT
 
-# Relief: how much of the usual work is spent on a request while too much waits. Told the
+# LoadShedder: how much of the usual work is spent on a request while too much waits. Told the
 # predicted wait, it says the share of the work; down at once, up only when the wait has halved,
 # so that it does not flap.
 
@@ -21,7 +21,7 @@ from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, WorkT
 _BACK = 0.5  # of the wait at which the share fell: where it rises again
 
 
-class Relief:
+class LoadShedder:
     """The share of work for one queue."""
 
     def __init__(self, begin_s: float | None) -> None:
@@ -108,14 +108,14 @@ class ClassifyLane(Generic[WorkT]):
     """Rows waiting to be classified."""
 
     def __init__(
-        self, key: LaneKey, prices: Prices, max_rows: int, max_tokens: int, relief: Relief
+        self, key: LaneKey, prices: Prices, max_rows: int, max_tokens: int, shedder: LoadShedder
     ) -> None:
         self.waiting: list[Row[WorkT]] = []
         self._key = key
         self._prices = prices
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._relief = relief
+        self._shedder = shedder
         self._full_s = self._least_s = 0.0  # of all that waits
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._priced: Job[WorkT] | None = None  # was asked about, with what its lengths cost
@@ -218,7 +218,7 @@ class ClassifyLane(Generic[WorkT]):
         most = ladder[-1]
         usual_s = self._full_s * self._prices.share(most, self._key.steps) / self._prices.caution
         costs = [self._prices.share(steps, most) for steps in ladder]
-        return self._relief.drain_s(usual_s, costs)
+        return self._shedder.drain_s(usual_s, costs)
 
     # How a batch is made.
 
@@ -232,7 +232,7 @@ class ClassifyLane(Generic[WorkT]):
         most = self._prices.share(choices[-1], full)
         rounds_s = beside_s * -(-len(self.waiting) // self._max_rows)
         others_s = sum(row.full_s for row in self.waiting if row.job is not head.job)
-        allowed = most * self._relief.share(others_s * most + (rounds_s if others_s else 0.0))
+        allowed = most * self._shedder.share(others_s * most + (rounds_s if others_s else 0.0))
         pressure = self._pressure(now_s, beside_s)
         for steps in reversed(choices):
             share = self._prices.share(steps, full)
@@ -358,9 +358,9 @@ class Classifying(Generic[WorkT]):
         if key in self._lanes:
             return False
         prices = Prices(self._latency, key, self._limits.batch_rows)
-        relief = Relief(self._limits.degrade_wait_s)
+        shedder = LoadShedder(self._limits.degrade_wait_s)
         self._lanes[key] = ClassifyLane(
-            key, prices, self._limits.batch_rows, self._limits.batch_tokens, relief
+            key, prices, self._limits.batch_rows, self._limits.batch_tokens, shedder
         )
         return True
 
