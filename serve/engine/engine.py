@@ -17,7 +17,7 @@ from serve.engine.execute import Executor, Failing, Rechecks, Runner
 from serve.engine.job import Deadline, Job, LaneKey, Limits, State
 from serve.engine.predict import Asked
 from serve.engine.scheduler import Scheduler
-from serve.engine.watchdog import AnyCall, Patience, Rescue, Watchdog
+from serve.engine.watchdog import AnyCall, EngineStallPolicy, StallLimits, Watchdog
 from serve.engine.work import Deliveries, Work
 from serve.errors import Draining, ModelGone, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
@@ -187,7 +187,7 @@ def _close(gone: Sequence[Served]) -> None:
 
 _IDLE_BEAT_S = 0.25
 _REST_S = 0.02  # after the last call, before there is time to spare
-_PATIENCE = Patience()
+_STALL_LIMITS = StallLimits()
 
 
 class Engine:
@@ -199,7 +199,7 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         clock: Callable[[], float] = time.perf_counter,
-        patience: Patience = _PATIENCE,
+        patience: StallLimits = _STALL_LIMITS,
         leave: Callable[[], None] = lambda: None,
         recheck_share: float = 0.0,
     ) -> None:
@@ -238,10 +238,10 @@ class Engine:
             clock,
         )
         self._patience = patience
-        rescue = Rescue(
+        policy = EngineStallPolicy(
             self._runner, self._times, self.latency, self._failing, metrics, self.abort, leave
         )
-        self._watchdog: Watchdog[AnyCall] = Watchdog(rescue, patience, clock)
+        self._watchdog: Watchdog[AnyCall] = Watchdog(policy, patience, clock)
         self._thread: threading.Thread | None = None
         self._posting = Posting()
         self._draining_since_s: float | None = None

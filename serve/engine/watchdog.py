@@ -26,8 +26,8 @@ from serve.errors import ModelFailure, ServeError
 from serve.metrics import Metrics
 
 CallT = TypeVar("CallT")
-# Only read through `Keeper`, which takes calls and gives none.
-KeptT = TypeVar("KeptT", contravariant=True)
+# Only read through `StallPolicy`, which takes calls and gives none.
+WatchedT = TypeVar("WatchedT", contravariant=True)
 
 _LOOK_S = 0.1
 # Between two looks. More than this passes only while the whole process stands still.
@@ -37,7 +37,7 @@ _LATE_TIMES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StallLimits:
     """How long a call may take."""
 
     stall_s: float = 1.5  # no call is late before
@@ -45,22 +45,22 @@ class Patience:
     stall_exit_s: float = 5.0  # a call may take to end, once it was asked to
 
 
-class Keeper(Protocol[KeptT]):
+class StallPolicy(Protocol[WatchedT]):
     """Knows calls, and what to do about them. Called on the watchdog's thread, save for `ended`."""
 
-    def usual_s(self, call: KeptT) -> float | None:
+    def usual_s(self, call: WatchedT) -> float | None:
         """How long such a call takes; None if that is not known."""
         ...
 
-    def interrupt(self, call: KeptT, seconds: float) -> None:
+    def interrupt(self, call: WatchedT, seconds: float) -> None:
         """A call is late: ask it to end."""
         ...
 
-    def ended(self, call: KeptT) -> None:
+    def ended(self, call: WatchedT) -> None:
         """A call that was asked to end is over. Called on the thread that ran it."""
         ...
 
-    def give_up(self, call: KeptT, seconds: float) -> None:
+    def give_up(self, call: WatchedT, seconds: float) -> None:
         """A call was asked to end and does not."""
         ...
 
@@ -69,9 +69,9 @@ class Watchdog(Generic[CallT]):
     """One call at a time; each must be an object of its own."""
 
     def __init__(
-        self, keeper: Keeper[CallT], patience: Patience, clock: Callable[[], float]
+        self, policy: StallPolicy[CallT], patience: StallLimits, clock: Callable[[], float]
     ) -> None:
-        self._keeper = keeper
+        self._policy = policy
         self._patience = patience
         self._clock = clock
         self._call: CallT | None = None
@@ -102,7 +102,7 @@ class Watchdog(Generic[CallT]):
             return
         with self._lock:
             if self._asked and call is not None:
-                self._keeper.ended(call)
+                self._policy.ended(call)
             self._asked = False
 
     def start(self) -> None:
@@ -136,14 +136,14 @@ class Watchdog(Generic[CallT]):
                 self._ask(call)
         elif self._spent_s >= self._limit_s + self._patience.stall_exit_s:
             self._given_up = True
-            self._keeper.give_up(call, self._spent_s)
+            self._policy.give_up(call, self._spent_s)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
             self.look()
 
     def _most_s(self, call: CallT) -> float:
-        usual_s = self._keeper.usual_s(call)
+        usual_s = self._policy.usual_s(call)
         if usual_s is None:
             return max(self._patience.stall_s, self._patience.stall_unknown_s)
         return max(self._patience.stall_s, _LATE_TIMES * usual_s)
@@ -154,7 +154,7 @@ class Watchdog(Generic[CallT]):
             # round, so that no call that came after it is ever asked.
             self._asked = True
             if self._call is call:
-                self._keeper.interrupt(call, self._spent_s)
+                self._policy.interrupt(call, self._spent_s)
             else:
                 self._asked = False
 
@@ -167,7 +167,7 @@ AnyCall = Call[Work] | CheckCall | RecheckCall
 _log = logging.getLogger("stepdial")
 
 
-class Rescue:
+class EngineStallPolicy:
     """The keeper of the engine's watchdog."""
 
     def __init__(
