@@ -19,7 +19,7 @@ from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy,
 # theirs, so that they do not all come back at once. A turn whose time has passed is forgotten.
 
 
-class Promises:
+class RetryAfter:
     """The turns of one queue."""
 
     def __init__(self, most_jobs: int) -> None:
@@ -70,8 +70,8 @@ class Admission:
         self._scheduler = scheduler
         self._latency = latency
         self._limits = limits
-        self._reliefs: dict[str, LoadShedder] = {}  # of models that write
-        self._promises = Promises(limits.queue_requests)
+        self._shedders: dict[str, LoadShedder] = {}  # of models that write
+        self._retry_after = RetryAfter(limits.queue_requests)
         self.unread: Unread = NothingUnread()
 
     def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
@@ -136,7 +136,7 @@ class Admission:
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        self._reliefs.pop(model, None)
+        self._shedders.pop(model, None)
 
     def _steps_for(
         self,
@@ -148,7 +148,7 @@ class Admission:
         now_s: float,
     ) -> int:
         if deadline is None:
-            shedder = self._reliefs.setdefault(key.model, LoadShedder(self._limits.degrade_wait_s))
+            shedder = self._shedders.setdefault(key.model, LoadShedder(self._limits.degrade_wait_s))
             share = shedder.share(outlook.wait_s(key._replace(steps=choices[-1])))
             fitting = [steps for steps in choices if steps <= share * choices[-1]]
             return fitting[-1] if fitting else choices[0]
@@ -165,7 +165,7 @@ class Admission:
         prospects = self._scheduler.prospects
         # Those that come back are taken to be like those that wait.
         each_s = prospects.waiting_s() / max(1, self._scheduler.queued)
-        return self._promises.turn_s(now_s, prospects.wait_s(now_s), each_s, jobs)
+        return self._retry_after.turn_s(now_s, prospects.wait_s(now_s), each_s, jobs)
 
     def _check_places(self, now_s: float, jobs: int) -> None:
         queued = self._scheduler.queued + self.unread.waiting
