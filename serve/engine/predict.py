@@ -17,7 +17,7 @@ from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
 # The rounds in which the generations of one model get their tokens, as its lanes are now.
 
 
-class Busy(NamedTuple, Generic[WorkT]):
+class BusyLane(NamedTuple, Generic[WorkT]):
     """A lane in which somebody waits or runs."""
 
     lane: GenerateLane[WorkT]
@@ -38,7 +38,7 @@ class Busy(NamedTuple, Generic[WorkT]):
         return sum([job.tokens_left for job in self.occupants]) + self.tokens_waiting
 
 
-class Rounds(Generic[WorkT]):
+class DecodeBacklog(Generic[WorkT]):
     """The lanes of one model in which there is something to do."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Rounds(Generic[WorkT]):
         together: bool = False,
     ) -> None:
         """`together` if the lanes share calls, those that fit."""
-        self.busy: dict[LaneKey, Busy[WorkT]] = {}
+        self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
         self.unread_s = 0.0  # of all prompts that are not read yet
         self._prices = prices
         self._max_rows = max_rows
@@ -75,7 +75,7 @@ class Rounds(Generic[WorkT]):
                 first = occupants[0] if occupants else lane.waiting[0]
                 prompt = first.lengths[0]
                 length = prompt + (first.positions - prompt) * rows // (rows + 1)
-                self.busy[lane.key] = Busy(lane, occupants, rows, token, unread_s, length)
+                self.busy[lane.key] = BusyLane(lane, occupants, rows, token, unread_s, length)
         # Lanes that do not fit into one call take turns, as others do.
         self._in_one_call = together and sum([one.rows for one in self.busy.values()]) <= max_rows
 
@@ -126,7 +126,7 @@ class Rounds(Generic[WorkT]):
             place = self._places[key] = (0.0, 0.0) if busy is None else self._lane_place(busy)
         return place
 
-    def waiting_s(self, busy: Busy[WorkT]) -> float:
+    def waiting_s(self, busy: BusyLane[WorkT]) -> float:
         """What those that wait add to the time until a place is free for others."""
         fixed_s, each_s = self.round(busy.lane.key.steps)
         tokens = busy.tokens_waiting / self._max_rows
@@ -142,7 +142,7 @@ class Rounds(Generic[WorkT]):
         needed = rounds * self.calls
         return total_s if needed <= calls else total_s * calls / needed
 
-    def _lane_place(self, busy: Busy[WorkT]) -> tuple[float, float]:
+    def _lane_place(self, busy: BusyLane[WorkT]) -> tuple[float, float]:
         lane, left = busy.lane, [job.tokens_left for job in busy.occupants]
         waiting = len(lane.waiting)
         if (behind := waiting + len(left) - self._max_rows) < 0:
@@ -195,7 +195,7 @@ class _Lane(NamedTuple):
     all: Share
 
 
-class Searching(Generic[WorkT]):
+class SearchBacklog(Generic[WorkT]):
     """Predicts for one moment, like an outlook."""
 
     def __init__(
@@ -324,8 +324,10 @@ class Outlook(Generic[WorkT]):
         self._caution, self._answer_s = latency.caution(model), latency.answer_s
         self._max_rows = max_rows
         self._prices = prices
-        self._rounds: Rounds[WorkT] = Rounds(lanes, prices, max_rows, beside_s, together)
-        self._searching: Searching[WorkT] = Searching(searches, prices, max_rows)
+        self._rounds: DecodeBacklog[WorkT] = DecodeBacklog(
+            lanes, prices, max_rows, beside_s, together
+        )
+        self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, prices, max_rows)
         self._beside_s = beside_s  # other models, between two calls
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
@@ -371,7 +373,7 @@ class Outlook(Generic[WorkT]):
     def wait_s(self, key: LaneKey) -> float:
         """The time until a place is free for one more of this lane, behind those that wait."""
         if key.kind == "search":
-            place = self._searching.until_place(key)
+            place = self._search_backlog.until_place(key)
             return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
         busy = self._rounds.busy.get(key)
         return 0.0 if busy is None else self._begin_s(busy)
@@ -379,21 +381,21 @@ class Outlook(Generic[WorkT]):
     def all_begin_s(self) -> float:
         """The time until nobody waits for a place any more."""
         lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
-        if self._searching.idle:
+        if self._search_backlog.idle:
             place = self._rounds.place
             return max([place(one.lane.key)[1] + one.unread_s for one in lanes], default=0.0)
-        waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._searching.waiting())]
+        waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._search_backlog.waiting())]
         return max(waits, default=0.0)
 
     def waiting_s(self) -> float:
         """The share that those who wait have in it: of what runs already, no more will come."""
         lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
-        searches = map(self.wait_s, self._searching.waiting())
+        searches = map(self.wait_s, self._search_backlog.waiting())
         return max([*map(self._rounds.waiting_s, lanes), *searches], default=0.0)
 
-    def _begin_s(self, busy: Busy[WorkT]) -> float:
+    def _begin_s(self, busy: BusyLane[WorkT]) -> float:
         tokens, place_s = self._rounds.place(busy.lane.key)
-        if not self._searching.idle:
+        if not self._search_backlog.idle:
             place_s += self._searches_s(tokens)
         return place_s + busy.unread_s
 
@@ -401,7 +403,7 @@ class Outlook(Generic[WorkT]):
         if key.kind == "search":
             calls = asked.jobs * asked.tokens
             seconds = asked.jobs * self._searched_s(key, asked)
-            until = self._searching.until_done(key, asked.tokens, asked.jobs, seconds)
+            until = self._search_backlog.until_done(key, asked.tokens, asked.jobs, seconds)
             work_s = until.seconds + self._beside_search_s(key, until.calls)
             ready_s = work_s * self._caution + self._answer_s
             return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
@@ -415,7 +417,7 @@ class Outlook(Generic[WorkT]):
         waves = self._waves(asked)
         read_s = self._read_s(key, asked)
         work_s = place_s + (self._rounds.unread_s + read_s) + waves * round_s
-        if not self._searching.idle:
+        if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
         return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
@@ -423,7 +425,7 @@ class Outlook(Generic[WorkT]):
         """By how much others would be late in each lane at worst, where one might be."""
         begin_s, read_s = now_s + self._answer_s, self._rounds.unread_s + new.read_s
         more_fixed_s, more_each_s = new.more
-        alone = not new.calls and self._searching.idle
+        alone = not new.calls and self._search_backlog.idle
         for busy in self._rounds.busy.values():
             lane, pressing = busy.lane, busy.lane.pressing
             running = [job for job in busy.occupants if job.ends_s < math.inf]
@@ -447,12 +449,12 @@ class Outlook(Generic[WorkT]):
             least_s = share * (ends_s - begin_s)
             if (read_s + tokens * after_s + searches_s) * self._caution > least_s:
                 yield self._late_in_lane_s(busy, running, new, (token_s, after_s), begin_s, share)
-        if not self._searching.idle:
+        if not self._search_backlog.idle:
             yield from self._searches_pushed_s(new, begin_s, share)
 
     def _late_in_lane_s(
         self,
-        busy: Busy[WorkT],
+        busy: BusyLane[WorkT],
         running: list[Job[WorkT]],
         new: _New,
         token_s: tuple[float, float],
@@ -480,7 +482,7 @@ class Outlook(Generic[WorkT]):
     def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
         """By how much each search would be late that has a deadline and would not be before."""
         more_s = new.more[0] / self._rounds.calls
-        for due in self._searching.due():
+        for due in self._search_backlog.due():
             calls, seconds = due.until
             before_s = self._caution * (seconds + self._beside_search_s(due.lane, calls))
             if before_s <= due.ends_s - begin_s:
@@ -503,15 +505,15 @@ class Outlook(Generic[WorkT]):
     def _searches_s(self, tokens: float, new: _New | None = None) -> float:
         """What searches take while so many tokens are written, new ones included."""
         seconds = 0.0
-        if not self._searching.idle:
-            seconds = self._searching.seconds(tokens * self._rounds.calls)
+        if not self._search_backlog.idle:
+            seconds = self._search_backlog.seconds(tokens * self._rounds.calls)
         if new is not None and new.calls:
             seconds += min(new.calls, tokens * self._rounds.calls) * new.each_s
         return seconds
 
     def _beside_search_s(self, key: LaneKey, calls: float) -> float:
         """What all but this lane of searches takes beside so many calls of it."""
-        others_s = self._searching.seconds(calls, but=key) + calls * self._beside_s
+        others_s = self._search_backlog.seconds(calls, but=key) + calls * self._beside_s
         return others_s + self._rounds.unread_s + self._rounds.seconds(calls)
 
 

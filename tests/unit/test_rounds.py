@@ -7,20 +7,20 @@ import pytest
 from serve.engine.cost import LatencyModel, WritingPrices
 from serve.engine.generate import GenerateLane
 from serve.engine.job import Job
-from serve.engine.predict import Rounds
+from serve.engine.predict import DecodeBacklog
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane
 
 
-def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> Rounds[str]:
+def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> DecodeBacklog[str]:
     """One lane, told what is left to write of each; prompts of 8 tokens."""
     lane: GenerateLane[str] = GenerateLane(ONE, 1, max_rows, lambda rows, positions: 0)
     for left in running:
         lane.rows.append(written(left))
     for left in waiting:
         lane.add(written(left))
-    return Rounds([lane], WritingPrices(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
+    return DecodeBacklog([lane], WritingPrices(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
 
 
 def written(left: int) -> Job[str]:
@@ -38,7 +38,7 @@ def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
     return calls
 
 
-def rounds(max_rows: int, together: bool) -> Rounds[str]:
+def rounds(max_rows: int, together: bool) -> DecodeBacklog[str]:
     lanes = []
     for key in (ONE, TWO, EIGHT):
         lane: GenerateLane[str] = GenerateLane(key, key.steps, max_rows, lambda rows, positions: 0)
@@ -46,7 +46,7 @@ def rounds(max_rows: int, together: bool) -> Rounds[str]:
             lane.add(generate(name, lane=key))
         lanes.append(lane)
     prices = WritingPrices(LatencyModel(), lambda key: key.steps * STEP_S)
-    return Rounds(lanes, prices, max_rows, 0.0, together)
+    return DecodeBacklog(lanes, prices, max_rows, 0.0, together)
 
 
 def test_lanes_that_share_calls_have_as_many_evaluations_each() -> None:
