@@ -324,7 +324,7 @@ class Outlook(Generic[WorkT]):
         self._caution, self._answer_s = latency.caution(model), latency.answer_s
         self._max_rows = max_rows
         self._prices = prices
-        self._rounds: DecodeBacklog[WorkT] = DecodeBacklog(
+        self._decode_backlog: DecodeBacklog[WorkT] = DecodeBacklog(
             lanes, prices, max_rows, beside_s, together
         )
         self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, prices, max_rows)
@@ -363,7 +363,7 @@ class Outlook(Generic[WorkT]):
     ) -> bool:
         """Whether none of those would be late."""
         left_s = share * (ends_s - now_s)
-        if self._rounds.place(key)[1] * self._caution > left_s:
+        if self._decode_backlog.place(key)[1] * self._caution > left_s:
             return False  # whatever else there is to do
         new = self._new(key, asked)
         if new.ready_s > left_s:
@@ -375,26 +375,26 @@ class Outlook(Generic[WorkT]):
         if key.kind == "search":
             place = self._search_backlog.until_place(key)
             return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
-        busy = self._rounds.busy.get(key)
+        busy = self._decode_backlog.busy.get(key)
         return 0.0 if busy is None else self._begin_s(busy)
 
     def all_begin_s(self) -> float:
         """The time until nobody waits for a place any more."""
-        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         if self._search_backlog.idle:
-            place = self._rounds.place
+            place = self._decode_backlog.place
             return max([place(one.lane.key)[1] + one.unread_s for one in lanes], default=0.0)
         waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._search_backlog.waiting())]
         return max(waits, default=0.0)
 
     def waiting_s(self) -> float:
         """The share that those who wait have in it: of what runs already, no more will come."""
-        lanes = [busy for busy in self._rounds.busy.values() if busy.lane.waiting]
+        lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         searches = map(self.wait_s, self._search_backlog.waiting())
-        return max([*map(self._rounds.waiting_s, lanes), *searches], default=0.0)
+        return max([*map(self._decode_backlog.waiting_s, lanes), *searches], default=0.0)
 
     def _begin_s(self, busy: BusyLane[WorkT]) -> float:
-        tokens, place_s = self._rounds.place(busy.lane.key)
+        tokens, place_s = self._decode_backlog.place(busy.lane.key)
         if not self._search_backlog.idle:
             place_s += self._searches_s(tokens)
         return place_s + busy.unread_s
@@ -407,36 +407,36 @@ class Outlook(Generic[WorkT]):
             work_s = until.seconds + self._beside_search_s(key, until.calls)
             ready_s = work_s * self._caution + self._answer_s
             return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
-        more = more_fixed_s, more_each_s = self._rounds.more(key, asked.jobs)
-        fixed_s, each_s = self._rounds.round(key.steps)
-        busy, length = self._rounds.busy.get(key), _length(asked)
+        more = more_fixed_s, more_each_s = self._decode_backlog.more(key, asked.jobs)
+        fixed_s, each_s = self._decode_backlog.round(key.steps)
+        busy, length = self._decode_backlog.busy.get(key), _length(asked)
         if busy is not None and busy.length > length:
             length = busy.length
         round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
-        tokens, place_s = self._rounds.place(key)
+        tokens, place_s = self._decode_backlog.place(key)
         waves = self._waves(asked)
         read_s = self._read_s(key, asked)
-        work_s = place_s + (self._rounds.unread_s + read_s) + waves * round_s
+        work_s = place_s + (self._decode_backlog.unread_s + read_s) + waves * round_s
         if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
         return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
     def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
         """By how much others would be late in each lane at worst, where one might be."""
-        begin_s, read_s = now_s + self._answer_s, self._rounds.unread_s + new.read_s
+        begin_s, read_s = now_s + self._answer_s, self._decode_backlog.unread_s + new.read_s
         more_fixed_s, more_each_s = new.more
         alone = not new.calls and self._search_backlog.idle
-        for busy in self._rounds.busy.values():
+        for busy in self._decode_backlog.busy.values():
             lane, pressing = busy.lane, busy.lane.pressing
             running = [job for job in busy.occupants if job.ends_s < math.inf]
             if not pressing and not running:
                 continue
             steps, length = lane.key.steps, busy.length
-            fixed_s, each_s = self._rounds.round(steps)
+            fixed_s, each_s = self._decode_backlog.round(steps)
             token_s = fixed_s + each_s * length
             after_s = token_s
             if more_fixed_s or more_each_s:  # not where there is no place for more rows
-                often = self._rounds.often(steps, new.steps)
+                often = self._decode_backlog.often(steps, new.steps)
                 after_s += often * (more_fixed_s + more_each_s * length)
             # Of those that press, the first ends first and the last has most to write.
             tokens, ends_s = 0, math.inf
@@ -462,7 +462,7 @@ class Outlook(Generic[WorkT]):
         share: float,
     ) -> float:
         """The same in one lane, whose tokens take so long without the new ones and with them."""
-        caution, unread_s = self._caution, self._rounds.unread_s
+        caution, unread_s = self._caution, self._decode_backlog.unread_s
         read_s = unread_s + new.read_s
 
         def late_s(job: Job[WorkT]) -> float:
@@ -481,7 +481,7 @@ class Outlook(Generic[WorkT]):
 
     def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
         """By how much each search would be late that has a deadline and would not be before."""
-        more_s = new.more[0] / self._rounds.calls
+        more_s = new.more[0] / self._decode_backlog.calls
         for due in self._search_backlog.due():
             calls, seconds = due.until
             before_s = self._caution * (seconds + self._beside_search_s(due.lane, calls))
@@ -506,15 +506,15 @@ class Outlook(Generic[WorkT]):
         """What searches take while so many tokens are written, new ones included."""
         seconds = 0.0
         if not self._search_backlog.idle:
-            seconds = self._search_backlog.seconds(tokens * self._rounds.calls)
+            seconds = self._search_backlog.seconds(tokens * self._decode_backlog.calls)
         if new is not None and new.calls:
-            seconds += min(new.calls, tokens * self._rounds.calls) * new.each_s
+            seconds += min(new.calls, tokens * self._decode_backlog.calls) * new.each_s
         return seconds
 
     def _beside_search_s(self, key: LaneKey, calls: float) -> float:
         """What all but this lane of searches takes beside so many calls of it."""
         others_s = self._search_backlog.seconds(calls, but=key) + calls * self._beside_s
-        return others_s + self._rounds.unread_s + self._rounds.seconds(calls)
+        return others_s + self._decode_backlog.unread_s + self._decode_backlog.seconds(calls)
 
 
 def _length(asked: Asked) -> int:
