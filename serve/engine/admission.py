@@ -10,7 +10,7 @@ from serve.bundle import steps_in_words
 from serve.engine.classify import LoadShedder
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits
-from serve.engine.predict import Asked, Outlook
+from serve.engine.predict import Asked, ModelBacklog
 from serve.engine.scheduler import Scheduler
 from serve.engine.work import Work
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
@@ -79,18 +79,18 @@ class Admission:
         self._check_places(now_s, len(jobs))
         if jobs[0].admitted:
             return
-        outlook = None
+        model_backlog = None
         if jobs[0].lane.kind != "classify":
-            outlook = self._scheduler.prospects.outlook(jobs[0].lane.model)
+            model_backlog = self._scheduler.backlog.model_backlog(jobs[0].lane.model)
         for job in jobs:
             if job.deadline is None:
                 continue
-            if outlook is None:
+            if model_backlog is None:
                 self._check_classified(job, job.deadline, now_s)
             else:
                 asked = Asked(job.lengths[0], job.tokens_left, len(jobs), job.beams)
-                self._check_written(outlook, job.lane, asked, job.deadline, now_s)
-        self._check_wait(now_s, len(jobs), jobs[0].deadline, outlook)
+                self._check_written(model_backlog, job.lane, asked, job.deadline, now_s)
+        self._check_wait(now_s, len(jobs), jobs[0].deadline, model_backlog)
 
     def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
         """Refuse a request that would have to wait so long only to be read."""
@@ -111,9 +111,9 @@ class Admission:
         `least` are the steps that it must get, `most` the lengths that its rows have at most. One
         that may be too long for its deadline in any case is not refused: that is another error.
         """
-        prospects = self._scheduler.prospects
-        late_s = prospects.least_late_s(key, least, deadline.ends_s, now_s)
-        if late_s > 0 and prospects.alone_s(key, least, most) <= deadline.given_s:
+        backlog = self._scheduler.backlog
+        late_s = backlog.least_late_s(key, least, deadline.ends_s, now_s)
+        if late_s > 0 and backlog.alone_s(key, least, most) <= deadline.given_s:
             raise _too_busy(late_s)
 
     def steps_for(
@@ -128,10 +128,10 @@ class Admission:
 
         Refuses those for which there is no time, so that `check` need not look at them again.
         """
-        outlook = self._scheduler.prospects.outlook(key.model)
-        steps = self._steps_for(outlook, key, choices, asked, deadline, now_s)
+        model_backlog = self._scheduler.backlog.model_backlog(key.model)
+        steps = self._steps_for(model_backlog, key, choices, asked, deadline, now_s)
         self._check_places(now_s, asked.jobs)
-        self._check_wait(now_s, asked.jobs, deadline, outlook)
+        self._check_wait(now_s, asked.jobs, deadline, model_backlog)
         return steps
 
     def drop_model(self, model: str) -> None:
@@ -140,7 +140,7 @@ class Admission:
 
     def _steps_for(
         self,
-        outlook: Outlook[Work],
+        model_backlog: ModelBacklog[Work],
         key: LaneKey,
         choices: Sequence[int],
         asked: Asked,
@@ -149,23 +149,23 @@ class Admission:
     ) -> int:
         if deadline is None:
             shedder = self._shedders.setdefault(key.model, LoadShedder(self._limits.degrade_wait_s))
-            share = shedder.share(outlook.wait_s(key._replace(steps=choices[-1])))
+            share = shedder.share(model_backlog.wait_s(key._replace(steps=choices[-1])))
             fitting = [steps for steps in choices if steps <= share * choices[-1]]
             return fitting[-1] if fitting else choices[0]
         busy = self._scheduler.queued + self._scheduler.running > 0
         for steps in reversed(choices):
             lane = LaneKey(key.model, key.kind, steps)
-            if outlook.in_time(lane, asked, deadline.ends_s, now_s, _AIM if busy else 1.0):
+            if model_backlog.in_time(lane, asked, deadline.ends_s, now_s, _AIM if busy else 1.0):
                 return steps
-        self._check_written(outlook, lane, asked, deadline, now_s)
+        self._check_written(model_backlog, lane, asked, deadline, now_s)
         return choices[0]
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
         """When those that are refused now should come back."""
-        prospects = self._scheduler.prospects
+        backlog = self._scheduler.backlog
         # Those that come back are taken to be like those that wait.
-        each_s = prospects.waiting_s() / max(1, self._scheduler.queued)
-        return self._retry_after.turn_s(now_s, prospects.wait_s(now_s), each_s, jobs)
+        each_s = backlog.waiting_s() / max(1, self._scheduler.queued)
+        return self._retry_after.turn_s(now_s, backlog.wait_s(now_s), each_s, jobs)
 
     def _check_places(self, now_s: float, jobs: int) -> None:
         queued = self._scheduler.queued + self.unread.waiting
@@ -176,34 +176,38 @@ class Admission:
             )
 
     def _check_wait(
-        self, now_s: float, jobs: int, deadline: Deadline | None, outlook: Outlook[Work] | None
+        self,
+        now_s: float,
+        jobs: int,
+        deadline: Deadline | None,
+        model_backlog: ModelBacklog[Work] | None,
     ) -> None:
         if deadline is not None and deadline.ends_s - now_s <= self._limits.queue_wait_s:
             return  # it will be in time, so it does not wait for longer
-        wait_s = self._scheduler.prospects.wait_s(now_s, least=True, known=outlook)
+        wait_s = self._scheduler.backlog.wait_s(now_s, least=True, known=model_backlog)
         if wait_s > self._limits.queue_wait_s:
             raise _too_long(wait_s, self._turn_s(now_s, jobs))
 
     def _check_classified(self, job: Job[Work], deadline: Deadline, now_s: float) -> None:
         self._scheduler.open(job.lane)
-        prospects = self._scheduler.prospects
-        late_s = prospects.late_s(job, now_s)
+        backlog = self._scheduler.backlog
+        late_s = backlog.late_s(job, now_s)
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
-            alone_s = prospects.alone_s(job.lane, least, job.lengths)
+            alone_s = backlog.alone_s(job.lane, least, job.lengths)
             self._refuse(deadline, least, alone_s, late_s, now_s)
 
     def _check_written(
         self,
-        outlook: Outlook[Work],
+        model_backlog: ModelBacklog[Work],
         key: LaneKey,
         asked: Asked,
         deadline: Deadline,
         now_s: float,
     ) -> None:
-        late_s = outlook.late_s(key, asked, deadline.ends_s, now_s)
+        late_s = model_backlog.late_s(key, asked, deadline.ends_s, now_s)
         if late_s > 0:
-            self._refuse(deadline, key.steps, outlook.alone_s(key, asked), late_s, now_s)
+            self._refuse(deadline, key.steps, model_backlog.alone_s(key, asked), late_s, now_s)
 
     def _refuse(
         self, deadline: Deadline, steps: int, alone_s: float, late_s: float, now_s: float

@@ -340,7 +340,7 @@ class Engine:
     def predict_s(self, lane: LaneKey, measured: LatencyEntry | None) -> float | None:
         """How long one call of this lane would take, asked for now, of the size measured."""
         with self._wake:
-            return self._scheduler.prospects.answer_s(lane, measured)
+            return self._scheduler.backlog.answer_s(lane, measured)
 
     # What others do, from any thread.
 

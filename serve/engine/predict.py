@@ -306,7 +306,7 @@ class _New(NamedTuple):
     each_s: float = 0.0  # of those calls
 
 
-class Outlook(Generic[WorkT]):
+class ModelBacklog(Generic[WorkT]):
     """Predicts for one model that writes."""
 
     def __init__(
@@ -522,7 +522,7 @@ def _length(asked: Asked) -> int:
     return asked.prompt + asked.tokens // 2
 
 
-# Prospects: what is predicted of a request, given all that waits and runs now. Reads the lanes
+# Backlog: what is predicted of a request, given all that waits and runs now. Reads the lanes
 # and changes none.
 
 
@@ -530,7 +530,7 @@ def _length(asked: Asked) -> int:
 CallSeconds = Callable[[Turn], float | None]
 
 
-class Prospects(Generic[WorkT]):
+class Backlog(Generic[WorkT]):
     """Predicts for one scheduler."""
 
     def __init__(
@@ -600,7 +600,7 @@ class Prospects(Generic[WorkT]):
         return round_s * (self._classifying.calls_ahead(key) + 1)
 
     def wait_s(
-        self, now_s: float, least: bool = False, known: Outlook[WorkT] | None = None
+        self, now_s: float, least: bool = False, known: ModelBacklog[WorkT] | None = None
     ) -> float:
         """How long until all that waits now has run, at the fewest steps or as it will be.
 
@@ -608,23 +608,25 @@ class Prospects(Generic[WorkT]):
         """
         writing_s = 0.0
         for model in self._models_waiting(known):
-            outlook = self.outlook(model) if known is None or model != known.model else known
-            writing_s = max(writing_s, outlook.all_begin_s() * self._latency.lasting(model))
+            model_backlog = (
+                self.model_backlog(model) if known is None or model != known.model else known
+            )
+            writing_s = max(writing_s, model_backlog.all_begin_s() * self._latency.lasting(model))
         work_s = self._classifying.wait_s(least) + writing_s
         return max(0.0, self._busy_until_s - now_s) + work_s
 
     def waiting_s(self) -> float:
         """The same without what runs already: the share of those that wait."""
         waiting_s = (
-            self.outlook(model).waiting_s() * self._latency.lasting(model)
+            self.model_backlog(model).waiting_s() * self._latency.lasting(model)
             for model in self._models_waiting()
         )
         return self._classifying.wait_s(least=False) + max(waiting_s, default=0.0)
 
-    def outlook(self, model: str) -> Outlook[WorkT]:
+    def model_backlog(self, model: str) -> ModelBacklog[WorkT]:
         """What is predicted of generations of this model."""
         decoding = self._decodings.get(model)
-        return Outlook(
+        return ModelBacklog(
             model,
             decoding or (),
             [lane for key, lane in self._search.items() if key.model == model]
@@ -640,7 +642,7 @@ class Prospects(Generic[WorkT]):
     def _usual_token_s(self, lane: LaneKey) -> float | None:
         return self._usual_s((lane, "decode" if lane.kind == "generate" else "search"))
 
-    def _models_waiting(self, known: Outlook[WorkT] | None = None) -> set[str]:
+    def _models_waiting(self, known: ModelBacklog[WorkT] | None = None) -> set[str]:
         """Those that write, and for which somebody waits; and the one that is known."""
         models = set() if known is None else {known.model}
         for model, decoding in self._decodings.items():

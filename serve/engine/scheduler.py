@@ -27,7 +27,7 @@ from serve.engine.job import (
     Turn,
     WorkT,
 )
-from serve.engine.predict import CallSeconds, Prospects
+from serve.engine.predict import Backlog, CallSeconds
 
 # The memory that a lane's batch may hold for so many rows of so many positions.
 CacheBytes = Callable[[LaneKey, int, int], int]
@@ -62,7 +62,7 @@ class Scheduler(Generic[WorkT]):
         self._memory = CacheMemory(limits, self._generate, self._search)
         self._turns: deque[Turn] = deque()
         self._arrivals = 0
-        self.prospects: Prospects[WorkT] = Prospects(
+        self.backlog: Backlog[WorkT] = Backlog(
             limits,
             latency,
             usual_s,
@@ -214,9 +214,9 @@ class Scheduler(Generic[WorkT]):
             call = self._take(turn, now_s)
             if call is not None:
                 seconds = call.seconds if isinstance(call, ClassifyCall) else None
-                self.prospects.begin(turn, now_s, seconds)
+                self.backlog.begin(turn, now_s, seconds)
                 return call
-        self.prospects.rest()
+        self.backlog.rest()
         return None
 
     def wake_s(self) -> float | None:
@@ -236,7 +236,7 @@ class Scheduler(Generic[WorkT]):
         return decoding.decode(self.limits.decode_rows)
 
     def _take_classify(self, key: LaneKey, now_s: float) -> Call[WorkT] | None:
-        call = self._classifying.take(key, now_s, self.prospects.beside_s(key))
+        call = self._classifying.take(key, now_s, self.backlog.beside_s(key))
         for job, _ in call.rows if call else ():
             self._start(job, now_s)
         return call

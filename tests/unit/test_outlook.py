@@ -4,28 +4,28 @@ import pytest
 
 from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series, WritingPrices
 from serve.engine.job import LaneKey
-from serve.engine.predict import Asked, Outlook
+from serve.engine.predict import Asked, ModelBacklog
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11
 
 
 @pytest.fixture
-def outlook() -> Outlook[object]:
+def model_backlog() -> ModelBacklog[object]:
     latency = LatencyModel()
     latency.observe(Series("m", "prefill", 1), 1, PROMPT, 0.5)
     latency.observe(Series("m", "decode", 1), 1, PROMPT, 0.01)
     prices = WritingPrices(latency, lambda key: None)
-    return Outlook("m", [], [], latency, 2, prices, beside_s=0.0)
+    return ModelBacklog("m", [], [], latency, 2, prices, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])
 def test_prompts_are_read_one_by_one_and_rows_decode_together(
-    outlook: Outlook[object], texts: int, rows: int, waves: int
+    model_backlog: ModelBacklog[object], texts: int, rows: int, waves: int
 ) -> None:
     asked = Asked(PROMPT, TOKENS, texts)
     reads_s = texts * 0.5
-    tokens_s = waves * (TOKENS - 1) * outlook.token_s(KEY, rows, PROMPT + TOKENS // 2)
+    tokens_s = waves * (TOKENS - 1) * model_backlog.token_s(KEY, rows, PROMPT + TOKENS // 2)
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)
-    assert outlook.alone_s(KEY, asked) == expected_s
-    assert outlook.ready_s(KEY, asked) >= reads_s + tokens_s
+    assert model_backlog.alone_s(KEY, asked) == expected_s
+    assert model_backlog.ready_s(KEY, asked) >= reads_s + tokens_s
