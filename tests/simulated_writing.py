@@ -23,7 +23,7 @@ from serve.engine.job import (
     PrefillCall,
     State,
 )
-from serve.engine.predict import Asked
+from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 from serve.errors import QueueFull, ServeError
 
@@ -113,7 +113,7 @@ class WritingSimulation:
     def _admitted(self, wish: Wish) -> Job[Wish]:
         deadline = None if wish.given_s is None else Deadline(wish.at_s, wish.given_s)
         choices = LADDER if wish.steps is None else (wish.steps,)
-        asked = Asked(wish.prompt, wish.tokens)
+        asked = GenerationSize(wish.prompt, wish.tokens)
         steps = self.admission.steps_for(lane_of(choices[-1]), choices, asked, deadline, self.now_s)
         positions = wish.prompt + wish.tokens
         job = Job(lane_of(steps), wish, (wish.prompt,), positions, deadline=deadline)

@@ -44,7 +44,7 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
-from serve.engine.predict import Asked
+from serve.engine.predict import GenerationSize
 from serve.engine.sampling import Sampling
 from serve.engine.work import Classification, Generation, Translation, Wish, Work
 from serve.errors import InternalError, InvalidField
@@ -639,9 +639,9 @@ def entries_of(event: GeneratedEvent) -> int:
     return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
 
 
-def _size(wishes: Sequence[Wish]) -> Asked:
+def _size(wishes: Sequence[Wish]) -> GenerationSize:
     longest, first = max(len(one.prompt) for one in wishes), wishes[0]
-    return Asked(longest, first.max_tokens, len(wishes), first.num_beams)
+    return GenerationSize(longest, first.max_tokens, len(wishes), first.num_beams)
 
 
 def _kind(wish: Wish) -> Kind:

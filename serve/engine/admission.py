@@ -10,7 +10,7 @@ from serve.bundle import steps_in_words
 from serve.engine.classify import LoadShedder
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits
-from serve.engine.predict import Asked, ModelBacklog
+from serve.engine.predict import GenerationSize, ModelBacklog
 from serve.engine.scheduler import Scheduler
 from serve.engine.work import Work
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
@@ -88,8 +88,8 @@ class Admission:
             if model_backlog is None:
                 self._check_classified(job, job.deadline, now_s)
             else:
-                asked = Asked(job.lengths[0], job.tokens_left, len(jobs), job.beams)
-                self._check_written(model_backlog, job.lane, asked, job.deadline, now_s)
+                size = GenerationSize(job.lengths[0], job.tokens_left, len(jobs), job.beams)
+                self._check_written(model_backlog, job.lane, size, job.deadline, now_s)
         self._check_wait(now_s, len(jobs), jobs[0].deadline, model_backlog)
 
     def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
@@ -120,7 +120,7 @@ class Admission:
         self,
         key: LaneKey,
         choices: Sequence[int],
-        asked: Asked,
+        size: GenerationSize,
         deadline: Deadline | None,
         now_s: float,
     ) -> int:
@@ -129,9 +129,9 @@ class Admission:
         Refuses those for which there is no time, so that `check` need not look at them again.
         """
         model_backlog = self._scheduler.backlog.model_backlog(key.model)
-        steps = self._steps_for(model_backlog, key, choices, asked, deadline, now_s)
-        self._check_places(now_s, asked.jobs)
-        self._check_wait(now_s, asked.jobs, deadline, model_backlog)
+        steps = self._steps_for(model_backlog, key, choices, size, deadline, now_s)
+        self._check_places(now_s, size.jobs)
+        self._check_wait(now_s, size.jobs, deadline, model_backlog)
         return steps
 
     def drop_model(self, model: str) -> None:
@@ -143,7 +143,7 @@ class Admission:
         model_backlog: ModelBacklog[Work],
         key: LaneKey,
         choices: Sequence[int],
-        asked: Asked,
+        size: GenerationSize,
         deadline: Deadline | None,
         now_s: float,
     ) -> int:
@@ -155,9 +155,9 @@ class Admission:
         busy = self._scheduler.queued + self._scheduler.running > 0
         for steps in reversed(choices):
             lane = LaneKey(key.model, key.kind, steps)
-            if model_backlog.in_time(lane, asked, deadline.ends_s, now_s, _AIM if busy else 1.0):
+            if model_backlog.in_time(lane, size, deadline.ends_s, now_s, _AIM if busy else 1.0):
                 return steps
-        self._check_written(model_backlog, lane, asked, deadline, now_s)
+        self._check_written(model_backlog, lane, size, deadline, now_s)
         return choices[0]
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
@@ -201,13 +201,13 @@ class Admission:
         self,
         model_backlog: ModelBacklog[Work],
         key: LaneKey,
-        asked: Asked,
+        size: GenerationSize,
         deadline: Deadline,
         now_s: float,
     ) -> None:
-        late_s = model_backlog.late_s(key, asked, deadline.ends_s, now_s)
+        late_s = model_backlog.late_s(key, size, deadline.ends_s, now_s)
         if late_s > 0:
-            self._refuse(deadline, key.steps, model_backlog.alone_s(key, asked), late_s, now_s)
+            self._refuse(deadline, key.steps, model_backlog.alone_s(key, size), late_s, now_s)
 
     def _refuse(
         self, deadline: Deadline, steps: int, alone_s: float, late_s: float, now_s: float

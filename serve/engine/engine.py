@@ -15,7 +15,7 @@ from serve.engine.admission import Admission, Unread, too_large
 from serve.engine.cost import CallTimes, LatencyModel
 from serve.engine.execute import Executor, Failing, Rechecks, Runner
 from serve.engine.job import Deadline, Job, LaneKey, Limits, State
-from serve.engine.predict import Asked
+from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 from serve.engine.watchdog import AnyCall, EngineStallPolicy, StallLimits, Watchdog
 from serve.engine.work import Deliveries, Work
@@ -380,11 +380,11 @@ class Engine:
             self._admission.check_early(key, least, most, given, self.clock())
 
     def steps_for(
-        self, key: LaneKey, choices: Sequence[int], asked: Asked, deadline: Deadline | None
+        self, key: LaneKey, choices: Sequence[int], size: GenerationSize, deadline: Deadline | None
     ) -> int:
         """Of the choices, the steps for generations that come now; raises if none is in time."""
         with self._wake:
-            return self._admission.steps_for(key, choices, asked, deadline, self.clock())
+            return self._admission.steps_for(key, choices, size, deadline, self.clock())
 
     def lapse(self, *jobs: Job[Work]) -> None:
         """The deadline of these jobs has passed: end them now, or at their next token."""

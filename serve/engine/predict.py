@@ -286,7 +286,7 @@ def _within(searches: Iterable[_Search], calls: int) -> Share:
     return Share(sum(count for count, _ in counted), sum(count * s for count, s in counted))
 
 
-class Asked(NamedTuple):
+class GenerationSize(NamedTuple):
     """Generations, or searches, that are asked for at once."""
 
     prompt: int  # tokens to read of each
@@ -335,37 +335,37 @@ class ModelBacklog(Generic[WorkT]):
         fixed_s, each_s = self._prices.token(key, rows)
         return fixed_s + each_s * length
 
-    def alone_s(self, key: LaneKey, asked: Asked) -> float:
+    def alone_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time of whole answers on an idle server."""
         if key.kind == "search":
-            return asked.jobs * self._searched_s(key, asked) + IDLE_ANSWER_S
-        each_s = self.token_s(key, min(self._max_rows, asked.jobs), _length(asked))
-        return self._read_s(key, asked) + self._waves(asked) * each_s + IDLE_ANSWER_S
+            return size.jobs * self._searched_s(key, size) + IDLE_ANSWER_S
+        each_s = self.token_s(key, min(self._max_rows, size.jobs), _length(size))
+        return self._read_s(key, size) + self._waves(size) * each_s + IDLE_ANSWER_S
 
-    def ready_s(self, key: LaneKey, asked: Asked) -> float:
+    def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time until the last token of all; seldom longer."""
-        return self._new(key, asked).ready_s
+        return self._new(key, size).ready_s
 
     def late_s(
-        self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
+        self, key: LaneKey, size: GenerationSize, ends_s: float, now_s: float, share: float = 1.0
     ) -> float:
         """By how much these would be late, or one that they push back, at worst.
 
         Each is to take a share of the time that is left to it. Not above 0: in time. Who will be
         late in any case does not count.
         """
-        new = self._new(key, asked)
+        new = self._new(key, size)
         own_s = new.ready_s - share * (ends_s - now_s)
         return max(own_s, max(self._pushed_s(new, now_s, share), default=own_s))
 
     def in_time(
-        self, key: LaneKey, asked: Asked, ends_s: float, now_s: float, share: float = 1.0
+        self, key: LaneKey, size: GenerationSize, ends_s: float, now_s: float, share: float = 1.0
     ) -> bool:
         """Whether none of those would be late."""
         left_s = share * (ends_s - now_s)
         if self._decode_backlog.place(key)[1] * self._caution > left_s:
             return False  # whatever else there is to do
-        new = self._new(key, asked)
+        new = self._new(key, size)
         if new.ready_s > left_s:
             return False
         return max(self._pushed_s(new, now_s, share), default=0.0) <= 0
@@ -399,23 +399,23 @@ class ModelBacklog(Generic[WorkT]):
             place_s += self._searches_s(tokens)
         return place_s + busy.unread_s
 
-    def _new(self, key: LaneKey, asked: Asked) -> _New:
+    def _new(self, key: LaneKey, size: GenerationSize) -> _New:
         if key.kind == "search":
-            calls = asked.jobs * asked.tokens
-            seconds = asked.jobs * self._searched_s(key, asked)
-            until = self._search_backlog.until_done(key, asked.tokens, asked.jobs, seconds)
+            calls = size.jobs * size.tokens
+            seconds = size.jobs * self._searched_s(key, size)
+            until = self._search_backlog.until_done(key, size.tokens, size.jobs, seconds)
             work_s = until.seconds + self._beside_search_s(key, until.calls)
             ready_s = work_s * self._caution + self._answer_s
             return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
-        more = more_fixed_s, more_each_s = self._decode_backlog.more(key, asked.jobs)
+        more = more_fixed_s, more_each_s = self._decode_backlog.more(key, size.jobs)
         fixed_s, each_s = self._decode_backlog.round(key.steps)
-        busy, length = self._decode_backlog.busy.get(key), _length(asked)
+        busy, length = self._decode_backlog.busy.get(key), _length(size)
         if busy is not None and busy.length > length:
             length = busy.length
         round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
         tokens, place_s = self._decode_backlog.place(key)
-        waves = self._waves(asked)
-        read_s = self._read_s(key, asked)
+        waves = self._waves(size)
+        read_s = self._read_s(key, size)
         work_s = place_s + (self._decode_backlog.unread_s + read_s) + waves * round_s
         if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
@@ -489,18 +489,18 @@ class ModelBacklog(Generic[WorkT]):
                 with_s = min(calls, new.calls) * new.each_s + calls * more_s + new.read_s
                 yield before_s + self._caution * with_s - share * (due.ends_s - begin_s)
 
-    def _waves(self, asked: Asked) -> int:
+    def _waves(self, size: GenerationSize) -> int:
         """Tokens come for all rows that there may be; the first is that of the prompt."""
-        return -(-asked.jobs // self._max_rows) * (asked.tokens - 1)
+        return -(-size.jobs // self._max_rows) * (size.tokens - 1)
 
-    def _read_s(self, key: LaneKey, asked: Asked) -> float:
-        return self._prices.prompts_s(key, asked.jobs * asked.prompt, asked.jobs)
+    def _read_s(self, key: LaneKey, size: GenerationSize) -> float:
+        return self._prices.prompts_s(key, size.jobs * size.prompt, size.jobs)
 
     # Beside searches.
 
-    def _searched_s(self, key: LaneKey, asked: Asked) -> float:
+    def _searched_s(self, key: LaneKey, size: GenerationSize) -> float:
         """All calls of one search."""
-        return self._prices.search_s(key, asked.prompt, asked.tokens, asked.beams)
+        return self._prices.search_s(key, size.prompt, size.tokens, size.beams)
 
     def _searches_s(self, tokens: float, new: _New | None = None) -> float:
         """What searches take while so many tokens are written, new ones included."""
@@ -517,9 +517,9 @@ class ModelBacklog(Generic[WorkT]):
         return others_s + self._decode_backlog.unread_s + self._decode_backlog.seconds(calls)
 
 
-def _length(asked: Asked) -> int:
+def _length(size: GenerationSize) -> int:
     """How long each is on average while it is written."""
-    return asked.prompt + asked.tokens // 2
+    return size.prompt + size.tokens // 2
 
 
 # Backlog: what is predicted of a request, given all that waits and runs now. Reads the lanes

@@ -4,7 +4,7 @@ import pytest
 
 from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series, WritingPrices
 from serve.engine.job import LaneKey
-from serve.engine.predict import Asked, ModelBacklog
+from serve.engine.predict import GenerationSize, ModelBacklog
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11
@@ -23,7 +23,7 @@ def model_backlog() -> ModelBacklog[object]:
 def test_prompts_are_read_one_by_one_and_rows_decode_together(
     model_backlog: ModelBacklog[object], texts: int, rows: int, waves: int
 ) -> None:
-    asked = Asked(PROMPT, TOKENS, texts)
+    asked = GenerationSize(PROMPT, TOKENS, texts)
     reads_s = texts * 0.5
     tokens_s = waves * (TOKENS - 1) * model_backlog.token_s(KEY, rows, PROMPT + TOKENS // 2)
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)

@@ -16,7 +16,7 @@ from serve.engine.job import (
     PrefillCall,
     SearchCall,
 )
-from serve.engine.predict import Asked
+from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 
 MODEL, STEPS, SOURCE, TOKENS, BEAMS = "m", 2, 8, 20, 4
@@ -100,7 +100,7 @@ def search_s(tokens: int = TOKENS) -> float:
 def test_a_search_alone_takes_its_calls_with_all_its_beams() -> None:
     model_backlog = Clock().scheduler.backlog.model_backlog(MODEL)
     for jobs in (1, 3):
-        found_s = model_backlog.alone_s(lane("search"), Asked(SOURCE, TOKENS, jobs, BEAMS))
+        found_s = model_backlog.alone_s(lane("search"), GenerationSize(SOURCE, TOKENS, jobs, BEAMS))
         assert found_s == pytest.approx(jobs * search_s() + IDLE_ANSWER_S, rel=0.1)
 
 
@@ -128,7 +128,7 @@ def test_searches_and_texts_wait_for_each_other_as_long_as_they_last(done: int) 
         clock.add("generate", 50)
         while first.tokens_left > TOKENS - done:
             clock.call()
-        asked = Asked(SOURCE, tokens, 1, BEAMS)
+        asked = GenerationSize(SOURCE, tokens, 1, BEAMS)
         told_s = clock.scheduler.backlog.model_backlog(MODEL).ready_s(lane(kind), asked)
         took_s = clock.until(clock.add(kind, tokens))
         told_s = (told_s - clock.latency.answer_s) / clock.latency.caution(MODEL)
@@ -142,7 +142,7 @@ def test_a_search_does_not_make_late_who_was_in_time(kind: Kind) -> None:
     clock.add(kind, given_s=given_s)
     model_backlog = clock.scheduler.backlog.model_backlog(MODEL)
     for tokens, in_time in ((1, True), (TOKENS, False)):
-        asked = Asked(SOURCE, tokens, 1, BEAMS)
+        asked = GenerationSize(SOURCE, tokens, 1, BEAMS)
         assert model_backlog.in_time(lane("search"), asked, math.inf, clock.now_s) is in_time
         assert (model_backlog.late_s(lane("search"), asked, 1e9, clock.now_s) <= 0) is in_time
 
@@ -153,7 +153,9 @@ def test_before_any_search_has_run_it_is_priced_as_rows_that_decode() -> None:
         latency.observe(Series(MODEL, "decode", STEPS), rows, 10, token_s(rows))
     scheduler: Scheduler[str] = Scheduler(Limits(), lambda *_: 0, latency=latency)
     model_backlog = scheduler.backlog.model_backlog(MODEL)
-    one, four = (model_backlog.alone_s(lane("search"), Asked(SOURCE, TOKENS, 1, n)) for n in (1, 4))
+    one, four = (
+        model_backlog.alone_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
+    )
     line = latency.decode_line(Series(MODEL, "decode", STEPS), 4)
     assert line is not None and four > one
     steps_s = (TOKENS - 1) * (line[0] + 11 * line[1])
