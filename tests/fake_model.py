@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime import Leg, Outcome, Wave
+from serve.runtime import Outcome, Segment, Wave
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
@@ -196,18 +196,18 @@ class FakeMix:
             assert isinstance(batch, FakeBatch)
             batch.advance()
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         assert 0 < len(sides) <= self.sides
-        return [[self._go(leg) for leg in side] for side in sides]
+        return [[self._go(segment) for segment in side] for side in sides]
 
-    def _go(self, leg: Leg) -> Outcome:
-        assert isinstance(leg.batch, FakeBatch) and leg.steps
+    def _go(self, segment: Segment) -> Outcome:
+        assert isinstance(segment.batch, FakeBatch) and segment.steps
         try:
-            if leg.tokens is not None:
-                leg.batch.begin(leg.tokens)
-            for _ in range(leg.steps):
-                leg.batch.advance()
-            return leg.batch.end() if leg.batch.at_end else None
+            if segment.tokens is not None:
+                segment.batch.begin(segment.tokens)
+            for _ in range(segment.steps):
+                segment.batch.advance()
+            return segment.batch.end() if segment.batch.at_end else None
         except Exception as error:
             return error
 

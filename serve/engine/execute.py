@@ -53,11 +53,11 @@ from serve.runtime import (
     Batches,
     DecodeBatch,
     EarlyAnswers,
-    Leg,
     Mix,
     Model,
     Outcome,
     Reading,
+    Segment,
     Wave,
 )
 from serve.runtime import Translation as RunningTranslation
@@ -74,7 +74,7 @@ from serve.runtime.protocol import (
 # Runs calls on the models: pads rows, keeps the decode batches, and nothing more.
 
 
-class Stretch(NamedTuple):
+class LaneSegment(NamedTuple):
     """So many steps of the rows of a lane."""
 
     lane: LaneKey
@@ -196,14 +196,14 @@ class Runner:
         """One step of the rows of these lanes, in one call."""
         self._mix(lanes).advance([self._batches[lane] for lane in lanes])
 
-    def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, Outcome]:
+    def abreast(self, sides: Sequence[Sequence[LaneSegment]]) -> dict[LaneKey, Outcome]:
         """Each side stretch after stretch, all at once."""
-        mix = self._mix(stretch.lane for side in sides for stretch in side)
-        found = mix.abreast([[self._leg(stretch) for stretch in side] for side in sides])
+        mix = self._mix(segment.lane for side in sides for segment in side)
+        found = mix.abreast([[self._segment(segment) for segment in side] for side in sides])
         return {
-            stretch.lane: outcome
+            segment.lane: outcome
             for side, outcomes in zip(sides, found, strict=True)
-            for stretch, outcome in zip(side, outcomes, strict=True)
+            for segment, outcome in zip(side, outcomes, strict=True)
         }
 
     def end(self, lanes: Sequence[LaneKey]) -> dict[LaneKey, Outcome]:
@@ -294,12 +294,12 @@ class Runner:
             self._batches[lane] = self._batches_of(lane).open_batch()
         return self._batches[lane]
 
-    def _leg(self, stretch: Stretch) -> Leg:
+    def _segment(self, segment: LaneSegment) -> Segment:
         tokens = None
-        if stretch.tokens is not None:
-            self._waves.pop(stretch.lane, None)
-            tokens = np.array(stretch.tokens, np.int64)
-        return Leg(self._batches[stretch.lane], stretch.steps, tokens)
+        if segment.tokens is not None:
+            self._waves.pop(segment.lane, None)
+            tokens = np.array(segment.tokens, np.int64)
+        return Segment(self._batches[segment.lane], segment.steps, tokens)
 
     def _mix(self, lanes: Iterable[LaneKey]) -> Mix:
         """Of the model that these lanes are of."""
@@ -898,9 +898,9 @@ class Writing:
             lane = parts[0].lane
             return {lane: self._token(lane, parts[0].jobs, tokens[lane])}
         if abreast:
-            sides: defaultdict[int, list[Stretch]] = defaultdict(list)
+            sides: defaultdict[int, list[LaneSegment]] = defaultdict(list)
             for part in parts:
-                sides[part.side].append(Stretch(part.lane, part.calls, tokens.get(part.lane)))
+                sides[part.side].append(LaneSegment(part.lane, part.calls, tokens.get(part.lane)))
             return self._runner.abreast(list(sides.values()))
         self._runner.begin(tokens)
         self._runner.advance([part.lane for part in parts])
@@ -930,11 +930,11 @@ class Writing:
             wave.keep(0)
             wave.begin(work.last_token)
         while True:
-            crossed = wave.cross()
-            if crossed.drafts is not None:
-                self._draft(lane, work, wave, crossed.drafts, done=crossed.last is not None)
-            if crossed.last is not None:
-                return crossed.last[None]
+            output = wave.advance()
+            if output.drafts is not None:
+                self._draft(lane, work, wave, output.drafts, done=output.last is not None)
+            if output.last is not None:
+                return output.last[None]
 
     def _draft(
         self, lane: LaneKey, work: Generation, wave: Wave, logits: FloatArray, done: bool

@@ -88,14 +88,14 @@ class OrtCrossing:
     def run(self) -> FloatArray:
         """The logits, which the next run overwrites."""
         self.begin()
-        self.cross(0, self.steps)
+        self.advance(0, self.steps)
         return self.end()
 
     def begin(self) -> None:
         """Embed the tokens."""
         self._sessions.embed.run_with_iobinding(self._embed)
 
-    def cross(self, first: int, end: int) -> None:
+    def advance(self, first: int, end: int) -> None:
         """Take these steps, which come next."""
         for binding in self._steps[first:end]:
             self._step.run_with_iobinding(binding)
@@ -155,7 +155,7 @@ class OrtReading:
             self._crossing.begin()
         crossing = self._crossing
         end = min(crossing.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
-        crossing.cross(self._step, end)
+        crossing.advance(self._step, end)
         self._step = end
         if end < crossing.steps:
             return None
@@ -262,7 +262,7 @@ _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class Stand:
+class StepState:
     """Where the rows of a batch stand between two steps."""
 
     x: FloatArray  # (B, 1, D)
@@ -285,7 +285,7 @@ class OrtDecodeBatch:
         width: int,
         vocab_size: int,
     ) -> None:
-        self.stand: Stand | None = None  # None: between two tokens
+        self.step_state: StepState | None = None  # None: between two tokens
         self.number = next(_NUMBERS)
         self.sessions, self.names, self.width = sessions, names, width
         self._ends = ends
@@ -340,7 +340,7 @@ class OrtDecodeBatch:
 
     def join(self, reading: Reading) -> None:
         assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
-        assert self.stand is None, "a row joins between two tokens"
+        assert self.step_state is None, "a row joins between two tokens"
         row, length = len(self._past), len(reading.tokens)
         if row == 0:
             self._caches = reading.caches
@@ -390,24 +390,26 @@ class OrtDecodeBatch:
         return logits
 
     def begin(self, tokens: IntArray) -> None:
-        self.stand = self.embed(tokens, self.make_room(tokens))
+        self.step_state = self.embed(tokens, self.make_room(tokens))
 
     def end(self) -> FloatArray:
         return self.read_off(self.arrive())
 
     def arrive(self) -> FloatArray:
         """States (B, 1, D) behind the last step; every row grows by one position."""
-        assert self.stand is not None and self.stand.step == self.steps, "not at the last step"
-        x, self.stand = self.stand.x, None
+        assert self.step_state is not None and self.step_state.step == self.steps, (
+            "not at the last step"
+        )
+        x, self.step_state = self.step_state.x, None
         self._past += 1
         return x
 
-    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
+    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
         """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
         x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
         x = x.copy()
         v = np.zeros_like(x) if self.sessions.history else x
-        return Stand(x, v, seqlens.copy(), int(total))
+        return StepState(x, v, seqlens.copy(), int(total))
 
     def state(self, token: int, past: int) -> FloatArray:
         """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
@@ -422,7 +424,7 @@ class OrtDecodeBatch:
 
         Before the last of them is begun.
         """
-        assert self.rows == 1 and self.stand is None
+        assert self.rows == 1 and self.step_state is None
         self._lead, held = lead, positions - 1
         arranged = self._caches.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
@@ -448,7 +450,7 @@ class OrtDecodeBatch:
 
     def remove(self, row: int) -> None:
         self._check_row(row)
-        assert self.stand is None, "a row leaves between two tokens"
+        assert self.step_state is None, "a row leaves between two tokens"
         last = len(self._past) - 1
         if row != last:
             self._caches.move(last, row, int(self._past[last]))
@@ -471,7 +473,7 @@ class OrtDecodeBatch:
 
     def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
         """Room for one token (B,) more in every row; the positions (B,) that they have."""
-        assert self.stand is None, "the rows are under way"
+        assert self.step_state is None, "the rows are under way"
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
             raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")

@@ -10,16 +10,16 @@ import numpy.typing as npt
 from serve.bundle import BundleError, Manifest
 from serve.runtime.cache import can_be_neighbours, side_by_side
 from serve.runtime.classifier import Threads
-from serve.runtime.decoder import OrtDecodeBatch, Stand
+from serve.runtime.decoder import OrtDecodeBatch, StepState
 from serve.runtime.protocol import (
     MOST_AHEAD,
     CacheArray,
-    Crossed,
     DecodeBatch,
     FloatArray,
     IntArray,
-    Leg,
     Outcome,
+    Segment,
+    StepOutput,
     Wave,
 )
 from serve.runtime.session import (
@@ -76,7 +76,7 @@ class OrtWave:
         self._under_way += 1
         self._step = 0
 
-    def cross(self) -> Crossed:
+    def advance(self) -> StepOutput:
         batch, places = self._batch, self._places
         key = (batch.steps, self.lead, self._step, len(places))
         call = self._calls.get(key)
@@ -90,7 +90,7 @@ class OrtWave:
         drafts = self._step % self.lead == 0
         ends = self._step + (len(places) - 1) * self.lead == batch.steps
         if not drafts and not ends:
-            return Crossed(None, None)
+            return StepOutput(None, None)
         logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
         last, rest = (logits[0], logits[1:]) if ends else (None, logits)
         if ends:
@@ -104,7 +104,7 @@ class OrtWave:
             while places and places[-1] is None:
                 places.pop()
             self._x = self._x[: len(places)]
-        return Crossed(rest if drafts else None, last)
+        return StepOutput(rest if drafts else None, last)
 
     def keep(self, count: int) -> None:
         while self._under_way > count or (self._places and self._places[0] is None):
@@ -129,11 +129,11 @@ class _Call:
         self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)
         self._stands = [step + lead * older for older in range(count)]
         # Steps to the end with this one: as many times a jump goes along the velocity.
-        left = [steps - stand for stand in self._stands]
+        left = [steps - step_state for step_state in self._stands]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
         self._ends = left[-1] == 1  # the first position
         self._grid = sessions.grid_steps is not None
-        told = [sessions.times(stand, steps, 1) for stand in self._stands]
+        told = [sessions.times(step_state, steps, 1) for step_state in self._stands]
         self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
         self._session = sessions.step
         self._binding = self._session.io_binding()
@@ -224,7 +224,7 @@ class OrtMix:
         for batch, past in zip(going, pasts, strict=True):
             rows = slice(first, first + len(past))
             longest = int(past.max()) + 1
-            batch.stand = Stand(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
+            batch.step_state = StepState(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
             first += len(past)
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
@@ -250,29 +250,29 @@ class OrtMix:
         for batch in going:
             self._run(self._sessions.step_of(batch.rows), [batch])
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         session = self._alone.get() or self._sessions.step
 
-        def run(legs: Sequence[Leg]) -> list[Outcome]:
-            return [self._take(leg, session) for leg in legs]
+        def run(segments: Sequence[Segment]) -> list[Outcome]:
+            return [self._take(segment, session) for segment in segments]
 
         return self._threads.each(run, sides)
 
-    def _take(self, leg: Leg, session: InterruptibleSession) -> Outcome:
-        batch = leg.batch
+    def _take(self, segment: Segment, session: InterruptibleSession) -> Outcome:
+        batch = segment.batch
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         try:
-            if leg.tokens is not None:
-                batch.begin(leg.tokens)
-            for _ in range(leg.steps):
+            if segment.tokens is not None:
+                batch.begin(segment.tokens)
+            for _ in range(segment.steps):
                 self._run(session, [batch])
-            return batch.end() if _standing(batch) == batch.steps else None
+            return batch.end() if _step_of(batch) == batch.steps else None
         except Exception as error:  # onnxruntime has no base class of its own
             return error
 
     def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
         """One step, with the buffers of the last time that so many rows stood there."""
-        key = (session, tuple((one.number, one.rows, _standing(one)) for one in going))
+        key = (session, tuple((one.number, one.rows, _step_of(one)) for one in going))
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= self._most_calls:
@@ -329,11 +329,11 @@ class _MixCall:
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
-        stands = [batch.stand for batch in batches]
+        stands = [batch.step_state for batch in batches]
         assert stands[0] is not None
         shape = (rows, *stands[0].x.shape[1:])
         told = [
-            sessions.times(_standing(batch), batch.steps, size)
+            sessions.times(_step_of(batch), batch.steps, size)
             for batch, size in zip(batches, sizes, strict=True)
         ]
         self._kept: list[np.ndarray] = []
@@ -351,14 +351,14 @@ class _MixCall:
         begin = 0
         versions, longest = [], 0
         for batch, end in zip(batches, self._ends, strict=True):
-            stand = batch.stand
-            assert stand is not None
+            step_state = batch.step_state
+            assert step_state is not None
             versions.append(batch.version)
-            self._x[begin:end] = stand.x
+            self._x[begin:end] = step_state.x
             if self._history:
-                self._previous[begin:end] = stand.v
-            self._seqlens[begin:end] = stand.seqlens
-            longest = max(longest, stand.total)
+                self._previous[begin:end] = step_state.v
+            self._seqlens[begin:end] = step_state.seqlens
+            longest = max(longest, step_state.total)
             begin = end
         self._total[()] = longest
         if versions != self._versions:
@@ -367,18 +367,18 @@ class _MixCall:
         self._session.run_with_iobinding(self._binding)
         begin = 0
         for batch, end in zip(batches, self._ends, strict=True):
-            assert batch.stand is not None
+            assert batch.step_state is not None
             # Not copied: this call can come again only with rows that have left this place.
-            batch.stand.x = self._y[begin:end]
+            batch.step_state.x = self._y[begin:end]
             if self._history:
-                batch.stand.v = self._v[begin:end]
-            batch.stand.step += 1
+                batch.step_state.v = self._v[begin:end]
+            batch.step_state.step += 1
             begin = end
 
     def _attend(self, batches: Sequence[OrtDecodeBatch]) -> None:
-        caches = batches[0].caches(_standing(batches[0]))
+        caches = batches[0].caches(_step_of(batches[0]))
         if len(batches) > 1:
-            parts = [batch.parts(_standing(batch)) for batch in batches]
+            parts = [batch.parts(_step_of(batch)) for batch in batches]
             shape, kind = caches[0].shape[1:], caches[0].dtype
             caches = [
                 side_by_side(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
@@ -410,6 +410,6 @@ def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
     return going
 
 
-def _standing(batch: OrtDecodeBatch) -> int:
-    assert batch.stand is not None, "a batch that has not begun"
-    return batch.stand.step
+def _step_of(batch: OrtDecodeBatch) -> int:
+    assert batch.step_state is not None, "a batch that has not begun"
+    return batch.step_state.step

@@ -205,7 +205,7 @@ class Translator(Batches, Protocol):
 MOST_AHEAD = 8  # positions of one row under way at once
 
 
-class Crossed(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step of a wave brought to light."""
 
     drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
@@ -239,7 +239,7 @@ class Wave(Protocol):
         """One position more, behind those that are under way; only where these draft."""
         ...
 
-    def cross(self) -> Crossed:
+    def advance(self) -> StepOutput:
         """One step of every position; a first position that is done is under way no more."""
         ...
 
@@ -248,7 +248,7 @@ class Wave(Protocol):
         ...
 
 
-class Leg(NamedTuple):
+class Segment(NamedTuple):
     """How far a batch goes."""
 
     batch: DecodeBatch
@@ -290,7 +290,7 @@ class Mix(Protocol):
         """One step of each, which have all begun and not come to their last step."""
         ...
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         """Each side leg after leg, all sides at once."""
         ...
 

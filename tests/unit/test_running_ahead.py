@@ -32,18 +32,18 @@ def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
             wave.keep(0)
         if not wave.tokens:
             wave.begin(int(token))
-        crossed = wave.cross()
-        if crossed.drafts is not None and wave.tokens:
-            assert len(crossed.drafts) == len(wave.tokens)
+        output = wave.advance()
+        if output.drafts is not None and wave.tokens:
+            assert len(output.drafts) == len(wave.tokens)
             if chance.random() > right:
                 wave.keep(int(chance.integers(1, len(wave.tokens) + 1)))
-            behind = len(found) - 1 + len(wave.tokens) + (crossed.last is not None)
+            behind = len(found) - 1 + len(wave.tokens) + (output.last is not None)
             if wave.room and behind < len(expected):
                 (drafted,) = best(expected[behind : behind + 1])  # the token that comes next
                 wave.begin(int(drafted) if chance.random() < right else 1)
         most = max(most, len(wave.tokens))
-        if crossed.last is not None:
-            found.append(crossed.last)
+        if output.last is not None:
+            found.append(output.last)
     np.testing.assert_array_equal(found, expected)
     assert most == 8 // lead if right == 1.0 else most <= 8 // lead
 
@@ -59,7 +59,7 @@ def test_a_draft_of_the_dial_of_time_is_what_a_rung_of_fewer_steps_answers(
     wave = mix.wave(batch, 1)
     wave.begin(3)
     for steps in range(1, 8):
-        drafts = wave.cross().drafts
+        drafts = wave.advance().drafts
         assert drafts is not None
         if steps in model.bundle.manifest.steps:
             rung = model.decoder(steps).open_batch()
@@ -77,7 +77,7 @@ def test_the_jump_after_the_last_but_one_step_is_nearly_the_answer(model: Opened
     batch.add(tokens)
     wave = mix.wave(batch, 1)
     wave.begin(3)
-    drafts = [wave.cross().drafts for _ in range(7)]
+    drafts = [wave.advance().drafts for _ in range(7)]
     missed = [float(np.abs(drafted[0] - last).max()) for drafted in drafts if drafted is not None]
     assert len(missed) == 7
     assert missed[0] > missed[3] > missed[6] > 0
