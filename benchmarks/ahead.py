@@ -45,7 +45,7 @@ class Writer:
         model.warm_up()  # as a server does, which finds what suits the machine
         self.served = Served.open(bundle, model)
         self.metrics = Metrics()
-        self.engine = Engine(Catalog([self.served]), Limits(run_ahead=ahead), self.metrics)
+        self.engine = Engine(Catalog([self.served]), Limits(speculate=ahead), self.metrics)
         self.engine.start()
 
     def write(self, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> str:

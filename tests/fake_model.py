@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime import Outcome, Segment, Wave
+from serve.runtime import Outcome, Segment, Speculation
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
@@ -177,7 +177,7 @@ class FakeBatch:
 class FakeMix:
     def __init__(self, mood: Mood) -> None:
         self.most_batches = mood.most_batches
-        self.sides, self.runs_ahead = mood.sides, False
+        self.sides, self.can_speculate = mood.sides, False
         self._mood = mood
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
@@ -211,7 +211,7 @@ class FakeMix:
         except Exception as error:
             return error
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         raise NotImplementedError("no row of a fake runs ahead")
 
 

@@ -58,7 +58,7 @@ from serve.runtime import (
     Outcome,
     Reading,
     Segment,
-    Wave,
+    Speculation,
 )
 from serve.runtime import Translation as RunningTranslation
 from serve.runtime.protocol import (
@@ -90,7 +90,7 @@ class Runner:
         self._batches: dict[LaneKey, DecodeBatch] = {}
         self._readings: dict[int, Reading] = {}  # by the number of the job
         self._searches: dict[int, RunningTranslation] = {}  # as well
-        self._waves: dict[LaneKey, Wave] = {}
+        self._speculations: dict[LaneKey, Speculation] = {}
 
     def add_model(self, key: str, model: Model) -> None:
         """Calls on this model may follow."""
@@ -163,30 +163,30 @@ class Runner:
 
     def join(self, lane: LaneKey, number: int) -> None:
         """A job whose prompt has been read becomes the last row."""
-        self._waves.pop(lane, None)
+        self._speculations.pop(lane, None)
         self._batch(lane).join(self._readings[number])
         del self._readings[number]
 
-    def runs_ahead(self, lane: LaneKey) -> bool:
+    def can_speculate(self, lane: LaneKey) -> bool:
         """Whether a row of this lane, alone, may run ahead of itself."""
         mix = self._models[lane.model].mix()
-        return mix is not None and mix.runs_ahead
+        return mix is not None and mix.can_speculate
 
-    def wave(self, lane: LaneKey, lead: int) -> Wave:
+    def speculation(self, lane: LaneKey, lead: int) -> Speculation:
         """The lane's only row, running ahead; what is under way goes on if the lead is the same."""
-        wave = self._waves.get(lane)
-        if wave is None or wave.lead != lead:
+        speculation = self._speculations.get(lane)
+        if speculation is None or speculation.lead != lead:
             mix = self._models[lane.model].mix()
             assert mix is not None, "a lane whose rows do not run ahead"
-            wave = self._waves[lane] = mix.wave(self._batches[lane], lead)
-        return wave
+            speculation = self._speculations[lane] = mix.speculation(self._batches[lane], lead)
+        return speculation
 
     def begin(self, tokens: Mapping[LaneKey, Sequence[int]]) -> None:
         """Give each row of these lanes, if there are any, its token before the first step."""
         if not tokens:
             return
         for lane in tokens:
-            self._waves.pop(lane, None)
+            self._speculations.pop(lane, None)
         self._mix(tokens).begin(
             [self._batches[lane] for lane in tokens],
             [np.array(some, np.int64) for some in tokens.values()],
@@ -213,7 +213,7 @@ class Runner:
 
     def decode(self, lane: LaneKey, tokens: Sequence[int]) -> FloatArray:
         """Give each row its token; logits (B, V) for the tokens after them."""
-        self._waves.pop(lane, None)
+        self._speculations.pop(lane, None)
         return self._batches[lane].step(np.array(tokens, np.int64))
 
     def search(
@@ -240,7 +240,7 @@ class Runner:
         if lane not in self._batches:
             return
         if rows:
-            self._waves.pop(lane, None)
+            self._speculations.pop(lane, None)
         batch = self._batches[lane]
         for row in rows:
             batch.remove(row)
@@ -249,7 +249,7 @@ class Runner:
 
     def abandon(self, lane: LaneKey) -> None:
         """Drop a lane's batch, whatever state it is in."""
-        self._waves.pop(lane, None)
+        self._speculations.pop(lane, None)
         self._batches.pop(lane, None)
 
     def check(self, lane: LaneKey) -> None:
@@ -297,7 +297,7 @@ class Runner:
     def _segment(self, segment: LaneSegment) -> Segment:
         tokens = None
         if segment.tokens is not None:
-            self._waves.pop(segment.lane, None)
+            self._speculations.pop(segment.lane, None)
             tokens = np.array(segment.tokens, np.int64)
         return Segment(self._batches[segment.lane], segment.steps, tokens)
 
@@ -447,7 +447,7 @@ class Trials(Generic[WayT]):
 _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
-_WORTH_RUNNING_AHEAD = 0.08
+_WORTH_SPECULATING = 0.08
 _TRIAL_WORTH, _CHOSEN_WORTH = 1300, 40_000
 _LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to the power of this
 
@@ -467,7 +467,7 @@ class Ways:
                 _TRIAL_TOKENS,
                 _CHOSEN_TOKENS,
                 _TOKENS_PATIENCE,
-                _WORTH_RUNNING_AHEAD,
+                _WORTH_SPECULATING,
                 _TOKENS_ROUNDS,
             )
         return self._leads[lane]
@@ -865,7 +865,7 @@ class Writing:
             lane, jobs, spent_s = parts[0].lane, parts[0].jobs, self._clock() - begun_s
             series = Series(lane.model, "decode", lane.steps)
             self._latency.observe(series, len(jobs), longest, spent_s)
-            if self._may_run_ahead(lane, jobs):
+            if self._may_speculate(lane, jobs):
                 self._ways.leads(lane).observe(1, spent_s)
         return deliveries
 
@@ -908,44 +908,49 @@ class Writing:
 
     def _token(self, lane: LaneKey, jobs: Sequence[Job[Work]], tokens: Sequence[int]) -> FloatArray:
         """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
-        if not self._may_run_ahead(lane, jobs):
+        if not self._may_speculate(lane, jobs):
             return self._runner.decode(lane, tokens)
         lead = self._ways.leads(lane).way
         if lead:
-            return self._run_ahead(lane, work_as(Generation, jobs[0]), lead)
+            return self._speculate(lane, work_as(Generation, jobs[0]), lead)
         return self._runner.decode(lane, tokens)
 
-    def _may_run_ahead(self, lane: LaneKey, jobs: Sequence[Job[Work]]) -> bool:
-        allowed = self._scheduler.limits.run_ahead and lane.steps > 1 and len(jobs) == 1
-        return allowed and self._runner.runs_ahead(lane)
+    def _may_speculate(self, lane: LaneKey, jobs: Sequence[Job[Work]]) -> bool:
+        allowed = self._scheduler.limits.speculate and lane.steps > 1 and len(jobs) == 1
+        return allowed and self._runner.can_speculate(lane)
 
-    def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
+    def _speculate(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
         """Logits (1, V) behind the row's last token, which may be under way already."""
-        wave = self._runner.wave(lane, lead)
-        begun = wave.tokens[:1]
+        speculation = self._runner.speculation(lane, lead)
+        begun = speculation.tokens[:1]
         drafted_right = begun == [work.last_token]
         if begun:
             self._metrics.accepted.labels(lane.name).inc(drafted_right)
         if not drafted_right:
-            wave.keep(0)
-            wave.begin(work.last_token)
+            speculation.keep(0)
+            speculation.begin(work.last_token)
         while True:
-            output = wave.advance()
+            output = speculation.advance()
             if output.drafts is not None:
-                self._draft(lane, work, wave, output.drafts, done=output.last is not None)
+                self._draft(lane, work, speculation, output.drafts, done=output.last is not None)
             if output.last is not None:
                 return output.last[None]
 
     def _draft(
-        self, lane: LaneKey, work: Generation, wave: Wave, logits: FloatArray, done: bool
+        self,
+        lane: LaneKey,
+        work: Generation,
+        speculation: Speculation,
+        logits: FloatArray,
+        done: bool,
     ) -> None:
         """Go on from the first position whose draft, from logits (P, V), is new or another now."""
-        begun = wave.tokens
+        begun = speculation.tokens
         for behind, token in enumerate(work.drafts(logits, ahead=done), start=1):
             if begun[behind : behind + 1] != [token]:
-                wave.keep(behind)
-                if wave.room > 0:
-                    wave.begin(token)
+                speculation.keep(behind)
+                if speculation.room > 0:
+                    speculation.begin(token)
                     self._metrics.drafted.labels(lane.name).inc()
                 return
 

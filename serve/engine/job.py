@@ -187,7 +187,7 @@ class Limits:
     batch_tokens: int = 8192  # rows times the longest, in one classification call
     decode_rows: int = 16
     cache_bytes: int = 128 * 2**20
-    run_ahead: bool = True  # whether a row that decodes alone may
+    speculate: bool = True  # whether a row that decodes alone may
     max_wait_s: float = 0.0  # how long a classification may wait for company
     queue_wait_s: float = math.inf  # predicted, of a request that would be queued
     degrade_wait_s: float | None = None  # predicted, at which steps fall; None: they never do

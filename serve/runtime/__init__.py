@@ -18,11 +18,11 @@ from serve.runtime.protocol import (
     Place,
     Reading,
     Segment,
+    Speculation,
     StepClassifier,
     SteppedBatch,
     Translation,
     Translator,
-    Wave,
     WindowFullError,
 )
 
@@ -46,11 +46,11 @@ __all__ = [
     "Place",
     "Reading",
     "Segment",
+    "Speculation",
     "StepClassifier",
     "SteppedBatch",
     "Translation",
     "Translator",
-    "Wave",
     "WindowFullError",
     "open_model",
 ]

@@ -19,8 +19,8 @@ from serve.runtime.protocol import (
     IntArray,
     Outcome,
     Segment,
+    Speculation,
     StepOutput,
-    Wave,
 )
 from serve.runtime.session import (
     InterruptibleSession,
@@ -38,14 +38,14 @@ from serve.runtime.session import (
 
 
 @final
-class OrtWave:
+class OrtSpeculation:
     """Places of positions of one row, newest first, as the caches of their steps lie.
 
     A place without a token is between two that have one. What is computed there is read by nobody,
     and written where the position behind it will write.
     """
 
-    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "WaveCalls") -> None:
+    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "SpeculationCalls") -> None:
         assert 0 < lead < batch.steps
         self.lead = lead
         self._batch = batch
@@ -81,7 +81,7 @@ class OrtWave:
         key = (batch.steps, self.lead, self._step, len(places))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
+            call = self._calls[key] = _SpeculationCall(batch.sessions, *key, batch.width)
         if call.version != batch.version:
             call.bind(batch)
         call.run(self._x, batch.lengths[0], places)
@@ -114,7 +114,7 @@ class OrtWave:
 
 
 @final
-class _Call:
+class _SpeculationCall:
     """So many places, the newest of which stands at this step; for one batch after another."""
 
     def __init__(
@@ -182,7 +182,9 @@ class _Call:
         return states
 
 
-WaveCalls = dict[tuple[int, int, int, int], _Call]  # of steps, lead, first step and places
+SpeculationCalls = dict[
+    tuple[int, int, int, int], _SpeculationCall
+]  # of steps, lead, first step and places
 
 
 _MOST_CALLS, _MOST_PARTS = 64, 8_192  # kept; of caches, of which a process may map 65,530
@@ -206,7 +208,7 @@ class OrtMix:
         self.most_batches = len(manifest.rungs) if can_be_neighbours() else 1
         self.sides = threads.most
         # Only there a step goes straight along the velocity, which a jump prolongs.
-        self.runs_ahead = manifest.method == "euler"
+        self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
         self._alone = _Late(open_alone)
         self._threads = threads
@@ -214,7 +216,7 @@ class OrtMix:
         self._calls: dict[Key, _MixCall] = {}
         self._most_calls = _most_calls(len(self._names) * self.most_batches)
         self._apart = False  # whether no more memory could be mapped
-        self._wave_calls: WaveCalls = {}
+        self._speculation_calls: SpeculationCalls = {}
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
         going = _own(batches)
@@ -280,9 +282,9 @@ class OrtMix:
             call = self._calls[key] = _MixCall(session, self._sessions, self._names, going)
         call.run(going)
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        return OrtWave(batch, lead, self._wave_calls)
+        return OrtSpeculation(batch, lead, self._speculation_calls)
 
 
 @final

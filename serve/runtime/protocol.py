@@ -212,7 +212,7 @@ class StepOutput(NamedTuple):
     last: FloatArray | None  # (V,): of the token behind the first position, which is done
 
 
-class Wave(Protocol):
+class Speculation(Protocol):
     """The only row of a batch, running ahead of itself.
 
     Positions that follow each other stand at different steps. Each was begun with a token that the
@@ -274,7 +274,7 @@ class Mix(Protocol):
         ...
 
     @property
-    def runs_ahead(self) -> bool:
+    def can_speculate(self) -> bool:
         """Whether there are waves."""
         ...
 
@@ -294,7 +294,7 @@ class Mix(Protocol):
         """Each side leg after leg, all sides at once."""
         ...
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
         ...
 
