@@ -369,7 +369,7 @@ class Written:
 # likely to come to the front. Pure: it is told work and times, and asked what to do next.
 
 
-WayT = TypeVar("WayT")
+OptionT = TypeVar("OptionT")
 
 _FEW = 3  # rounds
 _SETTLING = 0.25  # of a trial: the change to another way has costs of its own
@@ -377,18 +377,18 @@ _LOSS = 0.002  # of all time, that rounds may cost where there is patience for i
 
 
 @dataclass(slots=True)
-class Trials(Generic[WayT]):
-    """Ways in the order in which they are tried; work is counted in whatever unit."""
+class Tuner(Generic[OptionT]):
+    """Tuners in the order in which they are tried; work is counted in whatever unit."""
 
-    ways: tuple[WayT, ...]
+    options: tuple[OptionT, ...]
     trial_work: float
     chosen_work: float  # of the quickest way, between two rounds when a few are known
     patience: float = 1.0  # how many times that, at most, when the others are far behind
     favour: float = 0.0  # by how much, of its time, another must be quicker than the first way
     rounds: int = 5  # that the choice is made from
     _best: int = 0
-    _rounds: deque[Mapping[WayT, float]] = field(init=False)
-    _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
+    _rounds: deque[Mapping[OptionT, float]] = field(init=False)
+    _round: dict[OptionT, float] = field(default_factory=dict)  # seconds for a unit of work
     _work: float = 0.0
     _counted: float = 0.0
     _spent_s: float = 0.0
@@ -398,14 +398,14 @@ class Trials(Generic[WayT]):
         self._rounds = deque(maxlen=self.rounds)
 
     @property
-    def way(self) -> WayT:
+    def option(self) -> OptionT:
         """What to use now."""
-        return self.best if self._all_tried else self.ways[len(self._round)]
+        return self.best if self._all_tried else self.options[len(self._round)]
 
     @property
-    def best(self) -> WayT:
+    def best(self) -> OptionT:
         """The quickest way that is known."""
-        return self.ways[self._best]
+        return self.options[self._best]
 
     def observe(self, work: float, seconds: float) -> None:
         """So much has been done in the way that is used now, in such a time."""
@@ -418,19 +418,21 @@ class Trials(Generic[WayT]):
             self._counted += work
             self._spent_s += seconds
             if self._work >= self.trial_work:
-                self._keep()
+                self._end_trial()
 
     @property
     def _all_tried(self) -> bool:
-        return len(self._round) == len(self.ways)
+        return len(self._round) == len(self.options)
 
-    def _keep(self) -> None:
-        self._round[self.way] = self._spent_s / self._counted
+    def _end_trial(self) -> None:
+        self._round[self.option] = self._spent_s / self._counted
         self._work = self._counted = self._spent_s = 0.0
         if self._all_tried:
-            mean_s = sum(self._round.values()) / len(self.ways)
-            self._rounds.append({way: seconds / mean_s for way, seconds in self._round.items()})
-            shares = [median(one[way] for one in self._rounds) for way in self.ways]
+            mean_s = sum(self._round.values()) / len(self.options)
+            self._rounds.append(
+                {option: seconds / mean_s for option, seconds in self._round.items()}
+            )
+            shares = [median(one[option] for one in self._rounds) for option in self.options]
             least = min(shares)
             self._best = shares.index(least) if least < (1 - self.favour) * shares[0] else 0
             self._until_next = self.chosen_work * len(self._rounds) / _FEW
@@ -440,7 +442,7 @@ class Trials(Generic[WayT]):
                 self._until_next = max(self._until_next, min(lost / _LOSS, most))
 
 
-# Ways to write, tried while it is done: how far rows run ahead, and how rungs share the cores.
+# Tuners to write, tried while it is done: how far rows run ahead, and how rungs share the cores.
 
 
 # Under way at once, at most: with fewer, a position takes more steps before it drafts.
@@ -448,21 +450,21 @@ _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Of the time of plain decoding: where running ahead gains less it may as well lose.
 _WORTH_SPECULATING = 0.08
-_TRIAL_WORTH, _CHOSEN_WORTH = 1300, 40_000
+_TRIAL_WORK, _CHOSEN_WORK = 1300, 40_000
 _LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to the power of this
 
 
-class Ways:
+class Tuners:
     """What has been found so far."""
 
     def __init__(self) -> None:
-        self._leads: dict[LaneKey, Trials[int]] = {}
-        self._sharing: dict[str, Trials[Sharing]] = {}  # by model
+        self._leads: dict[LaneKey, Tuner[int]] = {}
+        self._sharing: dict[str, Tuner[Sharing]] = {}  # by model
 
-    def leads(self, lane: LaneKey) -> Trials[int]:
+    def leads(self, lane: LaneKey) -> Tuner[int]:
         """How far a row of this lane runs ahead while it is alone."""
         if lane not in self._leads:
-            self._leads[lane] = Trials(
+            self._leads[lane] = Tuner(
                 leads_of(lane.steps),
                 _TRIAL_TOKENS,
                 _CHOSEN_TOKENS,
@@ -472,14 +474,14 @@ class Ways:
             )
         return self._leads[lane]
 
-    def sharing(self, lane: LaneKey, runner: Runner) -> Trials[Sharing]:
+    def sharing(self, lane: LaneKey, runner: Runner) -> Tuner[Sharing]:
         """How the rungs of this lane's model decode."""
         if lane.model not in self._sharing:
             most_lanes, sides = runner.most_lanes(lane), runner.sides(lane)
-            ways: tuple[Sharing, ...] = ("turns",)
+            options: tuple[Sharing, ...] = ("turns",)
             if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
-                ways = ("together", "abreast" if sides > 1 else "turns")
-            self._sharing[lane.model] = Trials(ways, _TRIAL_WORTH, _CHOSEN_WORTH)
+                options = ("together", "abreast" if sides > 1 else "turns")
+            self._sharing[lane.model] = Tuner(options, _TRIAL_WORK, _CHOSEN_WORK)
         return self._sharing[lane.model]
 
     def drop_model(self, model: str) -> None:
@@ -493,7 +495,7 @@ def leads_of(steps: int) -> tuple[int, ...]:
     return (0, *sorted({-(-steps // most) for most in _POSITIONS})) if steps > 1 else (0,)
 
 
-def worth(lane: LaneKey, evaluations: int) -> float:
+def weighted_work(lane: LaneKey, evaluations: int) -> float:
     """What so many evaluations count for where ways to share the cores are compared.
 
     More where a token takes more of them: else the way that fills the cores with tokens of few
@@ -786,14 +788,14 @@ class Writing:
         self._clock = clock
         self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
         self._reading_s: dict[LaneKey, tuple[int, float]] = {}  # of the job of this number
-        self._ways = Ways()
+        self._tuners = Tuners()
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._begun_s = {key: one for key, one in self._begun_s.items() if key.model != model}
         for key in [key for key in self._reading_s if key.model == model]:
             del self._reading_s[key]
-        self._ways.drop_model(model)
+        self._tuners.drop_model(model)
 
     def prefill(self, call: PrefillCall[Work]) -> Deliveries:
         """Read a piece of a prompt; its last piece gives the first token."""
@@ -866,7 +868,7 @@ class Writing:
             series = Series(lane.model, "decode", lane.steps)
             self._latency.observe(series, len(jobs), longest, spent_s)
             if self._may_speculate(lane, jobs):
-                self._ways.leads(lane).observe(1, spent_s)
+                self._tuners.leads(lane).observe(1, spent_s)
         return deliveries
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
@@ -910,7 +912,7 @@ class Writing:
         """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
         if not self._may_speculate(lane, jobs):
             return self._runner.decode(lane, tokens)
-        lead = self._ways.leads(lane).way
+        lead = self._tuners.leads(lane).option
         if lead:
             return self._speculate(lane, work_as(Generation, jobs[0]), lead)
         return self._runner.decode(lane, tokens)
@@ -1020,20 +1022,20 @@ class Writing:
 
     def _compare(self, lane: LaneKey, done: float, seconds: float) -> None:
         """How the rungs of a model share the cores follows from what has been quickest here."""
-        trials = self._ways.sharing(lane, self._runner)
-        trials.observe(done, seconds)
+        tuner = self._tuners.sharing(lane, self._runner)
+        tuner.observe(done, seconds)
         with self._lock:
-            self._scheduler.share(lane.model, trials.way)
+            self._scheduler.share(lane.model, tuner.option)
 
     def _count(self, parts: Sequence[Part], single: bool) -> float:
-        """Count the work in the metrics; what it is worth, see Ways."""
+        """Count the work in the metrics; what it is worth, see Tuners."""
         total = 0.0
         rows = sum(len(part.jobs) for part in parts)
         self._metrics.batch_rows.labels(parts[0].lane.name, "decode").observe(rows)
         for part in parts:
             steps = part.lane.steps if single else part.calls
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
-            total += worth(part.lane, len(part.jobs) * steps)
+            total += weighted_work(part.lane, len(part.jobs) * steps)
         return total
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.execute import Trials, Ways
+from serve.engine.execute import Tuner, Tuners
 from serve.engine.job import Limits
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
@@ -72,7 +72,7 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
 
 
 def test_rungs_that_go_abreast_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ways, "sharing", lambda *_: Trials(("abreast",), 1, 1))
+    monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("abreast",), 1, 1))
     with running() as bench:
         bench.mood.most_batches = bench.mood.sides = 2
         abreast = 0
