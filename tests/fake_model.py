@@ -196,7 +196,7 @@ class FakeMix:
             assert isinstance(batch, FakeBatch)
             batch.advance()
 
-    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         assert 0 < len(sides) <= self.sides
         return [[self._go(segment) for segment in side] for side in sides]
 

@@ -196,10 +196,10 @@ class Runner:
         """One step of the rows of these lanes, in one call."""
         self._mix(lanes).advance([self._batches[lane] for lane in lanes])
 
-    def abreast(self, sides: Sequence[Sequence[LaneSegment]]) -> dict[LaneKey, Outcome]:
+    def parallel(self, sides: Sequence[Sequence[LaneSegment]]) -> dict[LaneKey, Outcome]:
         """Each side stretch after stretch, all at once."""
         mix = self._mix(segment.lane for side in sides for segment in side)
-        found = mix.abreast([[self._segment(segment) for segment in side] for side in sides])
+        found = mix.parallel([[self._segment(segment) for segment in side] for side in sides])
         return {
             segment.lane: outcome
             for side, outcomes in zip(sides, found, strict=True)
@@ -478,9 +478,9 @@ class Tuners:
         """How the rungs of this lane's model decode."""
         if lane.model not in self._sharing:
             most_lanes, sides = runner.most_lanes(lane), runner.sides(lane)
-            options: tuple[Sharing, ...] = ("turns",)
+            options: tuple[Sharing, ...] = ("alternating",)
             if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
-                options = ("together", "abreast" if sides > 1 else "turns")
+                options = ("shared", "parallel" if sides > 1 else "alternating")
             self._sharing[lane.model] = Tuner(options, _TRIAL_WORK, _CHOSEN_WORK)
         return self._sharing[lane.model]
 
@@ -840,7 +840,7 @@ class Writing:
             return deliveries
         single = len(parts) == 1 and parts[0].whole
         try:
-            found = self._run(parts, single, call.abreast)
+            found = self._run(parts, single, call.parallel)
         except Exception as error:
             found = dict.fromkeys((part.lane for part in parts), error)
         now_s = self._clock()
@@ -889,7 +889,7 @@ class Writing:
         self._hold(lane)
         return True
 
-    def _run(self, parts: Sequence[Part], single: bool, abreast: bool) -> dict[LaneKey, Outcome]:
+    def _run(self, parts: Sequence[Part], single: bool, parallel: bool) -> dict[LaneKey, Outcome]:
         """Logits (B, V) of the lanes whose token ends, and what was thrown for some lanes only."""
         tokens = {
             part.lane: [work_as(Generation, job).last_token for job in part.jobs]
@@ -899,11 +899,11 @@ class Writing:
         if single:
             lane = parts[0].lane
             return {lane: self._token(lane, parts[0].jobs, tokens[lane])}
-        if abreast:
+        if parallel:
             sides: defaultdict[int, list[LaneSegment]] = defaultdict(list)
             for part in parts:
                 sides[part.side].append(LaneSegment(part.lane, part.calls, tokens.get(part.lane)))
-            return self._runner.abreast(list(sides.values()))
+            return self._runner.parallel(list(sides.values()))
         self._runner.begin(tokens)
         self._runner.advance([part.lane for part in parts])
         return self._runner.end([part.lane for part in parts if part.ends])

@@ -232,7 +232,7 @@ def _pressing(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
 
 _MEETINGS = 2  # of those that go abreast while the longest rung makes a token
 _BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
-_ABREAST_SHARE = 2 / 3  # calls of M steps are made in proportion to M to the power of this
+_PARALLEL_SHARE = 2 / 3  # calls of M steps are made in proportion to M to the power of this
 
 
 class Decoding(Generic[WorkT]):
@@ -241,7 +241,7 @@ class Decoding(Generic[WorkT]):
     def __init__(self, most_lanes: int, sides: int) -> None:
         self.most_lanes = most_lanes  # that may share a call
         self.sides = sides  # that may go abreast
-        self.sharing: Sharing = "together" if most_lanes > 1 else "turns"
+        self.sharing: Sharing = "shared" if most_lanes > 1 else "alternating"
         self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
         self._readers: deque[GenerateLane[WorkT]] = deque()
         self._calls = 0.0
@@ -279,10 +279,10 @@ class Decoding(Generic[WorkT]):
             return DecodeCall(tuple(lane.lose() for lane in dead))
         if len(lanes) == 1 and lanes[0].calls == 0:
             return DecodeCall((lanes[0].token(),))
-        if self.sharing == "turns":
+        if self.sharing == "alternating":
             return DecodeCall((self._turn(lanes),), len(lanes) > 1)
-        if self.sharing == "abreast" and len(lanes) > 1:
-            return DecodeCall(self._abreast(lanes), contended=True, abreast=True)
+        if self.sharing == "parallel" and len(lanes) > 1:
+            return DecodeCall(self._parallel(lanes), contended=True, parallel=True)
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, most_rows)
         latest = _latest(lanes[0], longest)
@@ -299,7 +299,7 @@ class Decoding(Generic[WorkT]):
         first.due += 1
         return first.token()
 
-    def _abreast(self, lanes: list[GenerateLane[WorkT]]) -> tuple[DecodePart[WorkT], ...]:
+    def _parallel(self, lanes: list[GenerateLane[WorkT]]) -> tuple[DecodePart[WorkT], ...]:
         """As many calls of each as fill all sides alike, longest due first."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
@@ -316,7 +316,7 @@ class Decoding(Generic[WorkT]):
             calls = min(calls, rooms[side] // cost)
             if calls:
                 rooms[side] -= calls * cost
-                due = lane.due + calls / (lane.calls_a_token / longest) ** _ABREAST_SHARE
+                due = lane.due + calls / (lane.calls_a_token / longest) ** _PARALLEL_SHARE
                 lane.due = min(due, latest)
                 parts.append(lane.part(calls, side))
         return tuple(parts)

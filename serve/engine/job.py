@@ -19,7 +19,7 @@ Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
 # How rungs of one model decode at the same time: all in one call, each on a thread of its own, or a
 # token of one after a token of another.
-Sharing = Literal["together", "abreast", "turns"]
+Sharing = Literal["shared", "parallel", "alternating"]
 
 
 class LaneKey(NamedTuple):
@@ -151,7 +151,7 @@ class DecodeCall(NamedTuple, Generic[WorkT]):
 
     parts: tuple[DecodePart[WorkT], ...]
     contended: bool = False  # whether more lanes than one have rows to decode
-    abreast: bool = False  # each side on a thread of its own, instead of all in one call
+    parallel: bool = False  # each side on a thread of its own, instead of all in one call
 
     @property
     def model(self) -> str:

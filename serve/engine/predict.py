@@ -47,7 +47,7 @@ class DecodeBacklog(Generic[WorkT]):
         prices: WritingPrices,
         max_rows: int,
         beside_s: float,
-        together: bool = False,
+        shared: bool = False,
     ) -> None:
         """`together` if the lanes share calls, those that fit."""
         self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
@@ -77,7 +77,7 @@ class DecodeBacklog(Generic[WorkT]):
                 length = prompt + (first.positions - prompt) * rows // (rows + 1)
                 self.busy[lane.key] = BusyLane(lane, occupants, rows, token, unread_s, length)
         # Lanes that do not fit into one call take turns, as others do.
-        self._in_one_call = together and sum([one.rows for one in self.busy.values()]) <= max_rows
+        self._in_one_call = shared and sum([one.rows for one in self.busy.values()]) <= max_rows
 
     @property
     def calls(self) -> int:
@@ -230,8 +230,8 @@ class SearchBacklog(Generic[WorkT]):
         if lane is None:
             return Share(calls, seconds)
         # Who runs beside them has as many calls as they; who waits ahead of them has all.
-        together = len(lane.searches) + jobs <= self._max_rows
-        ahead = _within(lane.searches, tokens) if together else lane.all
+        shared = len(lane.searches) + jobs <= self._max_rows
+        ahead = _within(lane.searches, tokens) if shared else lane.all
         return Share(ahead.calls + calls, ahead.seconds + seconds)
 
     def until_place(self, key: LaneKey) -> Share:
@@ -318,14 +318,14 @@ class ModelBacklog(Generic[WorkT]):
         max_rows: int,
         prices: WritingPrices,
         beside_s: float,
-        together: bool = False,
+        shared: bool = False,
     ) -> None:
         self.model = model
         self._caution, self._answer_s = latency.caution(model), latency.answer_s
         self._max_rows = max_rows
         self._prices = prices
         self._decode_backlog: DecodeBacklog[WorkT] = DecodeBacklog(
-            lanes, prices, max_rows, beside_s, together
+            lanes, prices, max_rows, beside_s, shared
         )
         self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, prices, max_rows)
         self._beside_s = beside_s  # other models, between two calls
@@ -636,7 +636,7 @@ class Backlog(Generic[WorkT]):
             self._limits.decode_rows,
             self._prices,
             sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
-            decoding is not None and decoding.sharing == "together",
+            decoding is not None and decoding.sharing == "shared",
         )
 
     def _usual_token_s(self, lane: LaneKey) -> float | None:

@@ -252,7 +252,7 @@ class OrtMix:
         for batch in going:
             self._run(self._sessions.step_of(batch.rows), [batch])
 
-    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         session = self._alone.get() or self._sessions.step
 
         def run(segments: Sequence[Segment]) -> list[Outcome]:

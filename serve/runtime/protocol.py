@@ -290,7 +290,7 @@ class Mix(Protocol):
         """One step of each, which have all begun and not come to their last step."""
         ...
 
-    def abreast(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         """Each side leg after leg, all sides at once."""
         ...
 

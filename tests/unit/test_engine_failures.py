@@ -72,16 +72,16 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
 
 
 def test_rungs_that_go_abreast_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("abreast",), 1, 1))
+    monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("parallel",), 1, 1))
     with running() as bench:
         bench.mood.most_batches = bench.mood.sides = 2
-        abreast = 0
+        parallel = 0
 
         def fail(kind: str, tokens: Any) -> None:
-            nonlocal abreast
-            if len(tokens) == 2 and abreast > 8:
+            nonlocal parallel
+            if len(tokens) == 2 and parallel > 8:
                 raise RuntimeError("out of luck")
-            abreast += kind == "decode"
+            parallel += kind == "decode"
 
         bench.mood.fail = fail
         bench.mood.gate.clear()

@@ -170,24 +170,24 @@ def test_rungs_that_could_mix_take_turns_where_that_is_quicker() -> None:
     started(s, *(generate(str(key.steps), lane=key) for key in (ONE, TWO, FOUR)))
     for _ in range(5):
         assert decoded(s).contended
-    s.share("g", "turns")
+    s.share("g", "alternating")
     calls = [decoded(s) for _ in range(30)]
     under_way = [call for call in calls if not call.parts[0].whole]
     assert all(len(call.parts) == 1 for call in calls) and len(under_way) <= 5
     assert calls[: len(under_way)] == under_way, "tokens that are under way come first"
     tokens = Counter(call.parts[0].lane for call in calls if call.parts[0].whole)
     assert max(tokens.values()) - min(tokens.values()) <= 2
-    s.share("g", "together")
+    s.share("g", "shared")
     assert any(len(decoded(s).parts) > 1 for _ in range(4))
 
 
 def test_what_a_rung_was_ahead_is_over_when_the_cores_are_shared_otherwise() -> None:
     s = scheduler(most_lanes=8, sides=2)
     started(s, *(generate(str(key.steps), lane=key) for key in (ONE, EIGHT)))
-    s.share("g", "abreast")
+    s.share("g", "parallel")
     for _ in range(40):
         decoded(s)
-    s.share("g", "turns")
+    s.share("g", "alternating")
     under_way_too = [decoded(s) for _ in range(20)]
     lanes = Counter(call.parts[0].lane for call in under_way_too if call.parts[0].whole)
     assert abs(lanes[ONE] - lanes[EIGHT]) <= 1

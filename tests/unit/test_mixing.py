@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def went(mix: Mix, sides: list[list[Segment]]) -> list[list[FloatArray | None]]:
     """The logits of legs abreast, none of which throws."""
     found: list[list[FloatArray | None]] = []
-    for side in mix.abreast(sides):
+    for side in mix.parallel(sides):
         found.append([])
         for outcome in side:
             assert not isinstance(outcome, Exception)
@@ -141,7 +141,7 @@ def test_a_leg_that_throws_leaves_the_others(model: OpenedModel) -> None:
     ]
     segments = [good[0], Segment(batches[1], 1, too_many), good[2]]
     sides = [segments] if mix.sides == 1 else [segments[:2], segments[2:]]
-    found = [one for side in mix.abreast(sides) for one in side]
+    found = [one for side in mix.parallel(sides) for one in side]
     assert isinstance(found[1], ValueError)
     for one, steps in ((found[0], 2), (found[2], 3)):
         assert isinstance(one, np.ndarray)
@@ -251,7 +251,7 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
             batch.add(prompt(model, 3, seed))
             kept += [weakref.ref(block) for block in batch._caches._blocks]
         segments = [Segment(batch, batch.steps, np.array([3])) for batch in batches]
-        mix.abreast([segments] if mix.sides == 1 else [[segment] for segment in segments])
+        mix.parallel([segments] if mix.sides == 1 else [[segment] for segment in segments])
         for batch in batches:
             batch.begin(np.array([3]))
         mix.advance(batches)

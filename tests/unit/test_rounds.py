@@ -38,7 +38,7 @@ def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
     return calls
 
 
-def rounds(max_rows: int, together: bool) -> DecodeBacklog[str]:
+def rounds(max_rows: int, shared: bool) -> DecodeBacklog[str]:
     lanes = []
     for key in (ONE, TWO, EIGHT):
         lane: GenerateLane[str] = GenerateLane(key, key.steps, max_rows, lambda rows, positions: 0)
@@ -46,35 +46,33 @@ def rounds(max_rows: int, together: bool) -> DecodeBacklog[str]:
             lane.add(generate(name, lane=key))
         lanes.append(lane)
     prices = WritingPrices(LatencyModel(), lambda key: key.steps * STEP_S)
-    return DecodeBacklog(lanes, prices, max_rows, 0.0, together)
+    return DecodeBacklog(lanes, prices, max_rows, 0.0, shared)
 
 
 def test_lanes_that_share_calls_have_as_many_evaluations_each() -> None:
-    together = rounds(max_rows=6, together=True)
+    shared = rounds(max_rows=6, shared=True)
     for steps in (1, 2, 8):
-        assert together.round(steps) == (steps * 3 * STEP_S, 0.0)
+        assert shared.round(steps) == (steps * 3 * STEP_S, 0.0)
 
 
 def test_lanes_that_take_turns_have_a_token_each_or_some_more() -> None:
-    turns = rounds(max_rows=6, together=False)
-    assert turns.round(1) == ((1 + 2 + 8) * STEP_S, 0.0)
-    seconds, _ = turns.round(8)
+    alternating = rounds(max_rows=6, shared=False)
+    assert alternating.round(1) == ((1 + 2 + 8) * STEP_S, 0.0)
+    seconds, _ = alternating.round(8)
     assert (1 + 2 + 8) * STEP_S < seconds < 8 * 3 * STEP_S
 
 
 def test_lanes_that_do_not_fit_into_a_call_take_turns() -> None:
-    both = [rounds(max_rows=5, together=together) for together in (True, False)]
+    both = [rounds(max_rows=5, shared=shared) for shared in (True, False)]
     assert both[0].round(8) == both[1].round(8)
 
 
 @pytest.mark.parametrize("waiting", [16, 32, 64, 128])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_when_a_place_is_free_behind_many_that_wait(
-    waiting: int, together: bool, seed: int
-) -> None:
+def test_when_a_place_is_free_behind_many_that_wait(waiting: int, shared: bool, seed: int) -> None:
     chance = random.Random(seed)
-    running = [32] * 16 if together else [chance.randint(1, 32) for _ in range(16)]
+    running = [32] * 16 if shared else [chance.randint(1, 32) for _ in range(16)]
     tokens, seconds = busy_lane(running, [32] * waiting, 16).place(ONE)
     assert tokens == pytest.approx(simulated(running, [32] * waiting, 16), rel=0.25)
     assert seconds == pytest.approx(tokens * STEP_S)
