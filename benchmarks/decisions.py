@@ -79,7 +79,7 @@ def _read(scheduler: Scheduler[Work]) -> None:
     while scheduler.queued:
         call = scheduler.next(0.0)
         if isinstance(call, PrefillCall) and call.job is not None:
-            scheduler.has_read(call.job, full=False)
+            scheduler.prefilled(call.job, full=False)
 
 
 def _row(manifest: Manifest, chance: random.Random) -> Job[Work]:

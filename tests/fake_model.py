@@ -18,7 +18,7 @@ from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     RowArray,
     StepClassifier,
 )
@@ -67,7 +67,7 @@ class FakeClassifier:
         return self._mood.logits(logits)
 
 
-class FakeReading:
+class FakePrefill:
     def __init__(self, tokens: IntArray, pieces: int, run: Callable[[], FloatArray]) -> None:
         self.positions = len(tokens)
         self._pieces, self._run = pieces, run
@@ -99,7 +99,7 @@ class FakeBatch:
         longest = max(self._lengths, default=0)
         return len(self._lengths) * longest * ROW_BYTES_A_POSITION
 
-    def read(self, tokens: IntArray, positions: int = 0) -> FakeReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> FakePrefill:
         assert positions <= self._window
 
         def run() -> FloatArray:
@@ -108,18 +108,18 @@ class FakeBatch:
             return following
 
         assert 0 < len(tokens) <= self._window
-        return FakeReading(tokens, self._mood.pieces, run)
+        return FakePrefill(tokens, self._mood.pieces, run)
 
-    def join(self, reading: Reading) -> None:
+    def join(self, prefill: Prefill) -> None:
         assert self._stands is None, "a row joins between two tokens"
-        self._lengths.append(reading.positions)
+        self._lengths.append(prefill.positions)
         self._mood.open_rows += 1
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        while (logits := reading.advance()) is None:
+        prefill = self.read(tokens)
+        while (logits := prefill.advance()) is None:
             pass
-        self.join(reading)
+        self.join(prefill)
         return logits
 
     def begin(self, tokens: IntArray) -> None:

@@ -130,7 +130,7 @@ class WritingSimulation:
             self._spend("prefill", call.lane.steps, 1, job.lengths[0])
             job.work.begun_s = job.started_s or 0.0
             if job.state is not State.ENDED:
-                self.scheduler.has_read(job, full=False)
+                self.scheduler.prefilled(job, full=False)
                 self._token(job)
             return
         assert isinstance(call, DecodeCall)

@@ -56,7 +56,7 @@ from serve.runtime import (
     Mix,
     Model,
     Outcome,
-    Reading,
+    Prefill,
     Segment,
     Speculation,
 )
@@ -88,7 +88,7 @@ class Runner:
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = dict(models)  # by key
         self._batches: dict[LaneKey, DecodeBatch] = {}
-        self._readings: dict[int, Reading] = {}  # by the number of the job
+        self._prefills: dict[int, Prefill] = {}  # by the number of the job
         self._searches: dict[int, RunningTranslation] = {}  # as well
         self._speculations: dict[LaneKey, Speculation] = {}
 
@@ -107,8 +107,8 @@ class Runner:
     def cache_bytes(self) -> int:
         """Cache memory that is held now."""
         batches = sum(batch.nbytes for batch in self._batches.values())
-        readings = sum(reading.nbytes for reading in self._readings.values())
-        return batches + readings + sum(search.nbytes for search in self._searches.values())
+        prefills = sum(prefill.nbytes for prefill in self._prefills.values())
+        return batches + prefills + sum(search.nbytes for search in self._searches.values())
 
     def held_bytes(self, lane: LaneKey) -> int:
         """Cache memory that a lane's batch holds now."""
@@ -153,19 +153,19 @@ class Runner:
 
         After the last one, logits (V,) for the next token.
         """
-        if number not in self._readings:
-            self._readings[number] = self._batch(lane).read(np.array(tokens, np.int64), positions)
-        return self._readings[number].advance()
+        if number not in self._prefills:
+            self._prefills[number] = self._batch(lane).read(np.array(tokens, np.int64), positions)
+        return self._prefills[number].advance()
 
     def positions_read(self, number: int) -> int:
         """The positions of a job whose prompt has been read."""
-        return self._readings[number].positions
+        return self._prefills[number].positions
 
     def join(self, lane: LaneKey, number: int) -> None:
         """A job whose prompt has been read becomes the last row."""
         self._speculations.pop(lane, None)
-        self._batch(lane).join(self._readings[number])
-        del self._readings[number]
+        self._batch(lane).join(self._prefills[number])
+        del self._prefills[number]
 
     def can_speculate(self, lane: LaneKey) -> bool:
         """Whether a row of this lane, alone, may run ahead of itself."""
@@ -228,7 +228,7 @@ class Runner:
     def forget(self, numbers: Iterable[int]) -> None:
         """Free what jobs that are over have read or searched; they may never have begun."""
         for number in numbers:
-            self._readings.pop(number, None)
+            self._prefills.pop(number, None)
             self._searches.pop(number, None)
 
     def lengths(self, lane: LaneKey) -> list[int]:
@@ -787,14 +787,14 @@ class Writing:
         self._metrics = metrics
         self._clock = clock
         self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
-        self._reading_s: dict[LaneKey, tuple[int, float]] = {}  # of the job of this number
+        self._prefill_s: dict[LaneKey, tuple[int, float]] = {}  # of the job of this number
         self._tuners = Tuners()
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._begun_s = {key: one for key, one in self._begun_s.items() if key.model != model}
-        for key in [key for key in self._reading_s if key.model == model]:
-            del self._reading_s[key]
+        for key in [key for key in self._prefill_s if key.model == model]:
+            del self._prefill_s[key]
         self._tuners.drop_model(model)
 
     def prefill(self, call: PrefillCall[Work]) -> Deliveries:
@@ -813,12 +813,12 @@ class Writing:
         now_s = self._clock()
         self._times.observe((lane, "prefill"), now_s - begun_s)
         self._ending.ran(lane)
-        number, spent_s = self._reading_s.get(lane, (job.number, 0.0))
+        number, spent_s = self._prefill_s.get(lane, (job.number, 0.0))
         spent_s = now_s - begun_s + (spent_s if number == job.number else 0.0)
-        self._reading_s[lane] = job.number, spent_s
+        self._prefill_s[lane] = job.number, spent_s
         if logits is None:
             return []
-        del self._reading_s[lane]
+        del self._prefill_s[lane]
         positions = self._runner.positions_read(job.number)
         length = max(positions, len(work.prompt))  # a source is not among the positions
         self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, length, spent_s)
@@ -826,7 +826,7 @@ class Writing:
         events = accept_tokens([job], logits[None])
         with self._lock:
             if job.state is not State.ENDED:
-                self._scheduler.has_read(job, full=positions >= work.wish.window)
+                self._scheduler.prefilled(job, full=positions >= work.wish.window)
             deliveries = self._take_in(events, now_s)
         self._forget(lane)
         return deliveries
@@ -970,7 +970,7 @@ class Writing:
             deliveries = self._take_in(events, now_s)
             for job, length in zip(jobs, cached, strict=True):
                 if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
-                    self._scheduler.read_again(job)
+                    self._scheduler.prefill_again(job)
             evicted = {part.lane: self._scheduler.evict(part.lane) for part in parts}
         for lane, evict in evicted.items():
             if evict:
@@ -1011,7 +1011,7 @@ class Writing:
     def _forget(self, lane: LaneKey) -> None:
         """Free what was read for jobs that have ended since."""
         with self._lock:
-            over = self._scheduler.readings_over(lane)
+            over = self._scheduler.prefills_over(lane)
         self._runner.forget(over)
 
     def _hold(self, lane: LaneKey) -> None:

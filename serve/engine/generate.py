@@ -31,7 +31,7 @@ class GenerateLane(Generic[WorkT]):
         self.waiting: deque[Job[WorkT]] = deque()
         self.waiting_prompt_tokens = self.waiting_tokens = 0  # of those, to read and to write
         self.returning: deque[Job[WorkT]] = deque()  # to be read in again
-        self.reading: Job[WorkT] | None = None
+        self.prefilling: Job[WorkT] | None = None
         self.joining: list[Job[WorkT]] = []  # read, and not yet a row
         self.rows: list[Job[WorkT]] = []  # as they lie in the batch
         self.calls = 0  # that the present token has had
@@ -51,13 +51,13 @@ class GenerateLane(Generic[WorkT]):
         return not self.rows and not self.joining
 
     @property
-    def may_read(self) -> bool:
+    def may_prefill(self) -> bool:
         """Whether the next prompt may be begun: one at a time, so that memory is for one."""
-        return self.reading is None and not self.joining
+        return self.prefilling is None and not self.joining
 
     def occupants(self) -> list[Job[WorkT]]:
         """Whoever holds, or is promised, cache memory. A row that left and returns counts once."""
-        one = [] if self.reading is None else [self.reading]
+        one = [] if self.prefilling is None else [self.prefilling]
         if not (self.returning or self._over):
             return [*self.rows, *self.joining, *one]
         again = [job for job in self.returning if job not in (*self.rows, *self._over)]
@@ -90,8 +90,8 @@ class GenerateLane(Generic[WorkT]):
 
     def drop(self, job: Job[WorkT]) -> None:
         """The job has ended; a row that it has goes with the next eviction."""
-        if job is self.reading:
-            self.reading = None
+        if job is self.prefilling:
+            self.prefilling = None
             self._over.append(job)
         elif job in self.joining:
             self.joining.remove(job)
@@ -104,14 +104,14 @@ class GenerateLane(Generic[WorkT]):
 
     def read(self, job: Job[WorkT]) -> None:
         """Begin to read the job's prompt."""
-        assert self.may_read
+        assert self.may_prefill
         most = self._most_rows if self.occupants() else 0
-        self.reading = job
+        self.prefilling = job
         self._most_rows = max(most, len(self.occupants()))
 
-    def has_read(self, full: bool) -> None:
+    def prefilled(self, full: bool) -> None:
         """The prompt has been read: it becomes a row before the next token, unless it is full."""
-        job, self.reading = self.reading, None
+        job, self.prefilling = self.prefilling, None
         assert job is not None
         if full:
             self._over.append(job)

@@ -24,7 +24,7 @@ class BusyLane(NamedTuple, Generic[WorkT]):
     occupants: list[Job[WorkT]]
     rows: int  # that decode together, now or soon
     token: Line  # of those rows
-    unread_s: float  # of prompts that tokens wait for
+    prefill_s: float  # of prompts that tokens wait for
     length: int  # of the longest row, which all are padded to, while they are written
 
     @property
@@ -51,7 +51,7 @@ class DecodeBacklog(Generic[WorkT]):
     ) -> None:
         """`together` if the lanes share calls, those that fit."""
         self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
-        self.unread_s = 0.0  # of all prompts that are not read yet
+        self.prefill_s = 0.0  # of all prompts that are not read yet
         self._prices = prices
         self._max_rows = max_rows
         self._beside_s = beside_s  # other models, between two calls
@@ -63,19 +63,19 @@ class DecodeBacklog(Generic[WorkT]):
             rows = len(occupants) + waiting
             if rows:
                 rows = rows if rows < max_rows else max_rows
-                unread, prompts, unread_s = lane.waiting_prompt_tokens, waiting, 0.0
-                if lane.reading is not None:
-                    unread, prompts = unread + lane.reading.lengths[0], prompts + 1
+                unread, prompts, prefill_s = lane.waiting_prompt_tokens, waiting, 0.0
+                if lane.prefilling is not None:
+                    unread, prompts = unread + lane.prefilling.lengths[0], prompts + 1
                 if prompts:
-                    unread_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_series)
-                    self.unread_s += unread_s
+                    prefill_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_series)
+                    self.prefill_s += prefill_s
                 token = prices.token(lane.key, rows, lane.decode_series)
                 self._tokens.append((lane.key.steps, token))
                 # Of rows that began at random, the longest has as much of its way behind it.
                 first = occupants[0] if occupants else lane.waiting[0]
                 prompt = first.lengths[0]
                 length = prompt + (first.positions - prompt) * rows // (rows + 1)
-                self.busy[lane.key] = BusyLane(lane, occupants, rows, token, unread_s, length)
+                self.busy[lane.key] = BusyLane(lane, occupants, rows, token, prefill_s, length)
         # Lanes that do not fit into one call take turns, as others do.
         self._in_one_call = shared and sum([one.rows for one in self.busy.values()]) <= max_rows
 
@@ -130,7 +130,7 @@ class DecodeBacklog(Generic[WorkT]):
         """What those that wait add to the time until a place is free for others."""
         fixed_s, each_s = self.round(busy.lane.key.steps)
         tokens = busy.tokens_waiting / self._max_rows
-        return busy.unread_s + tokens * (fixed_s + each_s * busy.length)
+        return busy.prefill_s + tokens * (fixed_s + each_s * busy.length)
 
     def seconds(self, calls: float) -> float:
         """What decoding takes in so many turns, if there is as much to do."""
@@ -383,7 +383,7 @@ class ModelBacklog(Generic[WorkT]):
         lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         if self._search_backlog.idle:
             place = self._decode_backlog.place
-            return max([place(one.lane.key)[1] + one.unread_s for one in lanes], default=0.0)
+            return max([place(one.lane.key)[1] + one.prefill_s for one in lanes], default=0.0)
         waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._search_backlog.waiting())]
         return max(waits, default=0.0)
 
@@ -397,7 +397,7 @@ class ModelBacklog(Generic[WorkT]):
         tokens, place_s = self._decode_backlog.place(busy.lane.key)
         if not self._search_backlog.idle:
             place_s += self._searches_s(tokens)
-        return place_s + busy.unread_s
+        return place_s + busy.prefill_s
 
     def _new(self, key: LaneKey, size: GenerationSize) -> _New:
         if key.kind == "search":
@@ -416,14 +416,14 @@ class ModelBacklog(Generic[WorkT]):
         tokens, place_s = self._decode_backlog.place(key)
         waves = self._waves(size)
         read_s = self._read_s(key, size)
-        work_s = place_s + (self._decode_backlog.unread_s + read_s) + waves * round_s
+        work_s = place_s + (self._decode_backlog.prefill_s + read_s) + waves * round_s
         if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
         return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
     def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
         """By how much others would be late in each lane at worst, where one might be."""
-        begin_s, read_s = now_s + self._answer_s, self._decode_backlog.unread_s + new.read_s
+        begin_s, read_s = now_s + self._answer_s, self._decode_backlog.prefill_s + new.read_s
         more_fixed_s, more_each_s = new.more
         alone = not new.calls and self._search_backlog.idle
         for busy in self._decode_backlog.busy.values():
@@ -462,8 +462,8 @@ class ModelBacklog(Generic[WorkT]):
         share: float,
     ) -> float:
         """The same in one lane, whose tokens take so long without the new ones and with them."""
-        caution, unread_s = self._caution, self._decode_backlog.unread_s
-        read_s = unread_s + new.read_s
+        caution, prefill_s = self._caution, self._decode_backlog.prefill_s
+        read_s = prefill_s + new.read_s
 
         def late_s(job: Job[WorkT]) -> float:
             searches_s = self._searches_s(job.tokens_left, new)
@@ -471,7 +471,7 @@ class ModelBacklog(Generic[WorkT]):
             return caution * work_s - share * (job.ends_s - begin_s)
 
         def before_s(job: Job[WorkT]) -> float:
-            work_s = unread_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
+            work_s = prefill_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
             return caution * work_s - (job.ends_s - begin_s)
 
         if max(map(late_s, running + busy.lane.pressing)) <= 0:
@@ -514,7 +514,7 @@ class ModelBacklog(Generic[WorkT]):
     def _beside_search_s(self, key: LaneKey, calls: float) -> float:
         """What all but this lane of searches takes beside so many calls of it."""
         others_s = self._search_backlog.seconds(calls, but=key) + calls * self._beside_s
-        return others_s + self._decode_backlog.unread_s + self._decode_backlog.seconds(calls)
+        return others_s + self._decode_backlog.prefill_s + self._decode_backlog.seconds(calls)
 
 
 def _length(size: GenerationSize) -> int:

@@ -132,7 +132,7 @@ class Scheduler(Generic[WorkT]):
         job.rows_left -= 1
         return job.rows_left == 0 and self.end(job)
 
-    def read_again(self, job: Job[WorkT]) -> None:
+    def prefill_again(self, job: Job[WorkT]) -> None:
         """The row's cache is full: it leaves the batch and comes back as a prompt, ahead of new."""
         self._generate[job.lane].returning.append(job)
 
@@ -144,15 +144,15 @@ class Scheduler(Generic[WorkT]):
         """Searches of the lane that are over, whose memory is to be freed now."""
         return self._search[key].forget()
 
-    def has_read(self, job: Job[WorkT], full: bool) -> None:
+    def prefilled(self, job: Job[WorkT], full: bool) -> None:
         """The job's prompt has been read; if it is full, it must be read again, shorter."""
-        self._generate[job.lane].has_read(full)
+        self._generate[job.lane].prefilled(full)
 
     def share(self, model: str, sharing: Sharing) -> None:
         """How the rungs of a model decode from now on."""
         self._decodings[model].share(sharing)
 
-    def readings_over(self, key: LaneKey) -> tuple[int, ...]:
+    def prefills_over(self, key: LaneKey) -> tuple[int, ...]:
         """Numbers of the jobs of a lane whose reading is to be forgotten now."""
         return self._generate[key].forget()
 
@@ -171,7 +171,7 @@ class Scheduler(Generic[WorkT]):
         for lane in lanes:
             if lane.rows:
                 busy.append((lane.key, "decode"))
-            if lane.reading or lane.returning or lane.waiting:
+            if lane.prefilling or lane.returning or lane.waiting:
                 busy.append((lane.key, "prefill"))
         busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
         return [turn for turn in busy if turn[0].model != but]
@@ -244,14 +244,14 @@ class Scheduler(Generic[WorkT]):
     def _take_prefill(self, decoding: Decoding[WorkT], now_s: float) -> Call[WorkT] | None:
         for lane in decoding.readers():
             over = lane.forget()
-            if lane.may_read and lane.returning:
+            if lane.may_prefill and lane.returning:
                 lane.read(lane.returning.popleft())
-            elif lane.may_read and lane.waiting and self._memory.may_enter(lane):
+            elif lane.may_prefill and lane.waiting and self._memory.may_enter(lane):
                 job = lane.take()
                 self._start(job, now_s)
                 lane.read(job)
-            if over or lane.reading is not None:
-                return PrefillCall(lane.key, over, lane.reading)
+            if over or lane.prefilling is not None:
+                return PrefillCall(lane.key, over, lane.prefilling)
         return None
 
     def _take_search(self, key: LaneKey, now_s: float) -> SearchCall[WorkT] | None:

@@ -15,7 +15,7 @@ from serve.runtime.protocol import (
     CacheArray,
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     WindowFullError,
     check_tokens,
 )
@@ -118,7 +118,7 @@ Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, to
 
 
 @final
-class OrtReading:
+class OrtPrefill:
     """One row on its way into a batch."""
 
     def __init__(
@@ -326,7 +326,7 @@ class OrtDecodeBatch:
     def steps(self) -> int:
         return self._caches.layout.buffers // len(self.names)
 
-    def read(self, tokens: IntArray, positions: int = 0) -> OrtReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> OrtPrefill:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
         if len(tokens) > max_tokens:
@@ -336,29 +336,29 @@ class OrtDecodeBatch:
             )
         # As the last row that ran ahead wanted them: the next one probably wants the same.
         caches = RowCaches(self._caches.layout, self._lead)
-        return OrtReading(caches, self._open_alone, tokens, positions)
+        return OrtPrefill(caches, self._open_alone, tokens, positions)
 
-    def join(self, reading: Reading) -> None:
-        assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
+    def join(self, prefill: Prefill) -> None:
+        assert isinstance(prefill, OrtPrefill) and prefill.done, "nothing that was read here"
         assert self.step_state is None, "a row joins between two tokens"
-        row, length = len(self._past), len(reading.tokens)
+        row, length = len(self._past), len(prefill.tokens)
         if row == 0:
-            self._caches = reading.caches
+            self._caches = prefill.caches
         else:
             longest = self._longest()
             self._caches.reserve(
-                row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
+                row, longest, row + 1, max(prefill.room, *self._rooms, longest + 1)
             )
-            self._caches.take(row, reading.caches, length)
+            self._caches.take(row, prefill.caches, length)
         self._past = np.append(self._past, np.int32(length))
-        self._rooms.append(reading.room)
+        self._rooms.append(prefill.room)
         self._crossing = None
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        while (logits := reading.advance()) is None:
+        prefill = self.read(tokens)
+        while (logits := prefill.advance()) is None:
             pass
-        self.join(reading)
+        self.join(prefill)
         return logits.copy()
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:

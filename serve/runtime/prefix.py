@@ -14,7 +14,7 @@ from serve.bundle import Manifest
 from serve.runtime.protocol import (
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     RowArray,
     WindowFullError,
     check_tokens,
@@ -114,7 +114,7 @@ class PrefixGraph:
 
 
 @final
-class PrefixReading:
+class PrefixPrefill:
     """A prefix, which is read in one piece."""
 
     def __init__(self, graph: PrefixGraph, row: Prefix) -> None:
@@ -151,17 +151,17 @@ class OrtPrefixBatch:
     def nbytes(self) -> int:
         return sum(row.source.memory.nbytes for row in self._rows if row.source is not None)
 
-    def read(self, tokens: IntArray, positions: int = 0) -> "PrefixReading":
-        return PrefixReading(self._graph, self._begin(tokens))
+    def read(self, tokens: IntArray, positions: int = 0) -> "PrefixPrefill":
+        return PrefixPrefill(self._graph, self._begin(tokens))
 
-    def join(self, reading: Reading) -> None:
-        assert isinstance(reading, PrefixReading), "nothing that was read here"
-        self._rows.append(reading.row)
+    def join(self, prefill: Prefill) -> None:
+        assert isinstance(prefill, PrefixPrefill), "nothing that was read here"
+        self._rows.append(prefill.row)
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        logits = reading.advance()
-        self.join(reading)
+        prefill = self.read(tokens)
+        logits = prefill.advance()
+        self.join(prefill)
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:

@@ -76,7 +76,7 @@ class StepClassifier(Classifier, Protocol):
         ...
 
 
-class Reading(Protocol):
+class Prefill(Protocol):
     """A prompt on its way through a rung, in pieces, with caches of its own.
 
     Where the pieces end follows from the prompt and the rung alone.
@@ -114,14 +114,14 @@ class DecodeBatch(Protocol):
         """Memory held now, beside the tokens."""
         ...
 
-    def read(self, tokens: IntArray, positions: int = 0) -> Reading:
+    def read(self, tokens: IntArray, positions: int = 0) -> Prefill:
         """Begin to read a prompt or a source (S,), beside the rows.
 
         It may come to have so many positions: room for them now saves copies later.
         """
         ...
 
-    def join(self, reading: Reading) -> None:
+    def join(self, prefill: Prefill) -> None:
         """Append as the last row what this batch has read to its end."""
         ...
 

@@ -27,7 +27,7 @@ def test_a_generation_is_read_in_pieces_and_then_decoded() -> None:
     for _ in range(3):
         assert s.next(0.5) == PrefillCall(FOUR, (), job)
     assert (job.state, job.queued_s, job.started_s) == (State.RUNNING, 0.0, 0.5)
-    s.has_read(job, full=False)
+    s.prefilled(job, full=False)
     assert s.next(1.0) == DecodeCall((DecodePart(FOUR, (), (job,), (job,)),))
     for _ in range(3):
         assert s.next(1.0) == DecodeCall((DecodePart(FOUR, (), (), (job,)),))
@@ -249,7 +249,7 @@ def test_a_full_row_is_read_again_before_new_ones() -> None:
     a, b = generate("a"), generate("b")
     started(s, a)
     s.add(b, 0.0)
-    s.read_again(a)
+    s.prefill_again(a)
     assert s.evict(FOUR) == (0,)
     again = run(s)
     assert isinstance(again, PrefillCall) and again.job is a and a.state is State.RUNNING
@@ -262,6 +262,6 @@ def test_a_prompt_that_fills_the_window_is_read_again_at_once() -> None:
     a = generate("a")
     s.add(a, 0.0)
     s.next(0.0)
-    s.has_read(a, full=True)
-    assert s.readings_over(FOUR) == (a.number,)
+    s.prefilled(a, full=True)
+    assert s.prefills_over(FOUR) == (a.number,)
     assert s.next(0.0) == PrefillCall(FOUR, (), a)

@@ -74,7 +74,7 @@ class Clock:
             self.now_s += read_s(SOURCE) if length == 1 else step_s(call.job.beams, length)
         elif isinstance(call, PrefillCall) and call.job is not None:
             self.now_s += read_s(SOURCE)
-            self.scheduler.has_read(call.job, full=False)
+            self.scheduler.prefilled(call.job, full=False)
             jobs = [call.job]
         elif isinstance(call, DecodeCall):
             jobs = list(call.parts[0].jobs)
