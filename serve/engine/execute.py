@@ -328,7 +328,7 @@ def _stacked(rows: Sequence[Row], manifest: Manifest) -> RowArray:
 # What the metrics are told of the tokens that one call wrote: once for rows that are alike.
 
 
-class Written:
+class TokenCounter:
     """The tokens of some jobs, at one time."""
 
     def __init__(self, metrics: Metrics, now_s: float) -> None:
@@ -587,7 +587,7 @@ class CheckCall:
 
 
 class Failing:
-    """Written by the engine's thread, read by any."""
+    """TokenCounter by the engine's thread, read by any."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -981,7 +981,7 @@ class Writing:
     def _take_in(self, events: Sequence[tuple[Job[Work], Event]], now_s: float) -> Deliveries:
         """Tell what became of jobs. The caller holds the lock."""
         deliveries: Deliveries = []
-        written = Written(self._metrics, now_s)
+        counter = TokenCounter(self._metrics, now_s)
         for job, event in events:
             if job.state is State.ENDED:
                 continue  # the client left while the token was made
@@ -989,12 +989,12 @@ class Writing:
                 self._ending.end(job, event, deliveries)
                 continue
             work = work_as(Generation, job)
-            written.note(job, work)
+            counter.note(job, work)
             if work.wish.stream:
                 deliveries.append((work.deliver, event))
             if work.finish_reason is not None:
                 self._ending.end(job, work.finished(span(job, now_s)), deliveries)
-        written.count()
+        counter.count()
         return deliveries
 
     def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
