@@ -693,7 +693,7 @@ class Ending:
         return deliveries
 
 
-def own(error: Exception, job: Job[Work]) -> ServeError:
+def error_for_client(error: Exception, job: Job[Work]) -> ServeError:
     """What a client is told when its own row could not be taken in."""
     if isinstance(error, ServeError):
         return error
@@ -752,12 +752,15 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
             [work.completion_tokens for work in works],
         )
     except Exception as error:
-        return [*events, *((jobs[index], FailedEvent(own(error, jobs[index]))) for index in good)]
+        return [
+            *events,
+            *((jobs[index], FailedEvent(error_for_client(error, jobs[index]))) for index in good),
+        ]
     for index, work, token in zip(good, works, tokens, strict=True):
         try:
             events.append((jobs[index], work.accept(token, logits[index])))
         except Exception as error:
-            events.append((jobs[index], FailedEvent(own(error, jobs[index]))))
+            events.append((jobs[index], FailedEvent(error_for_client(error, jobs[index]))))
     return events
 
 
@@ -1165,7 +1168,7 @@ class Executor:
             work.accept(logits)
             events: tuple[Event, ...] = work.finished(span(job, now_s)) if work.over else ()
         except Exception as error:
-            events = (FailedEvent(own(error, job)),)
+            events = (FailedEvent(error_for_client(error, job)),)
         with self._lock:
             job.tokens_left -= 1
             if events and self._scheduler.end(job):
