@@ -13,7 +13,7 @@ from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
 from serve.engine.admission import Admission, Unread, too_large
 from serve.engine.cost import CallTimes, LatencyModel
-from serve.engine.execute import Executor, Failing, Rechecks, Runner
+from serve.engine.execute import Executor, FailingModels, Rechecks, Runner
 from serve.engine.job import Deadline, Job, LaneKey, Limits, State
 from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
@@ -224,7 +224,7 @@ class Engine:
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()
         self._waking = Waking(self._wake)
-        self._failing = Failing(clock)
+        self._failing = FailingModels(clock)
         self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
         self._executor = Executor(
             self._scheduler,

@@ -586,7 +586,7 @@ class CheckCall:
     lane: LaneKey
 
 
-class Failing:
+class FailingModels:
     """TokenCounter by the engine's thread, read by any."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -628,14 +628,14 @@ class Failing:
 _log = logging.getLogger("stepdial")
 
 
-class Ending:
+class JobEnder:
     """The last events of jobs."""
 
     def __init__(
         self,
         scheduler: Scheduler[Work],
         lock: threading.Condition,
-        failing: Failing,
+        failing: FailingModels,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
@@ -767,7 +767,7 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
 Part = DecodePart[Work]
 
 
-class Writing:
+class GenerateExecutor:
     """The part of the engine that writes texts."""
 
     def __init__(
@@ -775,7 +775,7 @@ class Writing:
         scheduler: Scheduler[Work],
         runner: Runner,
         lock: threading.Condition,
-        ending: Ending,
+        ender: JobEnder,
         times: CallTimes,
         latency: LatencyModel,
         metrics: Metrics,
@@ -784,7 +784,7 @@ class Writing:
         self._scheduler = scheduler
         self._runner = runner
         self._lock = lock
-        self._ending = ending
+        self._ender = ender
         self._times = times
         self._latency = latency
         self._metrics = metrics
@@ -810,12 +810,12 @@ class Writing:
         try:
             logits = self._runner.read(lane, job.number, work.prompt, job.positions)  # (V,)
         except Exception as error:
-            deliveries = self._ending.fail(lane, [job], error)
+            deliveries = self._ender.fail(lane, [job], error)
             self._forget(lane)
             return deliveries
         now_s = self._clock()
         self._times.observe((lane, "prefill"), now_s - begun_s)
-        self._ending.ran(lane)
+        self._ender.ran(lane)
         number, spent_s = self._prefill_s.get(lane, (job.number, 0.0))
         spent_s = now_s - begun_s + (spent_s if number == job.number else 0.0)
         self._prefill_s[lane] = job.number, spent_s
@@ -853,7 +853,7 @@ class Writing:
             done = self._count(parts, single)
             if call.contended and not errors:
                 self._compare(call.lane, done, now_s - begun_s)
-            self._ending.ran(parts[0].lane)
+            self._ender.ran(parts[0].lane)
         for lane, one in errors.items():
             deliveries += self._lose(lane, one)
         if not parts:
@@ -989,14 +989,14 @@ class Writing:
             if job.state is State.ENDED:
                 continue  # the client left while the token was made
             if isinstance(event, FailedEvent):
-                self._ending.end(job, event, deliveries)
+                self._ender.end(job, event, deliveries)
                 continue
             work = work_as(Generation, job)
             counter.note(job, work)
             if work.wish.stream:
                 deliveries.append((work.deliver, event))
             if work.finish_reason is not None:
-                self._ending.end(job, work.finished(span(job, now_s)), deliveries)
+                self._ender.end(job, work.finished(span(job, now_s)), deliveries)
         counter.count()
         return deliveries
 
@@ -1004,7 +1004,7 @@ class Writing:
         """A call on a whole batch threw: its caches may be in any state, so it ends here."""
         with self._lock:
             jobs = self._scheduler.rows(lane)
-        deliveries = self._ending.fail(lane, jobs, error)
+        deliveries = self._ender.fail(lane, jobs, error)
         with self._lock:
             self._scheduler.abandon(lane)
         self._runner.abandon(lane)
@@ -1056,7 +1056,7 @@ class Executor:
         lock: threading.Condition,
         times: CallTimes,
         latency: LatencyModel,
-        failing: Failing,
+        failing: FailingModels,
         rechecks: Rechecks,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -1069,14 +1069,14 @@ class Executor:
         self._rechecks = rechecks
         self._metrics = metrics
         self._clock = clock
-        self._ending = Ending(scheduler, lock, failing, metrics)
-        self._writing = Writing(
-            scheduler, runner, lock, self._ending, times, latency, metrics, clock
+        self._ender = JobEnder(scheduler, lock, failing, metrics)
+        self._generating = GenerateExecutor(
+            scheduler, runner, lock, self._ender, times, latency, metrics, clock
         )
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        self._writing.drop_model(model)
+        self._generating.drop_model(model)
 
     def execute(self, call: Call[Work] | CheckCall | RecheckCall) -> Deliveries:
         """Run one call to its end; whatever the runtime throws ends the requests in it only."""
@@ -1086,9 +1086,9 @@ class Executor:
             case SearchCall():
                 return self._search(call)
             case PrefillCall():
-                return self._writing.prefill(call)
+                return self._generating.prefill(call)
             case DecodeCall():
-                return self._writing.decode(call)
+                return self._generating.decode(call)
             case CheckCall():
                 return self._check(call.lane)
             case RecheckCall():
@@ -1096,11 +1096,11 @@ class Executor:
 
     def end_all(self, error: ServeError) -> Deliveries:
         """End every job there is. The caller holds the lock."""
-        return self._ending.end_all(error)
+        return self._ender.end_all(error)
 
     def lapse(self, jobs: Iterable[Job[Work]]) -> Deliveries:
         """End jobs whose deadline has passed or cannot be met. The caller holds the lock."""
-        return self._ending.lapse(jobs)
+        return self._ender.lapse(jobs)
 
     def _classify(self, call: ClassifyCall[Work]) -> Deliveries:
         begun_s = self._clock()
@@ -1110,8 +1110,8 @@ class Executor:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
             answers = labelled_rows(found, [work.rows[row] for _, work, row in rows])
         except Exception as error:
-            return self._ending.fail(rung, [job for job, _ in call.rows], error)
-        self._ending.ran(rung)
+            return self._ender.fail(rung, [job for job, _ in call.rows], error)
+        self._ender.ran(rung)
         spent: list[int] = found.evaluations.tolist()
         now_s = self._clock()
         self._metrics.call(rung, "classify", len(rows), sum(spent))
@@ -1126,7 +1126,7 @@ class Executor:
         deliveries: Deliveries = []
         with self._lock:
             for job, failure in failures.items():
-                self._ending.end(job, FailedEvent(failure), deliveries)
+                self._ender.end(job, FailedEvent(failure), deliveries)
             for job, work, _ in rows:
                 if self._scheduler.row_done(job):
                     self._observe_queue(job, rung.steps)
@@ -1161,7 +1161,7 @@ class Executor:
         try:
             logits = self._runner.search(lane, job.number, work.wish.prompt, prefixes)  # (B, V)
         except Exception as error:
-            return self._ending.fail(lane, [job], error)
+            return self._ender.fail(lane, [job], error)
         now_s = self._ran(lane, "search", begun_s, len(prefixes))
         deliveries: Deliveries = []
         try:
@@ -1186,8 +1186,8 @@ class Executor:
         try:
             self._runner.check(lane)
         except Exception as error:
-            return self._ending.fail(lane, [], error)
-        self._ending.ran(lane)
+            return self._ender.fail(lane, [], error)
+        self._ender.ran(lane)
         return []
 
     def _offer(
@@ -1202,8 +1202,8 @@ class Executor:
         try:
             found = self._runner.classify(call.lane, [call.row])
         except Exception as error:
-            return self._ending.fail(call.lane, [], error)
-        self._ending.ran(call.lane)
+            return self._ender.fail(call.lane, [], error)
+        self._ender.ran(call.lane)
         self._metrics.call(call.lane, "recheck", 1, None)
         self._rechecks.found(call, found.logits[0])
         return []
@@ -1221,7 +1221,7 @@ class Executor:
         now_s = self._clock()
         self._times.observe((lane, kind), now_s - begun_s)
         self._metrics.call(lane, kind, rows, evaluations)
-        self._ending.ran(lane)
+        self._ender.ran(lane)
         return now_s
 
     def _observe_step(

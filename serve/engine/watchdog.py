@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from serve.engine.cost import CallTimes, LatencyModel, Series
-from serve.engine.execute import CheckCall, Failing, RecheckCall, Runner, in_requests, request_ids
+from serve.engine.execute import (
+    CheckCall,
+    FailingModels,
+    RecheckCall,
+    Runner,
+    in_requests,
+    request_ids,
+)
 from serve.engine.job import (
     Call,
     CallKind,
@@ -175,7 +182,7 @@ class EngineStallPolicy:
         runner: Runner,
         times: CallTimes,
         latency: LatencyModel,
-        failing: Failing,
+        failing: FailingModels,
         metrics: Metrics,
         abort: Callable[[ServeError], None],
         leave: Callable[[], None],
