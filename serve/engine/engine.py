@@ -345,7 +345,7 @@ class Engine:
     # What others do, from any thread.
 
     def start(self, post: Post | None = None, soon: Soon | None = None) -> None:
-        """Start the thread; `post` and `soon` lead to an event loop: see Posting and Waking."""
+        """Start the thread; `post` and `soon` lead to an event loop."""
         assert self._thread is None, "an engine starts once"
         if post is not None:
             self._posting.through(post)
