@@ -30,13 +30,13 @@ Post = Callable[..., Any]
 _log = logging.getLogger("stepdial")
 
 
-class Posting:
+class EventSender:
     """Delivers at once, on the thread that sends, until it is told another way."""
 
     def __init__(self) -> None:
         self._post: Post = _deliver_here
 
-    def through(self, post: Post) -> None:
+    def call_with(self, post: Post) -> None:
         """From now on `post(function, *arguments)` takes events to where they are read."""
         self._post = post
 
@@ -67,7 +67,7 @@ def _deliver_here(function: Callable[..., None], *arguments: Any) -> None:
 Soon = Callable[[Callable[[], None]], Any]
 
 
-class Waking:
+class EngineWaker:
     """Wakes at once, until it is told what runs things at the end of a turn."""
 
     def __init__(self, condition: threading.Condition) -> None:
@@ -75,7 +75,7 @@ class Waking:
         self._soon: Soon | None = None
         self._asked = False
 
-    def through(self, soon: Soon) -> None:
+    def call_with(self, soon: Soon) -> None:
         """From now on `soon(function)` wakes, and is called only where requests are submitted."""
         self._soon = soon
 
@@ -98,7 +98,7 @@ class Waking:
 # of it is left, and then every part of the engine forgets it. Used with the engine's lock held.
 
 
-class Forgetful(Protocol):
+class PerModelState(Protocol):
     """A part that keeps something of each model."""
 
     def drop_model(self, model: str) -> None:
@@ -106,7 +106,7 @@ class Forgetful(Protocol):
         ...
 
 
-class Residents:
+class LoadedModels:
     """Changes the catalog, and clears up behind it."""
 
     def __init__(
@@ -115,13 +115,13 @@ class Residents:
         runner: Runner,
         scheduler: Scheduler[Work],
         metrics: Metrics,
-        others: Sequence[Forgetful],
+        others: Sequence[PerModelState],
     ) -> None:
         self._catalog = catalog
         self._runner = runner
         self._scheduler = scheduler
         self._metrics = metrics
-        self._forgetful: Sequence[Forgetful] = (runner, metrics, *others)
+        self._per_model: Sequence[PerModelState] = (runner, metrics, *others)
         self._leaving: list[Served] = []
         self._gone: list[Served] = []
         for served in catalog:
@@ -141,7 +141,7 @@ class Residents:
             if lane.kind != "classify" and not self._scheduler.fits(lane, job.positions):
                 raise too_large(job, self._runner.cache_bytes_for(lane, 1, job.positions))
 
-    def enter(self, served: Served) -> None:
+    def serve(self, served: Served) -> None:
         """From now on requests go to this model, not to another of its name."""
         replaced = self._catalog.get(served.name)
         self._runner.add_model(served.key, served.model)
@@ -165,7 +165,7 @@ class Residents:
             if served.guests.count == 0 and self._scheduler.close(served.key):
                 self._leaving.remove(served)
                 self._gone.append(served)
-                for part in self._forgetful:
+                for part in self._per_model:
                     part.drop_model(served.key)
         return bool(self._gone)
 
@@ -223,7 +223,7 @@ class Engine:
         )
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()
-        self._waking = Waking(self._wake)
+        self._waker = EngineWaker(self._wake)
         self._failing = FailingModels(clock)
         self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
         self._executor = Executor(
@@ -243,7 +243,7 @@ class Engine:
         )
         self._watchdog: Watchdog[AnyCall] = Watchdog(policy, patience, clock)
         self._thread: threading.Thread | None = None
-        self._posting = Posting()
+        self._sender = EventSender()
         self._draining_since_s: float | None = None
         self._closed = False
         self._stopping = False
@@ -253,7 +253,7 @@ class Engine:
             *(self.latency, self._times, self._failing),
             *(self._admission, self._executor, self._rechecks),
         )
-        self._residents = Residents(catalog, self._runner, self._scheduler, metrics, others)
+        self._models = LoadedModels(catalog, self._runner, self._scheduler, metrics, others)
         metrics.watch(self, limits.cache_bytes)
 
     # What others see, from any thread.
@@ -316,7 +316,7 @@ class Engine:
     @property
     def leaving(self) -> tuple[Served, ...]:
         """Models that are served no more, but still have requests."""
-        return self._residents.leaving
+        return self._models.leaving
 
     def check_open(self) -> None:
         """Raises unless requests that come now are taken."""
@@ -348,9 +348,9 @@ class Engine:
         """Start the thread; `post` and `soon` lead to an event loop."""
         assert self._thread is None, "an engine starts once"
         if post is not None:
-            self._posting.through(post)
+            self._sender.call_with(post)
         if soon is not None:
-            self._waking.through(soon)
+            self._waker.call_with(soon)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._watchdog.start()
@@ -359,14 +359,14 @@ class Engine:
         """Queue the jobs of a request: all, or none and it raises."""
         with self._wake:
             self._check_works()
-            self._residents.check(jobs)
+            self._models.check(jobs)
             now_s = self.clock()
             self._admission.check(jobs, now_s)
             for job in jobs:
                 self._scheduler.add(job, now_s)
                 if job.deadline is not None:
                     self.metrics.deadlines.labels(job.lane.name).inc()
-        self._waking.ask()
+        self._waker.ask()
 
     def check_unread(self, wait_s: float, deadline: Deadline | None) -> None:
         """Raise if there is no place or no time for a request to be read: see Admission."""
@@ -391,7 +391,7 @@ class Engine:
         with self._wake:
             deliveries = self._executor.lapse(jobs)
             self._wake.notify()
-        self._posting.send(deliveries)
+        self._sender.send(deliveries)
 
     def cancel(self, job: Job[Work]) -> bool:
         """Whoever asked has gone: drop the job now, or at its next token. Nobody is told.
@@ -410,13 +410,13 @@ class Engine:
     def serve(self, served: Served) -> None:
         """A warm model takes requests, in the place of another of its name if there is one."""
         with self._wake:
-            self._residents.enter(served)
+            self._models.serve(served)
             self._wake.notify()
 
     def dismiss(self, served: Served) -> None:
         """A model takes no more requests; those that it has go on."""
         with self._wake:
-            self._residents.dismiss(served)
+            self._models.dismiss(served)
             self._wake.notify()
 
     def drain(self) -> None:
@@ -439,7 +439,7 @@ class Engine:
         with self._wake:
             deliveries = self._executor.end_all(error)
             self._wake.notify()
-        self._posting.send(deliveries)
+        self._sender.send(deliveries)
 
     def stop(self) -> None:
         """End the thread after the call that is running. Requests that are left get an error."""
@@ -458,14 +458,14 @@ class Engine:
         try:
             while True:
                 call, lapsed = self._next_call()
-                self._posting.send(lapsed)
-                self._residents.close_gone()
+                self._sender.send(lapsed)
+                self._models.close_gone()
                 if call is not None:
                     self._watchdog.begin(call)
                     deliveries = self._executor.execute(call)
                     self._watchdog.end()
                     self.cache_bytes = self._runner.cache_bytes
-                    self._posting.send(deliveries)
+                    self._sender.send(deliveries)
                 elif self._stopping:
                     return
         except BaseException:
@@ -476,14 +476,14 @@ class Engine:
                 deliveries = self._executor.end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
-            self._posting.send(deliveries)
+            self._sender.send(deliveries)
 
     def _next_call(self) -> tuple[AnyCall | None, Deliveries]:
         """What to run, and what to tell those whose deadline cannot be met."""
         with self._wake:
             rested_s = self.clock() + _REST_S
             while not self._stopping:
-                if self._residents.release():
+                if self._models.release():
                     return None, []
                 now_s = self.clock()
                 lapsed = self._executor.lapse(self._scheduler.lapsed(now_s))
