@@ -19,7 +19,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
@@ -59,7 +59,9 @@ class Writer:
                 over.set()
 
         window = self.served.manifest.text_input.max_tokens
-        wish = Wish(list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed))
+        wish = GenerationRequest(
+            list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed)
+        )
         job: Job[Work] = Job(
             LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
             Generation(wish, self.served.codec, deliver),

@@ -20,7 +20,7 @@ from serve.engine.job import (
 )
 from serve.engine.sampling import Sampling
 from serve.engine.watchdog import StallLimits
-from serve.engine.work import Classification, Generation, Translation, Wish, Work
+from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
 from serve.errors import ServeError
 from serve.metrics import Metrics
 from tests.fake_model import Mood, fake_catalog
@@ -87,7 +87,7 @@ class Bench:
         served = self.catalog.find("tiny-generate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
-        what = Wish(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
+        what = GenerationRequest(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
         job: Job[Work] = Job(
             LaneKey(served.key, "generate", steps),
             Generation(what, codec, caller.deliver),
@@ -104,7 +104,7 @@ class Bench:
         served = self.catalog.find("tiny-translate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
-        what = Wish(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
+        what = GenerationRequest(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
         job: Job[Work] = Job(
             LaneKey(served.key, "search", 2),
             Translation(what, codec, caller.deliver),

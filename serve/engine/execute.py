@@ -829,7 +829,7 @@ class GenerateExecutor:
         events = accept_tokens([job], logits[None])
         with self._lock:
             if job.state is not State.ENDED:
-                self._scheduler.prefilled(job, full=positions >= work.wish.window)
+                self._scheduler.prefilled(job, full=positions >= work.request.window)
             deliveries = self._take_in(events, now_s)
         self._forget(lane)
         return deliveries
@@ -972,7 +972,10 @@ class GenerateExecutor:
         with self._lock:
             deliveries = self._take_in(events, now_s)
             for job, length in zip(jobs, cached, strict=True):
-                if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
+                if (
+                    length >= work_as(Generation, job).request.window
+                    and job.state is not State.ENDED
+                ):
                     self._scheduler.prefill_again(job)
             evicted = {part.lane: self._scheduler.evict(part.lane) for part in parts}
         for lane, evict in evicted.items():
@@ -993,7 +996,7 @@ class GenerateExecutor:
                 continue
             work = work_as(Generation, job)
             counter.note(job, work)
-            if work.wish.stream:
+            if work.request.stream:
                 deliveries.append((work.deliver, event))
             if work.finish_reason is not None:
                 self._ender.end(job, work.finished(span(job, now_s)), deliveries)
@@ -1159,7 +1162,7 @@ class Executor:
         work = work_as(Translation, job)
         prefixes = work.prefixes  # (B, N)
         try:
-            logits = self._runner.search(lane, job.number, work.wish.prompt, prefixes)  # (B, V)
+            logits = self._runner.search(lane, job.number, work.request.prompt, prefixes)  # (B, V)
         except Exception as error:
             return self._ender.fail(lane, [job], error)
         now_s = self._ran(lane, "search", begun_s, len(prefixes))
@@ -1176,7 +1179,7 @@ class Executor:
                 deliveries = [
                     (work.deliver, event)
                     for event in events
-                    if work.wish.stream or not isinstance(event, TokenEvent)
+                    if work.request.stream or not isinstance(event, TokenEvent)
                 ]
         # With what follows the call: the next one waits for that too.
         self._observe_step(lane, job, prefixes.shape, self._clock() - begun_s)

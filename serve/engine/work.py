@@ -29,7 +29,7 @@ from serve.runtime.protocol import FloatArray, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GenerationRequest:
     """What a caller wants written."""
 
     prompt: list[int]  # or the source of a translation
@@ -45,19 +45,19 @@ class Wish:
 class Generation:
     """An answer in the making, for one caller."""
 
-    def __init__(self, wish: Wish, codec: TextCodec, deliver: Deliver) -> None:
-        self.wish = wish
+    def __init__(self, request: GenerationRequest, codec: TextCodec, deliver: Deliver) -> None:
+        self.request = request
         self.deliver = deliver
         self.last_token_s: float | None = None  # for the metrics of the engine
         self.finish_reason: FinishReason | None = None
         self._codec = codec
-        self._tokens = list(wish.prompt)
-        self._prompt_tokens = len(wish.prompt)
-        self.sampler = Sampler(wish.sampling, codec.banned_tokens)
+        self._tokens = list(request.prompt)
+        self._prompt_tokens = len(request.prompt)
+        self.sampler = Sampler(request.sampling, codec.banned_tokens)
         # Where nobody reads before the end, the text is made there, at once.
-        self._by_pieces = wish.stream or bool(wish.stops) or wish.logprobs is not None
+        self._by_pieces = request.stream or bool(request.stops) or request.logprobs is not None
         self._written = TextStream(codec)
-        self._filter = StopFilter(wish.stops)
+        self._filter = StopFilter(request.stops)
         self._pieces: list[str] = []
         self._characters = 0  # that are complete, those that the filter holds back included
         self._logprobs: list[TokenLogprob] = []
@@ -71,7 +71,7 @@ class Generation:
         """What has been written so far."""
         if self._by_pieces:
             return "".join(self._pieces)
-        return self._codec.decode(self._tokens[len(self.wish.prompt) :])
+        return self._codec.decode(self._tokens[len(self.request.prompt) :])
 
     @property
     def last_token(self) -> int:
@@ -86,8 +86,8 @@ class Generation:
         room to go on writing.
         """
         if self.completion_tokens == 0:
-            return self.wish.prompt
-        return self._tokens[-max(1, self.wish.window // 2) :]
+            return self.request.prompt
+        return self._tokens[-max(1, self.request.window // 2) :]
 
     def drafts(self, logits: FloatArray, ahead: int) -> list[int]:
         """The tokens that logits (P, V) choose, the first of them so many behind the next one.
@@ -95,7 +95,7 @@ class Generation:
         Up to the first that choose none, or behind whose token none would be wanted.
         """
         first = self.completion_tokens + ahead
-        count = min(len(logits), max(0, self.wish.max_tokens - 1 - first))
+        count = min(len(logits), max(0, self.request.max_tokens - 1 - first))
         finite = np.isfinite(logits[:count])
         if not finite.all():
             count = int(finite.all(axis=1).argmin())
@@ -107,7 +107,7 @@ class Generation:
         self._tokens.append(token)
         if token == self._codec.eos_id:
             self.finish_reason = "stop"
-        elif index + 1 == self.wish.max_tokens:
+        elif index + 1 == self.request.max_tokens:
             self.finish_reason = "length"
         if not self._by_pieces:
             return TokenEvent(index, "")
@@ -140,9 +140,9 @@ class Generation:
         )
 
     def _logprob(self, logits: FloatArray, token: int) -> TokenLogprob | None:
-        if self.wish.logprobs is None:
+        if self.request.logprobs is None:
             return None
-        found = likelihood(logits, token, self.wish.logprobs)
+        found = likelihood(logits, token, self.request.logprobs)
         logprob = TokenLogprob(
             token=self._codec.decode([token]),
             logprob=found.chosen,
@@ -236,13 +236,13 @@ class Classification:
 class Translation:
     """A translation in the making, for one caller; nothing of it is known before its end."""
 
-    def __init__(self, wish: Wish, codec: TextCodec, deliver: Deliver) -> None:
+    def __init__(self, request: GenerationRequest, codec: TextCodec, deliver: Deliver) -> None:
         assert codec.bos_id is not None and codec.eos_id is not None
-        self.wish = wish
+        self.request = request
         self.deliver = deliver
         self._codec = codec
         self._beams = Beams(
-            wish.num_beams, wish.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
+            request.num_beams, request.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
         )
 
     @property
@@ -264,7 +264,7 @@ class Translation:
         """The whole answer, as the one piece of a stream and as its end."""
         best = self._beams.best
         ended = best.tokens[-1] == self._codec.eos_id
-        filter_ = StopFilter(self.wish.stops)
+        filter_ = StopFilter(self.request.stops)
         text, stopped = filter_.push(self._codec.decode(list(best.tokens)))
         text += filter_.flush()
         reason: FinishReason = "stop" if stopped or ended else "length"

@@ -8,7 +8,7 @@ from serve.engine.engine import Engine
 from serve.engine.execute import Tuner, leads_of
 from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
@@ -43,7 +43,7 @@ def test_no_token_depends_on_the_lead(
             answers = []
             for seed in range(3):
                 answers.append(caller := Caller())
-                wish = Wish(
+                wish = GenerationRequest(
                     [5, 6, 7 + seed],
                     200,
                     bundle.manifest.text_input.max_tokens,
