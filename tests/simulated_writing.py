@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.engine.admission import Admission
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import (
     Call,
     CallKind,
@@ -160,7 +160,7 @@ class WritingSimulation:
         seconds = decode_s(steps, rows) if kind == "decode" else prefill_s(steps, length)
         seconds *= self._random.lognormvariate(0.0, self._noise)
         self.now_s += seconds
-        self.latency.observe(Series(MODEL, kind, steps), rows, length, seconds)
+        self.latency.observe(CostKey(MODEL, kind, steps), rows, length, seconds)
 
 
 def _measured() -> Latency:

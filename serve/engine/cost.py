@@ -78,7 +78,7 @@ _UNKNOWN = MachineSpeed()  # of a model none of whose calls was seen
 Line = tuple[float, float]
 
 
-class Series(NamedTuple):
+class CostKey(NamedTuple):
     """Calls whose time differs only by their rows and length."""
 
     model: str
@@ -92,8 +92,8 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._lock = Lock()  # held by whatever writes, for microseconds
-        self._shapes: dict[Series, _Shape] = {}
-        self._parted: dict[Series, _Shape] = {}  # of calls in several parts
+        self._shapes: dict[CostKey, _Shape] = {}
+        self._parted: dict[CostKey, _Shape] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
         self._uneven: dict[str, dict[int, float]] = {}  # there, by rows: how much longer calls take
         self._speeds: dict[str, MachineSpeed] = {}  # by model
@@ -133,36 +133,36 @@ class LatencyModel:
                 self._most_parts[model] = most_parts
                 self._uneven[model] = {}
 
-    def knows(self, series: Series) -> bool:
-        return series in self._shapes or series in self._parted
+    def knows(self, cost_key: CostKey) -> bool:
+        return cost_key in self._shapes or cost_key in self._parted
 
-    def knows_well(self, series: Series) -> bool:
+    def knows_well(self, cost_key: CostKey) -> bool:
         """Whether enough calls were seen to tell what a row costs from what a call does."""
-        shapes = self._shapes.get(series), self._parted.get(series)
+        shapes = self._shapes.get(cost_key), self._parted.get(cost_key)
         return sum(shape.seen for shape in shapes if shape is not None) >= _KNOWN_CALLS
 
-    def call_s(self, series: Series, rows: int, length: int) -> float | None:
+    def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
-        model = series.model
+        model = cost_key.model
         most_parts = self._most_parts.get(model)
         if most_parts is None:
-            shape = self._shapes.get(series)
+            shape = self._shapes.get(cost_key)
             return None if shape is None else self._now(model) * shape.seconds(rows, length)
         parts = count_parts(rows, most_parts)
         speed = self._now(model, parts > 1) * self._uneven.get(model, {}).get(rows, 1.0)
         own, other = self._shapes, self._parted
         if parts > 1:
             own, other = other, own
-        shape = own.get(series) or other.get(series)
+        shape = own.get(cost_key) or other.get(cost_key)
         return None if shape is None else speed * shape.seconds(-(-rows // parts), length)
 
-    def decode_line(self, series: Series, rows: int) -> Line | None:
+    def decode_line(self, cost_key: CostKey, rows: int) -> Line | None:
         """The time of a token of so many rows; None if none was ever seen."""
-        shape = self._shapes.get(series)
+        shape = self._shapes.get(cost_key)
         if shape is None:
             return None
         a, b, c = shape.factors
-        speed = self._now(series.model)
+        speed = self._now(cost_key.model)
         tokens = speed * rows / _SCALE
         return speed * a + tokens * b, tokens * c / _SCALE
 
@@ -170,10 +170,10 @@ class LatencyModel:
         """Start from a table that was measured before, on this machine or on another."""
         found: dict[_Shape, list[tuple[int, int, float]]] = {}
         for entry in sorted(latency.entries, key=lambda entry: entry.batch * entry.length):
-            series = Series(model, entry.kind, entry.steps)
+            cost_key = CostKey(model, entry.kind, entry.steps)
             length, seconds = max(1, entry.length), entry.median_ms / 1000
             with self._lock:
-                shape, rows = self._shape(series, entry.batch, length, seconds)
+                shape, rows = self._shape(cost_key, entry.batch, length, seconds)
             found.setdefault(shape, []).append((rows, length, seconds))
         for shape, points in found.items():  # of a model that nobody asks yet: without the lock
             shape.fit(points)
@@ -182,32 +182,32 @@ class LatencyModel:
             if len(points) >= len(shape.factors):  # its form is known: what is off is the machine
                 shape.seen = _KNOWN_CALLS
 
-    def rescale(self, series: Series, rows: int, length: int, seconds: float) -> None:
+    def rescale(self, cost_key: CostKey, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine, for calls in as many parts."""
         with self._lock:
-            shape, rows = self._shape(series, rows, length, seconds)
+            shape, rows = self._shape(cost_key, rows, length, seconds)
             shape.rescale(rows, length, seconds)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         with self._lock:
             for shapes in (self._shapes, self._parted):
-                for series in [series for series in shapes if series.model == model]:
-                    del shapes[series]
+                for cost_key in [cost_key for cost_key in shapes if cost_key.model == model]:
+                    del shapes[cost_key]
             self._speeds.pop(model, None)
             self._most_parts.pop(model, None)
             self._uneven.pop(model, None)
 
-    def observe(self, series: Series, rows: int, length: int, seconds: float) -> None:
+    def observe(self, cost_key: CostKey, rows: int, length: int, seconds: float) -> None:
         """A call has run: the next prediction takes it into account."""
         if seconds <= 0:
             return
         with self._lock:
-            speed = self._speeds.setdefault(series.model, MachineSpeed())
-            uneven, all_rows = self._uneven.get(series.model, {}), rows
-            parted = count_parts(rows, self._most_parts.get(series.model, 1)) > 1
+            speed = self._speeds.setdefault(cost_key.model, MachineSpeed())
+            uneven, all_rows = self._uneven.get(cost_key.model, {}), rows
+            parted = count_parts(rows, self._most_parts.get(cost_key.model, 1)) > 1
             usual_s = seconds / uneven.get(all_rows, 1.0)
-            shape, rows = self._shape(series, rows, length, usual_s / speed.now[parted])
+            shape, rows = self._shape(cost_key, rows, length, usual_s / speed.now[parted])
             error = usual_s / (speed.now[parted] * shape.seconds(rows, length)) - 1
             speed.be_wary(error)
             if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
@@ -220,21 +220,21 @@ class LatencyModel:
         return self._speeds.get(model, _UNKNOWN).now[parted]
 
     def _shape(
-        self, series: Series, rows: int, length: int, seconds: float
+        self, cost_key: CostKey, rows: int, length: int, seconds: float
     ) -> tuple["_Shape", int]:
         """What is known of calls of so many rows, of which one took so long; rows that count.
 
         With the lock held.
         """
-        parts = count_parts(rows, self._most_parts.get(series.model, 1))
+        parts = count_parts(rows, self._most_parts.get(cost_key.model, 1))
         shapes, other = self._shapes, self._parted
         if parts > 1:
             shapes, other = other, shapes
         rows = -(-rows // parts)
-        if series not in shapes:
-            like = other.get(series)
-            shapes[series] = _Shape(rows, length, seconds, series.kind == "decode", like)
-        return shapes[series], rows
+        if cost_key not in shapes:
+            like = other.get(cost_key)
+            shapes[cost_key] = _Shape(rows, length, seconds, cost_key.kind == "decode", like)
+        return shapes[cost_key], rows
 
 
 class _Shape:
@@ -344,7 +344,7 @@ class Prices:
         self._latency = latency
         self._key = key
         self._max_rows = max_rows
-        self._series: dict[int, Series] = {}
+        self._cost_keys: dict[int, CostKey] = {}
         self._usual_tokens = 0.0
         self._usual_rows = 1.0
         self._usual_padding = 1.0  # tokens of a call for each real one
@@ -371,9 +371,9 @@ class Prices:
 
     def call_s(self, steps: int, rows: int, length: int) -> float:
         """A call takes about this long, and seldom longer."""
-        seconds = self._latency.call_s(self._series_of(steps), rows, length)
+        seconds = self._latency.call_s(self._cost_key_of(steps), rows, length)
         if seconds is None and self._key.threshold is not None:  # at worst all steps are taken
-            full = Series(self._key.model, "classify", steps)
+            full = CostKey(self._key.model, "classify", steps)
             seconds = self._latency.call_s(full, rows, length)
         return 0.0 if seconds is None else seconds * self.caution
 
@@ -391,7 +391,7 @@ class Prices:
 
         More would only wait for each other.
         """
-        if not self._latency.knows_well(self._series_of(steps)):
+        if not self._latency.knows_well(self._cost_key_of(steps)):
             return self._max_rows
         each_s = self.call_s(steps, self._max_rows, length) / self._max_rows
         rows = 1
@@ -413,12 +413,12 @@ class Prices:
             return self.call_s(steps, rows, longest)
         return -(-rows // self._max_rows) * self.call_s(steps, self._max_rows, longest)
 
-    def _series_of(self, steps: int) -> Series:
-        series = self._series.get(steps)
-        if series is None:
-            series = Series(self._key.model, "classify", steps, self._key.threshold)
-            self._series[steps] = series
-        return series
+    def _cost_key_of(self, steps: int) -> CostKey:
+        cost_key = self._cost_keys.get(steps)
+        if cost_key is None:
+            cost_key = CostKey(self._key.model, "classify", steps, self._key.threshold)
+            self._cost_keys[steps] = cost_key
+        return cost_key
 
 
 # What the calls take that write: prompts, tokens of rows that decode together, steps of searches.
@@ -432,17 +432,17 @@ class WritingPrices:
         self._latency = latency
         self._usual_s = usual_s  # of a token, or of a step of a search
 
-    def token(self, key: LaneKey, rows: int, series: Series | None = None) -> Line:
+    def token(self, key: LaneKey, rows: int, cost_key: CostKey | None = None) -> Line:
         """A token of so many rows of a lane; its series, if that is at hand."""
-        series = series or Series(key.model, "decode", key.steps)
-        return self._latency.decode_line(series, rows) or (self._usual_s(key) or 0.0, 0.0)
+        cost_key = cost_key or CostKey(key.model, "decode", key.steps)
+        return self._latency.decode_line(cost_key, rows) or (self._usual_s(key) or 0.0, 0.0)
 
     def prompts_s(
-        self, key: LaneKey, tokens: int, prompts: int, series: Series | None = None
+        self, key: LaneKey, tokens: int, prompts: int, cost_key: CostKey | None = None
     ) -> float:
         """The time to read so many prompts of so many tokens in all, one after the other."""
-        series = series or Series(key.model, "prefill", key.steps)
-        return prompts * (self._latency.call_s(series, 1, tokens // prompts) or 0.0)
+        cost_key = cost_key or CostKey(key.model, "prefill", key.steps)
+        return prompts * (self._latency.call_s(cost_key, 1, tokens // prompts) or 0.0)
 
     def search_s(self, key: LaneKey, source: int, tokens: int, beams: int) -> float:
         """All calls of a search; the first one reads its source."""
@@ -451,8 +451,8 @@ class WritingPrices:
 
     def search_call_s(self, key: LaneKey, beams: int, length: int) -> float:
         """One token more for all hypotheses, which are rows of this length."""
-        searched = Series(key.model, "search", key.steps)
-        decoded = Series(key.model, "decode", key.steps)  # which runs the same graph
+        searched = CostKey(key.model, "search", key.steps)
+        decoded = CostKey(key.model, "decode", key.steps)  # which runs the same graph
         known = decoded if self._latency.knows(decoded) else searched
         if self._latency.knows_well(searched):
             known = searched

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from serve.bundle import Manifest, steps_in_words
-from serve.engine.cost import CallTimes, LatencyModel, Series
+from serve.engine.cost import CallTimes, CostKey, LatencyModel
 from serve.engine.job import (
     Call,
     CallKind,
@@ -824,7 +824,7 @@ class GenerateExecutor:
         del self._prefill_s[lane]
         positions = self._runner.positions_read(job.number)
         length = max(positions, len(work.prompt))  # a source is not among the positions
-        self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, length, spent_s)
+        self._latency.observe(CostKey(lane.model, "prefill", lane.steps), 1, length, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
         events = accept_tokens([job], logits[None])
         with self._lock:
@@ -868,8 +868,8 @@ class GenerateExecutor:
         if single:  # others in the call would make it seem slower than the machine is
             # With what follows the call: the next one waits for that too.
             lane, jobs, spent_s = parts[0].lane, parts[0].jobs, self._clock() - begun_s
-            series = Series(lane.model, "decode", lane.steps)
-            self._latency.observe(series, len(jobs), longest, spent_s)
+            cost_key = CostKey(lane.model, "decode", lane.steps)
+            self._latency.observe(cost_key, len(jobs), longest, spent_s)
             if self._may_speculate(lane, jobs):
                 self._tuners.leads(lane).observe(1, spent_s)
         return deliveries
@@ -1138,8 +1138,8 @@ class Executor:
         spent_s = self._clock() - begun_s
         self._times.observe((call.lane, "classify"), spent_s)
         if not rung.traced:  # which reads out more often
-            series = Series(rung.model, "classify", rung.steps, rung.threshold)
-            self._latency.observe(series, len(rows), call.length, spent_s)
+            cost_key = CostKey(rung.model, "classify", rung.steps, rung.threshold)
+            self._latency.observe(cost_key, len(rows), call.length, spent_s)
         return deliveries
 
     def _classified(self, job: Job[Work], work: Classification, now_s: float) -> Event:
@@ -1234,7 +1234,7 @@ class Executor:
         kind: CallKind = "search"
         if length == 1:  # the source was read as well, which takes longer
             kind, length = "prefill", job.lengths[0]
-        self._latency.observe(Series(lane.model, kind, lane.steps), rows, length, seconds)
+        self._latency.observe(CostKey(lane.model, kind, lane.steps), rows, length, seconds)
 
     def _observe_queue(self, job: Job[Work], steps: int) -> None:
         assert job.started_s is not None

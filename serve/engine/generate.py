@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Generic
 
-from serve.engine.cost import Series
+from serve.engine.cost import CostKey
 from serve.engine.job import DecodeCall, DecodePart, Job, LaneKey, Limits, Sharing, State, WorkT
 
 
@@ -25,8 +25,8 @@ class GenerateLane(Generic[WorkT]):
         cache_bytes: Callable[[int, int], int],
     ) -> None:
         self.key = key
-        self.decode_series = Series(key.model, "decode", key.steps)
-        self.prefill_series = Series(key.model, "prefill", key.steps)
+        self.decode_cost_key = CostKey(key.model, "decode", key.steps)
+        self.prefill_cost_key = CostKey(key.model, "prefill", key.steps)
         self.calls_a_token = calls_a_token
         self.waiting: deque[Job[WorkT]] = deque()
         self.waiting_prompt_tokens = self.waiting_tokens = 0  # of those, to read and to write

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple
 
 from serve.bundle.manifest import LatencyEntry
 from serve.engine.classify import Classifying
-from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Line, Series, WritingPrices
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel, Line, WritingPrices
 from serve.engine.generate import Decoding, GenerateLane, SearchLane
 from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
 
@@ -67,9 +67,9 @@ class DecodeBacklog(Generic[WorkT]):
                 if lane.prefilling is not None:
                     unread, prompts = unread + lane.prefilling.lengths[0], prompts + 1
                 if prompts:
-                    prefill_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_series)
+                    prefill_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_cost_key)
                     self.prefill_s += prefill_s
-                token = prices.token(lane.key, rows, lane.decode_series)
+                token = prices.token(lane.key, rows, lane.decode_cost_key)
                 self._tokens.append((lane.key.steps, token))
                 # Of rows that began at random, the longest has as much of its way behind it.
                 first = occupants[0] if occupants else lane.waiting[0]
@@ -114,7 +114,7 @@ class DecodeBacklog(Generic[WorkT]):
         if busy.rows == self._max_rows:
             return 0.0, 0.0
         fixed_s, each_s = self._prices.token(
-            key, min(self._max_rows, busy.rows + jobs), busy.lane.decode_series
+            key, min(self._max_rows, busy.rows + jobs), busy.lane.decode_cost_key
         )
         return fixed_s - busy.token[0], each_s - busy.token[1]
 
@@ -589,8 +589,8 @@ class Backlog(Generic[WorkT]):
         own: Turn = (key, "classify" if key.kind == "classify" else "decode")
         call_s = None
         if measured is not None:
-            series = Series(key.model, measured.kind, key.steps)
-            call_s = self._latency.call_s(series, measured.batch, measured.length)
+            cost_key = CostKey(key.model, measured.kind, key.steps)
+            call_s = self._latency.call_s(cost_key, measured.batch, measured.length)
             call_s = call_s or measured.median_ms / 1000
         call_s = call_s or self._usual_s(own)
         if call_s is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from serve.engine.cost import CallTimes, LatencyModel, Series
+from serve.engine.cost import CallTimes, CostKey, LatencyModel
 from serve.engine.execute import (
     CheckCall,
     FailingModels,
@@ -259,8 +259,8 @@ class EngineStallPolicy:
     def _written_s(
         self, lane: LaneKey, kind: CallKind, rows: int, length: int
     ) -> list[float | None]:
-        series = Series(lane.model, kind, lane.steps)
-        return [self._times.seconds((lane, kind)), self._latency.call_s(series, rows, length)]
+        cost_key = CostKey(lane.model, kind, lane.steps)
+        return [self._times.seconds((lane, kind)), self._latency.call_s(cost_key, rows, length)]
 
 
 def jobs_of(call: AnyCall) -> list[Job[Work]]:

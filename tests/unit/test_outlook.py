@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series, WritingPrices
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel, WritingPrices
 from serve.engine.job import LaneKey
 from serve.engine.predict import GenerationSize, ModelBacklog
 
@@ -13,8 +13,8 @@ PROMPT, TOKENS = 10, 11
 @pytest.fixture
 def model_backlog() -> ModelBacklog[object]:
     latency = LatencyModel()
-    latency.observe(Series("m", "prefill", 1), 1, PROMPT, 0.5)
-    latency.observe(Series("m", "decode", 1), 1, PROMPT, 0.01)
+    latency.observe(CostKey("m", "prefill", 1), 1, PROMPT, 0.5)
+    latency.observe(CostKey("m", "decode", 1), 1, PROMPT, 0.01)
     prices = WritingPrices(latency, lambda key: None)
     return ModelBacklog("m", [], [], latency, 2, prices, beside_s=0.0)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.engine.cost import LatencyModel, Prices, Series
+from serve.engine.cost import CostKey, LatencyModel, Prices
 from serve.engine.job import LaneKey
 
 LANE = LaneKey("m", "classify", 8)
@@ -14,7 +14,7 @@ def prices(cost: Callable[[int, int], float], calls: int = 8) -> Prices:
     """Of a model whose calls cost so much, which was seen to run that often at each size."""
     latency = LatencyModel()
     for rows, length in ((1, 32), (1, 128), (8, 32), (8, 128), (16, 64)) * calls:
-        latency.observe(Series("m", "classify", 8), rows, length, cost(rows, length))
+        latency.observe(CostKey("m", "classify", 8), rows, length, cost(rows, length))
     return Prices(latency, LANE, 16)
 
 

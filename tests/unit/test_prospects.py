@@ -3,7 +3,7 @@
 import pytest
 
 from serve.bundle import LatencyEntry
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import Job, LaneKey, Limits, Turn
 from serve.engine.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ def test_what_is_known_best_is_believed() -> None:
     assert scheduler(USUAL).backlog.answer_s(LANE, MEASURED) == 0.5
     latency = LatencyModel()
     for _ in range(50):
-        latency.observe(Series("m", "classify", 1), 1, 100, 0.2)
+        latency.observe(CostKey("m", "classify", 1), 1, 100, 0.2)
     # Neither what another machine took, nor calls of whatever size.
     found = scheduler(USUAL, latency).backlog.answer_s(LANE, MEASURED)
     assert found == pytest.approx(0.2, rel=0.1)

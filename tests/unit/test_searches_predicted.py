@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel
 from serve.engine.job import (
     Deadline,
     DecodeCall,
@@ -49,9 +49,9 @@ class Clock:
         for _ in range(200):
             rows, length = chance.randint(1, 8), chance.randint(2, 24)
             seen = [
-                (Series(MODEL, "search", STEPS), rows, length, step_s(rows, length)),
-                (Series(MODEL, "prefill", STEPS), 1, length, read_s(length)),
-                (Series(MODEL, "decode", STEPS), rows, length, token_s(rows)),
+                (CostKey(MODEL, "search", STEPS), rows, length, step_s(rows, length)),
+                (CostKey(MODEL, "prefill", STEPS), 1, length, read_s(length)),
+                (CostKey(MODEL, "decode", STEPS), rows, length, token_s(rows)),
             ]
             for one in seen:
                 self.latency.observe(*one)
@@ -150,13 +150,13 @@ def test_a_search_does_not_make_late_who_was_in_time(kind: Kind) -> None:
 def test_before_any_search_has_run_it_is_priced_as_rows_that_decode() -> None:
     latency = LatencyModel()
     for rows in (1, 2, 4, 8):
-        latency.observe(Series(MODEL, "decode", STEPS), rows, 10, token_s(rows))
+        latency.observe(CostKey(MODEL, "decode", STEPS), rows, 10, token_s(rows))
     scheduler: Scheduler[str] = Scheduler(Limits(), lambda *_: 0, latency=latency)
     model_backlog = scheduler.backlog.model_backlog(MODEL)
     one, four = (
         model_backlog.alone_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
     )
-    line = latency.decode_line(Series(MODEL, "decode", STEPS), 4)
+    line = latency.decode_line(CostKey(MODEL, "decode", STEPS), 4)
     assert line is not None and four > one
     steps_s = (TOKENS - 1) * (line[0] + 11 * line[1])
     assert four - IDLE_ANSWER_S == pytest.approx(steps_s)
