@@ -217,7 +217,7 @@ class Admission:
         spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
         if idle:
             if not spent_s:
-                self._latency.relent()
+                self._latency.lower_caution()
             alone_s = max(alone_s, deadline.given_s + late_s - spent_s)
         if alone_s > deadline.given_s:
             raise ImpossibleDeadline(deadline.given_s, alone_s, steps)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple
 
-from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Prices
+from serve.engine.cost import IDLE_ANSWER_S, ClassifyCosts, LatencyModel
 from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, WorkT
 
 # LoadShedder: how much of the usual work is spent on a request while too much waits. Told the
@@ -108,28 +108,33 @@ class ClassifyLane(Generic[WorkT]):
     """Rows waiting to be classified."""
 
     def __init__(
-        self, key: LaneKey, prices: Prices, max_rows: int, max_tokens: int, shedder: LoadShedder
+        self,
+        key: LaneKey,
+        costs: ClassifyCosts,
+        max_rows: int,
+        max_tokens: int,
+        shedder: LoadShedder,
     ) -> None:
         self.waiting: list[Row[WorkT]] = []
         self._key = key
-        self._prices = prices
+        self._costs = costs
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._shedder = shedder
         self._full_s = self._least_s = 0.0  # of all that waits
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._priced: Job[WorkT] | None = None  # was asked about, with what its lengths cost
-        self._row_prices: dict[int, tuple[float, float]] = {}
+        self._costed: Job[WorkT] | None = None  # was asked about, with what its lengths cost
+        self._row_costs: dict[int, tuple[float, float]] = {}
 
     def add(self, job: Job[WorkT]) -> None:
         """Queue the rows of a job."""
         self._given_s.append(math.inf if job.deadline is None else job.deadline.given_s)
         for row in self._rows_of(job):
-            self._prices.note(row.tokens)
+            self._costs.note(row.tokens)
             insort(self.waiting, row)
             self._full_s += row.full_s
             self._least_s += row.least_s
-        self._priced = None
+        self._costed = None
 
     def drop(self, job: Job[WorkT]) -> None:
         """The job is over: its rows wait no more."""
@@ -143,8 +148,8 @@ class ClassifyLane(Generic[WorkT]):
         taken = {(row.number, row.place) for row in rows}
         self._keep(row for row in self.waiting if (row.number, row.place) not in taken)
         longest = max(row.tokens for row in rows)
-        self._prices.note_call(len(rows), len(rows) * longest / sum(row.tokens for row in rows))
-        seconds = self._prices.call_s(steps, len(rows), longest)
+        self._costs.note_call(len(rows), len(rows) * longest / sum(row.tokens for row in rows))
+        seconds = self._costs.call_s(steps, len(rows), longest)
         return Batch(steps, tuple((row.job, row.place) for row in rows), seconds)
 
     def hopeless(self, now_s: float) -> list[Job[WorkT]]:
@@ -155,8 +160,8 @@ class ClassifyLane(Generic[WorkT]):
                 break
             if row.job in found:
                 continue
-            call_s = self._prices.call_s(self._choices(row.job)[0], 1, row.tokens)
-            if now_s + call_s + self._prices.answer_s <= row.ends_s:
+            call_s = self._costs.call_s(self._choices(row.job)[0], 1, row.tokens)
+            if now_s + call_s + self._costs.answer_s <= row.ends_s:
                 break
             found.append(row.job)
         return found
@@ -169,14 +174,14 @@ class ClassifyLane(Generic[WorkT]):
 
     def alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of these rows on an idle server, until their answer has left."""
-        return self._prices.alone_s(steps, lengths) + IDLE_ANSWER_S
+        return self._costs.alone_s(steps, lengths) + IDLE_ANSWER_S
 
     def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:
         """By how much any job due then would be late at least, where it goes behind all others."""
         if not self.waiting or self.waiting[-1].due_s > due_s:
             return -math.inf
-        done_s = self._least_s * _HEADROOM + self._prices.usual_s(steps) * MARGIN
-        return start_s + done_s + self._prices.answer_s - due_s
+        done_s = self._least_s * _HEADROOM + self._costs.usual_s(steps) * MARGIN
+        return start_s + done_s + self._costs.answer_s - due_s
 
     def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
         """By how much a job with a deadline, or one that it pushes back, would be late at worst.
@@ -186,13 +191,13 @@ class ClassifyLane(Generic[WorkT]):
         rows = self._rows_of(job)
         due_s = rows[0].due_s
         place = bisect_right(self.waiting, due_s, key=lambda row: row.due_s)
-        call_s = self._prices.usual_s(self._choices(job)[0])
+        call_s = self._costs.usual_s(self._choices(job)[0])
         each_s = beside_s / self._max_rows  # of a row, for what runs beside it
         own_s = sum(row.least_s for row in rows)
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(rows))
         late_s = -math.inf
         behind = self.waiting[place:]
-        added_s = start_s + beside_s + self._prices.answer_s
+        added_s = start_s + beside_s + self._costs.answer_s
         if not behind or (done_s + call_s) * _HEADROOM + added_s <= behind[0].due_s:
             # All are done before the first of those behind is due.
             done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
@@ -203,9 +208,9 @@ class ClassifyLane(Generic[WorkT]):
                 if row_done_s * _HEADROOM - row_due_s > late_s:
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
-        alone_s = self._prices.alone_s(self._choices(job)[0], job.lengths)
+        alone_s = self._costs.alone_s(self._choices(job)[0], job.lengths)
         done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * MARGIN
-        return start_s + beside_s + max(late_s, done_s - due_s) + self._prices.answer_s
+        return start_s + beside_s + max(late_s, done_s - due_s) + self._costs.answer_s
 
     def wait_s(self, least: bool) -> float:
         """How long until all that waits has run, at the fewest steps or as it will be.
@@ -214,10 +219,10 @@ class ClassifyLane(Generic[WorkT]):
         """
         ladder = self._choices(self.waiting[0].job)
         if least or len(ladder) == 1:
-            return self._least_s / self._prices.caution
+            return self._least_s / self._costs.caution
         most = ladder[-1]
-        usual_s = self._full_s * self._prices.share(most, self._key.steps) / self._prices.caution
-        costs = [self._prices.share(steps, most) for steps in ladder]
+        usual_s = self._full_s * self._costs.share(most, self._key.steps) / self._costs.caution
+        costs = [self._costs.share(steps, most) for steps in ladder]
         return self._shedder.drain_s(usual_s, costs)
 
     # How a batch is made.
@@ -229,18 +234,18 @@ class ClassifyLane(Generic[WorkT]):
         if len(choices) == 1:
             return choices[0]
         full = self._key.steps
-        most = self._prices.share(choices[-1], full)
+        most = self._costs.share(choices[-1], full)
         rounds_s = beside_s * -(-len(self.waiting) // self._max_rows)
         others_s = sum(row.full_s for row in self.waiting if row.job is not head.job)
         allowed = most * self._shedder.share(others_s * most + (rounds_s if others_s else 0.0))
         pressure = self._pressure(now_s, beside_s)
         for steps in reversed(choices):
-            share = self._prices.share(steps, full)
+            share = self._costs.share(steps, full)
             if head.ends_s is None:
                 fits = share <= allowed
             else:
-                call_s = self._prices.call_s(steps, 1, head.tokens)
-                fits = now_s + call_s + self._prices.answer_s <= head.ends_s
+                call_s = self._costs.call_s(steps, 1, head.tokens)
+                fits = now_s + call_s + self._costs.answer_s <= head.ends_s
             if fits and share * pressure <= 1:
                 return steps
         return choices[0]
@@ -249,7 +254,7 @@ class ClassifyLane(Generic[WorkT]):
         """Work at the lane's steps that is to be done in a second, for deadlines to be kept."""
         if self._least_given_s == math.inf:
             return 0.0
-        answer_s, each_s = self._prices.answer_s, beside_s / self._max_rows
+        answer_s, each_s = self._costs.answer_s, beside_s / self._max_rows
         done_s = pressure = 0.0
         for position, row in enumerate(self.waiting):
             done_s += row.full_s
@@ -274,8 +279,8 @@ class ClassifyLane(Generic[WorkT]):
         real = longest = head.tokens
         limit_s = self._call_limit_s(head, now_s)
         others = window[1:]
-        enough = self._prices.enough_rows(steps, head.tokens)
-        in_order = self._spare_s(steps, now_s) < self._prices.usual_s(steps)
+        enough = self._costs.enough_rows(steps, head.tokens)
+        in_order = self._spare_s(steps, now_s) < self._costs.usual_s(steps)
         if not in_order:
             others.sort(key=lambda row: abs(row.tokens - head.tokens))
         for row in others:
@@ -287,7 +292,7 @@ class ClassifyLane(Generic[WorkT]):
                 (row.tokens != head.tokens and not row.job.may_pad)
                 or rows * length > self._max_tokens
                 or padding > max(_PADDING_TOKENS, _PADDING_SHARE * real)
-                or (limit_s is not None and self._prices.call_s(steps, rows, length) > limit_s)
+                or (limit_s is not None and self._costs.call_s(steps, rows, length) > limit_s)
             ):
                 if in_order:
                     break
@@ -301,8 +306,8 @@ class ClassifyLane(Generic[WorkT]):
         """The time left to the row that has least, if all that waits runs in order."""
         if self._least_given_s == math.inf:
             return math.inf
-        share = self._prices.share(steps, self._key.steps)
-        done_s, spare_s = now_s + self._prices.answer_s, math.inf
+        share = self._costs.share(steps, self._key.steps)
+        done_s, spare_s = now_s + self._costs.answer_s, math.inf
         for row in self.waiting:
             done_s += share * row.full_s
             if row.ends_s is not None:
@@ -315,21 +320,21 @@ class ClassifyLane(Generic[WorkT]):
         if limit_s == math.inf:
             return None
         if head.ends_s is not None:
-            left_s = head.ends_s - self._prices.answer_s - now_s
+            left_s = head.ends_s - self._costs.answer_s - now_s
             limit_s = min(limit_s, _COMPANY_SHARE * left_s)
         return limit_s
 
     def _rows_of(self, job: Job[WorkT]) -> list[Row[WorkT]]:
         due_s = job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
         least, full = self._choices(job)[0], self._key.steps
-        if job is not self._priced:  # as when it was asked about before it is added
-            self._priced, self._row_prices = job, {}
-        prices, row_s = self._row_prices, self._prices.row_s
+        if job is not self._costed:  # as when it was asked about before it is added
+            self._costed, self._row_costs = job, {}
+        costs, row_s = self._row_costs, self._costs.row_s
         for tokens in job.lengths:
-            if tokens not in prices:
-                prices[tokens] = row_s(full, tokens), row_s(least, tokens)
+            if tokens not in costs:
+                costs[tokens] = row_s(full, tokens), row_s(least, tokens)
         return [
-            Row(due_s, job.number, place, job, tokens, *prices[tokens])
+            Row(due_s, job.number, place, job, tokens, *costs[tokens])
             for place, tokens in enumerate(job.lengths)
         ]
 
@@ -357,10 +362,10 @@ class Classifying(Generic[WorkT]):
         """Have this lane; whether it is new."""
         if key in self._lanes:
             return False
-        prices = Prices(self._latency, key, self._limits.batch_rows)
+        costs = ClassifyCosts(self._latency, key, self._limits.batch_rows)
         shedder = LoadShedder(self._limits.degrade_wait_s)
         self._lanes[key] = ClassifyLane(
-            key, prices, self._limits.batch_rows, self._limits.batch_tokens, shedder
+            key, costs, self._limits.batch_rows, self._limits.batch_tokens, shedder
         )
         return True
 

@@ -25,7 +25,7 @@ _OTHER_WEIGHT = 0.03  # and of the other
 _LASTING_WEIGHT = 0.02  # of the speed of now in the one that lasts beyond a moment
 _LATE_SHARE, _LATE_STEP = 0.05, 0.02
 _MOST_CAUTION = 2.0
-_RELENT = 0.9
+_CAUTION_DECAY = 0.9
 
 
 class MachineSpeed:
@@ -54,10 +54,10 @@ class MachineSpeed:
         for kind, speed in enumerate(self.now):
             self._lasting[kind] += _LASTING_WEIGHT * (speed - self._lasting[kind])
 
-    def relent(self) -> None:
+    def lower_caution(self) -> None:
         """Believe a little less in what is slow."""
-        self.caution = max(1.0, self.caution * _RELENT)
-        self.now = [max(min(1.0, speed), speed * _RELENT) for speed in self.now]
+        self.caution = max(1.0, self.caution * _CAUTION_DECAY)
+        self.now = [max(min(1.0, speed), speed * _CAUTION_DECAY) for speed in self.now]
 
 
 # What a rung of unknown shape is taken to spend beside its tokens.
@@ -75,7 +75,7 @@ _UNKNOWN = MachineSpeed()  # of a model none of whose calls was seen
 
 
 # The seconds of a call, as a line over the length of its rows: at length 0, and each more.
-Line = tuple[float, float]
+CostLine = tuple[float, float]
 
 
 class CostKey(NamedTuple):
@@ -92,8 +92,8 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._lock = Lock()  # held by whatever writes, for microseconds
-        self._shapes: dict[CostKey, _Shape] = {}
-        self._parted: dict[CostKey, _Shape] = {}  # of calls in several parts
+        self._curves: dict[CostKey, _CostCurve] = {}
+        self._parted: dict[CostKey, _CostCurve] = {}  # of calls in several parts
         self._most_parts: dict[str, int] = {}  # by model, where there may be several
         self._uneven: dict[str, dict[int, float]] = {}  # there, by rows: how much longer calls take
         self._speeds: dict[str, MachineSpeed] = {}  # by model
@@ -111,12 +111,12 @@ class LatencyModel:
             change = _SLOW_STEP * ((1 - _SLOW_SHARE) if slow else -_SLOW_SHARE)
             self._answer_s = min(_MOST_ANSWER_S, self._answer_s * (1 + change))
 
-    def relent(self) -> None:
+    def lower_caution(self) -> None:
         """Something was refused though nothing runs: believe a little less in what was slow."""
         with self._lock:
-            self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _RELENT)
+            self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _CAUTION_DECAY)
             for speed in self._speeds.values():
-                speed.relent()
+                speed.lower_caution()
 
     def caution(self, model: str) -> float:
         """What to multiply a prediction by so that few calls take longer."""
@@ -134,66 +134,66 @@ class LatencyModel:
                 self._uneven[model] = {}
 
     def knows(self, cost_key: CostKey) -> bool:
-        return cost_key in self._shapes or cost_key in self._parted
+        return cost_key in self._curves or cost_key in self._parted
 
     def knows_well(self, cost_key: CostKey) -> bool:
         """Whether enough calls were seen to tell what a row costs from what a call does."""
-        shapes = self._shapes.get(cost_key), self._parted.get(cost_key)
-        return sum(shape.seen for shape in shapes if shape is not None) >= _KNOWN_CALLS
+        curves = self._curves.get(cost_key), self._parted.get(cost_key)
+        return sum(curve.seen for curve in curves if curve is not None) >= _KNOWN_CALLS
 
     def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The time of one call; None if nothing like it was ever seen."""
         model = cost_key.model
         most_parts = self._most_parts.get(model)
         if most_parts is None:
-            shape = self._shapes.get(cost_key)
-            return None if shape is None else self._now(model) * shape.seconds(rows, length)
+            curve = self._curves.get(cost_key)
+            return None if curve is None else self._now(model) * curve.seconds(rows, length)
         parts = count_parts(rows, most_parts)
         speed = self._now(model, parts > 1) * self._uneven.get(model, {}).get(rows, 1.0)
-        own, other = self._shapes, self._parted
+        own, other = self._curves, self._parted
         if parts > 1:
             own, other = other, own
-        shape = own.get(cost_key) or other.get(cost_key)
-        return None if shape is None else speed * shape.seconds(-(-rows // parts), length)
+        curve = own.get(cost_key) or other.get(cost_key)
+        return None if curve is None else speed * curve.seconds(-(-rows // parts), length)
 
-    def decode_line(self, cost_key: CostKey, rows: int) -> Line | None:
+    def decode_line(self, cost_key: CostKey, rows: int) -> CostLine | None:
         """The time of a token of so many rows; None if none was ever seen."""
-        shape = self._shapes.get(cost_key)
-        if shape is None:
+        curve = self._curves.get(cost_key)
+        if curve is None:
             return None
-        a, b, c = shape.factors
+        a, b, c = curve.factors
         speed = self._now(cost_key.model)
         tokens = speed * rows / _SCALE
         return speed * a + tokens * b, tokens * c / _SCALE
 
     def learn(self, model: str, latency: Latency) -> None:
         """Start from a table that was measured before, on this machine or on another."""
-        found: dict[_Shape, list[tuple[int, int, float]]] = {}
+        found: dict[_CostCurve, list[tuple[int, int, float]]] = {}
         for entry in sorted(latency.entries, key=lambda entry: entry.batch * entry.length):
             cost_key = CostKey(model, entry.kind, entry.steps)
             length, seconds = max(1, entry.length), entry.median_ms / 1000
             with self._lock:
-                shape, rows = self._shape(cost_key, entry.batch, length, seconds)
-            found.setdefault(shape, []).append((rows, length, seconds))
-        for shape, points in found.items():  # of a model that nobody asks yet: without the lock
-            shape.fit(points)
+                curve, rows = self._curve(cost_key, entry.batch, length, seconds)
+            found.setdefault(curve, []).append((rows, length, seconds))
+        for curve, points in found.items():  # of a model that nobody asks yet: without the lock
+            curve.fit(points)
             for rows, length, seconds in points:
-                shape.learn(rows, length, seconds)
-            if len(points) >= len(shape.factors):  # its form is known: what is off is the machine
-                shape.seen = _KNOWN_CALLS
+                curve.learn(rows, length, seconds)
+            if len(points) >= len(curve.factors):  # its form is known: what is off is the machine
+                curve.seen = _KNOWN_CALLS
 
     def rescale(self, cost_key: CostKey, rows: int, length: int, seconds: float) -> None:
         """Believe one careful measurement of this machine, for calls in as many parts."""
         with self._lock:
-            shape, rows = self._shape(cost_key, rows, length, seconds)
-            shape.rescale(rows, length, seconds)
+            curve, rows = self._curve(cost_key, rows, length, seconds)
+            curve.rescale(rows, length, seconds)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         with self._lock:
-            for shapes in (self._shapes, self._parted):
-                for cost_key in [cost_key for cost_key in shapes if cost_key.model == model]:
-                    del shapes[cost_key]
+            for curves in (self._curves, self._parted):
+                for cost_key in [cost_key for cost_key in curves if cost_key.model == model]:
+                    del curves[cost_key]
             self._speeds.pop(model, None)
             self._most_parts.pop(model, None)
             self._uneven.pop(model, None)
@@ -207,37 +207,37 @@ class LatencyModel:
             uneven, all_rows = self._uneven.get(cost_key.model, {}), rows
             parted = count_parts(rows, self._most_parts.get(cost_key.model, 1)) > 1
             usual_s = seconds / uneven.get(all_rows, 1.0)
-            shape, rows = self._shape(cost_key, rows, length, usual_s / speed.now[parted])
-            error = usual_s / (speed.now[parted] * shape.seconds(rows, length)) - 1
+            curve, rows = self._curve(cost_key, rows, length, usual_s / speed.now[parted])
+            error = usual_s / (speed.now[parted] * curve.seconds(rows, length)) - 1
             speed.be_wary(error)
-            if shape.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
+            if curve.seen >= _KNOWN_CALLS:  # else it is the shape that is wrong
                 speed.observe(parted, error)
             surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
             uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-            shape.learn(rows, length, usual_s / speed.now[parted])
+            curve.learn(rows, length, usual_s / speed.now[parted])
 
     def _now(self, model: str, parted: bool = False) -> float:
         return self._speeds.get(model, _UNKNOWN).now[parted]
 
-    def _shape(
+    def _curve(
         self, cost_key: CostKey, rows: int, length: int, seconds: float
-    ) -> tuple["_Shape", int]:
+    ) -> tuple["_CostCurve", int]:
         """What is known of calls of so many rows, of which one took so long; rows that count.
 
         With the lock held.
         """
         parts = count_parts(rows, self._most_parts.get(cost_key.model, 1))
-        shapes, other = self._shapes, self._parted
+        curves, other = self._curves, self._parted
         if parts > 1:
-            shapes, other = other, shapes
+            curves, other = other, curves
         rows = -(-rows // parts)
-        if cost_key not in shapes:
+        if cost_key not in curves:
             like = other.get(cost_key)
-            shapes[cost_key] = _Shape(rows, length, seconds, cost_key.kind == "decode", like)
-        return shapes[cost_key], rows
+            curves[cost_key] = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
+        return curves[cost_key], rows
 
 
-class _Shape:
+class _CostCurve:
     """The seconds of a call at speed 1: least squares of relative errors that forget."""
 
     def __init__(
@@ -246,7 +246,7 @@ class _Shape:
         length: int,
         seconds: float,
         one_each: bool,
-        like: "_Shape | None" = None,
+        like: "_CostCurve | None" = None,
     ) -> None:
         self.seen = 0
         self._one_each = one_each  # one new token a row, however long
@@ -337,7 +337,7 @@ _NEARLY = 1.03  # as cheap a row as in a full call
 _NEWEST_CALL = 0.2  # and of the newest call in the usual batch and padding
 
 
-class Prices:
+class ClassifyCosts:
     """Seconds of calls and of rows."""
 
     def __init__(self, latency: LatencyModel, key: LaneKey, max_rows: int) -> None:
@@ -425,14 +425,14 @@ class Prices:
 # A view of the latency model, as it is likely; 0 where nothing is known.
 
 
-class WritingPrices:
+class GenerateCosts:
     """Seconds of calls."""
 
     def __init__(self, latency: LatencyModel, usual_s: Callable[[LaneKey], float | None]) -> None:
         self._latency = latency
         self._usual_s = usual_s  # of a token, or of a step of a search
 
-    def token(self, key: LaneKey, rows: int, cost_key: CostKey | None = None) -> Line:
+    def token(self, key: LaneKey, rows: int, cost_key: CostKey | None = None) -> CostLine:
         """A token of so many rows of a lane; its series, if that is at hand."""
         cost_key = cost_key or CostKey(key.model, "decode", key.steps)
         return self._latency.decode_line(cost_key, rows) or (self._usual_s(key) or 0.0, 0.0)

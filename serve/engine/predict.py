@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple
 
 from serve.bundle.manifest import LatencyEntry
 from serve.engine.classify import Classifying
-from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel, Line, WritingPrices
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, CostLine, GenerateCosts, LatencyModel
 from serve.engine.generate import Decoding, GenerateLane, SearchLane
 from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
 
@@ -23,7 +23,7 @@ class BusyLane(NamedTuple, Generic[WorkT]):
     lane: GenerateLane[WorkT]
     occupants: list[Job[WorkT]]
     rows: int  # that decode together, now or soon
-    token: Line  # of those rows
+    token: CostLine  # of those rows
     prefill_s: float  # of prompts that tokens wait for
     length: int  # of the longest row, which all are padded to, while they are written
 
@@ -44,7 +44,7 @@ class DecodeBacklog(Generic[WorkT]):
     def __init__(
         self,
         lanes: Iterable[GenerateLane[WorkT]],
-        prices: WritingPrices,
+        costs: GenerateCosts,
         max_rows: int,
         beside_s: float,
         shared: bool = False,
@@ -52,11 +52,11 @@ class DecodeBacklog(Generic[WorkT]):
         """`together` if the lanes share calls, those that fit."""
         self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
         self.prefill_s = 0.0  # of all prompts that are not read yet
-        self._prices = prices
+        self._costs = costs
         self._max_rows = max_rows
         self._beside_s = beside_s  # other models, between two calls
-        self._tokens: list[tuple[int, Line]] = []  # of each lane, with its steps
-        self._rounds: dict[int, Line] = {}  # by steps
+        self._tokens: list[tuple[int, CostLine]] = []  # of each lane, with its steps
+        self._rounds: dict[int, CostLine] = {}  # by steps
         self._places: dict[LaneKey, tuple[float, float]] = {}
         for lane in lanes:
             occupants, waiting = lane.occupants(), len(lane.waiting)
@@ -67,9 +67,9 @@ class DecodeBacklog(Generic[WorkT]):
                 if lane.prefilling is not None:
                     unread, prompts = unread + lane.prefilling.lengths[0], prompts + 1
                 if prompts:
-                    prefill_s = prices.prompts_s(lane.key, unread, prompts, lane.prefill_cost_key)
+                    prefill_s = costs.prompts_s(lane.key, unread, prompts, lane.prefill_cost_key)
                     self.prefill_s += prefill_s
-                token = prices.token(lane.key, rows, lane.decode_cost_key)
+                token = costs.token(lane.key, rows, lane.decode_cost_key)
                 self._tokens.append((lane.key.steps, token))
                 # Of rows that began at random, the longest has as much of its way behind it.
                 first = occupants[0] if occupants else lane.waiting[0]
@@ -92,7 +92,7 @@ class DecodeBacklog(Generic[WorkT]):
             return steps / other
         return 1.0 if steps <= other else math.sqrt(steps / other)
 
-    def round(self, steps: int) -> Line:
+    def round(self, steps: int) -> CostLine:
         """From one token of a lane of so many steps to the next, with the rows of all lanes."""
         line = self._rounds.get(steps)
         if line is None:
@@ -106,14 +106,14 @@ class DecodeBacklog(Generic[WorkT]):
             line = self._rounds[steps] = fixed_s, each_s
         return line
 
-    def more(self, key: LaneKey, jobs: int) -> Line:
+    def more(self, key: LaneKey, jobs: int) -> CostLine:
         """By how much longer a token of a lane takes with so many more rows."""
         busy = self.busy.get(key)
         if busy is None:
-            return self._prices.token(key, min(self._max_rows, jobs))
+            return self._costs.token(key, min(self._max_rows, jobs))
         if busy.rows == self._max_rows:
             return 0.0, 0.0
-        fixed_s, each_s = self._prices.token(
+        fixed_s, each_s = self._costs.token(
             key, min(self._max_rows, busy.rows + jobs), busy.lane.decode_cost_key
         )
         return fixed_s - busy.token[0], each_s - busy.token[1]
@@ -201,10 +201,10 @@ class SearchBacklog(Generic[WorkT]):
     def __init__(
         self,
         lanes: Iterable[SearchLane[WorkT]],
-        prices: WritingPrices,
+        costs: GenerateCosts,
         max_rows: int,
     ) -> None:
-        self._prices = prices
+        self._costs = costs
         self._max_rows = max_rows
         self._lanes: dict[LaneKey, _Lane] = {}
         for lane in lanes:
@@ -265,9 +265,9 @@ class SearchBacklog(Generic[WorkT]):
     def _search(self, job: Job[WorkT]) -> _Search:
         key, left, beams = job.lane, job.tokens_left, job.beams
         if left < job.most_tokens:
-            each_s = self._prices.search_call_s(key, beams, job.most_tokens - left // 2)
+            each_s = self._costs.search_call_s(key, beams, job.most_tokens - left // 2)
         else:
-            each_s = self._prices.search_s(key, job.lengths[0], left, beams) / max(1, left)
+            each_s = self._costs.search_s(key, job.lengths[0], left, beams) / max(1, left)
         return _Search(max(1, left), each_s, job.ends_s)
 
     def _until(self, lane: _Lane, place: int) -> Share:
@@ -301,7 +301,7 @@ class _New(NamedTuple):
     steps: int
     ready_s: float
     read_s: float = 0.0  # of their prompts
-    more: Line = (0.0, 0.0)  # for each token of others
+    more: CostLine = (0.0, 0.0)  # for each token of others
     calls: int = 0  # of searches, in turn with those of others
     each_s: float = 0.0  # of those calls
 
@@ -316,23 +316,23 @@ class ModelBacklog(Generic[WorkT]):
         searches: Iterable[SearchLane[WorkT]],
         latency: LatencyModel,
         max_rows: int,
-        prices: WritingPrices,
+        costs: GenerateCosts,
         beside_s: float,
         shared: bool = False,
     ) -> None:
         self.model = model
         self._caution, self._answer_s = latency.caution(model), latency.answer_s
         self._max_rows = max_rows
-        self._prices = prices
+        self._costs = costs
         self._decode_backlog: DecodeBacklog[WorkT] = DecodeBacklog(
-            lanes, prices, max_rows, beside_s, shared
+            lanes, costs, max_rows, beside_s, shared
         )
-        self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, prices, max_rows)
+        self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, costs, max_rows)
         self._beside_s = beside_s  # other models, between two calls
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
         """A token of a lane, if so many rows decode together; 0 if nothing is known."""
-        fixed_s, each_s = self._prices.token(key, rows)
+        fixed_s, each_s = self._costs.token(key, rows)
         return fixed_s + each_s * length
 
     def alone_s(self, key: LaneKey, size: GenerationSize) -> float:
@@ -494,13 +494,13 @@ class ModelBacklog(Generic[WorkT]):
         return -(-size.jobs // self._max_rows) * (size.tokens - 1)
 
     def _read_s(self, key: LaneKey, size: GenerationSize) -> float:
-        return self._prices.prompts_s(key, size.jobs * size.prompt, size.jobs)
+        return self._costs.prompts_s(key, size.jobs * size.prompt, size.jobs)
 
     # Beside searches.
 
     def _searched_s(self, key: LaneKey, size: GenerationSize) -> float:
         """All calls of one search."""
-        return self._prices.search_s(key, size.prompt, size.tokens, size.beams)
+        return self._costs.search_s(key, size.prompt, size.tokens, size.beams)
 
     def _searches_s(self, tokens: float, new: _New | None = None) -> float:
         """What searches take while so many tokens are written, new ones included."""
@@ -546,7 +546,7 @@ class Backlog(Generic[WorkT]):
         self._limits = limits
         self._latency = latency
         self._usual_s = usual_s
-        self._prices = WritingPrices(latency, self._usual_token_s)
+        self._costs = GenerateCosts(latency, self._usual_token_s)
         self._classifying = classifying
         self._search = search
         self._decodings = decodings  # by model
@@ -634,7 +634,7 @@ class Backlog(Generic[WorkT]):
             else (),
             self._latency,
             self._limits.decode_rows,
-            self._prices,
+            self._costs,
             sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
             decoding is not None and decoding.sharing == "shared",
         )

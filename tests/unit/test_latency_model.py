@@ -160,7 +160,7 @@ def test_what_was_slow_is_not_believed_for_ever() -> None:
         model.observe_answer(0.5)
     slow = model.call_s(FULL, 8, 64)
     for _ in range(60):
-        model.relent()
+        model.lower_caution()
     assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
     assert model.answer_s < 0.01 and model.caution("m") == 1.0
 
@@ -312,7 +312,7 @@ def test_threads_that_write_at_once_do_not_meet() -> None:
         model.call_s(CostKey(f"new {number}", "classify", 8), 4, 64)
 
     def refuse(number: int) -> None:
-        model.relent()
+        model.lower_caution()
         model.observe_answer(0.001)
 
     def again(write: Callable[[int], None]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel, WritingPrices
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, GenerateCosts, LatencyModel
 from serve.engine.job import LaneKey
 from serve.engine.predict import GenerationSize, ModelBacklog
 
@@ -15,8 +15,8 @@ def model_backlog() -> ModelBacklog[object]:
     latency = LatencyModel()
     latency.observe(CostKey("m", "prefill", 1), 1, PROMPT, 0.5)
     latency.observe(CostKey("m", "decode", 1), 1, PROMPT, 0.01)
-    prices = WritingPrices(latency, lambda key: None)
-    return ModelBacklog("m", [], [], latency, 2, prices, beside_s=0.0)
+    costs = GenerateCosts(latency, lambda key: None)
+    return ModelBacklog("m", [], [], latency, 2, costs, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.engine.cost import LatencyModel, WritingPrices
+from serve.engine.cost import GenerateCosts, LatencyModel
 from serve.engine.generate import GenerateLane
 from serve.engine.job import Job
 from serve.engine.predict import DecodeBacklog
@@ -20,7 +20,7 @@ def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> DecodeBa
         lane.rows.append(written(left))
     for left in waiting:
         lane.add(written(left))
-    return DecodeBacklog([lane], WritingPrices(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
+    return DecodeBacklog([lane], GenerateCosts(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
 
 
 def written(left: int) -> Job[str]:
@@ -45,8 +45,8 @@ def rounds(max_rows: int, shared: bool) -> DecodeBacklog[str]:
         for name in "ab":
             lane.add(generate(name, lane=key))
         lanes.append(lane)
-    prices = WritingPrices(LatencyModel(), lambda key: key.steps * STEP_S)
-    return DecodeBacklog(lanes, prices, max_rows, 0.0, shared)
+    costs = GenerateCosts(LatencyModel(), lambda key: key.steps * STEP_S)
+    return DecodeBacklog(lanes, costs, max_rows, 0.0, shared)
 
 
 def test_lanes_that_share_calls_have_as_many_evaluations_each() -> None:

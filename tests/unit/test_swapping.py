@@ -153,7 +153,7 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
                 for bundle in BUNDLES:
                     bench.engine.serve(another(bundle(), next(editions))[0])
                 work = [bench.classify(5, 7), bench.generate("abc", 3, steps=4)]
-                bench.engine.latency.relent()  # as after a refusal
+                bench.engine.latency.lower_caution()  # as after a refusal
                 bench.engine.latency.observe_answer(0.001)
                 for _, caller in work:
                     caller.last()
