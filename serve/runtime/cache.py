@@ -26,67 +26,69 @@ from serve.bundle import Cache, Manifest, Rung
 from serve.runtime.protocol import CacheArray
 
 PAGE_BYTES = mmap.PAGESIZE
-MOST_SPARE, _MOST_ROOMS = 1 << 25, 16  # bytes of pages, and files, kept for the next
+MOST_SPARE, _MOST_MAPPINGS = 1 << 25, 16  # bytes of pages, and files, kept for the next
 _BOTH = mmap.PROT_READ | mmap.PROT_WRITE
-_PLACED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
+_MAP_FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 _PUNCH_HOLE = 0x01 | 0x02  # and keep the size
 _NAME, _NO_EXEC_SEAL = "stepdial-caches", 0x08  # MFD_NOEXEC_SEAL
-_NOWHERE = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _log = logging.getLogger("stepdial.runtime")
 Bytes = npt.NDArray[np.uint8]
 
 
 @final
-class Pages:
+class SharedMemory:
     """So many bytes; what they are is not said.
 
     No more than `held` take memory at first, which were kept from before.
     """
 
     def __init__(self, nbytes: int, held: int) -> None:
-        self._room: _Room | None = None
+        self._mapping: _Mapping | None = None
         self.bytes: Bytes
-        if can_be_neighbours():
-            self._room = _spare_of(nbytes, held) or _new_room(nbytes)
-            self.bytes = np.asarray(_Seen(self._room.address, nbytes, _give_back, self._room))
+        if can_map_shared():
+            self._mapping = _take_spare(nbytes, held) or _new_mapping(nbytes)
+            self.bytes = np.asarray(
+                _MappedArray(self._mapping.address, nbytes, _recycle, self._mapping)
+            )
         else:
             self.bytes = _plain(nbytes)
 
     @property
     def file(self) -> int:
-        assert self._room is not None, "memory that has one place only"
-        return self._room.file
+        assert self._mapping is not None, "memory that has one place only"
+        return self._mapping.file
 
     def free(self, first: int, count: int) -> None:
         """These bytes, whole pages, take no memory any more."""
-        if self._room is not None:
-            _libc().fallocate(self._room.file, _PUNCH_HOLE, first, count)
+        if self._mapping is not None:
+            _libc().fallocate(self._mapping.file, _PUNCH_HOLE, first, count)
 
 
-class Part(NamedTuple):
+class MemoryRange(NamedTuple):
     """So many bytes of a memory; whole pages of it."""
 
-    pages: Pages
+    memory: SharedMemory
     first: int
     size: int
 
 
-def side_by_side(parts: Sequence[Part]) -> Bytes:
+def map_adjacent(parts: Sequence[MemoryRange]) -> Bytes:
     """These bytes, one part behind the other: the very same ones, not a copy.
 
     OSError where the system lets a process have no more parts.
     """
     size = sum(part.size for part in parts)
-    address = _reserved(size)
-    seen, first = _Seen(address, size, _unmap, address, size), 0
+    address = _reserve_addresses(size)
+    seen, first = _MappedArray(address, size, _unmap, address, size), 0
     for part in parts:
-        _place(address + first, part.size, part.pages.file, part.first)
+        _map_file(address + first, part.size, part.memory.file, part.first)
         first += part.size
     return np.asarray(seen)
 
 
 @cache
-def can_be_neighbours() -> bool:
+def can_map_shared() -> bool:
     """Whether parts can be seen side by side here."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return False
@@ -95,12 +97,12 @@ def can_be_neighbours() -> bool:
             # A page that cannot be had would end the process, where plain memory is refused before.
             _log.warning("rungs share no calls: this system promises no more memory than it has")
             return False
-        one = _new_room(PAGE_BYTES)
-        _place(other := _reserved(PAGE_BYTES), PAGE_BYTES, one.file, 0)
+        one = _new_mapping(PAGE_BYTES)
+        _map_file(other := _reserve_addresses(PAGE_BYTES), PAGE_BYTES, one.file, 0)
         ctypes.c_char.from_address(one.address).value = b"1"
         same = ctypes.c_char.from_address(other).value == b"1"
         _unmap(other, PAGE_BYTES)
-        _drop(one)
+        _free(one)
     except (OSError, MemoryError, AttributeError) as error:
         _log.warning("rungs share no calls: memory cannot be mapped twice here (%s)", error)
         return False
@@ -116,7 +118,7 @@ def _plain(nbytes: int) -> Bytes:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-class _Room(NamedTuple):
+class _Mapping(NamedTuple):
     """A file without a name, and where all of it is mapped."""
 
     file: int
@@ -124,38 +126,40 @@ class _Room(NamedTuple):
     nbytes: int
 
 
-class _Spare(NamedTuple):
+class _SpareMapping(NamedTuple):
     """A room that nobody uses, and the bytes of its pages."""
 
-    room: _Room
+    mapping: _Mapping
     held: int
 
 
-_spare: list[_Spare] = []  # used by any thread, also in the middle of this module: by no lock
+_spare_mappings: list[
+    _SpareMapping
+] = []  # used by any thread, also in the middle of this module: by no lock
 
 
-def _spare_of(nbytes: int, most_held: int) -> _Room | None:
-    for one in _spare[:]:
-        if one.room.nbytes == nbytes and one.held <= most_held:
+def _take_spare(nbytes: int, most_held: int) -> _Mapping | None:
+    for one in _spare_mappings[:]:
+        if one.mapping.nbytes == nbytes and one.held <= most_held:
             with suppress(ValueError):  # another thread was quicker
-                _spare.remove(one)
-                return one.room
+                _spare_mappings.remove(one)
+                return one.mapping
     return None
 
 
-def _new_room(nbytes: int) -> _Room:
+def _new_mapping(nbytes: int) -> _Mapping:
     try:
         with ExitStack() as undone:
             file = _nameless_file()
             undone.callback(os.close, file)
             os.ftruncate(file, nbytes)
-            address = _reserved(nbytes)
+            address = _reserve_addresses(nbytes)
             undone.callback(_unmap, address, nbytes)
-            _place(address, nbytes, file, 0)
+            _map_file(address, nbytes, file, 0)
             undone.pop_all()
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes for caches ({error.strerror})") from error
-    return _Room(file, address, nbytes)
+    return _Mapping(file, address, nbytes)
 
 
 def _nameless_file() -> int:
@@ -165,23 +169,26 @@ def _nameless_file() -> int:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC)
 
 
-def _give_back(room: _Room) -> None:
+def _recycle(mapping: _Mapping) -> None:
     """Keep it for the next one, and of those that were kept before what is not too much then."""
-    _spare.append(_Spare(room, os.fstat(room.file).st_blocks * 512))
+    _spare_mappings.append(_SpareMapping(mapping, os.fstat(mapping.file).st_blocks * 512))
     with suppress(IndexError):  # another thread was quicker
-        while sum(one.held for one in _spare[:]) > MOST_SPARE or len(_spare) > _MOST_ROOMS:
-            _drop(_spare.pop(0).room)
+        while (
+            sum(one.held for one in _spare_mappings[:]) > MOST_SPARE
+            or len(_spare_mappings) > _MOST_MAPPINGS
+        ):
+            _free(_spare_mappings.pop(0).mapping)
 
 
-def _drop(room: _Room) -> None:
+def _free(mapping: _Mapping) -> None:
     # Other places that show its pages may last longer, which they must not keep in memory.
-    _libc().fallocate(room.file, _PUNCH_HOLE, 0, room.nbytes)
-    _unmap(room.address, room.nbytes)
-    os.close(room.file)
+    _libc().fallocate(mapping.file, _PUNCH_HOLE, 0, mapping.nbytes)
+    _unmap(mapping.address, mapping.nbytes)
+    os.close(mapping.file)
 
 
 @final
-class _Seen:
+class _MappedArray:
     """Mapped memory as numpy takes it; what becomes of it when no array is left over it."""
 
     def __init__(
@@ -196,15 +203,15 @@ class _Seen:
         weakref.finalize(self, gone, *arguments).atexit = False
 
 
-def _reserved(nbytes: int) -> int:
+def _reserve_addresses(nbytes: int) -> int:
     """Addresses in a row where nothing is yet."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     return _mapped_at(None, nbytes, 0, flags, -1, 0)
 
 
-def _place(address: int, count: int, file: int, offset: int) -> None:
+def _map_file(address: int, count: int, file: int, offset: int) -> None:
     """Show so many bytes of a file there."""
-    _mapped_at(address, count, _BOTH, mmap.MAP_SHARED | _PLACED, file, offset)
+    _mapped_at(address, count, _BOTH, mmap.MAP_SHARED | _MAP_FIXED, file, offset)
 
 
 def _unmap(address: int, nbytes: int) -> None:
@@ -215,7 +222,7 @@ def _mapped_at(
     address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int
 ) -> int:
     found: int = _libc().mmap(address, nbytes, protection, flags, file, offset)
-    if found == _NOWHERE:
+    if found == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return found
@@ -323,7 +330,7 @@ class RowCaches:
         self.nbytes = 0
         self.arrays: list[CacheArray] = []  # step after step
         self._blocks: list[CacheArray] = []
-        self._pages: Pages | None = None
+        self._memory: SharedMemory | None = None
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
         """Room for so many rows of up to so many positions; True if the buffers moved.
@@ -345,7 +352,7 @@ class RowCaches:
         """
         if used == 0:
             moved = bool(self.arrays)
-            self.arrays, self._blocks, self._pages = [], [], None
+            self.arrays, self._blocks, self._memory = [], [], None
             self.rows = self.capacity = self.nbytes = 0
             self.version = next(_VERSIONS)
             return moved
@@ -388,15 +395,15 @@ class RowCaches:
         for array, theirs in zip(self.arrays, other.arrays, strict=True):
             array[target, :, :positions] = theirs[0, :, :positions]
 
-    def parts(self, step: int, rows: int) -> list[Part]:
+    def parts(self, step: int, rows: int) -> list[MemoryRange]:
         """Where the first rows' buffers of a step lie, to be seen next to others."""
-        assert self._pages is not None
+        assert self._memory is not None
         layout = self.layout
         row_bytes = layout.heads * layout.pitch * layout.head_width * layout.kind.itemsize
         place = _places(layout.steps, self.lead)[step]
         return [
-            Part(
-                self._pages,
+            MemoryRange(
+                self._memory,
                 (index * layout.steps + place) * self.rows * row_bytes,
                 rows * row_bytes,
             )
@@ -410,18 +417,20 @@ class RowCaches:
         shape = (a_step, layout.steps, rows, layout.heads, layout.pitch, layout.head_width)
         # All is there before any is replaced, so that a MemoryError changes nothing; only what is
         # written takes memory, so only what is held is.
-        old, pages = (
-            self._pages,
-            Pages(math.prod(shape) * layout.kind.itemsize, rows * layout.row_bytes(capacity)),
+        old, memory = (
+            self._memory,
+            SharedMemory(
+                math.prod(shape) * layout.kind.itemsize, rows * layout.row_bytes(capacity)
+            ),
         )
-        blocks: list[CacheArray] = list(pages.bytes.view(layout.kind).reshape(shape))
+        blocks: list[CacheArray] = list(memory.bytes.view(layout.kind).reshape(shape))
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
         for index, (block, source) in enumerate(zip(blocks, self._blocks, strict=False)):
             for step in range(layout.steps):
                 block[then[step], :used, :, :held] = source[now[step], :used, :, :held]
             if old is not None:
                 old.free(index * source.nbytes, source.nbytes)
-        self._pages, self._blocks, self.rows, self.lead = pages, blocks, rows, lead
+        self._memory, self._blocks, self.rows, self.lead = memory, blocks, rows, lead
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
         self.version = next(_VERSIONS)
         self._allow(capacity)

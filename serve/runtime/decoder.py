@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.bundle import Manifest, Rung
-from serve.runtime.cache import CacheLayout, Part, RowCaches
+from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
 from serve.runtime.protocol import (
     CacheArray,
     FloatArray,
@@ -444,7 +444,7 @@ class OrtDecodeBatch:
         each, rows = len(self.names), self.rows
         return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
 
-    def parts(self, step: int) -> list[Part]:
+    def parts(self, step: int) -> list[MemoryRange]:
         """The same, to be seen next to those of other batches."""
         return self._caches.parts(step, self.rows)
 

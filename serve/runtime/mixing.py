@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import BundleError, Manifest
-from serve.runtime.cache import can_be_neighbours, side_by_side
+from serve.runtime.cache import can_map_shared, map_adjacent
 from serve.runtime.classifier import Threads
 from serve.runtime.decoder import OrtDecodeBatch, StepState
 from serve.runtime.protocol import (
@@ -205,7 +205,7 @@ class OrtMix:
         threads: Threads,
     ) -> None:
         """`open_alone` is for one thread."""
-        self.most_batches = len(manifest.rungs) if can_be_neighbours() else 1
+        self.most_batches = len(manifest.rungs) if can_map_shared() else 1
         self.sides = threads.most
         # Only there a step goes straight along the velocity, which a jump prolongs.
         self.can_speculate = manifest.method == "euler"
@@ -327,7 +327,7 @@ class _MixCall:
         self._history = sessions.history
         self._names = names
         self._versions: list[int] = []  # of the batches whose caches are bound
-        self._neighbours: list[CacheArray] = []  # the caches of several, side by side
+        self._adjacent: list[CacheArray] = []  # the caches of several, side by side
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
@@ -383,9 +383,9 @@ class _MixCall:
             parts = [batch.parts(_step_of(batch)) for batch in batches]
             shape, kind = caches[0].shape[1:], caches[0].dtype
             caches = [
-                side_by_side(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
+                map_adjacent(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
             ]
-            self._neighbours = caches
+            self._adjacent = caches
         for name, array in zip(self._names, caches, strict=True):
             bind_input(self._binding, name, array)
             bind_output(self._binding, f"{name}_out", array)

@@ -201,7 +201,7 @@ def test_rungs_take_turns_where_memory_has_one_place_only(
     model: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("cache", "mixing"):
-        monkeypatch.setattr(f"serve.runtime.{name}.can_be_neighbours", lambda: False)
+        monkeypatch.setattr(f"serve.runtime.{name}.can_map_shared", lambda: False)
     opened = open_model(model.bundle, threads=1)
     mix = opened.mix()
     assert mix is not None and mix.most_batches == 1
@@ -217,7 +217,7 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
 
     mix = open_model(model.bundle, threads=1).mix()
     assert mix is not None
-    monkeypatch.setattr("serve.runtime.mixing.side_by_side", refused)
+    monkeypatch.setattr("serve.runtime.mixing.map_adjacent", refused)
     batches: dict[int, SteppedBatch] = {}
     for steps in (2, 4):
         batch = model.decoder(steps).open_batch()
