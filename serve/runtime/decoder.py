@@ -25,7 +25,7 @@ from serve.runtime.session import StepSessions, bind_input, bind_output, cache_n
 
 
 @final
-class OrtCrossing:
+class BoundPass:
     """Valid while the caches stay where they are: `run` reads tokens and past anew every time."""
 
     def __init__(
@@ -114,7 +114,7 @@ class OrtCrossing:
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, tokens (S,), past
+Opening = Callable[[list[CacheArray], IntArray, int], BoundPass]  # caches, tokens (S,), past
 
 
 @final
@@ -122,7 +122,7 @@ class OrtPrefill:
     """One row on its way into a batch."""
 
     def __init__(
-        self, caches: RowCaches, open_crossing: Opening, tokens: IntArray, positions: int
+        self, caches: RowCaches, open_pass: Opening, tokens: IntArray, positions: int
     ) -> None:
         """With caches that hold nothing yet; it may come to have so many positions."""
         self.tokens = tokens  # (S,)
@@ -130,8 +130,8 @@ class OrtPrefill:
         # One position more at least, since a prompt is read to be continued.
         self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
-        self._open = open_crossing
-        self._crossing: OrtCrossing | None = None
+        self._open = open_pass
+        self._bound_pass: BoundPass | None = None
         self._read = self._step = 0
 
     @property
@@ -150,18 +150,18 @@ class OrtPrefill:
     def advance(self) -> FloatArray | None:
         assert not self.done, "all has been read"
         chunk = self.tokens[self._read : self._read + CHUNK_TOKENS]
-        if self._crossing is None:
-            self._crossing = self._open(self.caches.arrays, chunk, self._read)
-            self._crossing.begin()
-        crossing = self._crossing
-        end = min(crossing.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
-        crossing.advance(self._step, end)
+        if self._bound_pass is None:
+            self._bound_pass = self._open(self.caches.arrays, chunk, self._read)
+            self._bound_pass.begin()
+        bound_pass = self._bound_pass
+        end = min(bound_pass.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
+        bound_pass.advance(self._step, end)
         self._step = end
-        if end < crossing.steps:
+        if end < bound_pass.steps:
             return None
         self._read += len(chunk)
-        self._crossing, self._step = None, 0
-        return crossing.end()[0, 0] if self.done else None
+        self._bound_pass, self._step = None, 0
+        return bound_pass.end()[0, 0] if self.done else None
 
 
 def last_of(tokens: IntArray) -> IntArray:
@@ -195,7 +195,7 @@ class _Head:
 
 
 @final
-class OrtEnds:
+class EmbedAndHead:
     """Calls that come again and again are bound to buffers of their own."""
 
     def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
@@ -279,7 +279,7 @@ class OrtDecodeBatch:
     def __init__(
         self,
         sessions: StepSessions,
-        ends: OrtEnds,
+        embed_and_head: EmbedAndHead,
         names: list[str],
         layout: CacheLayout,
         width: int,
@@ -288,13 +288,13 @@ class OrtDecodeBatch:
         self.step_state: StepState | None = None  # None: between two tokens
         self.number = next(_NUMBERS)
         self.sessions, self.names, self.width = sessions, names, width
-        self._ends = ends
+        self._embed_and_head = embed_and_head
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # positions that each row may come to have
         self._lead = 1  # of the last row that ran ahead
-        self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
+        self._bound_pass: BoundPass | None = None  # of one token a row, until rows or buffers move
 
     @property
     def lengths(self) -> list[int]:
@@ -352,7 +352,7 @@ class OrtDecodeBatch:
             self._caches.take(row, prefill.caches, length)
         self._past = np.append(self._past, np.int32(length))
         self._rooms.append(prefill.room)
-        self._crossing = None
+        self._bound_pass = None
 
     def add(self, tokens: IntArray) -> FloatArray:
         prefill = self.read(tokens)
@@ -372,20 +372,20 @@ class OrtDecodeBatch:
         rows = len(self._past)
         longest = self._longest()
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
-            self._crossing = None
+            self._bound_pass = None
         caches = [array[row : row + 1] for array in self._caches.arrays]
-        crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
-        logits: FloatArray = crossing.run()[0]  # (S, V)
+        bound_pass = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
+        logits: FloatArray = bound_pass.run()[0]  # (S, V)
         self._past[row] += len(tokens)
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
         self.make_room(tokens)
-        if self._crossing is None:
+        if self._bound_pass is None:
             one, caches = np.zeros((self.rows, 1), dtype=np.int64), self._used()
-            self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
-        self._crossing.tokens[:, 0] = tokens
-        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
+            self._bound_pass = self._open(caches, one, self._past, _FIRST_OF_ONE)
+        self._bound_pass.tokens[:, 0] = tokens
+        logits: FloatArray = self._bound_pass.run()[:, 0].copy()  # (B, V)
         self._past += 1
         return logits
 
@@ -406,18 +406,18 @@ class OrtDecodeBatch:
 
     def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
         """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
-        x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
+        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
         x = x.copy()
         v = np.zeros_like(x) if self.sessions.history else x
         return StepState(x, v, seqlens.copy(), int(total))
 
     def state(self, token: int, past: int) -> FloatArray:
         """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
-        return self._ends.embed(token, past)[0]
+        return self._embed_and_head.embed(token, past)[0]
 
     def read_off(self, x: FloatArray) -> FloatArray:
         """Logits (B, V) of states (B, 1, D)."""
-        return self._ends.head(x)
+        return self._embed_and_head.head(x)
 
     def reach(self, positions: int, lead: int) -> None:
         """Room for so many positions in the only row, which is to run ahead with this lead.
@@ -428,7 +428,7 @@ class OrtDecodeBatch:
         self._lead, held = lead, positions - 1
         arranged = self._caches.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
-            self._crossing = None
+            self._bound_pass = None
 
     def along(self, step: int, count: int) -> list[CacheArray]:
         """The caches of the only row at this step and those that are a lead further each."""
@@ -462,7 +462,7 @@ class OrtDecodeBatch:
         self._rooms.pop()
         longest = self._longest()
         self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
-        self._crossing = None
+        self._bound_pass = None
 
     def _longest(self) -> int:
         return int(self._past.max(initial=0))
@@ -484,13 +484,13 @@ class OrtDecodeBatch:
                 "remove it and add its last tokens again"
             )
         if self._caches.reserve(rows, longest, rows, longest + 1):
-            self._crossing = None
+            self._bound_pass = None
         return self._past
 
     def _used(self) -> list[CacheArray]:
         return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> OrtCrossing:
+    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> BoundPass:
         return self._open(caches, tokens[None], _one(past), last_of(tokens))
 
     def _open(
@@ -499,8 +499,8 @@ class OrtDecodeBatch:
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,
-    ) -> OrtCrossing:
-        return OrtCrossing(
+    ) -> BoundPass:
+        return BoundPass(
             self.sessions,
             self.names,
             caches,
@@ -533,11 +533,16 @@ class OrtDecoder:
         self._steps = rung.steps
         self._width = manifest.shape.state_width
         self._vocab_size = manifest.text_tokenizer.vocab_size
-        self._ends = OrtEnds(sessions, self._width, self._vocab_size)
+        self._embed_and_head = EmbedAndHead(sessions, self._width, self._vocab_size)
 
     def open_batch(self) -> OrtDecodeBatch:
         return OrtDecodeBatch(
-            self._sessions, self._ends, self._names, self._layout, self._width, self._vocab_size
+            self._sessions,
+            self._embed_and_head,
+            self._names,
+            self._layout,
+            self._width,
+            self._vocab_size,
         )
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
@@ -561,7 +566,7 @@ class OrtDecoder:
         # Nothing is decoded afterwards, so all steps, stages and layers may use the same pair: each
         # writes all its positions before it reads them, and none starts before the last is done.
         pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
-        crossing = OrtCrossing(
+        bound_pass = BoundPass(
             self._sessions,
             self._names,
             pair * (self._steps * len(self._names) // 2),
@@ -571,4 +576,4 @@ class OrtDecoder:
             self._width,
             self._vocab_size,
         )
-        return crossing.run()
+        return bound_pass.run()
