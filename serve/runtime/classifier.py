@@ -223,7 +223,7 @@ class Threads:
 
 
 @final
-class Parts:
+class RowSplitter:
     """The rows of a call, shared among threads that the rungs of one model take turns with."""
 
     def __init__(self, threads: Threads) -> None:
@@ -238,22 +238,22 @@ class Parts:
         return self._threads.each(call, [rows[low:high] for low, high in bounds])
 
 
-class SideBySide:
+class ParallelClassifier:
     """One rung of a classifier."""
 
-    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: Parts) -> None:
+    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: RowSplitter) -> None:
         self._classifier = classifier
-        self._parts = parts
+        self._splitter = parts
 
     def run(self, rows: RowArray) -> FloatArray:
-        return np.concatenate(self._parts.each(self._classifier.run, rows))
+        return np.concatenate(self._splitter.each(self._classifier.run, rows))
 
 
 @final
-class StepsSideBySide(SideBySide):
+class ParallelStepClassifier(ParallelClassifier):
     """One that is made of single steps."""
 
-    def __init__(self, steps: OrtStepClassifier, parts: Parts) -> None:
+    def __init__(self, steps: OrtStepClassifier, parts: RowSplitter) -> None:
         super().__init__(steps, parts)
         self._steps = steps
 
@@ -261,7 +261,7 @@ class StepsSideBySide(SideBySide):
         def early(part: RowArray) -> EarlyAnswers:
             return self._steps.early(part, threshold)
 
-        found = self._parts.each(early, rows)
+        found = self._splitter.each(early, rows)
         logits, evaluations, _ = zip(*found, strict=True)
         return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
 
@@ -269,10 +269,10 @@ class StepsSideBySide(SideBySide):
         def traced(part: RowArray) -> EarlyAnswers:
             return self._steps.traced(part, threshold)
 
-        logits, evaluations, readouts = zip(*self._parts.each(traced, rows), strict=True)
+        logits, evaluations, readouts = zip(*self._splitter.each(traced, rows), strict=True)
         return EarlyAnswers(
             np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
         )
 
     def jumps(self, rows: RowArray) -> FloatArray:
-        return np.concatenate(self._parts.each(self._steps.jumps, rows), axis=1)
+        return np.concatenate(self._splitter.each(self._steps.jumps, rows), axis=1)

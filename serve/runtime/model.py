@@ -18,9 +18,9 @@ from serve.bundle import Bundle, BundleError, Manifest, Rung
 from serve.runtime.classifier import (
     OrtClassifier,
     OrtStepClassifier,
-    Parts,
-    SideBySide,
-    StepsSideBySide,
+    ParallelClassifier,
+    ParallelStepClassifier,
+    RowSplitter,
     Threads,
 )
 from serve.runtime.decoder import OrtDecoder
@@ -131,11 +131,11 @@ class OrtModel:
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
         self._place = place
-        self._classifiers: dict[int, SideBySide] = {}
+        self._classifiers: dict[int, ParallelClassifier] = {}
         self._session_threads = self.threads  # until a warm-up finds that one is better
         # A GPU shares the rows of a call among its own.
-        self._side_threads = Threads(self.threads if place.device == "cpu" else 1)
-        self._parts = Parts(self._side_threads)
+        self._row_threads = Threads(self.threads if place.device == "cpu" else 1)
+        self._splitter = RowSplitter(self._row_threads)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
@@ -155,31 +155,31 @@ class OrtModel:
 
     @property
     def most_parts(self) -> int:
-        return self._side_threads.most
+        return self._row_threads.most
 
     @property
     def single_steps(self) -> bool:
         manifest = self._bundle.manifest
         return manifest.labelled and manifest.step is not None and self._place.runs_single_steps
 
-    def classifier(self, steps: int) -> SideBySide:
+    def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")
         if steps not in self._classifiers:
             self._classifiers[steps] = (
                 self.step_classifier(steps)
                 if self._shares_weights()
-                else SideBySide(self._whole(rung), self._parts)
+                else ParallelClassifier(self._whole(rung), self._splitter)
             )
         return self._classifiers[steps]
 
-    def step_classifier(self, steps: int) -> StepsSideBySide:
+    def step_classifier(self, steps: int) -> ParallelStepClassifier:
         self._rung(steps, "classify", "tag")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
         if not self._place.runs_single_steps:
             raise BundleError("only the CPU runs single steps; other devices run whole rungs")
         steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
-        return StepsSideBySide(steps_alone, self._parts)
+        return ParallelStepClassifier(steps_alone, self._splitter)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
         rung = self._rung(steps, "generate")
@@ -201,7 +201,7 @@ class OrtModel:
                 self._step_sessions(),
                 manifest,
                 self._open_alone,
-                self._side_threads,
+                self._row_threads,
             )
         return self._mix
 
@@ -266,7 +266,7 @@ class OrtModel:
 
     def close(self) -> None:
         self._drop()
-        self._side_threads.close()
+        self._row_threads.close()
 
     def _drop(self) -> None:
         # One by one: each holds the interpreter for milliseconds, and others wait for it.
