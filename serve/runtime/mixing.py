@@ -210,7 +210,7 @@ class OrtMix:
         # Only there a step goes straight along the velocity, which a jump prolongs.
         self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
-        self._alone = _Late(open_alone)
+        self._alone = _LazySession(open_alone)
         self._threads = threads
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _MixCall] = {}
@@ -288,7 +288,7 @@ class OrtMix:
 
 
 @final
-class _Late:
+class _LazySession:
     """A session that is opened when rungs first go abreast: it has a copy of the weights."""
 
     def __init__(self, opening: Open | None) -> None:

@@ -62,7 +62,7 @@ _NO_SLOWER = 1.03  # within what a measurement is off; the other cores are left 
 Opening = Callable[[int], Model]  # the model, with so many threads a session from now on
 
 
-def settle_threads(opening: Opening, most: int) -> None:
+def tune_threads(opening: Opening, most: int) -> None:
     """Leave the model with one thread or `most`, whichever answers one row sooner."""
     one_s, evaluations = _timed(opening(1))
     if one_s <= _ALWAYS_ONE_S * evaluations:
@@ -72,7 +72,7 @@ def settle_threads(opening: Opening, most: int) -> None:
         opening(1)
 
 
-def settle_single(
+def tune_single_row(
     sessions: StepSessions, open_alone: Callable[[], InterruptibleSession], manifest: Manifest
 ) -> StepSessions:
     """These sessions, with one of one thread for a single row if that is no slower."""
@@ -233,7 +233,7 @@ class OrtModel:
         for rung in manifest.rungs:
             try:
                 if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
-                    self._settle()
+                    self._tune_threads()
                 run(rung.steps)
             except BundleError:
                 raise
@@ -244,13 +244,13 @@ class OrtModel:
                     self._bundle.folder / self._file_of(rung),
                 ) from error
 
-    def _settle(self) -> None:
+    def _tune_threads(self) -> None:
         """Find where one thread is better than all."""
         if not self._writes:
-            settle_threads(self._with_threads, self.threads)
+            tune_threads(self._with_threads, self.threads)
         elif self._bundle.manifest.keeps_caches:
             steps = self._step_sessions()
-            self._steps = settle_single(steps, self._open_alone, self._bundle.manifest)
+            self._steps = tune_single_row(steps, self._open_alone, self._bundle.manifest)
 
     @property
     def _writes(self) -> bool:
