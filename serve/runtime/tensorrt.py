@@ -410,7 +410,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class TrtEngine:
     """The engine of one graph of the bundle."""
 
     graph: str
@@ -441,7 +441,7 @@ class EnginesManifest:
     bundle_sha256: str  # of the bundle's manifest.json, which has that of every other file
     precision: Precision
     host: Host
-    engines: tuple[Engine, ...]
+    engines: tuple[TrtEngine, ...]
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -450,7 +450,7 @@ class EnginesManifest:
         check_text("bundle_sha256", self.bundle_sha256, 64)
         check_choice("precision", self.precision, PRECISIONS)
 
-    def engine(self, graph: str) -> Engine:
+    def engine(self, graph: str) -> TrtEngine:
         """The engine of a graph of the bundle."""
         for engine in self.engines:
             if engine.graph == graph:
@@ -470,14 +470,14 @@ class EnginesManifest:
         engines = []
         for index, engine in enumerate(check_list("engines", members["engines"], 4096)):
             with inside(f"engines[{index}]"):
-                engines.append(Engine.from_json(engine))
+                engines.append(TrtEngine.from_json(engine))
         members["engines"] = tuple(engines)
         return cls(**members)
 
 
-def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> Engine:
+def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> TrtEngine:
     """The engine of a graph that was just written."""
-    return Engine(graph, path.name, file_entry(path), tuple(profiles))
+    return TrtEngine(graph, path.name, file_entry(path), tuple(profiles))
 
 
 def read_engines(folder: Path, bundle: Bundle, here: Host) -> EnginesManifest:
