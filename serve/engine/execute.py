@@ -57,10 +57,10 @@ from serve.runtime import (
     Model,
     Outcome,
     Prefill,
+    RunningTranslation,
     Segment,
     Speculation,
 )
-from serve.runtime import Translation as RunningTranslation
 from serve.runtime.protocol import (
     MOST_AHEAD,
     FloatArray,

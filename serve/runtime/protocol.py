@@ -174,7 +174,7 @@ class Decoder(Batches, Protocol):
         ...
 
 
-class Translation(Protocol):
+class RunningTranslation(Protocol):
     """A source that has been read, and whose answers are compared: see beam search."""
 
     @property
@@ -190,7 +190,7 @@ class Translation(Protocol):
 class Translator(Batches, Protocol):
     """One rung of a translator. The positions that `bytes_for` counts are those of the source."""
 
-    def read(self, source: IntArray) -> Translation:
+    def read(self, source: IntArray) -> RunningTranslation:
         """Run the encoder on a source (S,)."""
         ...
 
