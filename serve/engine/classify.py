@@ -350,7 +350,7 @@ class ClassifyLane(Generic[WorkT]):
 # All lanes of classifications: which rows wait where, and what is predicted of a new request.
 
 
-class Classifying(Generic[WorkT]):
+class ClassifyLanes(Generic[WorkT]):
     """Lanes by their keys, opened when first needed."""
 
     def __init__(self, limits: Limits, latency: LatencyModel) -> None:

@@ -235,7 +235,7 @@ _BESIDE_ROWS = 1  # what a call costs beside its rows, in rows
 _PARALLEL_SHARE = 2 / 3  # calls of M steps are made in proportion to M to the power of this
 
 
-class Decoding(Generic[WorkT]):
+class DecodeLanes(Generic[WorkT]):
     """The lanes of one model. Each is due again after as many calls as its share allows."""
 
     def __init__(self, most_lanes: int, sides: int) -> None:

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Generic, NamedTuple
 
 from serve.bundle.manifest import LatencyEntry
-from serve.engine.classify import Classifying
+from serve.engine.classify import ClassifyLanes
 from serve.engine.cost import IDLE_ANSWER_S, CostKey, CostLine, GenerateCosts, LatencyModel
-from serve.engine.generate import Decoding, GenerateLane, SearchLane
+from serve.engine.generate import DecodeLanes, GenerateLane, SearchLane
 from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
 
 # The rounds in which the generations of one model get their tokens, as its lanes are now.
@@ -87,7 +87,7 @@ class DecodeBacklog(Generic[WorkT]):
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
     def often(self, steps: int, other: int) -> float:
-        """The tokens of a lane of other steps in the time of one of so many: see Decoding."""
+        """The tokens of a lane of other steps in the time of one of so many: see DecodeLanes."""
         if self._in_one_call:
             return steps / other
         return 1.0 if steps <= other else math.sqrt(steps / other)
@@ -538,18 +538,18 @@ class Backlog(Generic[WorkT]):
         limits: Limits,
         latency: LatencyModel,
         usual_s: CallSeconds,
-        classifying: Classifying[WorkT],
+        classify_lanes: ClassifyLanes[WorkT],
         search: Mapping[LaneKey, SearchLane[WorkT]],
-        decodings: Mapping[str, Decoding[WorkT]],
+        decode_lanes: Mapping[str, DecodeLanes[WorkT]],
         busy_turns: Callable[[str], list[Turn]],
     ) -> None:
         self._limits = limits
         self._latency = latency
         self._usual_s = usual_s
         self._costs = GenerateCosts(latency, self._usual_token_s)
-        self._classifying = classifying
+        self._classify_lanes = classify_lanes
         self._search = search
-        self._decodings = decodings  # by model
+        self._decode_lanes = decode_lanes  # by model
         self._busy_turns = busy_turns  # of all models but one
         self._busy_until_s = 0.0
 
@@ -568,17 +568,17 @@ class Backlog(Generic[WorkT]):
 
     def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of a classification on an idle server, until its answer has left."""
-        return self._classifying.alone_s(key, steps, lengths)
+        return self._classify_lanes.alone_s(key, steps, lengths)
 
     def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
         """By how much any classification due then would be late at least, as far as is known."""
         start_s = max(now_s, self._busy_until_s)
-        return self._classifying.least_late_s(key, steps, due_s, start_s)
+        return self._classify_lanes.least_late_s(key, steps, due_s, start_s)
 
     def late_s(self, job: Job[WorkT], now_s: float) -> float:
         """By how much a classification, or one that it pushes back, would be late at worst."""
         start_s = max(now_s, self._busy_until_s)
-        return self._classifying.late_s(job, start_s, self.beside_s(job.lane))
+        return self._classify_lanes.late_s(job, start_s, self.beside_s(job.lane))
 
     def answer_s(self, key: LaneKey, measured: LatencyEntry | None) -> float | None:
         """The time until one call of this lane is over, if it were asked for now.
@@ -597,7 +597,7 @@ class Backlog(Generic[WorkT]):
             return None
         others = (turn for turn in self._busy_turns("") if turn != own)
         round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
-        return round_s * (self._classifying.calls_ahead(key) + 1)
+        return round_s * (self._classify_lanes.calls_ahead(key) + 1)
 
     def wait_s(
         self, now_s: float, least: bool = False, known: ModelBacklog[WorkT] | None = None
@@ -612,7 +612,7 @@ class Backlog(Generic[WorkT]):
                 self.model_backlog(model) if known is None or model != known.model else known
             )
             writing_s = max(writing_s, model_backlog.all_begin_s() * self._latency.lasting(model))
-        work_s = self._classifying.wait_s(least) + writing_s
+        work_s = self._classify_lanes.wait_s(least) + writing_s
         return max(0.0, self._busy_until_s - now_s) + work_s
 
     def waiting_s(self) -> float:
@@ -621,14 +621,14 @@ class Backlog(Generic[WorkT]):
             self.model_backlog(model).waiting_s() * self._latency.lasting(model)
             for model in self._models_waiting()
         )
-        return self._classifying.wait_s(least=False) + max(waiting_s, default=0.0)
+        return self._classify_lanes.wait_s(least=False) + max(waiting_s, default=0.0)
 
     def model_backlog(self, model: str) -> ModelBacklog[WorkT]:
         """What is predicted of generations of this model."""
-        decoding = self._decodings.get(model)
+        decode_lanes = self._decode_lanes.get(model)
         return ModelBacklog(
             model,
-            decoding or (),
+            decode_lanes or (),
             [lane for key, lane in self._search.items() if key.model == model]
             if self._search
             else (),
@@ -636,7 +636,7 @@ class Backlog(Generic[WorkT]):
             self._limits.decode_rows,
             self._costs,
             sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
-            decoding is not None and decoding.sharing == "shared",
+            decode_lanes is not None and decode_lanes.sharing == "shared",
         )
 
     def _usual_token_s(self, lane: LaneKey) -> float | None:
@@ -645,8 +645,8 @@ class Backlog(Generic[WorkT]):
     def _models_waiting(self, known: ModelBacklog[WorkT] | None = None) -> set[str]:
         """Those that write, and for which somebody waits; and the one that is known."""
         models = set() if known is None else {known.model}
-        for model, decoding in self._decodings.items():
-            if model not in models and any([lane.waiting for lane in decoding]):
+        for model, decode_lanes in self._decode_lanes.items():
+            if model not in models and any([lane.waiting for lane in decode_lanes]):
                 models.add(model)
         if not self._search:
             return models

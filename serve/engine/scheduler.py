@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from serve.engine.classify import Classifying
+from serve.engine.classify import ClassifyLanes
 from serve.engine.cost import LatencyModel
-from serve.engine.generate import CacheMemory, Decoding, GenerateLane, SearchLane
+from serve.engine.generate import CacheMemory, DecodeLanes, GenerateLane, SearchLane
 from serve.engine.job import (
     Call,
     ClassifyCall,
@@ -54,10 +54,10 @@ class Scheduler(Generic[WorkT]):
         self._sides = sides
         self._live: dict[int, Job[WorkT]] = {}  # by number, so oldest first
         latency = latency or LatencyModel()
-        self._classifying: Classifying[WorkT] = Classifying(limits, latency)
+        self._classify_lanes: ClassifyLanes[WorkT] = ClassifyLanes(limits, latency)
         self._deadlines: Deadlines[WorkT] = Deadlines()
         self._generate: dict[LaneKey, GenerateLane[WorkT]] = {}
-        self._decodings: dict[str, Decoding[WorkT]] = {}  # by model
+        self._decode_lanes: dict[str, DecodeLanes[WorkT]] = {}  # by model
         self._search: dict[LaneKey, SearchLane[WorkT]] = {}
         self._memory = CacheMemory(limits, self._generate, self._search)
         self._turns: deque[Turn] = deque()
@@ -66,9 +66,9 @@ class Scheduler(Generic[WorkT]):
             limits,
             latency,
             usual_s,
-            self._classifying,
+            self._classify_lanes,
             self._search,
-            self._decodings,
+            self._decode_lanes,
             self.busy_turns,
         )
 
@@ -103,7 +103,7 @@ class Scheduler(Generic[WorkT]):
         self.queued += 1
         if job.lane.kind == "classify":
             self.open(job.lane)
-            self._classifying.add(job)
+            self._classify_lanes.add(job)
             return
         assert self.fits(job.lane, job.positions), "a generation that can never run"
         opened = self._generate_lane if job.lane.kind == "generate" else self._search_lane
@@ -117,7 +117,7 @@ class Scheduler(Generic[WorkT]):
         if job.state is State.QUEUED:
             self.queued -= 1
         if job.lane.kind == "classify":
-            self._classifying.drop(job)
+            self._classify_lanes.drop(job)
         elif job.lane.kind == "generate":
             self._generate[job.lane].drop(job)
         else:
@@ -150,7 +150,7 @@ class Scheduler(Generic[WorkT]):
 
     def share(self, model: str, sharing: Sharing) -> None:
         """How the rungs of a model decode from now on."""
-        self._decodings[model].share(sharing)
+        self._decode_lanes[model].share(sharing)
 
     def prefills_over(self, key: LaneKey) -> tuple[int, ...]:
         """Numbers of the jobs of a lane whose reading is to be forgotten now."""
@@ -166,8 +166,8 @@ class Scheduler(Generic[WorkT]):
 
     def busy_turns(self, but: str = "") -> list[Turn]:
         """The turns with something to do, now or once there is room, of all models but one."""
-        busy: list[Turn] = [(key, "classify") for key in self._classifying.busy()]
-        lanes = [lane for model, own in self._decodings.items() if model != but for lane in own]
+        busy: list[Turn] = [(key, "classify") for key in self._classify_lanes.busy()]
+        lanes = [lane for model, own in self._decode_lanes.items() if model != but for lane in own]
         for lane in lanes:
             if lane.rows:
                 busy.append((lane.key, "decode"))
@@ -192,8 +192,8 @@ class Scheduler(Generic[WorkT]):
         for key in own:
             self._generate.pop(key, None)
             self._search.pop(key, None)
-        self._decodings.pop(model, None)
-        self._classifying.close(model)
+        self._decode_lanes.pop(model, None)
+        self._classify_lanes.close(model)
         self._turns = deque(turn for turn in self._turns if turn[0].model != model)
         return True
 
@@ -204,7 +204,7 @@ class Scheduler(Generic[WorkT]):
     def lapsed(self, now_s: float) -> list[Job[WorkT]]:
         """Jobs that are too late, or will be whatever is done; the caller ends them."""
         late = self._deadlines.passed(now_s)
-        return late + [job for job in self._classifying.hopeless(now_s) if job not in late]
+        return late + [job for job in self._classify_lanes.hopeless(now_s) if job not in late]
 
     def next(self, now_s: float) -> Call[WorkT] | None:
         """The next call, or None if nothing can run now."""
@@ -221,7 +221,7 @@ class Scheduler(Generic[WorkT]):
 
     def wake_s(self) -> float | None:
         """When to ask again though nothing happens: a batch will have waited long enough."""
-        times = self._deadlines.next_s, self._classifying.wake_s()
+        times = self._deadlines.next_s, self._classify_lanes.wake_s()
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _take(self, turn: Turn, now_s: float) -> Call[WorkT] | None:
@@ -230,19 +230,19 @@ class Scheduler(Generic[WorkT]):
             return self._take_classify(key, now_s)
         if kind == "search":
             return self._take_search(key, now_s)
-        decoding = self._decodings[key.model]
+        decode_lanes = self._decode_lanes[key.model]
         if kind == "prefill":
-            return self._take_prefill(decoding, now_s)
-        return decoding.decode(self.limits.decode_rows)
+            return self._take_prefill(decode_lanes, now_s)
+        return decode_lanes.decode(self.limits.decode_rows)
 
     def _take_classify(self, key: LaneKey, now_s: float) -> Call[WorkT] | None:
-        call = self._classifying.take(key, now_s, self.backlog.beside_s(key))
+        call = self._classify_lanes.take(key, now_s, self.backlog.beside_s(key))
         for job, _ in call.rows if call else ():
             self._start(job, now_s)
         return call
 
-    def _take_prefill(self, decoding: Decoding[WorkT], now_s: float) -> Call[WorkT] | None:
-        for lane in decoding.readers():
+    def _take_prefill(self, decode_lanes: DecodeLanes[WorkT], now_s: float) -> Call[WorkT] | None:
+        for lane in decode_lanes.readers():
             over = lane.forget()
             if lane.may_prefill and lane.returning:
                 lane.read(lane.returning.popleft())
@@ -272,7 +272,7 @@ class Scheduler(Generic[WorkT]):
 
     def open(self, key: LaneKey) -> None:
         """Have this lane of classifications."""
-        if self._classifying.open(key):
+        if self._classify_lanes.open(key):
             self._turns.append((key, "classify"))
 
     def _generate_lane(self, key: LaneKey) -> GenerateLane[WorkT]:
@@ -282,10 +282,10 @@ class Scheduler(Generic[WorkT]):
             lane: GenerateLane[WorkT] = GenerateLane(
                 key, calls, self.limits.decode_rows, partial(self._cache_bytes, key)
             )
-            if key.model not in self._decodings:
-                self._decodings[key.model] = Decoding(most, self._sides(key))
+            if key.model not in self._decode_lanes:
+                self._decode_lanes[key.model] = DecodeLanes(most, self._sides(key))
                 self._turns.extend([(key, "prefill"), (key, "decode")])
-            self._decodings[key.model].open(lane)
+            self._decode_lanes[key.model].open(lane)
             self._generate[key] = lane
         return self._generate[key]
 
