@@ -42,7 +42,7 @@ class RetryAfter:
 
 
 # More will come while a generation is written: it is to use at most this share of its time.
-_AIM = 0.6
+_TARGET_SHARE = 0.6
 # What a request may have taken before it is admitted, and a server is said to be idle all the same.
 _USUAL_S = 0.01
 
@@ -155,7 +155,9 @@ class Admission:
         busy = self._scheduler.queued + self._scheduler.running > 0
         for steps in reversed(choices):
             lane = LaneKey(key.model, key.kind, steps)
-            if model_backlog.in_time(lane, size, deadline.ends_s, now_s, _AIM if busy else 1.0):
+            if model_backlog.in_time(
+                lane, size, deadline.ends_s, now_s, _TARGET_SHARE if busy else 1.0
+            ):
                 return steps
         self._check_written(model_backlog, lane, size, deadline, now_s)
         return choices[0]

@@ -67,13 +67,13 @@ _WINDOW_BATCHES = 4
 # A row without a deadline is treated as due after this time, so that none starves.
 _PATIENCE_S = 1.0
 # Rows behind the next batch are to use at most this share of their time: more will come.
-_AIM = 0.6
+_TARGET_SHARE = 0.6
 # A call takes at most this share of the time that requests give lately: they may come during it.
 _CALL_SHARE = 0.25
 # And at most this share of what is left to its first row, for more rows than that one.
 _COMPANY_SHARE = 0.8
 # Calls are not cut as finely as is planned: a request is let in if so much more work would fit,
-MARGIN = 1.05
+COST_MARGIN = 1.05
 # and so much more before it: the machine may become slower meanwhile, and late rows cost more.
 _HEADROOM = 1.5
 _REMEMBERED = 64  # deadlines
@@ -152,7 +152,7 @@ class ClassifyLane(Generic[WorkT]):
         seconds = self._costs.call_s(steps, len(rows), longest)
         return Batch(steps, tuple((row.job, row.place) for row in rows), seconds)
 
-    def hopeless(self, now_s: float) -> list[Job[WorkT]]:
+    def too_late(self, now_s: float) -> list[Job[WorkT]]:
         """Jobs next in line that cannot be in time any more, even at the fewest steps."""
         found: list[Job[WorkT]] = []
         for row in self.waiting:
@@ -180,7 +180,7 @@ class ClassifyLane(Generic[WorkT]):
         """By how much any job due then would be late at least, where it goes behind all others."""
         if not self.waiting or self.waiting[-1].due_s > due_s:
             return -math.inf
-        done_s = self._least_s * _HEADROOM + self._costs.usual_s(steps) * MARGIN
+        done_s = self._least_s * _HEADROOM + self._costs.usual_s(steps) * COST_MARGIN
         return start_s + done_s + self._costs.answer_s - due_s
 
     def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
@@ -209,7 +209,7 @@ class ClassifyLane(Generic[WorkT]):
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
         alone_s = self._costs.alone_s(self._choices(job)[0], job.lengths)
-        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * MARGIN
+        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * COST_MARGIN
         return start_s + beside_s + max(late_s, done_s - due_s) + self._costs.answer_s
 
     def wait_s(self, least: bool) -> float:
@@ -262,7 +262,7 @@ class ClassifyLane(Generic[WorkT]):
                 continue
             left_s = row.ends_s - answer_s - now_s - position * each_s
             if position:
-                left_s *= _AIM if position >= self._max_rows else _COMPANY_SHARE
+                left_s *= _TARGET_SHARE if position >= self._max_rows else _COMPANY_SHARE
             if done_s > pressure * left_s:
                 pressure = done_s / max(left_s, 1e-6)
         return pressure
@@ -396,9 +396,9 @@ class ClassifyLanes(Generic[WorkT]):
         """The lanes in which rows wait."""
         return [key for key, lane in self._lanes.items() if lane.waiting]
 
-    def hopeless(self, now_s: float) -> list[Job[WorkT]]:
+    def too_late(self, now_s: float) -> list[Job[WorkT]]:
         """Jobs whose deadline cannot be met any more."""
-        return [job for lane in self._lanes.values() for job in lane.hopeless(now_s)]
+        return [job for lane in self._lanes.values() for job in lane.too_late(now_s)]
 
     def calls_ahead(self, key: LaneKey) -> int:
         """How many calls a new row of this lane would wait for, in its lane."""

@@ -204,7 +204,7 @@ class Scheduler(Generic[WorkT]):
     def lapsed(self, now_s: float) -> list[Job[WorkT]]:
         """Jobs that are too late, or will be whatever is done; the caller ends them."""
         late = self._deadlines.passed(now_s)
-        return late + [job for job in self._classify_lanes.hopeless(now_s) if job not in late]
+        return late + [job for job in self._classify_lanes.too_late(now_s) if job not in late]
 
     def next(self, now_s: float) -> Call[WorkT] | None:
         """The next call, or None if nothing can run now."""
