@@ -106,7 +106,7 @@ class PerModelState(Protocol):
         ...
 
 
-class LoadedModels:
+class EngineModels:
     """Changes the catalog, and clears up behind it."""
 
     def __init__(
@@ -253,7 +253,7 @@ class Engine:
             *(self.latency, self._times, self._failing),
             *(self._admission, self._executor, self._rechecks),
         )
-        self._models = LoadedModels(catalog, self._runner, self._scheduler, metrics, others)
+        self._models = EngineModels(catalog, self._runner, self._scheduler, metrics, others)
         metrics.watch(self, limits.cache_bytes)
 
     # What others see, from any thread.
