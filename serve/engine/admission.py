@@ -1,6 +1,4 @@
-"""Admission: whether a request may wait, at how many steps, and when a refused one should come
-back.
-"""
+"""Admission control: which requests may queue, at how many steps, and when to retry."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,22 +13,22 @@ from serve.engine.scheduler import Scheduler
 from serve.engine.work import Work
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable
 
-# Turns promised to those that were refused: each is told to come when those before it have had
-# theirs, so that they do not all come back at once. A turn whose time has passed is forgotten.
-
 
 class RetryAfter:
-    """The turns of one queue."""
+    """Spreads the clients that were refused over time, so that they do not all come back at once.
+
+    Each gets a turn behind those that were refused before it. Turns in the past are forgotten.
+    """
 
     def __init__(self, most_jobs: int) -> None:
-        self._most_jobs = most_jobs  # beyond those that wait; all later ones share the last turn
-        self._turns: deque[tuple[float, int]] = deque()  # when, and of how many jobs
+        self._most_jobs = most_jobs  # turns kept; all later clients share the last
+        self._turns: deque[tuple[float, int]] = deque()  # (time, jobs)
         self._jobs = 0
 
     def turn_s(self, now_s: float, wait_s: float, each_s: float, jobs: int) -> float:
-        """How long until the turn of so many more jobs, which is kept for them.
+        """Seconds until the turn of these jobs, which is kept for them.
 
-        All that is here will take `wait_s`, and then each that was promised a turn `each_s`.
+        The queue will take `wait_s`; each turn that was given out adds `each_s`.
         """
         while self._turns and self._turns[0][0] <= now_s:
             self._jobs -= self._turns.popleft()[1]
@@ -41,14 +39,14 @@ class RetryAfter:
         return told_s
 
 
-# More will come while a generation is written: it is to use at most this share of its time.
+# A generation may plan with this share of its time only, since more requests will come.
 _TARGET_SHARE = 0.6
-# What a request may have taken before it is admitted, and a server is said to be idle all the same.
+# The time a request may have spent before admission and still count as new on an idle server.
 _USUAL_S = 0.01
 
 
 class Unread(Protocol):
-    """Requests that are not in the scheduler yet, since what they sent is not read."""
+    """Requests that are not in the scheduler yet, because their input is still being parsed."""
 
     @property
     def waiting(self) -> int: ...
@@ -57,25 +55,25 @@ class Unread(Protocol):
 
 
 class NothingUnread:
-    """Where all that comes has been read."""
+    """Used where requests are never parsed apart from the engine."""
 
     waiting = 0
     running = 0
 
 
 class Admission:
-    """Decides for one scheduler."""
+    """Decides which requests the scheduler takes."""
 
     def __init__(self, scheduler: Scheduler[Work], latency: LatencyModel, limits: Limits) -> None:
         self._scheduler = scheduler
         self._latency = latency
         self._limits = limits
-        self._shedders: dict[str, LoadShedder] = {}  # of models that write
+        self._shedders: dict[str, LoadShedder] = {}  # of models that generate, by model
         self._retry_after = RetryAfter(limits.queue_requests)
         self.unread: Unread = NothingUnread()
 
     def check(self, jobs: Sequence[Job[Work]], now_s: float) -> None:
-        """Refuse the jobs of a request for which there is no place or no time."""
+        """Refuse a request if the queue is full or it cannot be in time."""
         self._check_places(now_s, len(jobs))
         if jobs[0].admitted:
             return
@@ -93,7 +91,7 @@ class Admission:
         self._check_wait(now_s, len(jobs), jobs[0].deadline, model_backlog)
 
     def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
-        """Refuse a request that would have to wait so long only to be read."""
+        """Refuse a request that would wait too long to be parsed."""
         self._check_places(now_s, 1)
         if deadline is not None:
             if deadline.ends_s <= now_s:
@@ -106,10 +104,11 @@ class Admission:
     def check_early(
         self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
     ) -> None:
-        """Refuse a classification for which there is no time whatever it says, before it is read.
+        """Refuse, before it is parsed, a classification that cannot be in time whatever its text.
 
-        `least` are the steps that it must get, `most` the lengths that its rows have at most. One
-        that may be too long for its deadline in any case is not refused: that is another error.
+        `least` is the fewest steps it may get, `most` the most tokens of each row. Not refused
+        here: one that may be too long for its deadline even on an idle server, which gets another
+        error.
         """
         backlog = self._scheduler.backlog
         late_s = backlog.least_late_s(key, least, deadline.ends_s, now_s)
@@ -124,9 +123,9 @@ class Admission:
         deadline: Deadline | None,
         now_s: float,
     ) -> int:
-        """Of the choices, ascending, the steps for generations that come now.
+        """The most of these steps, ascending, at which generations that come now are in time.
 
-        Refuses those for which there is no time, so that `check` need not look at them again.
+        Refuses them if there are none, so that `check` need not look again.
         """
         model_backlog = self._scheduler.backlog.model_backlog(key.model)
         steps = self._steps_for(model_backlog, key, choices, size, deadline, now_s)
@@ -163,9 +162,9 @@ class Admission:
         return choices[0]
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
-        """When those that are refused now should come back."""
+        """When clients that are refused now should come back."""
         backlog = self._scheduler.backlog
-        # Those that come back are taken to be like those that wait.
+        # They are taken to be like the requests that wait.
         each_s = backlog.waiting_s() / max(1, self._scheduler.queued)
         return self._retry_after.turn_s(now_s, backlog.wait_s(now_s), each_s, jobs)
 
@@ -185,7 +184,7 @@ class Admission:
         model_backlog: ModelBacklog[Work] | None,
     ) -> None:
         if deadline is not None and deadline.ends_s - now_s <= self._limits.queue_wait_s:
-            return  # it will be in time, so it does not wait for longer
+            return  # it will be in time, so its wait is short enough
         wait_s = self._scheduler.backlog.wait_s(now_s, least=True, known=model_backlog)
         if wait_s > self._limits.queue_wait_s:
             raise _too_long(wait_s, self._turn_s(now_s, jobs))
@@ -215,7 +214,7 @@ class Admission:
         self, deadline: Deadline, steps: int, alone_s: float, late_s: float, now_s: float
     ) -> None:
         idle = self._scheduler.queued + self._scheduler.running == 0
-        # On its way, in the queue to be read, and being read.
+        # On the network, in the queue for parsing, and while it was parsed.
         spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
         if idle:
             if not spent_s:
@@ -243,7 +242,7 @@ def _too_busy(late_s: float) -> TooBusy:
 
 
 def too_large(job: Job[Work], needed_bytes: int) -> Unprocessable:
-    """What is said of a generation that needs more cache memory than there is."""
+    """The error for a generation that needs more KV cache than the server has."""
     return Unprocessable(
         f"the prompt and max_tokens need {needed_bytes / 2**20:.1f} MiB of cache at "
         f"{steps_in_words(job.lane.steps)}, more than this server has: lower max_tokens or steps",
