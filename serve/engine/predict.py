@@ -1,6 +1,6 @@
-"""When a request could begin and when it would end, given all that waits and runs now.
+"""The backlog: when a request could start and end, given everything that waits and runs now.
 
-Reads the lanes and changes none.
+Reads the lanes and never changes them.
 """
 
 import math
@@ -14,32 +14,30 @@ from serve.engine.cost import IDLE_ANSWER_S, CostKey, CostLine, GenerateCosts, L
 from serve.engine.generate import DecodeLanes, GenerateLane, SearchLane
 from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
 
-# The rounds in which the generations of one model get their tokens, as its lanes are now.
-
 
 class BusyLane(NamedTuple, Generic[WorkT]):
-    """A lane in which somebody waits or runs."""
+    """A lane with generations that wait or run."""
 
     lane: GenerateLane[WorkT]
     occupants: list[Job[WorkT]]
-    rows: int  # that decode together, now or soon
-    token: CostLine  # of those rows
-    prefill_s: float  # of prompts that tokens wait for
-    length: int  # of the longest row, which all are padded to, while they are written
+    rows: int  # that decode in one batch, now or soon
+    token: CostLine  # cost of a token of those rows
+    prefill_s: float  # time of the prompts to prefill
+    length: int  # of the longest row, to which all are padded, on average
 
     @property
     def tokens_waiting(self) -> int:
-        """Of all that wait; the first of each comes with its prompt."""
+        """Tokens to decode for all that wait; the first token of each comes from its prefill."""
         return self.lane.waiting_tokens - len(self.lane.waiting)
 
     @property
     def tokens_left(self) -> int:
-        """Of all that run and wait."""
+        """Tokens to decode for all that run and wait."""
         return sum([job.tokens_left for job in self.occupants]) + self.tokens_waiting
 
 
 class DecodeBacklog(Generic[WorkT]):
-    """The lanes of one model in which there is something to do."""
+    """The decode work of one model, from its lanes as they are now."""
 
     def __init__(
         self,
@@ -49,13 +47,13 @@ class DecodeBacklog(Generic[WorkT]):
         beside_s: float,
         shared: bool = False,
     ) -> None:
-        """`together` if the lanes share calls, those that fit."""
+        """`shared` if lanes whose rows fit share calls."""
         self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
-        self.prefill_s = 0.0  # of all prompts that are not read yet
+        self.prefill_s = 0.0  # of all prompts that still wait for prefill
         self._costs = costs
         self._max_rows = max_rows
-        self._beside_s = beside_s  # other models, between two calls
-        self._tokens: list[tuple[int, CostLine]] = []  # of each lane, with its steps
+        self._beside_s = beside_s  # other models' work between two calls
+        self._tokens: list[tuple[int, CostLine]] = []  # (steps, cost) of each lane
         self._rounds: dict[int, CostLine] = {}  # by steps
         self._places: dict[LaneKey, tuple[float, float]] = {}
         for lane in lanes:
@@ -71,35 +69,38 @@ class DecodeBacklog(Generic[WorkT]):
                     self.prefill_s += prefill_s
                 token = costs.token(lane.key, rows, lane.decode_cost_key)
                 self._tokens.append((lane.key.steps, token))
-                # Of rows that began at random, the longest has as much of its way behind it.
+                # Rows began at random times, so the longest is on average this far through its
+                # tokens.
                 first = occupants[0] if occupants else lane.waiting[0]
                 prompt = first.lengths[0]
                 length = prompt + (first.positions - prompt) * rows // (rows + 1)
                 self.busy[lane.key] = BusyLane(lane, occupants, rows, token, prefill_s, length)
-        # Lanes that do not fit into one call take turns, as others do.
+        # Lanes that do not fit into one call alternate.
         self._in_one_call = shared and sum([one.rows for one in self.busy.values()]) <= max_rows
 
     @property
     def calls(self) -> int:
-        """The decoding calls of a round."""
+        """Decode calls in a round, in which every lane gets a token."""
         if len(self.busy) < 2:
             return 1
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
     def often(self, steps: int, other: int) -> float:
-        """The tokens of a lane of other steps in the time of one of so many: see DecodeLanes."""
+        """How many tokens a lane of `other` steps gets while one of `steps` gets one: see
+        DecodeLanes.
+        """
         if self._in_one_call:
             return steps / other
         return 1.0 if steps <= other else math.sqrt(steps / other)
 
     def round(self, steps: int) -> CostLine:
-        """From one token of a lane of so many steps to the next, with the rows of all lanes."""
+        """The time between two tokens of a lane of these steps, with the rows of all lanes."""
         line = self._rounds.get(steps)
         if line is None:
             fixed_s, each_s = self._beside_s, 0.0
             in_one = self._in_one_call
             for other, (other_fixed_s, other_each_s) in self._tokens:
-                ratio = steps / other  # as in `often`; asked for every request that comes
+                ratio = steps / other  # as in `often`, inlined: asked on every request
                 often = ratio if in_one else 1.0 if ratio <= 1.0 else math.sqrt(ratio)
                 fixed_s += often * other_fixed_s
                 each_s += often * other_each_s
@@ -107,7 +108,7 @@ class DecodeBacklog(Generic[WorkT]):
         return line
 
     def more(self, key: LaneKey, jobs: int) -> CostLine:
-        """By how much longer a token of a lane takes with so many more rows."""
+        """How much longer a token of a lane takes with more rows."""
         busy = self.busy.get(key)
         if busy is None:
             return self._costs.token(key, min(self._max_rows, jobs))
@@ -119,7 +120,7 @@ class DecodeBacklog(Generic[WorkT]):
         return fixed_s - busy.token[0], each_s - busy.token[1]
 
     def place(self, key: LaneKey) -> tuple[float, float]:
-        """Tokens, and their time, until a place is free; without the prompts read until then."""
+        """(tokens, seconds) until a slot is free, without the prompts prefilled until then."""
         place = self._places.get(key)
         if place is None:
             busy = self.busy.get(key)
@@ -127,13 +128,13 @@ class DecodeBacklog(Generic[WorkT]):
         return place
 
     def waiting_s(self, busy: BusyLane[WorkT]) -> float:
-        """What those that wait add to the time until a place is free for others."""
+        """What the waiting generations add to the time until a slot is free."""
         fixed_s, each_s = self.round(busy.lane.key.steps)
         tokens = busy.tokens_waiting / self._max_rows
         return busy.prefill_s + tokens * (fixed_s + each_s * busy.length)
 
     def seconds(self, calls: float) -> float:
-        """What decoding takes in so many turns, if there is as much to do."""
+        """The time of decoding within this many calls, if there is that much to do."""
         total_s = rounds = 0.0
         for busy in self.busy.values():
             tokens = busy.tokens_left / busy.rows
@@ -151,8 +152,9 @@ class DecodeBacklog(Generic[WorkT]):
             left.sort()
             tokens: float = left[behind]
         else:
-            # What the others will have left when a place is free: as much more than the first that
-            # ends as now, and no less than since prompts are read one after the other.
+            # What running rows have left when a slot is free: at least as much beyond the first to
+            # end as now, and no less than what prefilling one prompt after the other puts between
+            # them.
             running, all_waiting = sum(left), lane.waiting_tokens - waiting
             after: float = running - len(left) * min(left) if left else 0
             most = all_waiting / waiting
@@ -163,19 +165,15 @@ class DecodeBacklog(Generic[WorkT]):
         return tokens, tokens * (fixed_s + each_s * busy.length)
 
 
-# What beam searches of one model take: those that wait, those that run, and one that may come.
-# Each call takes one search of a lane one token further, and they go in turn.
-
-
 class Share(NamedTuple):
-    """Calls of one lane, and the time that they take."""
+    """Calls of one lane and their time."""
 
     calls: float
     seconds: float
 
 
 class DueSearch(NamedTuple):
-    """A search with a deadline, and what its lane does until it has its answer."""
+    """A search with a deadline, and what its lane runs until it ends."""
 
     lane: LaneKey
     left: int  # calls of its own
@@ -190,13 +188,16 @@ class _Search(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    searches: list[_Search]  # those that run, then those that wait
+    searches: list[_Search]  # running ones first, then waiting ones
     running: int
     all: Share
 
 
 class SearchBacklog(Generic[WorkT]):
-    """Predicts for one moment, like an outlook."""
+    """The beam searches of one model as they are now, and one that may come.
+
+    A call takes one search of a lane one token further; the searches take turns.
+    """
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class SearchBacklog(Generic[WorkT]):
         self.idle = not self._lanes
 
     def seconds(self, calls: float, but: LaneKey | None = None) -> float:
-        """What lanes take, all but one, while something beside them has so many turns."""
+        """The time of all lanes but `but` while other work makes this many calls."""
         return sum(
             lane.all.seconds * min(1.0, calls / lane.all.calls)
             for key, lane in self._lanes.items()
@@ -224,35 +225,36 @@ class SearchBacklog(Generic[WorkT]):
         )
 
     def until_done(self, key: LaneKey, tokens: int, jobs: int, seconds: float) -> Share:
-        """What this lane does until so many more searches of so many tokens are over."""
+        """What the lane runs until these further searches, of this many tokens each, are over."""
         lane = self._lanes.get(key)
         calls = jobs * tokens
         if lane is None:
             return Share(calls, seconds)
-        # Who runs beside them has as many calls as they; who waits ahead of them has all.
+        # Searches that run beside them make as many calls as they do; searches ahead of them make
+        # all.
         shared = len(lane.searches) + jobs <= self._max_rows
         ahead = _within(lane.searches, tokens) if shared else lane.all
         return Share(ahead.calls + calls, ahead.seconds + seconds)
 
     def until_place(self, key: LaneKey) -> Share:
-        """What this lane does until there is a place for one more, behind those that wait."""
+        """What the lane runs until a slot is free for one more search behind the waiting ones."""
         lane = self._lanes.get(key)
         behind = 0 if lane is None else len(lane.searches) - self._max_rows
         if lane is None or behind < 0:
             return Share(0, 0.0)
         if behind >= lane.running:
             return lane.all
-        # Whoever is done until then has others in its place.
+        # Searches that end before that are replaced by others.
         left = sorted(one.left for one in lane.searches[: lane.running])[behind]
         calls = min(lane.all.calls, left * self._max_rows)
         return Share(calls, lane.all.seconds * calls / lane.all.calls)
 
     def waiting(self) -> list[LaneKey]:
-        """The lanes in which a search waits for a place."""
+        """Lanes in which a search waits for a slot."""
         return [key for key, lane in self._lanes.items() if len(lane.searches) > lane.running]
 
     def due(self) -> Iterator[DueSearch]:
-        """The searches with a deadline among those that run or are next."""
+        """Searches with a deadline among those that run or run next."""
         for key, lane in self._lanes.items():
             calls, seconds = 0, 0.0
             for place, one in enumerate(islice(lane.searches, 2 * self._max_rows)):
@@ -271,43 +273,43 @@ class SearchBacklog(Generic[WorkT]):
         return _Search(max(1, left), each_s, job.ends_s)
 
     def _until(self, lane: _Lane, place: int) -> Share:
-        """What the lane does until one of those that have a place is done."""
+        """What the lane runs until this search, which has a slot, is done."""
         left = lane.searches[place].left
         along = lane.searches[: self._max_rows]
         if len(lane.searches) <= self._max_rows:
             return _within(along, left)
-        # Whoever is done has others in its place.
+        # Searches that end before that are replaced by others.
         return Share(left * len(along), left * sum(one.each_s for one in along))
 
 
 def _within(searches: Iterable[_Search], calls: int) -> Share:
-    """What these do while each has so many calls, or all that it needs."""
+    """What these run while each makes this many calls, or all it needs."""
     counted = [(min(one.left, calls), one.each_s) for one in searches]
     return Share(sum(count for count, _ in counted), sum(count * s for count, s in counted))
 
 
 class GenerationSize(NamedTuple):
-    """Generations, or searches, that are asked for at once."""
+    """The size of generations or searches that are asked for together."""
 
-    prompt: int  # tokens to read of each
-    tokens: int  # and to write
+    prompt: int  # tokens of each
+    tokens: int  # to generate, at most, for each
     jobs: int = 1
     beams: int = 1  # of each
 
 
 class _New(NamedTuple):
-    """Those that are asked for: when they would be ready, and what they take from others."""
+    """New generations: when they would be ready, and what they cost others."""
 
     steps: int
     ready_s: float
-    read_s: float = 0.0  # of their prompts
-    more: CostLine = (0.0, 0.0)  # for each token of others
-    calls: int = 0  # of searches, in turn with those of others
-    each_s: float = 0.0  # of those calls
+    read_s: float = 0.0  # of prefill
+    more: CostLine = (0.0, 0.0)  # added to each token of others
+    calls: int = 0  # of searches, alternating with those of others
+    each_s: float = 0.0  # of one of those calls
 
 
 class ModelBacklog(Generic[WorkT]):
-    """Predicts for one model that writes."""
+    """The backlog of one model that generates."""
 
     def __init__(
         self,
@@ -328,31 +330,31 @@ class ModelBacklog(Generic[WorkT]):
             lanes, costs, max_rows, beside_s, shared
         )
         self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, costs, max_rows)
-        self._beside_s = beside_s  # other models, between two calls
+        self._beside_s = beside_s  # other models' work between two calls
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
-        """A token of a lane, if so many rows decode together; 0 if nothing is known."""
+        """The time of a token with this many rows in the batch; 0 if nothing is known."""
         fixed_s, each_s = self._costs.token(key, rows)
         return fixed_s + each_s * length
 
     def alone_s(self, key: LaneKey, size: GenerationSize) -> float:
-        """The time of whole answers on an idle server."""
+        """The time of the whole answers on an idle server."""
         if key.kind == "search":
             return size.jobs * self._searched_s(key, size) + IDLE_ANSWER_S
         each_s = self.token_s(key, min(self._max_rows, size.jobs), _length(size))
         return self._read_s(key, size) + self._waves(size) * each_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
-        """The time until the last token of all; seldom longer."""
+        """The time until the last token of all of them; seldom longer."""
         return self._new(key, size).ready_s
 
     def late_s(
         self, key: LaneKey, size: GenerationSize, ends_s: float, now_s: float, share: float = 1.0
     ) -> float:
-        """By how much these would be late, or one that they push back, at worst.
+        """How late these, or a generation that they delay, would be at worst. Not above 0: in time.
 
-        Each is to take a share of the time that is left to it. Not above 0: in time. Who will be
-        late in any case does not count.
+        Each may use `share` of the time left to it. Generations that will be late anyway do not
+        count.
         """
         new = self._new(key, size)
         own_s = new.ready_s - share * (ends_s - now_s)
@@ -361,17 +363,17 @@ class ModelBacklog(Generic[WorkT]):
     def in_time(
         self, key: LaneKey, size: GenerationSize, ends_s: float, now_s: float, share: float = 1.0
     ) -> bool:
-        """Whether none of those would be late."""
+        """Whether neither these nor any others would be late because of them."""
         left_s = share * (ends_s - now_s)
         if self._decode_backlog.place(key)[1] * self._caution > left_s:
-            return False  # whatever else there is to do
+            return False  # too late whatever else waits
         new = self._new(key, size)
         if new.ready_s > left_s:
             return False
         return max(self._pushed_s(new, now_s, share), default=0.0) <= 0
 
     def wait_s(self, key: LaneKey) -> float:
-        """The time until a place is free for one more of this lane, behind those that wait."""
+        """The time until a slot is free for one more of this lane, behind those that wait."""
         if key.kind == "search":
             place = self._search_backlog.until_place(key)
             return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
@@ -379,7 +381,7 @@ class ModelBacklog(Generic[WorkT]):
         return 0.0 if busy is None else self._begin_s(busy)
 
     def all_begin_s(self) -> float:
-        """The time until nobody waits for a place any more."""
+        """The time until no generation waits for a slot."""
         lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         if self._search_backlog.idle:
             place = self._decode_backlog.place
@@ -388,7 +390,9 @@ class ModelBacklog(Generic[WorkT]):
         return max(waits, default=0.0)
 
     def waiting_s(self) -> float:
-        """The share that those who wait have in it: of what runs already, no more will come."""
+        """The part of that which waiting generations cause; running ones will not be followed by
+        more.
+        """
         lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         searches = map(self.wait_s, self._search_backlog.waiting())
         return max([*map(self._decode_backlog.waiting_s, lanes), *searches], default=0.0)
@@ -422,7 +426,7 @@ class ModelBacklog(Generic[WorkT]):
         return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
     def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
-        """By how much others would be late in each lane at worst, where one might be."""
+        """How late others would be at worst, for each lane where some might be."""
         begin_s, read_s = now_s + self._answer_s, self._decode_backlog.prefill_s + new.read_s
         more_fixed_s, more_each_s = new.more
         alone = not new.calls and self._search_backlog.idle
@@ -435,10 +439,10 @@ class ModelBacklog(Generic[WorkT]):
             fixed_s, each_s = self._decode_backlog.round(steps)
             token_s = fixed_s + each_s * length
             after_s = token_s
-            if more_fixed_s or more_each_s:  # not where there is no place for more rows
+            if more_fixed_s or more_each_s:  # not if all slots are taken
                 often = self._decode_backlog.often(steps, new.steps)
                 after_s += often * (more_fixed_s + more_each_s * length)
-            # Of those that press, the first ends first and the last has most to write.
+            # Of the most urgent, the first has the least time and the last the most tokens.
             tokens, ends_s = 0, math.inf
             for job in (*running, pressing[0], pressing[-1]) if pressing else running:
                 if job.tokens_left > tokens:
@@ -461,7 +465,7 @@ class ModelBacklog(Generic[WorkT]):
         begin_s: float,
         share: float,
     ) -> float:
-        """The same in one lane, whose tokens take so long without the new ones and with them."""
+        """The same for one lane; `token_s`: a token without and with the new generations."""
         caution, prefill_s = self._caution, self._decode_backlog.prefill_s
         read_s = prefill_s + new.read_s
 
@@ -480,7 +484,7 @@ class ModelBacklog(Generic[WorkT]):
         return max((late_s(job) for job in jobs if before_s(job) <= 0), default=0.0)
 
     def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
-        """By how much each search would be late that has a deadline and would not be before."""
+        """How late each search would be that has a deadline and would be in time without these."""
         more_s = new.more[0] / self._decode_backlog.calls
         for due in self._search_backlog.due():
             calls, seconds = due.until
@@ -490,7 +494,7 @@ class ModelBacklog(Generic[WorkT]):
                 yield before_s + self._caution * with_s - share * (due.ends_s - begin_s)
 
     def _waves(self, size: GenerationSize) -> int:
-        """Tokens come for all rows that there may be; the first is that of the prompt."""
+        """Tokens to decode, one after another; the first of each comes from its prefill."""
         return -(-size.jobs // self._max_rows) * (size.tokens - 1)
 
     def _read_s(self, key: LaneKey, size: GenerationSize) -> float:
@@ -499,11 +503,11 @@ class ModelBacklog(Generic[WorkT]):
     # Beside searches.
 
     def _searched_s(self, key: LaneKey, size: GenerationSize) -> float:
-        """All calls of one search."""
+        """The time of all calls of one search."""
         return self._costs.search_s(key, size.prompt, size.tokens, size.beams)
 
     def _searches_s(self, tokens: float, new: _New | None = None) -> float:
-        """What searches take while so many tokens are written, new ones included."""
+        """The time of searches while this many tokens are decoded, new searches included."""
         seconds = 0.0
         if not self._search_backlog.idle:
             seconds = self._search_backlog.seconds(tokens * self._decode_backlog.calls)
@@ -512,26 +516,25 @@ class ModelBacklog(Generic[WorkT]):
         return seconds
 
     def _beside_search_s(self, key: LaneKey, calls: float) -> float:
-        """What all but this lane of searches takes beside so many calls of it."""
+        """The time of everything but this lane of searches during this many of its calls."""
         others_s = self._search_backlog.seconds(calls, but=key) + calls * self._beside_s
         return others_s + self._decode_backlog.prefill_s + self._decode_backlog.seconds(calls)
 
 
 def _length(size: GenerationSize) -> int:
-    """How long each is on average while it is written."""
+    """The length of each, on average over its tokens."""
     return size.prompt + size.tokens // 2
 
 
-# Backlog: what is predicted of a request, given all that waits and runs now. Reads the lanes
-# and changes none.
-
-
-# The usual time of a call, if one has run.
+# The usual time of a call of a turn; None before the first.
 CallSeconds = Callable[[Turn], float | None]
 
 
 class Backlog(Generic[WorkT]):
-    """Predicts for one scheduler."""
+    """Everything that waits and runs in one scheduler, in seconds.
+
+    Admission, deadlines, load shedding and Retry-After ask it.
+    """
 
     def __init__(
         self,
@@ -554,37 +557,37 @@ class Backlog(Generic[WorkT]):
         self._busy_until_s = 0.0
 
     def begin(self, turn: Turn, now_s: float, seconds: float | None) -> None:
-        """A call begins, which is predicted to take so long if anything is."""
+        """A call begins; `seconds` is its predicted time if there is one."""
         self._busy_until_s = now_s + (seconds or self._usual_s(turn) or 0.0)
 
     def rest(self) -> None:
-        """Nothing runs."""
+        """Nothing runs now."""
         self._busy_until_s = 0.0
 
     def beside_s(self, key: LaneKey) -> float:
-        """What all other turns take between two calls of a lane of classifications."""
+        """The time of all other turns between two calls of a classification lane."""
         others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
         return sum(self._usual_s(turn) or 0.0 for turn in others)
 
     def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
-        """The time of a classification on an idle server, until its answer has left."""
+        """The time of a classification on an idle server, including the way out."""
         return self._classify_lanes.alone_s(key, steps, lengths)
 
     def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
-        """By how much any classification due then would be late at least, as far as is known."""
+        """The least lateness of a classification due then."""
         start_s = max(now_s, self._busy_until_s)
         return self._classify_lanes.least_late_s(key, steps, due_s, start_s)
 
     def late_s(self, job: Job[WorkT], now_s: float) -> float:
-        """By how much a classification, or one that it pushes back, would be late at worst."""
+        """How late a classification, or one that it pushes back, would be at worst."""
         start_s = max(now_s, self._busy_until_s)
         return self._classify_lanes.late_s(job, start_s, self.beside_s(job.lane))
 
     def answer_s(self, key: LaneKey, measured: LatencyEntry | None) -> float | None:
-        """The time until one call of this lane is over, if it were asked for now.
+        """The time until one call of this lane would be over if it were asked for now.
 
-        Every busy turn gets one call a round, so that is as many rounds as the lane has calls
-        ahead, and one more. The call is of the size that was measured, or of the usual one.
+        Every busy turn gets one call a round, so it takes as many rounds as the lane has calls
+        ahead, and one more. The call has the measured size, or the usual one.
         """
         own: Turn = (key, "classify" if key.kind == "classify" else "decode")
         call_s = None
@@ -602,9 +605,10 @@ class Backlog(Generic[WorkT]):
     def wait_s(
         self, now_s: float, least: bool = False, known: ModelBacklog[WorkT] | None = None
     ) -> float:
-        """How long until all that waits now has run, at the fewest steps or as it will be.
+        """The time until everything that waits has started or run, at the fewest steps or the
+        likely ones.
 
-        The outlook of one model may be known already.
+        `known` is the backlog of one model, if the caller has it already.
         """
         writing_s = 0.0
         for model in self._models_waiting(known):
@@ -616,7 +620,7 @@ class Backlog(Generic[WorkT]):
         return max(0.0, self._busy_until_s - now_s) + work_s
 
     def waiting_s(self) -> float:
-        """The same without what runs already: the share of those that wait."""
+        """The same for waiting work only, without what runs."""
         waiting_s = (
             self.model_backlog(model).waiting_s() * self._latency.lasting(model)
             for model in self._models_waiting()
@@ -624,7 +628,7 @@ class Backlog(Generic[WorkT]):
         return self._classify_lanes.wait_s(least=False) + max(waiting_s, default=0.0)
 
     def model_backlog(self, model: str) -> ModelBacklog[WorkT]:
-        """What is predicted of generations of this model."""
+        """The backlog of one model as it is now."""
         decode_lanes = self._decode_lanes.get(model)
         return ModelBacklog(
             model,
@@ -643,7 +647,7 @@ class Backlog(Generic[WorkT]):
         return self._usual_s((lane, "decode" if lane.kind == "generate" else "search"))
 
     def _models_waiting(self, known: ModelBacklog[WorkT] | None = None) -> set[str]:
-        """Those that write, and for which somebody waits; and the one that is known."""
+        """The models for which generations wait, and the known one."""
         models = set() if known is None else {known.model}
         for model, decode_lanes in self._decode_lanes.items():
             if model not in models and any([lane.waiting for lane in decode_lanes]):

@@ -1,8 +1,7 @@
-"""What runs next: classifications, prompts to read, tokens to decode, steps of searches, in turn.
+"""What runs next: classify batches, prefill, decode steps and search steps, in turn.
 
-Plain Python that is told the time and asked for the next call; it deliberately knows no threads,
-clocks, tensors or HTTP, and nothing of what a call computes. Every lane has a turn for each kind
-of call, and turns go round: reading prompts never starves decoding, nor one model another.
+Plain Python that is told the time and asked for the next call. Every lane has a turn for each kind
+of call, and turns rotate: prefill never starves decoding, nor one model another.
 """
 
 from collections import deque
@@ -29,14 +28,14 @@ from serve.engine.job import (
 )
 from serve.engine.predict import Backlog, CallSeconds
 
-# The memory that a lane's batch may hold for so many rows of so many positions.
+# Cache memory of a lane's batch, for (rows, positions).
 CacheBytes = Callable[[LaneKey, int, int], int]
-# How many lanes of this one's model may share a call of the graph of one step, or go abreast.
+# How many lanes of the same model may share a call, or run in parallel.
 LanesOf = Callable[[LaneKey], int]
 
 
 class Scheduler(Generic[WorkT]):
-    """Jobs go in with `add`, calls come out of `next`, and every job leaves through `end`."""
+    """Jobs go in with `add`, calls come out of `next`, and every job leaves through `end` once."""
 
     def __init__(
         self,
@@ -79,16 +78,16 @@ class Scheduler(Generic[WorkT]):
 
     @property
     def full(self) -> bool:
-        """Whether the queue has no place for one more request."""
+        """Whether the queue is full."""
         return self.queued >= self.limits.queue_requests
 
     @property
     def charged_bytes(self) -> int:
-        """Cache memory held by, or promised to, generations and searches that run."""
+        """KV cache memory held by, or promised to, running generations and searches."""
         return self._memory.charged_bytes
 
     def fits(self, lane: LaneKey, positions: int) -> bool:
-        """Whether a generation of so many positions could run on an idle server."""
+        """Whether a generation of this many positions could run on an idle server."""
         return self._cache_bytes(lane, 1, positions) <= self.limits.cache_bytes
 
     def add(self, job: Job[WorkT], now_s: float) -> None:
@@ -110,7 +109,7 @@ class Scheduler(Generic[WorkT]):
         opened(job.lane).add(job)
 
     def end(self, job: Job[WorkT]) -> bool:
-        """The job is over, whatever the reason; False if it already was."""
+        """The job is over, for whatever reason; False if it was before."""
         if job.state is State.ENDED:
             return False
         del self._live[job.number]
@@ -126,46 +125,46 @@ class Scheduler(Generic[WorkT]):
         return True
 
     def row_done(self, job: Job[WorkT]) -> bool:
-        """One row of a classification has its answer; True if that ended the job."""
+        """A row of a classification has its answer; True if that ended the job."""
         if job.state is State.ENDED:
             return False
         job.rows_left -= 1
         return job.rows_left == 0 and self.end(job)
 
     def prefill_again(self, job: Job[WorkT]) -> None:
-        """The row's cache is full: it leaves the batch and comes back as a prompt, ahead of new."""
+        """The cache is full: the row leaves the batch and is prefilled again, before new jobs."""
         self._generate[job.lane].returning.append(job)
 
     def evict(self, key: LaneKey) -> tuple[int, ...]:
-        """Rows to remove now from the lane's batch, in order; frees their memory at once."""
+        """Rows to remove from the lane's batch now, in this order; their memory is free at once."""
         return self._generate[key].evict()
 
     def forget(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
-        """Searches of the lane that are over, whose memory is to be freed now."""
+        """Searches of the lane that are over and whose memory is to be freed now."""
         return self._search[key].forget()
 
     def prefilled(self, job: Job[WorkT], full: bool) -> None:
-        """The job's prompt has been read; if it is full, it must be read again, shorter."""
+        """The job's prefill is done; if its cache is full, it is prefilled again, shorter."""
         self._generate[job.lane].prefilled(full)
 
     def share(self, model: str, sharing: Sharing) -> None:
-        """How the rungs of a model decode from now on."""
+        """Change how the rungs of a model decode."""
         self._decode_lanes[model].share(sharing)
 
     def prefills_over(self, key: LaneKey) -> tuple[int, ...]:
-        """Numbers of the jobs of a lane whose reading is to be forgotten now."""
+        """Numbers of the lane's jobs whose prefill is to be freed now."""
         return self._generate[key].forget()
 
     def abandon(self, key: LaneKey) -> None:
-        """The lane's batch is lost: none of its rows exists any more. Its jobs must have ended."""
+        """The lane's batch is lost. All its jobs must have ended."""
         self._generate[key].abandon()
 
     def hold(self, key: LaneKey, held_bytes: int) -> None:
-        """How much cache memory the lane's batch holds now: buffers outlive the rows in them."""
+        """Note the cache memory of the lane's batch, whose buffers outlive the rows in them."""
         self._generate[key].held_bytes = held_bytes
 
     def busy_turns(self, but: str = "") -> list[Turn]:
-        """The turns with something to do, now or once there is room, of all models but one."""
+        """Turns with work, now or once there is room, of all models but one."""
         busy: list[Turn] = [(key, "classify") for key in self._classify_lanes.busy()]
         lanes = [lane for model, own in self._decode_lanes.items() if model != but for lane in own]
         for lane in lanes:
@@ -177,11 +176,11 @@ class Scheduler(Generic[WorkT]):
         return [turn for turn in busy if turn[0].model != but]
 
     def rows(self, key: LaneKey) -> tuple[Job[WorkT], ...]:
-        """The jobs in the lane's decode batch, in the order of its rows."""
+        """The jobs in the lane's batch, in the order of its rows."""
         return tuple(self._generate[key].rows)
 
     def close(self, model: str) -> bool:
-        """Have no lanes of this model any more; False while there is something left in them."""
+        """Remove the lanes of a model; False while any of its work is left."""
         lanes: dict[LaneKey, GenerateLane[WorkT] | SearchLane[WorkT]] = {}
         lanes |= {**self._generate, **self._search}
         own = [key for key in lanes if key.model == model]
@@ -198,16 +197,16 @@ class Scheduler(Generic[WorkT]):
         return True
 
     def jobs(self) -> list[Job[WorkT]]:
-        """Every job that has not ended, oldest first."""
+        """All jobs that have not ended, oldest first."""
         return list(self._live.values())
 
     def lapsed(self, now_s: float) -> list[Job[WorkT]]:
-        """Jobs that are too late, or will be whatever is done; the caller ends them."""
+        """Jobs that are too late, or cannot be in time; the caller ends them."""
         late = self._deadlines.passed(now_s)
         return late + [job for job in self._classify_lanes.too_late(now_s) if job not in late]
 
     def next(self, now_s: float) -> Call[WorkT] | None:
-        """The next call, or None if nothing can run now."""
+        """The next call; None if nothing can run now."""
         for _ in range(len(self._turns)):
             turn = self._turns[0]
             self._turns.rotate(-1)
@@ -220,7 +219,7 @@ class Scheduler(Generic[WorkT]):
         return None
 
     def wake_s(self) -> float | None:
-        """When to ask again though nothing happens: a batch will have waited long enough."""
+        """When to ask again even if nothing happens: a batch will have waited long enough."""
         times = self._deadlines.next_s, self._classify_lanes.wake_s()
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -271,7 +270,7 @@ class Scheduler(Generic[WorkT]):
             self.queued -= 1
 
     def open(self, key: LaneKey) -> None:
-        """Have this lane of classifications."""
+        """Open a classification lane."""
         if self._classify_lanes.open(key):
             self._turns.append((key, "classify"))
 
