@@ -22,7 +22,6 @@ from serve.engine.work import Deliveries, Work
 from serve.errors import Draining, ModelGone, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
 
-
 Post = Callable[..., Any]
 
 _log = logging.getLogger("stepdial")

@@ -111,9 +111,7 @@ class GenerateLane(Generic[WorkT]):
         self._most_rows = max(most, len(self.occupants()))
 
     def prefilled(self, full: bool) -> None:
-        """The prefill is done: the job joins before the next token, unless its cache is full
-        already.
-        """
+        """The prefill is done: the job joins before the next token, unless its cache is full."""
         job, self.prefilling = self.prefilling, None
         assert job is not None
         if full:

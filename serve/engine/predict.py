@@ -86,9 +86,7 @@ class DecodeBacklog(Generic[WorkT]):
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
     def often(self, steps: int, other: int) -> float:
-        """How many tokens a lane of `other` steps gets while one of `steps` gets one: see
-        DecodeLanes.
-        """
+        """Tokens that a lane of `other` steps gets while one of `steps` gets one: see DecodeLanes."""
         if self._in_one_call:
             return steps / other
         return 1.0 if steps <= other else math.sqrt(steps / other)
@@ -390,9 +388,7 @@ class ModelBacklog(Generic[WorkT]):
         return max(waits, default=0.0)
 
     def waiting_s(self) -> float:
-        """The part of that which waiting generations cause; running ones will not be followed by
-        more.
-        """
+        """The part of that which waiting generations cause."""
         lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         searches = map(self.wait_s, self._search_backlog.waiting())
         return max([*map(self._decode_backlog.waiting_s, lanes), *searches], default=0.0)
@@ -605,8 +601,7 @@ class Backlog(Generic[WorkT]):
     def wait_s(
         self, now_s: float, least: bool = False, known: ModelBacklog[WorkT] | None = None
     ) -> float:
-        """The time until everything that waits has started or run, at the fewest steps or the
-        likely ones.
+        """The time until all that waits now has run, at the fewest steps or the likely ones.
 
         `known` is the backlog of one model, if the caller has it already.
         """
