@@ -86,7 +86,7 @@ class DecodeBacklog(Generic[WorkT]):
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
     def often(self, steps: int, other: int) -> float:
-        """Tokens that a lane of `other` steps gets while one of `steps` gets one: see DecodeLanes."""
+        """Tokens of a lane of `other` steps to one of a lane of `steps`: see DecodeLanes."""
         if self._in_one_call:
             return steps / other
         return 1.0 if steps <= other else math.sqrt(steps / other)
