@@ -1,4 +1,4 @@
-"""A decoder rung on onnxruntime: prompts read, rows that decode together."""
+"""A decoder rung on onnxruntime: prefill, and batches of rows that decode together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ from serve.runtime.protocol import (
 )
 from serve.runtime.session import StepSessions, bind_input, bind_output, cache_names
 
-# Tokens of some rows on their way through all steps of a rung, with buffers bound in advance.
-
 
 @final
 class BoundPass:
-    """Valid while the caches stay where they are: `run` reads tokens and past anew every time."""
+    """A pass of tokens through all steps, bound to its buffers in advance.
+
+    Valid while the caches do not move. `run` reads `tokens` and `past` anew every time.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class BoundPass:
         width: int,
         vocab_size: int,
     ) -> None:
-        """`caches` has the buffers of one step behind those of another; `names` are a step's."""
+        """`caches` has the buffers of one step after another; `names` are those of one step."""
         self.tokens, self.past = tokens, past  # (B, S), (B,)
         rows, length = tokens.shape
         self.logits = np.empty((rows, len(keep), vocab_size), dtype=np.float32)  # (B, K, V)
@@ -86,7 +87,7 @@ class BoundPass:
         return len(self._steps)
 
     def run(self) -> FloatArray:
-        """The logits, which the next run overwrites."""
+        """A whole pass; the next run overwrites the logits."""
         self.begin()
         self.advance(0, self.steps)
         return self.end()
@@ -96,38 +97,37 @@ class BoundPass:
         self._sessions.embed.run_with_iobinding(self._embed)
 
     def advance(self, first: int, end: int) -> None:
-        """Take these steps, which come next."""
+        """Run these steps, which come next."""
         for binding in self._steps[first:end]:
             self._step.run_with_iobinding(binding)
 
     def end(self) -> FloatArray:
-        """The logits, once all steps have been taken; the next run overwrites them."""
+        """The logits after the last step; the next run overwrites them."""
         self._sessions.head.run_with_iobinding(self._head)
         return self.logits
 
 
-# A prompt that is read piece by piece on onnxruntime, with caches of its own. Attention sums in
-# another order for other chunks, so their ends depend on nothing but the prompt. What becomes of
-# the row is the batch's affair.
+# Attention sums in another order for chunks of another size, so a prompt's chunks depend on the
+# prompt alone: the same prompt always gives the same logits.
 
 
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[list[CacheArray], IntArray, int], BoundPass]  # caches, tokens (S,), past
+Opening = Callable[[list[CacheArray], IntArray, int], BoundPass]  # (caches, tokens (S,), past)
 
 
 @final
 class OrtPrefill:
-    """One row on its way into a batch."""
+    """The prefill of one prompt, in pieces, with caches of its own."""
 
     def __init__(
         self, caches: RowCaches, open_pass: Opening, tokens: IntArray, positions: int
     ) -> None:
-        """With caches that hold nothing yet; it may come to have so many positions."""
+        """`caches` are empty; the row may grow to this many positions."""
         self.tokens = tokens  # (S,)
         self.caches = caches
-        # One position more at least, since a prompt is read to be continued.
+        # At least one position more, since a prompt is there to be continued.
         self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
         self._open = open_pass
@@ -144,7 +144,7 @@ class OrtPrefill:
 
     @property
     def done(self) -> bool:
-        """Whether all has been read."""
+        """Whether the whole prompt has been processed."""
         return self._read == len(self.tokens)
 
     def advance(self) -> FloatArray | None:
@@ -167,9 +167,6 @@ class OrtPrefill:
 def last_of(tokens: IntArray) -> IntArray:
     """The position whose logits are wanted, as the head takes it."""
     return np.array([len(tokens) - 1], dtype=np.int64)
-
-
-# What comes before and after the steps of rows that get one token each, bound once for each size.
 
 
 _KEPT_SIZES = 64
@@ -196,7 +193,7 @@ class _Head:
 
 @final
 class EmbedAndHead:
-    """Calls that come again and again are bound to buffers of their own."""
+    """Embedding and head of rows with one token each, bound to buffers once for each size."""
 
     def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
         self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
@@ -207,9 +204,9 @@ class EmbedAndHead:
     def embed(
         self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
     ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """State (B, 1, D), lengths (B,) and the largest () of tokens (B,) behind positions (B,).
+        """States (B, 1, D), lengths (B,) and the largest () for tokens (B,) after positions (B,).
 
-        The next call for as many rows overwrites them.
+        The next call with as many rows overwrites them.
         """
         call = self._embeds.get(rows) or self._bound_embed(rows)
         call.tokens[:, 0], call.past[:] = tokens, past
@@ -257,24 +254,24 @@ class EmbedAndHead:
         return call
 
 
-_NUMBERS = count()  # of all batches, so that none is ever taken for another
+_NUMBERS = count()  # unique over all batches
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(slots=True)
 class StepState:
-    """Where the rows of a batch stand between two steps."""
+    """The state of a batch's rows between two steps."""
 
     x: FloatArray  # (B, 1, D)
-    v: FloatArray  # (B, 1, D): the velocity of the step before, where the method looks back
+    v: FloatArray  # (B, 1, D): velocity of the last step, for methods that need it
     seqlens: npt.NDArray[np.int32]  # (B,)
-    total: int  # positions of the longest row, with the new one
+    total: int  # positions of the longest row, the new one included
     step: int = 0
 
 
 @final
 class OrtDecodeBatch:
-    """Caches as prefixes of shared buffers; the step reads and writes them in place."""
+    """A batch whose rows are prefixes of shared buffers; each step updates its caches in place."""
 
     def __init__(
         self,
@@ -292,9 +289,9 @@ class OrtDecodeBatch:
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
-        self._rooms: list[int] = []  # positions that each row may come to have
-        self._lead = 1  # of the last row that ran ahead
-        self._bound_pass: BoundPass | None = None  # of one token a row, until rows or buffers move
+        self._rooms: list[int] = []  # the most positions of each row
+        self._lead = 1  # of the last row that speculated
+        self._bound_pass: BoundPass | None = None  # one token a row; until rows or buffers move
 
     @property
     def lengths(self) -> list[int]:
@@ -315,7 +312,7 @@ class OrtDecodeBatch:
 
     @property
     def version(self) -> int:
-        """Another one whenever the caches move."""
+        """Changes whenever the caches move."""
         return self._caches.version
 
     @property
@@ -334,7 +331,7 @@ class OrtDecodeBatch:
                 f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
                 "keep its last ones"
             )
-        # As the last row that ran ahead wanted them: the next one probably wants the same.
+        # With the lead of the last row that speculated; the next one probably uses the same.
         caches = RowCaches(self._caches.layout, self._lead)
         return OrtPrefill(caches, self._open_alone, tokens, positions)
 
@@ -396,7 +393,7 @@ class OrtDecodeBatch:
         return self.read_off(self.arrive())
 
     def arrive(self) -> FloatArray:
-        """States (B, 1, D) behind the last step; every row grows by one position."""
+        """States (B, 1, D) after the last step; every row grows by one position."""
         assert self.step_state is not None and self.step_state.step == self.steps, (
             "not at the last step"
         )
@@ -405,14 +402,14 @@ class OrtDecodeBatch:
         return x
 
     def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
-        """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
+        """The first state of rows with these tokens (B,), after these positions (B,)."""
         x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
         x = x.copy()
         v = np.zeros_like(x) if self.sessions.history else x
         return StepState(x, v, seqlens.copy(), int(total))
 
     def state(self, token: int, past: int) -> FloatArray:
-        """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
+        """The first state (1, 1, D) of one row with this token; the next call overwrites it."""
         return self._embed_and_head.embed(token, past)[0]
 
     def read_off(self, x: FloatArray) -> FloatArray:
@@ -420,9 +417,9 @@ class OrtDecodeBatch:
         return self._embed_and_head.head(x)
 
     def reach(self, positions: int, lead: int) -> None:
-        """Room for so many positions in the only row, which is to run ahead with this lead.
+        """Make room for this many positions in the only row, which speculates with this lead.
 
-        Before the last of them is begun.
+        Call before the last of them is begun.
         """
         assert self.rows == 1 and self.step_state is None
         self._lead, held = lead, positions - 1
@@ -431,21 +428,21 @@ class OrtDecodeBatch:
             self._bound_pass = None
 
     def along(self, step: int, count: int) -> list[CacheArray]:
-        """The caches of the only row at this step and those that are a lead further each."""
+        """The only row's caches at this step and the next ones, each a lead further."""
         return self._caches.along(step, count)
 
     def lengthen(self) -> None:
-        """The only row has one position more, which was written from outside."""
+        """The only row has one position more, which a speculation has written."""
         assert self.rows == 1
         self._past += 1
 
     def caches(self, step: int) -> list[CacheArray]:
-        """The caches of a step; they stay where they are until the next version."""
+        """The caches of a step; they stay where they are until the version changes."""
         each, rows = len(self.names), self.rows
         return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
 
     def parts(self, step: int) -> list[MemoryRange]:
-        """The same, to be seen next to those of other batches."""
+        """The caches of a step as memory ranges, to be mapped next to those of other batches."""
         return self._caches.parts(step, self.rows)
 
     def remove(self, row: int) -> None:
@@ -472,7 +469,7 @@ class OrtDecodeBatch:
             raise IndexError(f"there is no row {row} among {len(self._past)}")
 
     def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
-        """Room for one token (B,) more in every row; the positions (B,) that they have."""
+        """Make room for one more token (B,) in every row; returns the positions (B,) they have."""
         assert self.step_state is None, "the rows are under way"
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
@@ -516,15 +513,12 @@ def _one(past: int) -> npt.NDArray[np.int32]:
     return np.array([past], dtype=np.int32)
 
 
-# One rung of a decoder with caches on onnxruntime: opens batches, runs whole sequences to verify.
-
-
 _FORWARD_TOKENS = 8192
 
 
 @final
 class OrtDecoder:
-    """So many steps, with caches that each updates in place."""
+    """A rung with caches: opens batches, and runs whole sequences for verification."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
         self._sessions = sessions
@@ -563,8 +557,9 @@ class OrtDecoder:
     def _forward_rows(self, tokens: IntArray) -> FloatArray:
         rows, length = tokens.shape
         shape = (rows, self._layout.heads, length, self._layout.head_width)
-        # Nothing is decoded afterwards, so all steps, stages and layers may use the same pair: each
-        # writes all its positions before it reads them, and none starts before the last is done.
+        # Nothing is decoded afterwards, so all steps, stages and layers can use one pair of
+        # buffers: each writes all its positions before it reads them, and none starts before the
+        # last is done.
         pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
         bound_pass = BoundPass(
             self._sessions,
