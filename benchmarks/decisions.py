@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from serve.bundle import Manifest
 from serve.engine.admission import Admission
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits, PrefillCall
-from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 from serve.engine.work import Classification, Work
 from serve.errors import ServeError

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.engine.admission import Admission
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import (
     Call,
@@ -23,7 +24,6 @@ from serve.engine.job import (
     PrefillCall,
     State,
 )
-from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 from serve.errors import QueueFull, ServeError
 

@@ -30,6 +30,7 @@ from serve.api.fields import (
 from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
+from serve.engine.backlog import GenerationSize
 from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
@@ -44,7 +45,6 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
-from serve.engine.predict import GenerationSize
 from serve.engine.sampling import Sampling
 from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
 from serve.errors import InternalError, InvalidField

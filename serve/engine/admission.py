@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve.bundle import steps_in_words
+from serve.engine.backlog import GenerationSize, ModelBacklog
 from serve.engine.classify import LoadShedder
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits
-from serve.engine.predict import GenerationSize, ModelBacklog
 from serve.engine.scheduler import Scheduler
 from serve.engine.work import Work
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy, Unprocessable

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
 from serve.engine.admission import Admission, Unread, too_large
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import CallTimes, LatencyModel
 from serve.engine.execute import Executor, FailingModels, Rechecks, Runner
 from serve.engine.job import Deadline, Job, LaneKey, Limits, State
-from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 from serve.engine.watchdog import AnyCall, EngineStallPolicy, StallLimits, Watchdog
 from serve.engine.work import Deliveries, Work

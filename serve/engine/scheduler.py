@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
+from serve.engine.backlog import Backlog, CallSeconds
 from serve.engine.classify import ClassifyLanes
 from serve.engine.cost import LatencyModel
 from serve.engine.generate import CacheMemory, DecodeLanes, GenerateLane, SearchLane
@@ -26,7 +27,6 @@ from serve.engine.job import (
     Turn,
     WorkT,
 )
-from serve.engine.predict import Backlog, CallSeconds
 
 # Cache memory of a lane's batch, for (rows, positions).
 CacheBytes = Callable[[LaneKey, int, int], int]

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from serve.engine.backlog import DecodeBacklog
 from serve.engine.cost import GenerateCosts, LatencyModel
 from serve.engine.generate import GenerateLane
 from serve.engine.job import Job
-from serve.engine.predict import DecodeBacklog
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane

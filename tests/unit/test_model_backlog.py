@@ -2,9 +2,9 @@
 
 import pytest
 
+from serve.engine.backlog import GenerationSize, ModelBacklog
 from serve.engine.cost import IDLE_ANSWER_S, CostKey, GenerateCosts, LatencyModel
 from serve.engine.job import LaneKey
-from serve.engine.predict import GenerationSize, ModelBacklog
 
 KEY = LaneKey("m", "generate", 1)
 PROMPT, TOKENS = 10, 11

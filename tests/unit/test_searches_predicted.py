@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel
 from serve.engine.job import (
     Deadline,
@@ -16,7 +17,6 @@ from serve.engine.job import (
     PrefillCall,
     SearchCall,
 )
-from serve.engine.predict import GenerationSize
 from serve.engine.scheduler import Scheduler
 
 MODEL, STEPS, SOURCE, TOKENS, BEAMS = "m", 2, 8, 20, 4

@@ -14,9 +14,9 @@ import pytest
 
 from serve.bundle import Bundle
 from serve.catalog import Served
+from serve.engine.backlog import GenerationSize
 from serve.engine.engine import Engine
 from serve.engine.job import Job, LaneKey
-from serve.engine.predict import GenerationSize
 from serve.engine.watchdog import Watchdog
 from serve.engine.work import Classification, Work
 from serve.errors import ModelGone, UnknownModel
