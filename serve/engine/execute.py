@@ -245,7 +245,7 @@ class Runner:
         if not batch.lengths:
             del self._batches[lane]
 
-    def abandon(self, lane: LaneKey) -> None:
+    def drop_batch(self, lane: LaneKey) -> None:
         """Drop the lane's batch, whatever its state."""
         self._speculations.pop(lane, None)
         self._batches.pop(lane, None)
@@ -837,7 +837,7 @@ class GenerateExecutor:
                 self._compare(call.lane, done, now_s - begun_s)
             self._ender.ran(parts[0].lane)
         for lane, one in errors.items():
-            deliveries += self._lose(lane, one)
+            deliveries += self._fail_batch(lane, one)
         if not parts:
             return deliveries
         longest = max(self._runner.lengths(parts[0].lane)) if single else 0
@@ -863,15 +863,15 @@ class GenerateExecutor:
         lane = part.lane
         try:
             if part.lost:
-                self._runner.abandon(lane)
+                self._runner.drop_batch(lane)
             self._runner.remove(lane, part.evict)
             for job in part.join:
                 self._runner.join(lane, job.number)
         except Exception as error:
-            deliveries += self._lose(lane, error)
+            deliveries += self._fail_batch(lane, error)
             self._runner.forget(job.number for job in part.join)
             return False
-        self._hold(lane)
+        self._update_held_bytes(lane)
         return True
 
     def _run(self, parts: Sequence[Part], single: bool, parallel: bool) -> dict[LaneKey, Outcome]:
@@ -963,7 +963,7 @@ class GenerateExecutor:
         for lane, evict in evicted.items():
             if evict:
                 self._runner.remove(lane, evict)
-                self._hold(lane)
+                self._update_held_bytes(lane)
         return deliveries
 
     def _take_in(self, events: Sequence[tuple[Job[Work], Event]], now_s: float) -> Deliveries:
@@ -985,15 +985,15 @@ class GenerateExecutor:
         counter.count()
         return deliveries
 
-    def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
+    def _fail_batch(self, lane: LaneKey, error: Exception) -> Deliveries:
         """A call threw: the caches of its batch may be in any state, so all its jobs end."""
         with self._lock:
             jobs = self._scheduler.rows(lane)
         deliveries = self._ender.fail(lane, jobs, error)
         with self._lock:
-            self._scheduler.abandon(lane)
-        self._runner.abandon(lane)
-        self._hold(lane)
+            self._scheduler.drop_batch(lane)
+        self._runner.drop_batch(lane)
+        self._update_held_bytes(lane)
         return deliveries
 
     def _forget(self, lane: LaneKey) -> None:
@@ -1002,9 +1002,9 @@ class GenerateExecutor:
             over = self._scheduler.prefills_over(lane)
         self._runner.forget(over)
 
-    def _hold(self, lane: LaneKey) -> None:
+    def _update_held_bytes(self, lane: LaneKey) -> None:
         with self._lock:
-            self._scheduler.hold(lane, self._runner.held_bytes(lane))
+            self._scheduler.set_held_bytes(lane, self._runner.held_bytes(lane))
 
     # Measurements.
 

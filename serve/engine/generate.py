@@ -162,9 +162,9 @@ class GenerateLane(Generic[WorkT]):
             self.key, evict, join, tuple(self.rows), begins, ends, calls=calls, side=side
         )
 
-    def lose(self) -> DecodePart[WorkT]:
+    def drop_dead_batch(self) -> DecodePart[WorkT]:
         """Drop the batch; all its rows have ended."""
-        self.abandon()
+        self.drop_batch()
         return DecodePart(self.key, (), (), (), lost=True)
 
     def _find_due(self) -> list[Job[WorkT]]:
@@ -206,7 +206,7 @@ class GenerateLane(Generic[WorkT]):
                 row += 1
         return tuple(evicted)
 
-    def abandon(self) -> None:
+    def drop_batch(self) -> None:
         """The batch is lost. All its jobs must have ended."""
         assert all(job.state is State.ENDED for job in self.rows)
         self.rows.clear()
@@ -279,7 +279,7 @@ class DecodeLanes(Generic[WorkT]):
             return None
         dead = [lane for lane in lanes if lane.dead]
         if dead:
-            return DecodeCall(tuple(lane.lose() for lane in dead))
+            return DecodeCall(tuple(lane.drop_dead_batch() for lane in dead))
         if len(lanes) == 1 and lanes[0].calls == 0:
             return DecodeCall((lanes[0].token(),))
         if self.sharing == "alternating":

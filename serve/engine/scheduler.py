@@ -155,11 +155,11 @@ class Scheduler(Generic[WorkT]):
         """Numbers of the lane's jobs whose prefill is to be freed now."""
         return self._generate[key].forget()
 
-    def abandon(self, key: LaneKey) -> None:
+    def drop_batch(self, key: LaneKey) -> None:
         """The lane's batch is lost. All its jobs must have ended."""
-        self._generate[key].abandon()
+        self._generate[key].drop_batch()
 
-    def hold(self, key: LaneKey, held_bytes: int) -> None:
+    def set_held_bytes(self, key: LaneKey, held_bytes: int) -> None:
         """Note the cache memory of the lane's batch, whose buffers outlive the rows in them."""
         self._generate[key].held_bytes = held_bytes
 

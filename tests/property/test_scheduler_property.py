@@ -177,11 +177,11 @@ class Traffic(RuleBasedStateMachine):
                     self.fail(job)
                 rows.clear()
                 self.calls[part.lane] = 0
-                self.scheduler.abandon(part.lane)
+                self.scheduler.drop_batch(part.lane)
             elif rows:
                 self.advance(part, failure)
             longest = max((job.work.cached for job in rows), default=0)
-            self.scheduler.hold(part.lane, len(rows) * longest * part.lane.steps)
+            self.scheduler.set_held_bytes(part.lane, len(rows) * longest * part.lane.steps)
 
     def advance(self, part: DecodePart[Request], failure: str | None) -> None:
         calls = self.calls.get(part.lane, 0)
