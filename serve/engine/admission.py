@@ -112,7 +112,7 @@ class Admission:
         """
         backlog = self._scheduler.backlog
         late_s = backlog.least_late_s(key, least, deadline.ends_s, now_s)
-        if late_s > 0 and backlog.alone_s(key, least, most) <= deadline.given_s:
+        if late_s > 0 and backlog.idle_s(key, least, most) <= deadline.given_s:
             raise _too_busy(late_s)
 
     def steps_for(
@@ -195,8 +195,8 @@ class Admission:
         late_s = backlog.late_s(job, now_s)
         if late_s > 0:
             least = job.choices[0] if job.lane.late else job.lane.steps
-            alone_s = backlog.alone_s(job.lane, least, job.lengths)
-            self._refuse(deadline, least, alone_s, late_s, now_s)
+            idle_s = backlog.idle_s(job.lane, least, job.lengths)
+            self._refuse(deadline, least, idle_s, late_s, now_s)
 
     def _check_written(
         self,
@@ -208,10 +208,10 @@ class Admission:
     ) -> None:
         late_s = model_backlog.late_s(key, size, deadline.ends_s, now_s)
         if late_s > 0:
-            self._refuse(deadline, key.steps, model_backlog.alone_s(key, size), late_s, now_s)
+            self._refuse(deadline, key.steps, model_backlog.idle_s(key, size), late_s, now_s)
 
     def _refuse(
-        self, deadline: Deadline, steps: int, alone_s: float, late_s: float, now_s: float
+        self, deadline: Deadline, steps: int, idle_s: float, late_s: float, now_s: float
     ) -> None:
         idle = self._scheduler.queued + self._scheduler.running == 0
         # On the network, in the queue for parsing, and while it was parsed.
@@ -219,9 +219,9 @@ class Admission:
         if idle:
             if not spent_s:
                 self._latency.lower_caution()
-            alone_s = max(alone_s, deadline.given_s + late_s - spent_s)
-        if alone_s > deadline.given_s:
-            raise ImpossibleDeadline(deadline.given_s, alone_s, steps)
+            idle_s = max(idle_s, deadline.given_s + late_s - spent_s)
+        if idle_s > deadline.given_s:
+            raise ImpossibleDeadline(deadline.given_s, idle_s, steps)
         if idle or deadline.ends_s <= now_s:
             raise DeadlineLapsed(deadline.given_s)
         raise _too_busy(late_s)

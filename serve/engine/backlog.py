@@ -335,7 +335,7 @@ class ModelBacklog(Generic[WorkT]):
         fixed_s, each_s = self._costs.token(key, rows)
         return fixed_s + each_s * length
 
-    def alone_s(self, key: LaneKey, size: GenerationSize) -> float:
+    def idle_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time of the whole answers on an idle server."""
         if key.kind == "search":
             return size.jobs * self._searched_s(key, size) + IDLE_ANSWER_S
@@ -427,9 +427,9 @@ class ModelBacklog(Generic[WorkT]):
         more_fixed_s, more_each_s = new.more
         alone = not new.calls and self._search_backlog.idle
         for busy in self._decode_backlog.busy.values():
-            lane, pressing = busy.lane, busy.lane.pressing
+            lane, urgent = busy.lane, busy.lane.urgent
             running = [job for job in busy.occupants if job.ends_s < math.inf]
-            if not pressing and not running:
+            if not urgent and not running:
                 continue
             steps, length = lane.key.steps, busy.length
             fixed_s, each_s = self._decode_backlog.round(steps)
@@ -440,7 +440,7 @@ class ModelBacklog(Generic[WorkT]):
                 after_s += often * (more_fixed_s + more_each_s * length)
             # Of the most urgent, the first has the least time and the last the most tokens.
             tokens, ends_s = 0, math.inf
-            for job in (*running, pressing[0], pressing[-1]) if pressing else running:
+            for job in (*running, urgent[0], urgent[-1]) if urgent else running:
                 if job.tokens_left > tokens:
                     tokens = job.tokens_left
                 if job.ends_s < ends_s:
@@ -474,7 +474,7 @@ class ModelBacklog(Generic[WorkT]):
             work_s = prefill_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
             return caution * work_s - (job.ends_s - begin_s)
 
-        if max(map(late_s, running + busy.lane.pressing)) <= 0:
+        if max(map(late_s, running + busy.lane.urgent)) <= 0:
             return 0.0
         jobs = running + busy.lane.next_due
         return max((late_s(job) for job in jobs if before_s(job) <= 0), default=0.0)
@@ -565,9 +565,9 @@ class Backlog(Generic[WorkT]):
         others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
         return sum(self._usual_s(turn) or 0.0 for turn in others)
 
-    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+    def idle_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of a classification on an idle server, including the way out."""
-        return self._classify_lanes.alone_s(key, steps, lengths)
+        return self._classify_lanes.idle_s(key, steps, lengths)
 
     def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
         """The least lateness of a classification due then."""

@@ -175,9 +175,9 @@ class ClassifyLane(Generic[WorkT]):
 
     # Predictions.
 
-    def alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+    def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of these rows on an idle server, including the way out."""
-        return self._costs.alone_s(steps, lengths) + IDLE_ANSWER_S
+        return self._costs.idle_s(steps, lengths) + IDLE_ANSWER_S
 
     def least_late_s(self, steps: int, due_s: float, start_s: float) -> float:
         """The least lateness of a job due then that queues behind all others."""
@@ -212,8 +212,8 @@ class ClassifyLane(Generic[WorkT]):
                 if row_done_s * _HEADROOM - row_due_s > late_s:
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
-        alone_s = self._costs.alone_s(self._choices(job)[0], job.lengths)
-        done_s = (done_s - own_s) * _HEADROOM + max(own_s, alone_s, call_s) * COST_MARGIN
+        idle_s = self._costs.idle_s(self._choices(job)[0], job.lengths)
+        done_s = (done_s - own_s) * _HEADROOM + max(own_s, idle_s, call_s) * COST_MARGIN
         return start_s + beside_s + max(late_s, done_s - due_s) + self._costs.answer_s
 
     def wait_s(self, least: bool) -> float:
@@ -406,9 +406,9 @@ class ClassifyLanes(Generic[WorkT]):
         lane = self._lanes.get(key)
         return len(lane.waiting) // self._limits.batch_rows if lane else 0
 
-    def alone_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
+    def idle_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of these rows on an idle server, including the way out."""
-        return self._lanes[key].alone_s(steps, lengths)
+        return self._lanes[key].idle_s(steps, lengths)
 
     def least_late_s(self, key: LaneKey, steps: int, due_s: float, start_s: float) -> float:
         """The least lateness of a job due then that queues behind all others."""

@@ -405,7 +405,7 @@ class ClassifyCosts:
         whole = self.row_s(full, length)
         return self.row_s(steps, length) / whole if whole > 0 else steps / full
 
-    def alone_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+    def idle_s(self, steps: int, lengths: tuple[int, ...]) -> float:
         """The time of these rows on an idle server."""
         rows = len(lengths)
         longest = max(lengths)

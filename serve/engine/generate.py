@@ -44,7 +44,7 @@ class GenerateLane(Generic[WorkT]):
         self._max_rows = max_rows
         # Asked on every request and seldom changed; None: compute again.
         self._next_due: list[Job[WorkT]] | None = None
-        self._pressing: list[Job[WorkT]] = []
+        self._urgent: list[Job[WorkT]] = []
 
     @property
     def idle(self) -> bool:
@@ -72,11 +72,11 @@ class GenerateLane(Generic[WorkT]):
         return self._next_due
 
     @property
-    def pressing(self) -> list[Job[WorkT]]:
+    def urgent(self) -> list[Job[WorkT]]:
         """The most urgent of those: whatever a token takes, one of them is late first."""
         if self._next_due is None:
             self._next_due = self._find_due()
-        return self._pressing
+        return self._urgent
 
     def add(self, job: Job[WorkT]) -> None:
         """Put a job at the end of the queue."""
@@ -170,7 +170,7 @@ class GenerateLane(Generic[WorkT]):
     def _find_due(self) -> list[Job[WorkT]]:
         first = islice(self.waiting, self._max_rows)
         due = [job for job in first if job.ends_s < math.inf]
-        self._pressing = _pressing(due)
+        self._urgent = _urgent(due)
         return due
 
     def _count(self, job: Job[WorkT], jobs: int) -> None:
@@ -213,7 +213,7 @@ class GenerateLane(Generic[WorkT]):
         self.calls = self.held_bytes = 0
 
 
-def _pressing(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
+def _urgent(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
     """The jobs that have less time than any other with as many tokens or more."""
     found: list[Job[WorkT]] = []
     for job in sorted(jobs, key=lambda job: (job.ends_s, -job.tokens_left)):

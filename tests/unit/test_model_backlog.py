@@ -27,5 +27,5 @@ def test_prompts_are_read_one_by_one_and_rows_decode_together(
     reads_s = texts * 0.5
     tokens_s = waves * (TOKENS - 1) * model_backlog.token_s(KEY, rows, PROMPT + TOKENS // 2)
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)
-    assert model_backlog.alone_s(KEY, asked) == expected_s
+    assert model_backlog.idle_s(KEY, asked) == expected_s
     assert model_backlog.ready_s(KEY, asked) >= reads_s + tokens_s

@@ -100,7 +100,7 @@ def search_s(tokens: int = TOKENS) -> float:
 def test_a_search_alone_takes_its_calls_with_all_its_beams() -> None:
     model_backlog = Clock().scheduler.backlog.model_backlog(MODEL)
     for jobs in (1, 3):
-        found_s = model_backlog.alone_s(lane("search"), GenerationSize(SOURCE, TOKENS, jobs, BEAMS))
+        found_s = model_backlog.idle_s(lane("search"), GenerationSize(SOURCE, TOKENS, jobs, BEAMS))
         assert found_s == pytest.approx(jobs * search_s() + IDLE_ANSWER_S, rel=0.1)
 
 
@@ -154,7 +154,7 @@ def test_before_any_search_has_run_it_is_priced_as_rows_that_decode() -> None:
     scheduler: Scheduler[str] = Scheduler(Limits(), lambda *_: 0, latency=latency)
     model_backlog = scheduler.backlog.model_backlog(MODEL)
     one, four = (
-        model_backlog.alone_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
+        model_backlog.idle_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
     )
     line = latency.decode_line(CostKey(MODEL, "decode", STEPS), 4)
     assert line is not None and four > one
