@@ -163,7 +163,7 @@ class DecodeBacklog(Generic[WorkT]):
         return tokens, tokens * (fixed_s + each_s * busy.length)
 
 
-class Share(NamedTuple):
+class LaneWork(NamedTuple):
     """Calls of one lane and their time."""
 
     calls: float
@@ -175,7 +175,7 @@ class DueSearch(NamedTuple):
 
     lane: LaneKey
     left: int  # calls of its own
-    until: Share
+    until: LaneWork
     ends_s: float
 
 
@@ -188,7 +188,7 @@ class _Search(NamedTuple):
 class _Lane(NamedTuple):
     searches: list[_Search]  # running ones first, then waiting ones
     running: int
-    all: Share
+    all: LaneWork
 
 
 class SearchBacklog(Generic[WorkT]):
@@ -211,7 +211,7 @@ class SearchBacklog(Generic[WorkT]):
             if searches:
                 calls = sum(one.left for one in searches)
                 seconds = sum(one.left * one.each_s for one in searches)
-                self._lanes[lane.key] = _Lane(searches, len(lane.running), Share(calls, seconds))
+                self._lanes[lane.key] = _Lane(searches, len(lane.running), LaneWork(calls, seconds))
         self.idle = not self._lanes
 
     def seconds(self, calls: float, but: LaneKey | None = None) -> float:
@@ -222,30 +222,30 @@ class SearchBacklog(Generic[WorkT]):
             if key != but
         )
 
-    def until_done(self, key: LaneKey, tokens: int, jobs: int, seconds: float) -> Share:
+    def until_done(self, key: LaneKey, tokens: int, jobs: int, seconds: float) -> LaneWork:
         """What the lane runs until these further searches, of this many tokens each, are over."""
         lane = self._lanes.get(key)
         calls = jobs * tokens
         if lane is None:
-            return Share(calls, seconds)
+            return LaneWork(calls, seconds)
         # Searches that run beside them make as many calls as they do; searches ahead of them make
         # all.
         shared = len(lane.searches) + jobs <= self._max_rows
         ahead = _within(lane.searches, tokens) if shared else lane.all
-        return Share(ahead.calls + calls, ahead.seconds + seconds)
+        return LaneWork(ahead.calls + calls, ahead.seconds + seconds)
 
-    def until_place(self, key: LaneKey) -> Share:
+    def until_place(self, key: LaneKey) -> LaneWork:
         """What the lane runs until a slot is free for one more search behind the waiting ones."""
         lane = self._lanes.get(key)
         behind = 0 if lane is None else len(lane.searches) - self._max_rows
         if lane is None or behind < 0:
-            return Share(0, 0.0)
+            return LaneWork(0, 0.0)
         if behind >= lane.running:
             return lane.all
         # Searches that end before that are replaced by others.
         left = sorted(one.left for one in lane.searches[: lane.running])[behind]
         calls = min(lane.all.calls, left * self._max_rows)
-        return Share(calls, lane.all.seconds * calls / lane.all.calls)
+        return LaneWork(calls, lane.all.seconds * calls / lane.all.calls)
 
     def waiting(self) -> list[LaneKey]:
         """Lanes in which a search waits for a slot."""
@@ -259,7 +259,7 @@ class SearchBacklog(Generic[WorkT]):
                 calls, seconds = calls + one.left, seconds + one.left * one.each_s
                 if one.ends_s < math.inf:
                     runs = place < self._max_rows
-                    until = self._until(lane, place) if runs else Share(calls, seconds)
+                    until = self._until(lane, place) if runs else LaneWork(calls, seconds)
                     yield DueSearch(key, one.left, until, one.ends_s)
 
     def _search(self, job: Job[WorkT]) -> _Search:
@@ -270,20 +270,20 @@ class SearchBacklog(Generic[WorkT]):
             each_s = self._costs.search_s(key, job.lengths[0], left, beams) / max(1, left)
         return _Search(max(1, left), each_s, job.ends_s)
 
-    def _until(self, lane: _Lane, place: int) -> Share:
+    def _until(self, lane: _Lane, place: int) -> LaneWork:
         """What the lane runs until this search, which has a slot, is done."""
         left = lane.searches[place].left
         along = lane.searches[: self._max_rows]
         if len(lane.searches) <= self._max_rows:
             return _within(along, left)
         # Searches that end before that are replaced by others.
-        return Share(left * len(along), left * sum(one.each_s for one in along))
+        return LaneWork(left * len(along), left * sum(one.each_s for one in along))
 
 
-def _within(searches: Iterable[_Search], calls: int) -> Share:
+def _within(searches: Iterable[_Search], calls: int) -> LaneWork:
     """What these run while each makes this many calls, or all it needs."""
     counted = [(min(one.left, calls), one.each_s) for one in searches]
-    return Share(sum(count for count, _ in counted), sum(count * s for count, s in counted))
+    return LaneWork(sum(count for count, _ in counted), sum(count * s for count, s in counted))
 
 
 class GenerationSize(NamedTuple):
@@ -295,7 +295,7 @@ class GenerationSize(NamedTuple):
     beams: int = 1  # of each
 
 
-class _New(NamedTuple):
+class _NewWork(NamedTuple):
     """New generations: when they would be ready, and what they cost others."""
 
     steps: int
@@ -399,14 +399,14 @@ class ModelBacklog(Generic[WorkT]):
             place_s += self._searches_s(tokens)
         return place_s + busy.prefill_s
 
-    def _new(self, key: LaneKey, size: GenerationSize) -> _New:
+    def _new(self, key: LaneKey, size: GenerationSize) -> _NewWork:
         if key.kind == "search":
             calls = size.jobs * size.tokens
             seconds = size.jobs * self._searched_s(key, size)
             until = self._search_backlog.until_done(key, size.tokens, size.jobs, seconds)
             work_s = until.seconds + self._beside_search_s(key, until.calls)
             ready_s = work_s * self._caution + self._answer_s
-            return _New(key.steps, ready_s, calls=calls, each_s=seconds / calls)
+            return _NewWork(key.steps, ready_s, calls=calls, each_s=seconds / calls)
         more = more_fixed_s, more_each_s = self._decode_backlog.more(key, size.jobs)
         fixed_s, each_s = self._decode_backlog.round(key.steps)
         busy, length = self._decode_backlog.busy.get(key), _length(size)
@@ -419,9 +419,9 @@ class ModelBacklog(Generic[WorkT]):
         work_s = place_s + (self._decode_backlog.prefill_s + read_s) + waves * round_s
         if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
-        return _New(key.steps, work_s * self._caution + self._answer_s, read_s, more)
+        return _NewWork(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
-    def _pushed_s(self, new: _New, now_s: float, share: float) -> Iterator[float]:
+    def _pushed_s(self, new: _NewWork, now_s: float, share: float) -> Iterator[float]:
         """How late others would be at worst, for each lane where some might be."""
         begin_s, read_s = now_s + self._answer_s, self._decode_backlog.prefill_s + new.read_s
         more_fixed_s, more_each_s = new.more
@@ -456,7 +456,7 @@ class ModelBacklog(Generic[WorkT]):
         self,
         busy: BusyLane[WorkT],
         running: list[Job[WorkT]],
-        new: _New,
+        new: _NewWork,
         token_s: tuple[float, float],
         begin_s: float,
         share: float,
@@ -479,7 +479,7 @@ class ModelBacklog(Generic[WorkT]):
         jobs = running + busy.lane.next_due
         return max((late_s(job) for job in jobs if before_s(job) <= 0), default=0.0)
 
-    def _searches_pushed_s(self, new: _New, begin_s: float, share: float) -> Iterator[float]:
+    def _searches_pushed_s(self, new: _NewWork, begin_s: float, share: float) -> Iterator[float]:
         """How late each search would be that has a deadline and would be in time without these."""
         more_s = new.more[0] / self._decode_backlog.calls
         for due in self._search_backlog.due():
@@ -502,7 +502,7 @@ class ModelBacklog(Generic[WorkT]):
         """The time of all calls of one search."""
         return self._costs.search_s(key, size.prompt, size.tokens, size.beams)
 
-    def _searches_s(self, tokens: float, new: _New | None = None) -> float:
+    def _searches_s(self, tokens: float, new: _NewWork | None = None) -> float:
         """The time of searches while this many tokens are decoded, new searches included."""
         seconds = 0.0
         if not self._search_backlog.idle:

@@ -219,7 +219,7 @@ class Engine:
         self._wake = threading.Condition()
         self._waker = EngineWaker(self._wake)
         self._failing = FailingModels(clock)
-        self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
+        self._rechecks = Rechecks(recheck_share, self._runner.allowed_disagreement, metrics)
         self._executor = Executor(
             self._scheduler,
             self._runner,

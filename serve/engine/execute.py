@@ -120,7 +120,7 @@ class Runner:
         """Classify rows: texts of any length, images, or point clouds of one size."""
         return self._answers(lane, _stacked(rows, self._models[lane.model].bundle.manifest))
 
-    def promise(self, lane: LaneKey) -> float:
+    def allowed_disagreement(self, lane: LaneKey) -> float:
         """The disagreement that early answers of this lane may have."""
         calibration = self._models[lane.model].bundle.manifest.calibration
         assert calibration is not None
@@ -501,13 +501,13 @@ _MOST_ROWS = 64
 class RecheckCall:
     """Run a row that was answered early again, at all steps."""
 
-    promised: LaneKey
+    early_lane: LaneKey
     row: Row
     labels: tuple[int, ...]  # the early answer: one label, or one for each position
 
     @property
     def lane(self) -> LaneKey:
-        return self.promised._replace(threshold=None, traced=False)
+        return self.early_lane._replace(threshold=None, traced=False)
 
 
 class Rechecks:
@@ -517,10 +517,12 @@ class Rechecks:
     Used by the engine's thread alone.
     """
 
-    def __init__(self, share: float, promise: Callable[[LaneKey], float], metrics: Metrics) -> None:
+    def __init__(
+        self, share: float, allowed_disagreement: Callable[[LaneKey], float], metrics: Metrics
+    ) -> None:
         """`promise` gives the disagreement that a lane allows."""
         self._share = share
-        self._promise = promise
+        self._allowed_disagreement = allowed_disagreement
         self._metrics = metrics
         self._random = random.Random()
         self._waiting: deque[RecheckCall] = deque()
@@ -529,7 +531,7 @@ class Rechecks:
     def waiting(self) -> bool:
         return bool(self._waiting)
 
-    def offer(self, promised: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
+    def offer(self, early_lane: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
         """A row of a lane with a threshold was answered with logits, early or after all steps.
 
         Logits (C,), or (N, C) for a label at each position; one different label makes a
@@ -540,13 +542,13 @@ class Rechecks:
         if len(self._waiting) == _MOST_ROWS or self._random.random() >= self._share:
             return
         if early:
-            self._waiting.append(RecheckCall(promised, row, answer_of(logits, row)))
+            self._waiting.append(RecheckCall(early_lane, row, answer_of(logits, row)))
         else:
-            self._count(promised, agrees=True)
+            self._count(early_lane, agrees=True)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        self._waiting = deque(one for one in self._waiting if one.promised.model != model)
+        self._waiting = deque(one for one in self._waiting if one.early_lane.model != model)
 
     def take(self) -> RecheckCall:
         """The row that has waited longest."""
@@ -554,10 +556,10 @@ class Rechecks:
 
     def found(self, call: RecheckCall, logits: FloatArray) -> None:
         """The answer of all steps: logits (C,), or (N, C)."""
-        self._count(call.promised, agrees=answer_of(logits, call.row) == call.labels)
+        self._count(call.early_lane, agrees=answer_of(logits, call.row) == call.labels)
 
-    def _count(self, promised: LaneKey, agrees: bool) -> None:
-        labels = promised.name, str(self._promise(promised))
+    def _count(self, early_lane: LaneKey, agrees: bool) -> None:
+        labels = early_lane.name, str(self._allowed_disagreement(early_lane))
         self._metrics.rechecked.labels(*labels).inc()
         self._metrics.disagreed.labels(*labels).inc(0 if agrees else 1)
 
