@@ -31,7 +31,7 @@ class GenerateLane(Generic[WorkT]):
         self.waiting: deque[Job[WorkT]] = deque()
         # Of the waiting ones: to prefill and to generate.
         self.waiting_prompt_tokens = self.waiting_tokens = 0
-        self.returning: deque[Job[WorkT]] = deque()  # to be prefilled again
+        self.requeued: deque[Job[WorkT]] = deque()  # to be prefilled again
         self.prefilling: Job[WorkT] | None = None
         self.joining: list[Job[WorkT]] = []  # prefilled, to become rows before the next token
         self.rows: list[Job[WorkT]] = []  # in the order of the batch
@@ -59,9 +59,9 @@ class GenerateLane(Generic[WorkT]):
     def occupants(self) -> list[Job[WorkT]]:
         """Jobs that hold or were promised cache memory. A row that left to return counts once."""
         one = [] if self.prefilling is None else [self.prefilling]
-        if not (self.returning or self._over):
+        if not (self.requeued or self._over):
             return [*self.rows, *self.joining, *one]
-        again = [job for job in self.returning if job not in (*self.rows, *self._over)]
+        again = [job for job in self.requeued if job not in (*self.rows, *self._over)]
         return [*self.rows, *self.joining, *one, *again, *self._over]
 
     @property
@@ -97,8 +97,8 @@ class GenerateLane(Generic[WorkT]):
         elif job in self.joining:
             self.joining.remove(job)
             self._over.append(job)
-        elif job in self.returning:
-            self.returning.remove(job)
+        elif job in self.requeued:
+            self.requeued.remove(job)
         elif job not in self.rows:
             self.waiting.remove(job)
             self._count(job, -1)
@@ -116,7 +116,7 @@ class GenerateLane(Generic[WorkT]):
         assert job is not None
         if full:
             self._over.append(job)
-            self.returning.append(job)
+            self.requeued.append(job)
         else:
             self.joining.append(job)
 
@@ -192,13 +192,13 @@ class GenerateLane(Generic[WorkT]):
         The indices must be applied to the runtime's batch in the same order.
         """
         assert self.calls == 0, "a row leaves between two tokens"
-        if not self.returning and all(job.state is not State.ENDED for job in self.rows):
+        if not self.requeued and all(job.state is not State.ENDED for job in self.rows):
             return ()
         evicted = []
         row = 0
         while row < len(self.rows):
             job = self.rows[row]
-            if job.state is State.ENDED or job in self.returning:
+            if job.state is State.ENDED or job in self.requeued:
                 self.rows[row] = self.rows[-1]
                 self.rows.pop()
                 evicted.append(row)

@@ -133,7 +133,7 @@ class Scheduler(Generic[WorkT]):
 
     def prefill_again(self, job: Job[WorkT]) -> None:
         """The cache is full: the row leaves the batch and is prefilled again, before new jobs."""
-        self._generate[job.lane].returning.append(job)
+        self._generate[job.lane].requeued.append(job)
 
     def evict(self, key: LaneKey) -> tuple[int, ...]:
         """Rows to remove from the lane's batch now, in this order; their memory is free at once."""
@@ -170,7 +170,7 @@ class Scheduler(Generic[WorkT]):
         for lane in lanes:
             if lane.rows:
                 busy.append((lane.key, "decode"))
-            if lane.prefilling or lane.returning or lane.waiting:
+            if lane.prefilling or lane.requeued or lane.waiting:
                 busy.append((lane.key, "prefill"))
         busy += [(key, "search") for key, one in self._search.items() if one.running or one.waiting]
         return [turn for turn in busy if turn[0].model != but]
@@ -243,8 +243,8 @@ class Scheduler(Generic[WorkT]):
     def _take_prefill(self, decode_lanes: DecodeLanes[WorkT], now_s: float) -> Call[WorkT] | None:
         for lane in decode_lanes.readers():
             over = lane.forget()
-            if lane.may_prefill and lane.returning:
-                lane.read(lane.returning.popleft())
+            if lane.may_prefill and lane.requeued:
+                lane.read(lane.requeued.popleft())
             elif lane.may_prefill and lane.waiting and self._memory.may_enter(lane):
                 job = lane.take()
                 self._start(job, now_s)
