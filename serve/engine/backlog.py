@@ -55,7 +55,7 @@ class DecodeBacklog(Generic[WorkT]):
         self._beside_s = beside_s  # other models' work between two calls
         self._tokens: list[tuple[int, CostLine]] = []  # (steps, cost) of each lane
         self._rounds: dict[int, CostLine] = {}  # by steps
-        self._places: dict[LaneKey, tuple[float, float]] = {}
+        self._until_slot: dict[LaneKey, tuple[float, float]] = {}
         for lane in lanes:
             occupants, waiting = lane.occupants(), len(lane.waiting)
             rows = len(occupants) + waiting
@@ -85,7 +85,7 @@ class DecodeBacklog(Generic[WorkT]):
             return 1
         return max(len(self.busy), *(one.lane.calls_a_token for one in self.busy.values()))
 
-    def often(self, steps: int, other: int) -> float:
+    def token_ratio(self, steps: int, other: int) -> float:
         """Tokens of a lane of `other` steps to one of a lane of `steps`: see DecodeLanes."""
         if self._in_one_call:
             return steps / other
@@ -98,10 +98,10 @@ class DecodeBacklog(Generic[WorkT]):
             fixed_s, each_s = self._beside_s, 0.0
             in_one = self._in_one_call
             for other, (other_fixed_s, other_each_s) in self._tokens:
-                ratio = steps / other  # as in `often`, inlined: asked on every request
-                often = ratio if in_one else 1.0 if ratio <= 1.0 else math.sqrt(ratio)
-                fixed_s += often * other_fixed_s
-                each_s += often * other_each_s
+                ratio = steps / other  # as in `token_ratio`, inlined: asked on every request
+                token_ratio = ratio if in_one else 1.0 if ratio <= 1.0 else math.sqrt(ratio)
+                fixed_s += token_ratio * other_fixed_s
+                each_s += token_ratio * other_each_s
             line = self._rounds[steps] = fixed_s, each_s
         return line
 
@@ -117,12 +117,14 @@ class DecodeBacklog(Generic[WorkT]):
         )
         return fixed_s - busy.token[0], each_s - busy.token[1]
 
-    def place(self, key: LaneKey) -> tuple[float, float]:
+    def until_slot(self, key: LaneKey) -> tuple[float, float]:
         """(tokens, seconds) until a slot is free, without the prompts prefilled until then."""
-        place = self._places.get(key)
+        place = self._until_slot.get(key)
         if place is None:
             busy = self.busy.get(key)
-            place = self._places[key] = (0.0, 0.0) if busy is None else self._lane_place(busy)
+            place = self._until_slot[key] = (
+                (0.0, 0.0) if busy is None else self._lane_until_slot(busy)
+            )
         return place
 
     def waiting_s(self, busy: BusyLane[WorkT]) -> float:
@@ -141,7 +143,7 @@ class DecodeBacklog(Generic[WorkT]):
         needed = rounds * self.calls
         return total_s if needed <= calls else total_s * calls / needed
 
-    def _lane_place(self, busy: BusyLane[WorkT]) -> tuple[float, float]:
+    def _lane_until_slot(self, busy: BusyLane[WorkT]) -> tuple[float, float]:
         lane, left = busy.lane, [job.tokens_left for job in busy.occupants]
         waiting = len(lane.waiting)
         if (behind := waiting + len(left) - self._max_rows) < 0:
@@ -234,7 +236,7 @@ class SearchBacklog(Generic[WorkT]):
         ahead = _within(lane.searches, tokens) if shared else lane.all
         return LaneWork(ahead.calls + calls, ahead.seconds + seconds)
 
-    def until_place(self, key: LaneKey) -> LaneWork:
+    def until_slot(self, key: LaneKey) -> LaneWork:
         """What the lane runs until a slot is free for one more search behind the waiting ones."""
         lane = self._lanes.get(key)
         behind = 0 if lane is None else len(lane.searches) - self._max_rows
@@ -363,7 +365,7 @@ class ModelBacklog(Generic[WorkT]):
     ) -> bool:
         """Whether neither these nor any others would be late because of them."""
         left_s = share * (ends_s - now_s)
-        if self._decode_backlog.place(key)[1] * self._caution > left_s:
+        if self._decode_backlog.until_slot(key)[1] * self._caution > left_s:
             return False  # too late whatever else waits
         new = self._new(key, size)
         if new.ready_s > left_s:
@@ -373,7 +375,7 @@ class ModelBacklog(Generic[WorkT]):
     def wait_s(self, key: LaneKey) -> float:
         """The time until a slot is free for one more of this lane, behind those that wait."""
         if key.kind == "search":
-            place = self._search_backlog.until_place(key)
+            place = self._search_backlog.until_slot(key)
             return place.seconds + self._beside_search_s(key, place.calls) if place.calls else 0.0
         busy = self._decode_backlog.busy.get(key)
         return 0.0 if busy is None else self._begin_s(busy)
@@ -382,7 +384,7 @@ class ModelBacklog(Generic[WorkT]):
         """The time until no generation waits for a slot."""
         lanes = [busy for busy in self._decode_backlog.busy.values() if busy.lane.waiting]
         if self._search_backlog.idle:
-            place = self._decode_backlog.place
+            place = self._decode_backlog.until_slot
             return max([place(one.lane.key)[1] + one.prefill_s for one in lanes], default=0.0)
         waits = [*map(self._begin_s, lanes), *map(self.wait_s, self._search_backlog.waiting())]
         return max(waits, default=0.0)
@@ -394,10 +396,10 @@ class ModelBacklog(Generic[WorkT]):
         return max([*map(self._decode_backlog.waiting_s, lanes), *searches], default=0.0)
 
     def _begin_s(self, busy: BusyLane[WorkT]) -> float:
-        tokens, place_s = self._decode_backlog.place(busy.lane.key)
+        tokens, slot_s = self._decode_backlog.until_slot(busy.lane.key)
         if not self._search_backlog.idle:
-            place_s += self._searches_s(tokens)
-        return place_s + busy.prefill_s
+            slot_s += self._searches_s(tokens)
+        return slot_s + busy.prefill_s
 
     def _new(self, key: LaneKey, size: GenerationSize) -> _NewWork:
         if key.kind == "search":
@@ -413,10 +415,10 @@ class ModelBacklog(Generic[WorkT]):
         if busy is not None and busy.length > length:
             length = busy.length
         round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
-        tokens, place_s = self._decode_backlog.place(key)
+        tokens, slot_s = self._decode_backlog.until_slot(key)
         waves = self._waves(size)
         read_s = self._read_s(key, size)
-        work_s = place_s + (self._decode_backlog.prefill_s + read_s) + waves * round_s
+        work_s = slot_s + (self._decode_backlog.prefill_s + read_s) + waves * round_s
         if not self._search_backlog.idle:
             work_s += self._searches_s(tokens + waves)
         return _NewWork(key.steps, work_s * self._caution + self._answer_s, read_s, more)
@@ -436,8 +438,8 @@ class ModelBacklog(Generic[WorkT]):
             token_s = fixed_s + each_s * length
             after_s = token_s
             if more_fixed_s or more_each_s:  # not if all slots are taken
-                often = self._decode_backlog.often(steps, new.steps)
-                after_s += often * (more_fixed_s + more_each_s * length)
+                token_ratio = self._decode_backlog.token_ratio(steps, new.steps)
+                after_s += token_ratio * (more_fixed_s + more_each_s * length)
             # Of the most urgent, the first has the least time and the last the most tokens.
             tokens, ends_s = 0, math.inf
             for job in (*running, urgent[0], urgent[-1]) if urgent else running:

@@ -73,15 +73,15 @@ def test_lanes_that_do_not_fit_into_a_call_take_turns() -> None:
 def test_when_a_place_is_free_behind_many_that_wait(waiting: int, shared: bool, seed: int) -> None:
     chance = random.Random(seed)
     running = [32] * 16 if shared else [chance.randint(1, 32) for _ in range(16)]
-    tokens, seconds = busy_lane(running, [32] * waiting, 16).place(ONE)
+    tokens, seconds = busy_lane(running, [32] * waiting, 16).until_slot(ONE)
     assert tokens == pytest.approx(simulated(running, [32] * waiting, 16), rel=0.25)
     assert seconds == pytest.approx(tokens * STEP_S)
 
 
 def test_when_a_place_is_free_behind_few_that_wait() -> None:
-    assert busy_lane([5, 9, 3], [32], 4).place(ONE)[0] == 3
-    assert busy_lane([5, 9, 3, 7], [32], 4).place(ONE)[0] == 5
-    assert busy_lane([5, 9], [32], 4).place(ONE) == (0.0, 0.0)
+    assert busy_lane([5, 9, 3], [32], 4).until_slot(ONE)[0] == 3
+    assert busy_lane([5, 9, 3, 7], [32], 4).until_slot(ONE)[0] == 5
+    assert busy_lane([5, 9], [32], 4).until_slot(ONE) == (0.0, 0.0)
 
 
 def test_rows_are_padded_to_the_longest() -> None:
