@@ -342,7 +342,7 @@ class ModelBacklog(Generic[WorkT]):
         if key.kind == "search":
             return size.jobs * self._searched_s(key, size) + IDLE_ANSWER_S
         each_s = self.token_s(key, min(self._max_rows, size.jobs), _length(size))
-        return self._read_s(key, size) + self._waves(size) * each_s + IDLE_ANSWER_S
+        return self._prompts_s(key, size) + self._decoded_tokens(size) * each_s + IDLE_ANSWER_S
 
     def ready_s(self, key: LaneKey, size: GenerationSize) -> float:
         """The time until the last token of all of them; seldom longer."""
@@ -416,11 +416,11 @@ class ModelBacklog(Generic[WorkT]):
             length = busy.length
         round_s = fixed_s + more_fixed_s + (each_s + more_each_s) * length
         tokens, slot_s = self._decode_backlog.until_slot(key)
-        waves = self._waves(size)
-        read_s = self._read_s(key, size)
-        work_s = slot_s + (self._decode_backlog.prefill_s + read_s) + waves * round_s
+        decoded = self._decoded_tokens(size)
+        read_s = self._prompts_s(key, size)
+        work_s = slot_s + (self._decode_backlog.prefill_s + read_s) + decoded * round_s
         if not self._search_backlog.idle:
-            work_s += self._searches_s(tokens + waves)
+            work_s += self._searches_s(tokens + decoded)
         return _NewWork(key.steps, work_s * self._caution + self._answer_s, read_s, more)
 
     def _pushed_s(self, new: _NewWork, now_s: float, share: float) -> Iterator[float]:
@@ -491,11 +491,11 @@ class ModelBacklog(Generic[WorkT]):
                 with_s = min(calls, new.calls) * new.each_s + calls * more_s + new.read_s
                 yield before_s + self._caution * with_s - share * (due.ends_s - begin_s)
 
-    def _waves(self, size: GenerationSize) -> int:
+    def _decoded_tokens(self, size: GenerationSize) -> int:
         """Tokens to decode, one after another; the first of each comes from its prefill."""
         return -(-size.jobs // self._max_rows) * (size.tokens - 1)
 
-    def _read_s(self, key: LaneKey, size: GenerationSize) -> float:
+    def _prompts_s(self, key: LaneKey, size: GenerationSize) -> float:
         return self._costs.prompts_s(key, size.jobs * size.prompt, size.jobs)
 
     # Beside searches.
