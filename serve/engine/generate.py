@@ -1,7 +1,10 @@
 """The queues and batches of generations and beam searches, and the KV cache memory they take.
 
-A generation waits, is prefilled, joins the batch between two tokens as a row, and leaves it between
-two tokens. A row whose cache is full leaves, and is prefilled again with its last tokens.
+The life of a generation, whose rows join and leave the batch between two tokens only:
+
+    waiting -> prefilling -> joining -> row of the batch -> ended
+                   ^                         |
+                   +------- requeued <-------+   its cache is full: its last tokens go on
 """
 
 import math
