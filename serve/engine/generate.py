@@ -306,7 +306,7 @@ class DecodeLanes(Generic[WorkT]):
         return first.token()
 
     def _parallel(self, lanes: list[GenerateLane[WorkT]]) -> tuple[DecodePart[WorkT], ...]:
-        """As many calls of each lane as fill all sides equally, the lane due first first."""
+        """As many calls of each lane as fill all sides equally, most overdue lane first."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
         longest = max(lane.calls_a_token for lane in lanes)
@@ -341,7 +341,7 @@ class DecodeLanes(Generic[WorkT]):
     def _fitting(
         self, lanes: list[GenerateLane[WorkT]], most_rows: int
     ) -> list[GenerateLane[WorkT]]:
-        """Lanes that fit into one call, those due first first; at least one."""
+        """Lanes that fit into one call, most overdue first; at least one."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
         chosen: list[GenerateLane[WorkT]] = []
