@@ -37,7 +37,7 @@ class Mood:
     open_rows: int = 0
     pieces: int = 1  # that a prompt is read in
     most_batches: int = 1  # that share a call; 1: nothing mixes
-    sides: int = 1  # that go abreast
+    sides: int = 1  # that run in parallel
     opening: bool = False
     obeys: bool = False  # whether a call that waits for the gate throws when it is interrupted
     interrupted: threading.Event = field(default_factory=threading.Event)

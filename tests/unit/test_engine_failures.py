@@ -71,7 +71,7 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
         assert bench.idle()
 
 
-def test_rungs_that_go_abreast_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rungs_that_run_in_parallel_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("parallel",), 1, 1))
     with running() as bench:
         bench.mood.most_batches = bench.mood.sides = 2

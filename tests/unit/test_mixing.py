@@ -23,7 +23,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def went(mix: Mix, sides: list[list[Segment]]) -> list[list[FloatArray | None]]:
-    """The logits of legs abreast, none of which throws."""
+    """The logits of segments that run in parallel, none of which throws."""
     found: list[list[FloatArray | None]] = []
     for side in mix.parallel(sides):
         found.append([])
@@ -64,7 +64,7 @@ def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedMode
     assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
 
 
-def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> None:
+def test_rungs_that_run_in_parallel_get_what_they_get_alone(model: OpenedModel) -> None:
     """Each on a thread of its own, so many steps at once; and shared calls in between."""
     mix = model.mix()
     assert mix is not None
@@ -106,7 +106,7 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
         np.testing.assert_array_equal(logits_of_all, expected)
 
 
-def test_rungs_go_abreast_on_one_session_once_their_bundle_was_changed(
+def test_rungs_run_in_parallel_on_one_session_once_their_bundle_was_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = open_model(build_generate(tmp_path / "g", steps=(1, 2)), threads=2)

@@ -1,4 +1,4 @@
-"""The scheduler's calls for rungs that go abreast, each on a thread of its own."""
+"""The scheduler's calls for rungs that run in parallel, each on a thread of its own."""
 
 import random
 from collections import Counter, defaultdict

@@ -14,7 +14,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("lead", [1, 2, 4])
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
-def test_a_row_that_runs_ahead_gets_what_it_gets_alone(
+def test_a_row_that_speculates_gets_what_it_gets_alone(
     model: OpenedModel, lead: int, right: float
 ) -> None:
     """Whatever is drafted, wrong or right, beyond a boundary of 64 positions too."""
