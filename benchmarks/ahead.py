@@ -19,7 +19,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
@@ -45,7 +45,7 @@ class Writer:
         model.warm_up()  # as a server does, which finds what suits the machine
         self.served = Served.open(bundle, model)
         self.metrics = Metrics()
-        self.engine = Engine(Catalog([self.served]), Limits(run_ahead=ahead), self.metrics)
+        self.engine = Engine(Catalog([self.served]), Limits(speculate=ahead), self.metrics)
         self.engine.start()
 
     def write(self, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> str:
@@ -59,7 +59,9 @@ class Writer:
                 over.set()
 
         window = self.served.manifest.text_input.max_tokens
-        wish = Wish(list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed))
+        wish = GenerationRequest(
+            list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed)
+        )
         job: Job[Work] = Job(
             LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
             Generation(wish, self.served.codec, deliver),

@@ -12,7 +12,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, FailedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 
 CACHE_BYTES = 1 << 30  # what all rows need at their longest
@@ -64,7 +64,9 @@ class ClosedLoop:
     def _ask(self, client: int) -> None:
         steps = self._clients[client]
         window = self._served.manifest.text_input.max_tokens
-        wish = Wish(self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True)
+        wish = GenerationRequest(
+            self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True
+        )
 
         def deliver(event: Event) -> None:
             if isinstance(event, TokenEvent):

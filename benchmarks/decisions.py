@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from serve.bundle import Manifest
 from serve.engine.admission import Admission
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import LatencyModel
 from serve.engine.job import Deadline, Job, LaneKey, Limits, PrefillCall
-from serve.engine.predict import Asked
 from serve.engine.scheduler import Scheduler
 from serve.engine.work import Classification, Work
 from serve.errors import ServeError
@@ -57,7 +57,7 @@ def write_seconds(
     for _ in range(times):
         job = _text(manifest, chance, None if asked == LEFT else _ANY_S)
         job.admitted = asked != NAMED
-        size = Asked(job.lengths[0], job.tokens_left)
+        size = GenerationSize(job.lengths[0], job.tokens_left)
         most = job.lane._replace(steps=manifest.full_steps)
         begun_s = time.thread_time()
         with suppress(ServeError):
@@ -79,7 +79,7 @@ def _read(scheduler: Scheduler[Work]) -> None:
     while scheduler.queued:
         call = scheduler.next(0.0)
         if isinstance(call, PrefillCall) and call.job is not None:
-            scheduler.has_read(call.job, full=False)
+            scheduler.prefilled(call.job, full=False)
 
 
 def _row(manifest: Manifest, chance: random.Random) -> Job[Work]:

@@ -27,7 +27,7 @@ from benchmarks.torch_decoder import TorchDecoder
 from export.run import Origin
 from serve.bundle import Bundle
 from serve.runtime import open_model
-from serve.runtime.decoder import OrtCrossing
+from serve.runtime.decoder import BoundPass
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray
 from serve.runtime.session import cache_names, open_steps
 from train.model import Stepped
@@ -113,8 +113,8 @@ def _our_calls(
     if manifest.cache == "kv_int8":
         caches = [(20 * each).astype(np.int8) for each in floats]
 
-    def crossing(first: int, rows: int) -> OrtCrossing:
-        return OrtCrossing(
+    def bound_pass(first: int, rows: int) -> BoundPass:
+        return BoundPass(
             sessions,
             slots,
             [array[first : first + rows] for array in caches],
@@ -125,8 +125,8 @@ def _our_calls(
             vocabulary,
         )
 
-    alone = [crossing(row, 1) for row in range(most)]
-    calls: Calls = {(together, rows): crossing(0, rows).run for rows in batches}
+    alone = [bound_pass(row, 1) for row in range(most)]
+    calls: Calls = {(together, rows): bound_pass(0, rows).run for rows in batches}
     if serial is not None:
         calls[serial, most] = lambda: [one.run() for one in alone]
     return calls

@@ -22,7 +22,7 @@ from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.loading import measure_first_calls
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
@@ -118,15 +118,15 @@ def _predict(bundle: Bundle, latency: LatencyModel, seconds: float) -> list[Pred
         steps = chance.choice(manifest.steps)
         rows, length = chance.randint(1, MOST_ROWS), chance.randint(longest // 8, longest)
         tokens = np.full((rows, length), manifest.text_tokenizer.vocab_size - 1, dtype=np.int64)
-        series = Series(manifest.name, "classify", steps)
-        predicted_s = latency.call_s(series, rows, length)
+        cost_key = CostKey(manifest.name, "classify", steps)
+        predicted_s = latency.call_s(cost_key, rows, length)
         times_s = []
         for _ in range(2):
             begun_s = time.perf_counter()
             model.classifier(steps).run(tokens)
             times_s.append(time.perf_counter() - begun_s)
         call = TimedCall(steps, rows, length, begun_s, times_s[0])
-        latency.observe(series, rows, length, times_s[0])  # a server has each once
+        latency.observe(cost_key, rows, length, times_s[0])  # a server has each once
         if predicted_s is not None:
             found.append(Predicted(call, predicted_s, times_s[1]))
     return found

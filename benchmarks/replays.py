@@ -18,7 +18,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 
@@ -44,12 +44,12 @@ class Asker:
         manifest = bundle.manifest
         vocabulary = range(1, manifest.text_tokenizer.vocab_size)
         window = manifest.text_input.max_tokens
-        self.wishes: list[tuple[int, Wish]] = []
+        self.wishes: list[tuple[int, GenerationRequest]] = []
         for seed in range(REQUESTS):
             length = self._draw.randint(1, window) if seed % 4 == 0 else self._draw.randint(1, 40)
             prompt = [self._draw.choice(vocabulary) for _ in range(length)]
             sampling = Sampling(temperature=float(seed % 2), seed=seed)
-            wish = Wish(prompt, self._draw.randint(1, 24), window, sampling)
+            wish = GenerationRequest(prompt, self._draw.randint(1, 24), window, sampling)
             self.wishes.append((self._draw.choice(manifest.steps), wish))
 
     def ask(self, number: int, ends: dict[int, list[str]], left: bool = False) -> None:

@@ -37,9 +37,9 @@ from serve.runtime.session import (
 from serve.runtime.tensorrt import (
     ENGINES_FILE,
     TIMING_FILE,
-    Engine,
     EnginesManifest,
     Precision,
+    TrtEngine,
     TrtModel,
     bundle_sha256,
     engine_of,
@@ -300,7 +300,7 @@ def _build(
     staging: Path,
     request: EngineRequest,
     say: Say,
-) -> Engine:
+) -> TrtEngine:
     began = time.perf_counter()
     path = bundle.folder / graph
     model = onnx.load(path, load_external_data=False)

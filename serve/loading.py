@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from serve.bundle import Bundle, BundleError, Manifest
 from serve.catalog import Served, find_bundles, open_served, read_servable
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.engine import Engine
 from serve.errors import BrokenBundle, Draining, FolderForbidden, InvalidField
 from serve.inputs.rows import row_length
@@ -38,7 +38,7 @@ _MOST_ROWS = 16  # of a call that is timed
 class Timed(NamedTuple):
     """A call."""
 
-    series: Series
+    cost_key: CostKey
     length: int
     seconds: float
     rows: int = 1
@@ -59,11 +59,11 @@ def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None
 
 
 def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
-    known = {one: latency.call_s(one.series, one.rows, one.length) for one in timed}
+    known = {one: latency.call_s(one.cost_key, one.rows, one.length) for one in timed}
     ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
     for one, before_s in known.items():
         seconds = before_s * median(ratios) if before_s else one.seconds
-        latency.rescale(one.series, one.rows, one.length, seconds)
+        latency.rescale(one.cost_key, one.rows, one.length, seconds)
 
 
 def _timed(served: Served) -> Iterator[Timed]:
@@ -82,7 +82,7 @@ def _timed_classifier(served: Served, steps: int, rows: int) -> Timed:
     classifier = served.model.classifier(steps)
     seconds = _least_s(lambda: classifier.run(batch))
     length = row_length(row, served.manifest)
-    return Timed(Series(served.key, "classify", steps), length, seconds, rows)
+    return Timed(CostKey(served.key, "classify", steps), length, seconds, rows)
 
 
 def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
@@ -91,13 +91,13 @@ def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
         return
     decoder = served.model.decoder(steps)
     seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
-    yield Timed(Series(served.key, "prefill", steps), len(tokens) - 1, seconds)
+    yield Timed(CostKey(served.key, "prefill", steps), len(tokens) - 1, seconds)
     batch = decoder.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield Timed(Series(served.key, "decode", steps), len(tokens), seconds)
+    yield Timed(CostKey(served.key, "decode", steps), len(tokens), seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:

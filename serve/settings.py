@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
-from serve.engine.watchdog import Patience
+from serve.engine.watchdog import StallLimits
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
 
@@ -353,9 +353,9 @@ class Settings(BaseSettings):
         return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> StallLimits:
         """The part that concerns calls that hang."""
-        return Patience(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
+        return StallLimits(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
 
     @property
     def limits(self) -> Limits:

@@ -19,8 +19,8 @@ from serve.engine.job import (
     TokenEvent,
 )
 from serve.engine.sampling import Sampling
-from serve.engine.watchdog import Patience
-from serve.engine.work import Classification, Generation, Translation, Wish, Work
+from serve.engine.watchdog import StallLimits
+from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
 from serve.errors import ServeError
 from serve.metrics import Metrics
 from tests.fake_model import Mood, fake_catalog
@@ -28,7 +28,7 @@ from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundl
 
 GREEDY = Sampling(temperature=0.0)
 # Tests hold calls up; only those that are about it say for how long that is all right.
-_PATIENT = Patience(stall_s=60, stall_unknown_s=60)
+_PATIENT = StallLimits(stall_s=60, stall_unknown_s=60)
 WINDOW = generate_bundle().manifest.text_input.max_tokens
 
 
@@ -62,7 +62,7 @@ class Bench:
         self,
         mood: Mood,
         limits: Limits,
-        patience: Patience = _PATIENT,
+        patience: StallLimits = _PATIENT,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.mood = mood
@@ -87,7 +87,7 @@ class Bench:
         served = self.catalog.find("tiny-generate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
-        what = Wish(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
+        what = GenerationRequest(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
         job: Job[Work] = Job(
             LaneKey(served.key, "generate", steps),
             Generation(what, codec, caller.deliver),
@@ -104,7 +104,7 @@ class Bench:
         served = self.catalog.find("tiny-translate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
-        what = Wish(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
+        what = GenerationRequest(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
         job: Job[Work] = Job(
             LaneKey(served.key, "search", 2),
             Translation(what, codec, caller.deliver),

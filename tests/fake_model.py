@@ -13,12 +13,12 @@ import numpy as np
 
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
-from serve.runtime import Leg, Outcome, Wave
+from serve.runtime import Outcome, Segment, Speculation
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     RowArray,
     StepClassifier,
 )
@@ -37,7 +37,7 @@ class Mood:
     open_rows: int = 0
     pieces: int = 1  # that a prompt is read in
     most_batches: int = 1  # that share a call; 1: nothing mixes
-    sides: int = 1  # that go abreast
+    sides: int = 1  # that run in parallel
     opening: bool = False
     obeys: bool = False  # whether a call that waits for the gate throws when it is interrupted
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -67,7 +67,7 @@ class FakeClassifier:
         return self._mood.logits(logits)
 
 
-class FakeReading:
+class FakePrefill:
     def __init__(self, tokens: IntArray, pieces: int, run: Callable[[], FloatArray]) -> None:
         self.positions = len(tokens)
         self._pieces, self._run = pieces, run
@@ -99,7 +99,7 @@ class FakeBatch:
         longest = max(self._lengths, default=0)
         return len(self._lengths) * longest * ROW_BYTES_A_POSITION
 
-    def read(self, tokens: IntArray, positions: int = 0) -> FakeReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> FakePrefill:
         assert positions <= self._window
 
         def run() -> FloatArray:
@@ -108,18 +108,18 @@ class FakeBatch:
             return following
 
         assert 0 < len(tokens) <= self._window
-        return FakeReading(tokens, self._mood.pieces, run)
+        return FakePrefill(tokens, self._mood.pieces, run)
 
-    def join(self, reading: Reading) -> None:
+    def join(self, prefill: Prefill) -> None:
         assert self._stands is None, "a row joins between two tokens"
-        self._lengths.append(reading.positions)
+        self._lengths.append(prefill.positions)
         self._mood.open_rows += 1
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        while (logits := reading.advance()) is None:
+        prefill = self.read(tokens)
+        while (logits := prefill.advance()) is None:
             pass
-        self.join(reading)
+        self.join(prefill)
         return logits
 
     def begin(self, tokens: IntArray) -> None:
@@ -177,7 +177,7 @@ class FakeBatch:
 class FakeMix:
     def __init__(self, mood: Mood) -> None:
         self.most_batches = mood.most_batches
-        self.sides, self.runs_ahead = mood.sides, False
+        self.sides, self.can_speculate = mood.sides, False
         self._mood = mood
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
@@ -196,22 +196,22 @@ class FakeMix:
             assert isinstance(batch, FakeBatch)
             batch.advance()
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         assert 0 < len(sides) <= self.sides
-        return [[self._go(leg) for leg in side] for side in sides]
+        return [[self._go(segment) for segment in side] for side in sides]
 
-    def _go(self, leg: Leg) -> Outcome:
-        assert isinstance(leg.batch, FakeBatch) and leg.steps
+    def _go(self, segment: Segment) -> Outcome:
+        assert isinstance(segment.batch, FakeBatch) and segment.steps
         try:
-            if leg.tokens is not None:
-                leg.batch.begin(leg.tokens)
-            for _ in range(leg.steps):
-                leg.batch.advance()
-            return leg.batch.end() if leg.batch.at_end else None
+            if segment.tokens is not None:
+                segment.batch.begin(segment.tokens)
+            for _ in range(segment.steps):
+                segment.batch.advance()
+            return segment.batch.end() if segment.batch.at_end else None
         except Exception as error:
             return error
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         raise NotImplementedError("no row of a fake runs ahead")
 
 

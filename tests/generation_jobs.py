@@ -26,7 +26,7 @@ def run(s: Scheduler[str], pieces: int = 1) -> Call[str] | None:
     """The next call, and what becomes of it where all goes well."""
     call = s.next(0.0)
     if isinstance(call, PrefillCall) and call.job is not None and pieces == 1:
-        s.has_read(call.job, full=False)
+        s.prefilled(call.job, full=False)
     return call
 
 

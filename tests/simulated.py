@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from serve.engine.admission import Admission
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import ClassifyCall, Deadline, Job, LaneKey, Limits, State
 from serve.engine.scheduler import Scheduler
 from serve.errors import ServeError
@@ -64,8 +64,8 @@ class Simulation:
         self._cost, self._noise, self._random = cost, noise, random.Random(seed)
         for steps in LADDER:
             for rows, length in ((1, 32), (1, 128), (8, 32), (8, 128), (16, 64)) * 8:
-                series = Series(MODEL, "classify", steps)
-                self.latency.observe(series, rows, length, cost(steps, rows, length))
+                cost_key = CostKey(MODEL, "classify", steps)
+                self.latency.observe(cost_key, rows, length, cost(steps, rows, length))
 
     def run(self, requests: Sequence[Request]) -> None:
         """Until all that came has ended."""
@@ -109,7 +109,7 @@ class Simulation:
             self.now_s = arrivals[-1].at_s
             self.arrive(arrivals.pop())
         self.now_s = ends_s
-        self.latency.observe(Series(MODEL, "classify", call.steps), rows, length, seconds)
+        self.latency.observe(CostKey(MODEL, "classify", call.steps), rows, length, seconds)
         for job, _ in call.rows:
             job.work.taken.append(call.steps)
             if self.scheduler.row_done(job):

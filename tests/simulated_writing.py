@@ -11,7 +11,8 @@ from typing import Any, Literal, cast
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
 from serve.engine.admission import Admission
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.backlog import GenerationSize
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import (
     Call,
     CallKind,
@@ -23,7 +24,6 @@ from serve.engine.job import (
     PrefillCall,
     State,
 )
-from serve.engine.predict import Asked
 from serve.engine.scheduler import Scheduler
 from serve.errors import QueueFull, ServeError
 
@@ -113,7 +113,7 @@ class WritingSimulation:
     def _admitted(self, wish: Wish) -> Job[Wish]:
         deadline = None if wish.given_s is None else Deadline(wish.at_s, wish.given_s)
         choices = LADDER if wish.steps is None else (wish.steps,)
-        asked = Asked(wish.prompt, wish.tokens)
+        asked = GenerationSize(wish.prompt, wish.tokens)
         steps = self.admission.steps_for(lane_of(choices[-1]), choices, asked, deadline, self.now_s)
         positions = wish.prompt + wish.tokens
         job = Job(lane_of(steps), wish, (wish.prompt,), positions, deadline=deadline)
@@ -130,7 +130,7 @@ class WritingSimulation:
             self._spend("prefill", call.lane.steps, 1, job.lengths[0])
             job.work.begun_s = job.started_s or 0.0
             if job.state is not State.ENDED:
-                self.scheduler.has_read(job, full=False)
+                self.scheduler.prefilled(job, full=False)
                 self._token(job)
             return
         assert isinstance(call, DecodeCall)
@@ -160,7 +160,7 @@ class WritingSimulation:
         seconds = decode_s(steps, rows) if kind == "decode" else prefill_s(steps, length)
         seconds *= self._random.lognormvariate(0.0, self._noise)
         self.now_s += seconds
-        self.latency.observe(Series(MODEL, kind, steps), rows, length, seconds)
+        self.latency.observe(CostKey(MODEL, kind, steps), rows, length, seconds)
 
 
 def _measured() -> Latency:

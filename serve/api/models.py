@@ -30,7 +30,7 @@ from serve.bundle import (
     TextInput,
 )
 from serve.catalog import Served
-from serve.engine.classify import MARGIN
+from serve.engine.classify import COST_MARGIN
 from serve.engine.engine import Engine
 from serve.engine.job import Kind, LaneKey
 from serve.errors import AdminOff, NotReady, Unauthorized
@@ -234,7 +234,7 @@ def model_routes(engine: Engine) -> APIRouter:
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
-                caution=round(engine.latency.caution(served.key) * MARGIN, 3),
+                caution=round(engine.latency.caution(served.key) * COST_MARGIN, 3),
                 answer_ms=round(engine.latency.answer_s * 1000, 3),
                 rungs=[_rung(served, rung, engine) for rung in manifest.rungs],
             )

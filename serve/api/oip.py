@@ -72,7 +72,7 @@ from serve.catalog import Served
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
 from serve.engine.sampling import MAX_SEED
-from serve.engine.work import Wish
+from serve.engine.work import GenerationRequest
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
 from serve.inputs.rows import Intake, cloud_rows, image_rows, read_items
 from serve.inputs.values import Item, check_finite, number_rows
@@ -1272,6 +1272,6 @@ async def _all_written(order: Order) -> list[GeneratedEvent]:
     return [found[row] for row in range(len(order.wishes))]
 
 
-def _with_seed(wish: Wish, seed: int) -> Wish:
+def _with_seed(wish: GenerationRequest, seed: int) -> GenerationRequest:
     """Each row has a number of its own, so that equal prompts are continued differently."""
     return replace(wish, sampling=replace(wish.sampling, seed=seed % (MAX_SEED + 1)))

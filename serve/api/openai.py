@@ -65,7 +65,7 @@ from serve.engine.engine import Engine
 from serve.engine.job import Event, FailedEvent, GeneratedEvent, Span, TokenEvent
 from serve.engine.job import TokenLogprob as EngineLogprob
 from serve.engine.sampling import MAX_SEED
-from serve.engine.work import Wish
+from serve.engine.work import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
 from serve.inputs.chat import Messages
 from serve.inputs.values import MAX_TEXTS, Prompts
@@ -1073,7 +1073,7 @@ def exchange_of(
     served: Served,
     asked: OpenAIFields,
     decision: Decision,
-    wishes: Sequence[Wish],
+    wishes: Sequence[GenerationRequest],
     prompts: int,
     shape: Shape,
 ) -> Exchange:
@@ -1100,7 +1100,7 @@ def wishes_of(
     candidates: int,
     max_tokens: int,
     logprobs: int | None,
-) -> list[Wish]:
+) -> list[GenerationRequest]:
     """What to write: to each prompt so many answers, whose seeds follow each other."""
     seed = drawn_seed() if asked.seed is None else asked.seed
     return [

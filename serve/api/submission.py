@@ -30,6 +30,7 @@ from serve.api.fields import (
 from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
+from serve.engine.backlog import GenerationSize
 from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
@@ -44,9 +45,8 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
-from serve.engine.predict import Asked
 from serve.engine.sampling import Sampling
-from serve.engine.work import Classification, Generation, Translation, Wish, Work
+from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
 from serve.errors import InternalError, InvalidField
 from serve.inputs.rows import Intake, greatest_length, row_length
 from serve.middleware import (
@@ -114,7 +114,7 @@ class Manner:
 
 def wish_of(
     asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
-) -> Wish:
+) -> GenerationRequest:
     """What to write; the drawn seed stands in for a missing one."""
     manner = Manner(
         max_tokens=max_tokens,
@@ -130,14 +130,14 @@ def wish_of(
     return wish_in(manner, served, prompt)
 
 
-def wish_in(manner: Manner, served: Served, prompt: list[int]) -> Wish:
+def wish_in(manner: Manner, served: Served, prompt: list[int]) -> GenerationRequest:
     """What to write in this manner, for the task of the model."""
     manifest = served.manifest
     limit = manifest.target_max_tokens
     temperature = manner.temperature
     if temperature is None:
         temperature = 0.0 if manifest.task == "translate" else 1.0
-    return Wish(
+    return GenerationRequest(
         prompt=prompt,
         max_tokens=manner.max_tokens if limit is None else min(manner.max_tokens, limit),
         window=manifest.text_input.max_tokens if limit is None else limit,
@@ -151,7 +151,7 @@ def wish_in(manner: Manner, served: Served, prompt: list[int]) -> Wish:
     )
 
 
-def positions_held(wish: Wish, served: Served) -> int:
+def positions_held(wish: GenerationRequest, served: Served) -> int:
     """The positions that a generation holds in memory at most; of a translation, the source."""
     if served.manifest.task == "translate":
         return len(wish.prompt)
@@ -541,7 +541,7 @@ class Order:
     engine: Engine
     served: Served
     decision: Decision
-    wishes: Sequence[Wish]
+    wishes: Sequence[GenerationRequest]
     deadline: Deadline | None
 
     @classmethod
@@ -552,7 +552,7 @@ class Order:
         served: Served,
         asked: BudgetFields,
         decision: Decision,
-        wishes: Sequence[Wish],
+        wishes: Sequence[GenerationRequest],
     ) -> "Order":
         """Chooses the steps, where the request leaves that to the server."""
         deadline = deadline_of(request, asked)
@@ -575,7 +575,9 @@ class Order:
             note_decision(self.request, self.engine, self.served, self.decision)
             yield Running(mailbox, jobs)
 
-    def _job(self, wish: Wish, deliver: Callable[[TextEvent], None], index: int) -> Job[Work]:
+    def _job(
+        self, wish: GenerationRequest, deliver: Callable[[TextEvent], None], index: int
+    ) -> Job[Work]:
         made = Translation if wish.num_beams > 1 else Generation
         return Job(
             lane=LaneKey(self.served.key, _kind(wish), self.decision.steps),
@@ -639,12 +641,12 @@ def entries_of(event: GeneratedEvent) -> int:
     return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
 
 
-def _size(wishes: Sequence[Wish]) -> Asked:
+def _size(wishes: Sequence[GenerationRequest]) -> GenerationSize:
     longest, first = max(len(one.prompt) for one in wishes), wishes[0]
-    return Asked(longest, first.max_tokens, len(wishes), first.num_beams)
+    return GenerationSize(longest, first.max_tokens, len(wishes), first.num_beams)
 
 
-def _kind(wish: Wish) -> Kind:
+def _kind(wish: GenerationRequest) -> Kind:
     return "search" if wish.num_beams > 1 else "generate"
 
 

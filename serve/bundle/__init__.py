@@ -1,7 +1,4 @@
-"""The bundle, the contract between export and serve: one place to import it from.
-
-Knows the folder and its JSON, as docs/bundle.md specifies them; neither graphs nor runtimes.
-"""
+"""The bundle, the contract between export and serve. docs/bundle.md specifies it."""
 
 from serve.bundle.folder import (
     Bundle,

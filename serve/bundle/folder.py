@@ -1,6 +1,6 @@
-"""The folder of a bundle: read and checked, staged under another name, sealed.
+"""The folder of a bundle: reading and checking it, staging a new one, sealing it.
 
-Every file has its size and hash checked; no graph is opened.
+The size and hash of every file are checked; no graph is opened.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ _MEASURE_AGAIN = "measure the latency again, or delete the file, since it is opt
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An exported model: a folder that was found whole."""
+    """An exported model: a folder that has been checked."""
 
     folder: Path
     manifest: Manifest
@@ -80,10 +80,10 @@ class Bundle:
 
 
 def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bundle:
-    """The bundle in a folder; refuses a malformed manifest and a missing or truncated file.
+    """The bundle in a folder. Refuses a malformed manifest and missing or truncated files.
 
-    With `verify` every byte is hashed too, which finds any change; without, only sizes are. Without
-    `latency` its table is left alone, as by one who is about to measure it again.
+    With `verify` every file is hashed, which finds any change; otherwise only sizes are checked.
+    Without `latency` the latency table is not read, for callers that will measure it again.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -110,14 +110,14 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
 def seal_of(value: dict[str, Any]) -> str:
     """The sha256 of a manifest's members, whatever their order and spacing."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # Half a surrogate pair is refused by the rule that names its member, not here.
+    # Half a surrogate pair is refused later, by the rule that names its member.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _unsealed(value: object) -> object:
-    """The manifest without its seal, which must be the right one."""
+    """The manifest without its seal, which must be right."""
     if not isinstance(value, dict) or "schema_version" not in value:
-        return value  # which the manifest refuses
+        return value  # refused by the manifest's own rules
     check_version(value["schema_version"], SCHEMA_VERSION)
     members = {key: item for key, item in value.items() if key != SEAL}
     if value.get(SEAL) != seal_of(members):
@@ -132,7 +132,7 @@ def _unsealed(value: object) -> object:
 def check_file(path: Path, expected: FileEntry, verify: bool) -> None:
     """Refuse a file that is not the one that was sealed."""
     with inside_file(path):
-        if path.is_symlink():  # which runtimes refuse, since it may lead out of the bundle
+        if path.is_symlink():  # runtimes refuse links, which may lead out of the bundle
             raise BundleError("is a link; copy the file itself into the bundle")
         if not path.is_file():
             raise BundleError("is missing from the bundle; copy or export the bundle again")
@@ -151,7 +151,7 @@ def check_file(path: Path, expected: FileEntry, verify: bool) -> None:
 
 
 def read_checked(path: Path, expected: FileEntry) -> bytes:
-    """The bytes of a sealed file: those that were checked, whatever becomes of the file."""
+    """The bytes of a sealed file, exactly those that were checked."""
     check_file(path, expected, verify=False)
     with inside_file(path):
         try:
@@ -164,7 +164,7 @@ def read_checked(path: Path, expected: FileEntry) -> bytes:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """The entry that describes a file as it is now."""
+    """The entry for a file as it is now."""
     return FileEntry(sha256=_sha256(path), bytes=path.stat().st_size)
 
 
@@ -176,7 +176,7 @@ def _sha256(path: Path) -> str:
 def _read_latency(path: Path) -> Latency | None:
     if not path.exists():
         return None
-    if not path.is_file():  # a pipe would be waited for without end
+    if not path.is_file():  # reading a pipe would never end
         raise BundleError(f"is no file; {_MEASURE_AGAIN}", file=str(path))
     try:
         value = read_json(path)
@@ -187,13 +187,12 @@ def _read_latency(path: Path) -> Latency | None:
         raise BundleError(problem, field=error.field, file=error.file) from None
 
 
-# Folders in which bundles are made, each beside its target; those of dead writers are removed.
-# Whoever makes a bundle holds a lock on its folder, which the system lets go of however the
-# process ends.
+# Staging folders lie beside their target. Whoever writes one holds a lock on it, which the system
+# releases however the process ends; folders without a lock are left-overs and are removed.
 
 
 _STAGING, _REPLACED = "staging", "replaced"
-# Of Linux: both names are found from the working folder, and change places.
+# Linux: both names are relative to the working directory, and change places.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -212,7 +211,7 @@ def open_staging(target: Path) -> Iterator[Path]:
 
 
 def rename_in(staging: Path, target: Path) -> None:
-    """Give a folder the name of its target; another folder there gives way and is removed."""
+    """Rename a folder to its target; an older folder there is removed."""
     if target.exists():
         if exchange(staging, target):
             shutil.rmtree(staging, ignore_errors=True)
@@ -223,7 +222,7 @@ def rename_in(staging: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system cannot."""
+    """Exchange two folders in one step; False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -232,7 +231,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove what begins with this name and nobody holds a lock on."""
+    """Remove folders whose names begin like this and that nobody holds a lock on."""
     for path in folder.iterdir():
         if path.name.startswith(prefix):
             with suppress(OSError):
@@ -245,20 +244,20 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
 
 
 def _new_staging(target: Path) -> tuple[Path, int]:
-    """A folder, and the open lock on it."""
+    """A new staging folder, and the open lock on it."""
     while True:
         staging = _beside(target, _STAGING)
         staging.mkdir()
         lock = os.open(staging, os.O_RDONLY)
         with suppress(OSError):  # file systems without locks: nobody removes anything there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if staging.exists():  # else somebody has cleared it up before it was locked
+        if staging.exists():  # removed by another process before it was locked
             return staging, lock
         os.close(lock)
 
 
 def _clear_up(target: Path) -> None:
-    """What writers left behind that died; an older bundle that one had put aside is put back."""
+    """Remove what dead writers left; an older bundle that one had put aside is put back."""
     aside = f".{target.name}.{_REPLACED}-"
     if not target.exists():
         for path in target.parent.iterdir():
@@ -270,7 +269,7 @@ def _clear_up(target: Path) -> None:
 
 
 def _replace(staging: Path, target: Path) -> None:
-    """In two steps, between which there is no bundle."""
+    """Replace in two steps, between which there is no bundle."""
     aside = _beside(target, _REPLACED)
     os.rename(target, aside)
     try:
@@ -297,14 +296,11 @@ def _beside(target: Path, purpose: str) -> Path:
     return target.with_name(f".{target.name}.{purpose}-{uuid.uuid4().hex[:12]}")
 
 
-# Writing a bundle so that it is there whole or not at all.
-
-
 def seal_bundle(staging: Path, manifest: Manifest, target: Path) -> Bundle:
-    """Hash the files in `staging` into the manifest, make all durable, rename it to `target`.
+    """Hash the files in `staging` into the manifest, sync everything, and rename it to `target`.
 
-    An older bundle at `target` is replaced; anything else there is refused. The folders must be
-    on one file system, since only a rename is atomic: `open_staging(target)` gives such a folder.
+    An older bundle at `target` is replaced; anything else there is refused. Both must be on one
+    file system, since only a rename is atomic: use `open_staging(target)`.
     """
     target = Path(os.path.realpath(target))
     _check_replaceable(target)
@@ -342,7 +338,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     partial = path.with_name(prefix + uuid.uuid4().hex)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            with suppress(OSError):  # where there are no locks, nobody removes anything
+            with suppress(OSError):  # without locks nobody removes anything
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(text)
             file.flush()

@@ -1,6 +1,6 @@
 """Every field of a bundle's manifest and latency table, with its rules.
 
-Only what stands in the JSON is checked here; serve/bundle/folder.py checks the files.
+Only the JSON is checked here; serve/bundle/folder.py checks the files.
 """
 
 import itertools
@@ -14,9 +14,6 @@ from dataclasses import field as dataclass_field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
-
-# Checks of single values in the JSON files of a bundle, and the error that names a bad one.
-
 
 MAX_JSON_BYTES = 4 << 20
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,7 +30,7 @@ _KINDS = {
 
 
 class BundleError(ValueError):
-    """A bundle that cannot be used: says which file and field, and what to do."""
+    """A bundle that cannot be used: names the file and field, and what to do."""
 
     def __init__(self, problem: str, *, field: str = "", file: str = "") -> None:
         self.problem = problem
@@ -45,7 +42,7 @@ class BundleError(ValueError):
 
 @contextmanager
 def inside(field: str) -> Iterator[None]:
-    """Prefix the field of a BundleError raised below with the field that holds it."""
+    """Prefix the field of a BundleError raised inside with the field that holds it."""
     try:
         yield
     except BundleError as error:
@@ -56,7 +53,7 @@ def inside(field: str) -> Iterator[None]:
 
 @contextmanager
 def inside_file(path: Path) -> Iterator[None]:
-    """Say in a BundleError raised below which file it is about."""
+    """Name the file of a BundleError raised inside."""
     try:
         yield
     except BundleError as error:
@@ -70,7 +67,7 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: enough to recognise it, however large it is."""
+    """A value for messages: short enough, however large it is."""
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 200 else "that many"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -227,8 +224,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-# A rung of a bundle's ladder: its steps, its cost, its measured quality, its verification. What
-# its evaluations must be depends on the bundle's depth, so the rules of the task have that.
+# A rung: its steps, cost, measured quality and verification. How many evaluations it must spend
+# depends on the bundle's depth: see `check_depth`.
 
 
 Method = Literal["euler", "ab2", "midpoint", "heun", "rk4"]
@@ -246,7 +243,7 @@ _RANGES = {"loss": (-_HUGE, _HUGE), "accuracy": (0.0, 1.0), "bleu": (0.0, 100.0)
 
 
 def steps_in_words(steps: int) -> str:
-    """A count of steps as a person writes it."""
+    """A count of steps in words."""
     return "1 step" if steps == 1 else f"{steps} steps"
 
 
@@ -259,7 +256,7 @@ class Quality:
     low: float
     high: float
     samples: int
-    exact: float | None = None  # of a tagger: the share of rows without a wrong position
+    exact: float | None = None  # taggers: the share of rows with every position right
 
     def __post_init__(self) -> None:
         check_choice("metric", self.metric, METRICS)
@@ -279,9 +276,9 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What the last rung is better than the first by: the mean over the rows, and its interval.
+    """The last rung's quality less the first rung's: mean over the rows, and its interval.
 
-    Above 0 is better, whatever the metric. Both rungs were measured on the same rows, so that the
+    Above 0 is better, whatever the metric. Both rungs were measured on the same rows, so the
     interval is that of a paired difference.
     """
 
@@ -301,7 +298,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How far the graph's float32 answer was from the model's, and how far it was allowed to be."""
+    """How far the graph's float32 answer was from the model's, and the tolerance."""
 
     max_abs_error: float
     tolerance: float
@@ -325,10 +322,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class AgainstFp32:
-    """What fewer bits changed, on the rows that the quality was measured on."""
+    """What a lower precision changed, on the rows of the quality measurement."""
 
-    top1_agreement: float  # share of answers that are those of float32
-    change: float  # of the metric: its value less that of float32
+    top1_agreement: float  # share of answers equal to float32's
+    change: float  # of the metric: its value less float32's
     samples: int
 
     def __post_init__(self) -> None:
@@ -343,7 +340,7 @@ class AgainstFp32:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One operating point: so many steps of a method, as one fixed-step graph."""
+    """One operating point: a method with a number of steps, as one fixed-step graph."""
 
     steps: int
     method: Method
@@ -352,9 +349,9 @@ class Rung:
     graph: str
     quality: Quality
     verified: Verified
-    encoder: str | None = None  # of a translator: the graph that reads the source
+    encoder: str | None = None  # translators: the graph that reads the source
     dominated: bool = False  # fewer steps are at least as good
-    against_fp32: AgainstFp32 | None = None  # of another precision
+    against_fp32: AgainstFp32 | None = None  # in a lower precision
 
     def __post_init__(self) -> None:
         check_integer("steps", self.steps, 1, MAX_STEPS)
@@ -374,12 +371,12 @@ class Rung:
 
     @property
     def spent(self) -> int:
-        """Evaluations of one velocity that is integrated in these steps."""
+        """Evaluations of a velocity that is integrated in these steps."""
         return self.steps * EVALUATIONS_PER_STEP[self.method]
 
     @property
     def graphs(self) -> dict[str, str]:
-        """The graphs of the rung, by their field."""
+        """The graphs of the rung, by field."""
         graphs = {"graph": self.graph}
         return graphs if self.encoder is None else graphs | {"encoder": self.encoder}
 
@@ -411,7 +408,7 @@ _KEYS = (
 
 
 def check_ladder(rungs: tuple[Rung, ...], method: str) -> None:
-    """Rules that hold between the rungs of one bundle."""
+    """Rules between the rungs of one bundle."""
     if not rungs:
         raise BundleError("is empty; a bundle has at least one rung: export it again")
     for index, rung in enumerate(rungs):
@@ -464,9 +461,6 @@ def _check_efforts(rungs: tuple[Rung, ...]) -> None:
         last = rank
 
 
-# The parts of a manifest that describe a model: tokenizer, shape, step; and a file's entry.
-
-
 TokenizerKind = Literal["chars", "bpe", "words", "wordpiece", "unigram"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -481,7 +475,7 @@ class TokenizerSpec:
     vocab_size: int
     bos_id: int | None = None  # begins every answer of a translator
     eos_id: int | None = None  # ends it
-    chat_template: str | None = None  # the file that says how messages become a prompt
+    chat_template: str | None = None  # the file that turns messages into a prompt
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(TokenizerKind))
@@ -503,7 +497,7 @@ class TokenizerSpec:
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Tokens that no text turns into."""
+        """Tokens that no text is encoded to."""
         ids = (self.pad_id, self.bos_id, self.eos_id)
         return tuple(token for token in ids if token is not None)
 
@@ -517,14 +511,14 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of one velocity; the caches of a decoder follow from it."""
+    """The size of one velocity; a decoder's caches follow from it."""
 
     layers: int
     heads: int
     head_width: int
     width: int
     parameters: int
-    state: int | None = None  # of a decoder's graphs of one step, where it has more than the width
+    state: int | None = None  # width of a decoder's state between steps, where it is larger
 
     def __post_init__(self) -> None:
         check_integer("layers", self.layers, 1, 1024)
@@ -537,7 +531,7 @@ class Shape:
 
     @property
     def state_width(self) -> int:
-        """Of a decoder's state between steps: beside x it may hold what every step sees again."""
+        """The width of a decoder's state between steps, which may hold more than x."""
         return self.width if self.state is None else self.state
 
     @classmethod
@@ -550,7 +544,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """The graphs of one step: what comes before it, the step, and what reads the answer."""
+    """The graphs of one step: embedding, step, and head."""
 
     embed: str
     step: str
@@ -562,20 +556,20 @@ class StepFiles:
 
     @property
     def graphs(self) -> dict[str, str]:
-        """The graphs by their field."""
+        """The graphs by field."""
         return {"embed": self.embed, "step": self.step, "head": self.head}
 
     @classmethod
     def from_json(cls, value: object) -> Self:
         if isinstance(value, dict):
-            # Earlier releases named a graph for rows of several rungs, which nothing runs now.
+            # Earlier releases named a graph for rows of several rungs, which is no longer used.
             value = {key: item for key, item in value.items() if key not in ("mixed", "groups")}
         return cls(**check_members(value, ("embed", "step", "head")))
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file of the bundle must be."""
+    """The size and hash of a file."""
 
     sha256: str
     bytes: int
@@ -590,9 +584,6 @@ class FileEntry:
         return cls(**check_members(value, ("sha256", "bytes")))
 
 
-# What a model takes: text, images or clouds of points, and how much of each fits.
-
-
 MAX_TOKENS = 1 << 20
 MAX_CHANNELS = 4
 MAX_SIDE = 4096
@@ -604,7 +595,7 @@ _INPUTS_HUGE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Of a text that is too long, its first `head` and its last `tail` tokens stay."""
+    """Of a text that is too long, keep the first `head` and the last `tail` tokens."""
 
     head: int
     tail: int
@@ -624,7 +615,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextInput:
-    """Tokens; of a translator, those of the source."""
+    """Tokens; for a translator, those of the source."""
 
     kind: Literal["text"] = "text"
     max_tokens: int
@@ -721,17 +712,14 @@ def read_input(value: object) -> InputSpec:
     return PointsInput.from_json(members)
 
 
-# The rules that follow from a manifest's task and depth.
-
-
 Task = Literal["generate", "classify", "translate", "tag"]
 Depth = Literal["ode", "fixed", "chain"]
-Cache = Literal["kv", "kv_int8", "none"]  # of floats, of bytes, or no caches
-# How M steps relate: each M crosses [0, T] in steps of T / M, or all go along one grid and stop.
+Cache = Literal["kv", "kv_int8", "none"]  # float caches, byte caches, or none
+# How rungs relate: each M crosses [0, T] in steps of T / M, or all follow one grid and stop at M.
 Dial = Literal["resolution", "time"]
 
 TASKS = ("generate", "classify", "translate", "tag")
-LABELLING: tuple[Task, ...] = ("classify", "tag")  # a label a row, or a label a position
+LABELLING: tuple[Task, ...] = ("classify", "tag")  # one label a row, or one a position
 DEPTHS = ("ode", "fixed", "chain")
 CACHES = ("kv", "kv_int8", "none")
 DIALS = ("resolution", "time")
@@ -739,7 +727,7 @@ MAX_LABELS = 100_000
 
 
 def check_task(manifest: "Manifest") -> None:
-    """What the task asks of labels, input, tokenizer, cache and graphs."""
+    """Rules that follow from the task, for labels, input, tokenizer, cache and graphs."""
     task, spec = manifest.task, manifest.input
     if task in LABELLING:
         _check_labels(task, manifest.labels)
@@ -771,7 +759,7 @@ def check_task(manifest: "Manifest") -> None:
 
 
 def check_depth(manifest: "Manifest") -> None:
-    """What the depth asks of the ladder, and the evaluations that each rung must spend."""
+    """Rules that follow from the depth, for the ladder and each rung's evaluations."""
     depth = manifest.depth
     if depth == "fixed":
         if manifest.method != "euler":
@@ -802,7 +790,7 @@ def check_depth(manifest: "Manifest") -> None:
 
 
 def check_dial(manifest: "Manifest") -> None:
-    """What the dial asks: a dial of time says its grid, and its methods stop at any step."""
+    """Rules that follow from the dial: a dial of time has a grid and can stop at any step."""
     if manifest.dial == "resolution":
         if manifest.grid_steps is not None:
             raise BundleError("must be null for the dial resolution", field="grid_steps")
@@ -816,7 +804,7 @@ def check_dial(manifest: "Manifest") -> None:
 
 
 def _check_step(manifest: "Manifest") -> None:
-    """One velocity that is integrated has graphs of one step; so has whatever keeps caches."""
+    """An integrated velocity has graphs of one step; so does any model with caches."""
     integrated = manifest.depth == "ode" and manifest.task != "translate"
     wanted = integrated or manifest.keeps_caches
     if wanted != (manifest.step is not None):
@@ -902,28 +890,26 @@ def _check_translation(manifest: "Manifest") -> None:
             )
 
 
-# What a classifier may save by answering early, and how often that changes its answer. After each
-# evaluation but the last, the readout straight to the end gives logits. A row answers there as
-# soon as the largest logit is ahead of the second by at least the threshold; a row that never is
-# takes the full-step answer. What is guaranteed of a level: with the given confidence over the
-# draw of the calibration rows, on data like them, the share of answers that differ from the
-# full-step answer is at most its `max_disagreement`. Each level holds on its own with that
-# confidence. A request between two levels takes the stricter one; a request below the strictest,
-# and a level without a threshold, run all steps.
+# Calibration of early answers. After each evaluation but the last, the jump to the end gives
+# logits. A row stops there if the margin of its largest logit reaches the threshold; otherwise it
+# gets the full-step answer. What a level guarantees, with the given confidence over the draw of the
+# calibration rows: on data like them, the share of answers that differ from the full-step answer is
+# at most `max_disagreement`. Each level holds on its own. A request between two levels uses the
+# stricter one; a request below the strictest, or a level without a threshold, runs all steps.
 
 
 MAX_LEVELS = 16
-_LEAST, _MOST = 1e-9, 1 - 1e-9  # shares that are neither never nor always
+_LEAST, _MOST = 1e-9, 1 - 1e-9  # shares that are neither 0 nor 1
 _MAX_THRESHOLD = 1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One allowed disagreement, and how far ahead an early answer must be to keep to it."""
+    """An allowed disagreement, and the margin that an early answer needs to keep it."""
 
     max_disagreement: float
     threshold: float | None  # None: none could be certified, so run all steps
-    evaluations: float  # spent a row, in the mean over the calibration rows
+    evaluations: float  # mean per calibration row
     observed: float  # share of the calibration rows whose answer differed
 
     def __post_init__(self) -> None:
@@ -947,7 +933,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The levels that were certified on these rows, from the strictest to the loosest."""
+    """The levels certified on these rows, from the strictest to the loosest."""
 
     rows: int
     confidence: float
@@ -999,16 +985,16 @@ PRECISIONS = ("fp32", "int8")
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_EDITION = "@"  # which is in no name of a model
+_EDITION = "@"  # not allowed in names of models
 
 Precision = Literal["fp32", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that a server must know of a model before it opens a graph.
+    """Everything a server needs to know of a model before it opens a graph.
 
-    `files` is empty until the bundle is sealed; a manifest read from disk lists every file.
+    `files` is empty until the bundle is sealed; a manifest that was read lists every file.
     """
 
     name: str
@@ -1019,18 +1005,18 @@ class Manifest:
     full_steps: int
     default_steps: int
     dial: Dial = "resolution"
-    grid_steps: int | None = None  # of the dial of time: as many steps as cross [0, T]
+    grid_steps: int | None = None  # dial of time: steps that cross [0, T]
     depth: Depth = "ode"
     cache: Cache
     input: InputSpec
-    target_max_tokens: int | None = None  # of a translator: the longest answer
+    target_max_tokens: int | None = None  # translators: the longest answer
     labels: tuple[str, ...] | None
     tokenizer: TokenizerSpec | None
     shape: Shape
     weights: str
     rungs: tuple[Rung, ...]
-    range: Range | None = None  # of its quality, where it was measured
-    step: StepFiles | None = None  # graphs of one step, which make any rung
+    range: Range | None = None  # of its quality, if measured
+    step: StepFiles | None = None  # graphs of one step, which can run any rung
     calibration: Calibration | None = None  # of early answers
     card: Mapping[str, object] = dataclass_field(default_factory=dict)
     provenance: Mapping[str, object] = dataclass_field(default_factory=dict)
@@ -1064,12 +1050,12 @@ class Manifest:
         return tuple([rung.steps for rung in self.rungs])
 
     def step_size(self, steps: int) -> float:
-        """The h of each of so many steps: all of the grid's size, or as many as cross [0, T]."""
+        """The h of each of this many steps: that of the grid, or T over the steps."""
         return self.T / (self.grid_steps or steps)
 
     @property
     def labelled(self) -> bool:
-        """Whether it answers with labels: one for a row, or one for each position."""
+        """Whether it answers with labels, of a row or of each position."""
         return self.task in LABELLING
 
     @property
@@ -1086,28 +1072,28 @@ class Manifest:
 
     @property
     def rounds(self) -> bool:
-        """Whether weights or caches have fewer bits than the model was trained with."""
+        """Whether weights or caches have a lower precision than in training."""
         return self.precision != "fp32" or self.cache == "kv_int8"
 
     @property
     def precision_in_words(self) -> str:
-        """As people are told, with what is kept in caches if that has a precision of its own."""
+        """The precision for people, with that of the caches if it differs."""
         return f"{self.precision}, 8-bit caches" if self.cache == "kv_int8" else self.precision
 
     @property
     def text_input(self) -> TextInput:
-        """The input of a model that is known to take text."""
+        """The input of a model that takes text."""
         assert isinstance(self.input, TextInput), f"{self.name} takes no text"
         return self.input
 
     @property
     def text_tokenizer(self) -> TokenizerSpec:
-        """The tokenizer of a model that is known to take text."""
+        """The tokenizer of a model that takes text."""
         assert self.tokenizer is not None, f"{self.name} takes no text"
         return self.tokenizer
 
     def rung(self, steps: int) -> Rung:
-        """The rung of that many steps."""
+        """The rung of this many steps."""
         for rung in self.rungs:
             if rung.steps == steps:
                 return rung
@@ -1122,12 +1108,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """The manifest that a manifest.json holds; refuses everything that it does not know."""
+        """The manifest in a manifest.json; refuses anything it does not know."""
         if isinstance(value, dict) and "schema_version" in value:
-            # Before the keys: a later schema has other keys, and its number explains them best.
+            # First: a later schema has other keys, and its number explains them best.
             check_version(value["schema_version"], SCHEMA_VERSION)
         if isinstance(value, dict):
-            # Bundles of earlier releases have the dial of resolution and say none of these.
+            # Bundles of earlier releases have the dial of resolution and do not say so.
             value = {"dial": "resolution", "grid_steps": None, "range": None} | value
         members = dict(check_members(value, _MANIFEST_KEYS))
         with inside("input"):
@@ -1159,7 +1145,7 @@ class Manifest:
         return manifest
 
     def check_files(self) -> None:
-        """Every file that the manifest speaks of has its entry, as in a sealed bundle."""
+        """Every file that the manifest names has its entry, as in a sealed bundle."""
         for name in self._uses().values():
             if name not in self.files:
                 raise BundleError(
@@ -1185,7 +1171,7 @@ class Manifest:
             )
 
     def _uses(self) -> dict[str, str]:
-        """The files that the manifest speaks of, by the field that names them."""
+        """The files that the manifest names, by field."""
         uses = {"weights": self.weights}
         if self.tokenizer is not None:
             uses["tokenizer.file"] = self.tokenizer.file
@@ -1266,7 +1252,7 @@ _MANIFEST_KEYS = (
 
 
 def model_key(name: str, edition: int) -> str:
-    """What a loaded model is called inside a server: each that takes its place has another key."""
+    """The key of a loaded model in a server; a model that replaces it has another key."""
     return f"{name}{_EDITION}{edition}" if edition else name
 
 
@@ -1282,9 +1268,6 @@ def check_name(name: object) -> None:
             f"is {shown(name)}; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first",
             field="name",
         )
-
-
-# The latency table of a bundle: what each rung cost on one machine.
 
 
 LATENCY_VERSION = 1
@@ -1314,7 +1297,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class LatencyEntry:
-    """The time of one runtime call on `batch` rows of `length` (decode: positions before it)."""
+    """The time of one call on `batch` rows of `length` (decode: cached positions)."""
 
     steps: int
     kind: Literal["classify", "prefill", "decode"]

@@ -1,4 +1,4 @@
-"""The engine: one thread that asks the scheduler what is next, runs it, and tells the callers.
+"""The engine: one thread that asks the scheduler for the next call, runs it, and delivers events.
 
 Requests come in from any thread through `submit` and `cancel`; events go out through `post`.
 """
@@ -12,32 +12,29 @@ from typing import Any, Protocol
 from serve.bundle import LatencyEntry
 from serve.catalog import Catalog, Served
 from serve.engine.admission import Admission, Unread, too_large
+from serve.engine.backlog import GenerationSize
 from serve.engine.cost import CallTimes, LatencyModel
-from serve.engine.execute import Executor, Failing, Rechecks, Runner
+from serve.engine.execute import Executor, FailingModels, Rechecks, Runner
 from serve.engine.job import Deadline, Job, LaneKey, Limits, State
-from serve.engine.predict import Asked
 from serve.engine.scheduler import Scheduler
-from serve.engine.watchdog import AnyCall, Patience, Rescue, Watchdog
+from serve.engine.watchdog import AnyCall, EngineStallPolicy, StallLimits, Watchdog
 from serve.engine.work import Deliveries, Work
 from serve.errors import Draining, ModelGone, NotReady, ServeError, Stalled
 from serve.metrics import Metrics
-
-# Carries events from the engine's thread to where they are read.
-
 
 Post = Callable[..., Any]
 
 _log = logging.getLogger("stepdial")
 
 
-class Posting:
-    """Delivers at once, on the thread that sends, until it is told another way."""
+class EventSender:
+    """Delivers events, on the engine's thread until it is told how to reach the event loop."""
 
     def __init__(self) -> None:
         self._post: Post = _deliver_here
 
-    def through(self, post: Post) -> None:
-        """From now on `post(function, *arguments)` takes events to where they are read."""
+    def call_with(self, post: Post) -> None:
+        """From now on deliver through `post(function, *arguments)`."""
         self._post = post
 
     def send(self, deliveries: Deliveries) -> None:
@@ -46,7 +43,7 @@ class Posting:
         try:
             self._post(_deliver_all, deliveries)
         except RuntimeError:
-            # The event loop has closed: whoever was waiting has gone with it.
+            # The event loop is closed, and so are its requests.
             _log.warning("%d events came after the server had closed", len(deliveries))
 
 
@@ -59,28 +56,26 @@ def _deliver_here(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
 
 
-# Wakes the engine's thread once for all the requests that come in one turn of an event loop. A
-# thread that is woken for each of them takes the interpreter from the loop for each, and finds
-# them one by one.
-
-
 Soon = Callable[[Callable[[], None]], Any]
 
 
-class Waking:
-    """Wakes at once, until it is told what runs things at the end of a turn."""
+class EngineWaker:
+    """Wakes the engine's thread, once for all requests of one turn of the event loop.
+
+    Waking it for each request would take the interpreter from the loop each time.
+    """
 
     def __init__(self, condition: threading.Condition) -> None:
         self._condition = condition
         self._soon: Soon | None = None
         self._asked = False
 
-    def through(self, soon: Soon) -> None:
-        """From now on `soon(function)` wakes, and is called only where requests are submitted."""
+    def call_with(self, soon: Soon) -> None:
+        """From now on wake through `soon(function)`, which runs at the end of the loop's turn."""
         self._soon = soon
 
     def ask(self) -> None:
-        """There is something to do."""
+        """There is work to do."""
         if self._soon is None:
             self._wake()
         elif not self._asked:
@@ -93,21 +88,20 @@ class Waking:
             self._condition.notify()
 
 
-# The models in the engine: those that are served, and those that leave when their last guest
-# does. A model that has been replaced or taken away gets no new requests; it stays until nothing
-# of it is left, and then every part of the engine forgets it. Used with the engine's lock held.
-
-
-class Forgetful(Protocol):
-    """A part that keeps something of each model."""
+class PerModelState(Protocol):
+    """A part of the engine that keeps something for each model."""
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone, by its key."""
         ...
 
 
-class Residents:
-    """Changes the catalog, and clears up behind it."""
+class EngineModels:
+    """The models that are served, and replaced ones that still have requests.
+
+    A replaced or removed model gets no new requests. When its last user is gone, every part of the
+    engine forgets it. Call with the engine's lock held.
+    """
 
     def __init__(
         self,
@@ -115,13 +109,13 @@ class Residents:
         runner: Runner,
         scheduler: Scheduler[Work],
         metrics: Metrics,
-        others: Sequence[Forgetful],
+        others: Sequence[PerModelState],
     ) -> None:
         self._catalog = catalog
         self._runner = runner
         self._scheduler = scheduler
         self._metrics = metrics
-        self._forgetful: Sequence[Forgetful] = (runner, metrics, *others)
+        self._per_model: Sequence[PerModelState] = (runner, metrics, *others)
         self._leaving: list[Served] = []
         self._gone: list[Served] = []
         for served in catalog:
@@ -129,11 +123,11 @@ class Residents:
 
     @property
     def leaving(self) -> tuple[Served, ...]:
-        """Models that are served no more, and still have guests."""
+        """Models that are no longer served and still have users."""
         return tuple(self._leaving)
 
     def check(self, jobs: Sequence[Job[Work]]) -> None:
-        """ModelGone unless all are for models that are here; Unprocessable if one is too large."""
+        """ModelGone if a job's model is gone; Unprocessable if a job is too large."""
         for job in jobs:
             lane = job.lane
             if not self._runner.has_model(lane.model):
@@ -141,8 +135,8 @@ class Residents:
             if lane.kind != "classify" and not self._scheduler.fits(lane, job.positions):
                 raise too_large(job, self._runner.cache_bytes_for(lane, 1, job.positions))
 
-    def enter(self, served: Served) -> None:
-        """From now on requests go to this model, not to another of its name."""
+    def serve(self, served: Served) -> None:
+        """From now on requests go to this model instead of another of its name."""
         replaced = self._catalog.get(served.name)
         self._runner.add_model(served.key, served.model)
         self._metrics.serve(served.key, served.manifest)
@@ -151,13 +145,13 @@ class Residents:
             self._leave(replaced)
 
     def dismiss(self, served: Served) -> None:
-        """No request goes to this model any more."""
+        """No more requests go to this model."""
         self._catalog.remove(served.name)
         self._metrics.hide(served.name)
         self._leave(served)
 
     def release(self) -> bool:
-        """Forget those that have no guests any more, and are to be closed; whether there are any.
+        """Forget models that have no users left; True if there are any to close.
 
         On the engine's thread, between two calls.
         """
@@ -165,12 +159,12 @@ class Residents:
             if served.guests.count == 0 and self._scheduler.close(served.key):
                 self._leaving.remove(served)
                 self._gone.append(served)
-                for part in self._forgetful:
+                for part in self._per_model:
                     part.drop_model(served.key)
         return bool(self._gone)
 
     def close_gone(self) -> None:
-        """Free the memory of those, which takes a while: aside, so that others are answered."""
+        """Close them on a thread of their own, since freeing memory takes a while."""
         if self._gone:
             gone, self._gone = self._gone, []
             threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
@@ -186,12 +180,12 @@ def _close(gone: Sequence[Served]) -> None:
 
 
 _IDLE_BEAT_S = 0.25
-_REST_S = 0.02  # after the last call, before there is time to spare
-_PATIENCE = Patience()
+_REST_S = 0.02  # idle time before rechecks run
+_STALL_LIMITS = StallLimits()
 
 
 class Engine:
-    """Everything that runs, on one thread."""
+    """One thread that runs all models, and the interface to it for all other threads."""
 
     def __init__(
         self,
@@ -199,13 +193,13 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         clock: Callable[[], float] = time.perf_counter,
-        patience: Patience = _PATIENCE,
+        patience: StallLimits = _STALL_LIMITS,
         leave: Callable[[], None] = lambda: None,
         recheck_share: float = 0.0,
     ) -> None:
-        """`leave` is to end the process soon: a call hangs that cannot be ended.
+        """`leave` ends the process soon; called when a call hangs that cannot be ended.
 
-        `recheck_share` is how many early answers are compared with those of all steps.
+        `recheck_share` is the share of early answers that are compared with those of all steps.
         """
         self.catalog = catalog
         self.metrics = metrics
@@ -223,9 +217,9 @@ class Engine:
         )
         self._admission = Admission(self._scheduler, self.latency, limits)
         self._wake = threading.Condition()
-        self._waking = Waking(self._wake)
-        self._failing = Failing(clock)
-        self._rechecks = Rechecks(recheck_share, self._runner.promise, metrics)
+        self._waker = EngineWaker(self._wake)
+        self._failing = FailingModels(clock)
+        self._rechecks = Rechecks(recheck_share, self._runner.allowed_disagreement, metrics)
         self._executor = Executor(
             self._scheduler,
             self._runner,
@@ -238,12 +232,12 @@ class Engine:
             clock,
         )
         self._patience = patience
-        rescue = Rescue(
+        policy = EngineStallPolicy(
             self._runner, self._times, self.latency, self._failing, metrics, self.abort, leave
         )
-        self._watchdog: Watchdog[AnyCall] = Watchdog(rescue, patience, clock)
+        self._watchdog: Watchdog[AnyCall] = Watchdog(policy, patience, clock)
         self._thread: threading.Thread | None = None
-        self._posting = Posting()
+        self._sender = EventSender()
         self._draining_since_s: float | None = None
         self._closed = False
         self._stopping = False
@@ -253,24 +247,24 @@ class Engine:
             *(self.latency, self._times, self._failing),
             *(self._admission, self._executor, self._rechecks),
         )
-        self._residents = Residents(catalog, self._runner, self._scheduler, metrics, others)
+        self._models = EngineModels(catalog, self._runner, self._scheduler, metrics, others)
         metrics.watch(self, limits.cache_bytes)
 
-    # What others see, from any thread.
+    # State, from any thread.
 
     @property
     def queued(self) -> int:
-        """Requests that wait: for a model, or to be read."""
+        """Requests that wait: for a model, or to be parsed."""
         return self._scheduler.queued + self.unread.waiting
 
     @property
     def running(self) -> int:
-        """Requests that run: in a model, or while they are read."""
+        """Requests that run: in a model, or while they are parsed."""
         return self._scheduler.running + self.unread.running
 
     @property
     def unread(self) -> Unread:
-        """Requests that have yet to be read before they come here."""
+        """Requests that are still to be parsed before they come here."""
         return self._admission.unread
 
     @unread.setter
@@ -284,7 +278,7 @@ class Engine:
 
     @property
     def dead(self) -> bool:
-        """Whether the thread ended by a bug: it never comes back."""
+        """Whether the thread ended by a bug. It does not come back."""
         return self._dead
 
     @property
@@ -293,19 +287,19 @@ class Engine:
         return self._draining_since_s is not None
 
     def takes(self, came_s: float) -> bool:
-        """Whether work that came at this time is taken in, though the process may be ending."""
+        """Whether work that arrived at this time is still taken while draining."""
         since_s = self._draining_since_s
         return since_s is None or came_s <= since_s
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """The models whose last call threw; those that leave concern nobody any more."""
+        """Names of the served models whose last call threw."""
         failing = self._failing.models
         return tuple(served.name for served in self.catalog if served.key in failing)
 
     @property
     def readiness(self) -> dict[str, bool]:
-        """Whether requests are welcome that come now, by model."""
+        """Whether new requests are welcome, by model."""
         try:
             self.check_open()
         except ServeError:
@@ -315,11 +309,11 @@ class Engine:
 
     @property
     def leaving(self) -> tuple[Served, ...]:
-        """Models that are served no more, but still have requests."""
-        return self._residents.leaving
+        """Models that are no longer served but still have requests."""
+        return self._models.leaving
 
     def check_open(self) -> None:
-        """Raises unless requests that come now are taken."""
+        """Raise unless new requests are taken."""
         if self.draining:
             raise Draining("the server is shutting down: send the request to another")
         self._check_works()
@@ -327,7 +321,7 @@ class Engine:
     def _check_works(self) -> None:
         if self._closed:
             raise Draining("the server is shutting down: send the request to another")
-        if self._thread is None or self._dead:  # a thread that ends by itself says so
+        if self._thread is None or self._dead:  # a thread that ends by itself sets _dead
             raise NotReady("the engine is not running: the server must be restarted")
         late_s = self._watchdog.late_s
         if late_s is not None:
@@ -338,19 +332,19 @@ class Engine:
             )
 
     def predict_s(self, lane: LaneKey, measured: LatencyEntry | None) -> float | None:
-        """How long one call of this lane would take, asked for now, of the size measured."""
+        """The time of one call of this lane if it were asked for now, of the measured size."""
         with self._wake:
-            return self._scheduler.prospects.answer_s(lane, measured)
+            return self._scheduler.backlog.answer_s(lane, measured)
 
-    # What others do, from any thread.
+    # Actions, from any thread.
 
     def start(self, post: Post | None = None, soon: Soon | None = None) -> None:
-        """Start the thread; `post` and `soon` lead to an event loop: see Posting and Waking."""
+        """Start the thread; `post` and `soon` lead to an event loop."""
         assert self._thread is None, "an engine starts once"
         if post is not None:
-            self._posting.through(post)
+            self._sender.call_with(post)
         if soon is not None:
-            self._waking.through(soon)
+            self._waker.call_with(soon)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._watchdog.start()
@@ -359,46 +353,46 @@ class Engine:
         """Queue the jobs of a request: all, or none and it raises."""
         with self._wake:
             self._check_works()
-            self._residents.check(jobs)
+            self._models.check(jobs)
             now_s = self.clock()
             self._admission.check(jobs, now_s)
             for job in jobs:
                 self._scheduler.add(job, now_s)
                 if job.deadline is not None:
                     self.metrics.deadlines.labels(job.lane.name).inc()
-        self._waking.ask()
+        self._waker.ask()
 
     def check_unread(self, wait_s: float, deadline: Deadline | None) -> None:
-        """Raise if there is no place or no time for a request to be read: see Admission."""
+        """Raise if a request has no place in the queue or no time to be parsed: see Admission."""
         with self._wake:
             self._admission.check_unread(wait_s, deadline, self.clock())
 
     def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
-        """Raise if there is no time for a classification, whatever it says: see Admission."""
+        """Raise if a classification has no time whatever its text: see Admission."""
         with self._wake:
             self._check_works()
             self._admission.check_early(key, least, most, given, self.clock())
 
     def steps_for(
-        self, key: LaneKey, choices: Sequence[int], asked: Asked, deadline: Deadline | None
+        self, key: LaneKey, choices: Sequence[int], size: GenerationSize, deadline: Deadline | None
     ) -> int:
         """Of the choices, the steps for generations that come now; raises if none is in time."""
         with self._wake:
-            return self._admission.steps_for(key, choices, asked, deadline, self.clock())
+            return self._admission.steps_for(key, choices, size, deadline, self.clock())
 
     def lapse(self, *jobs: Job[Work]) -> None:
         """The deadline of these jobs has passed: end them now, or at their next token."""
         with self._wake:
             deliveries = self._executor.lapse(jobs)
             self._wake.notify()
-        self._posting.send(deliveries)
+        self._sender.send(deliveries)
 
     def cancel(self, job: Job[Work]) -> bool:
-        """Whoever asked has gone: drop the job now, or at its next token. Nobody is told.
+        """The client has disconnected: drop the job now, or at its next token. No event is sent.
 
         False if it had ended.
         """
-        if job.state is State.ENDED:  # as most have: it need not wait for the lock
+        if job.state is State.ENDED:  # most have: no need to wait for the lock
             return False
         with self._wake:
             if not self._scheduler.end(job):
@@ -408,41 +402,41 @@ class Engine:
         return True
 
     def serve(self, served: Served) -> None:
-        """A warm model takes requests, in the place of another of its name if there is one."""
+        """A warm model takes requests, instead of another of its name if there is one."""
         with self._wake:
-            self._residents.enter(served)
+            self._models.serve(served)
             self._wake.notify()
 
     def dismiss(self, served: Served) -> None:
-        """A model takes no more requests; those that it has go on."""
+        """A model takes no more requests; those it has go on."""
         with self._wake:
-            self._residents.dismiss(served)
+            self._models.dismiss(served)
             self._wake.notify()
 
     def drain(self) -> None:
-        """The process is about to end: what came before goes on, and is taken in until `close`.
+        """The process is about to end: requests from before go on, and are taken until `close`.
 
-        Whoever takes requests refuses those that come later: see `takes`.
+        Later requests are to be refused: see `takes`.
         """
-        if self._draining_since_s is None:  # without the lock: a signal handler may call this
+        if self._draining_since_s is None:  # without the lock, for signal handlers
             self._draining_since_s = self.clock()
 
     def close(self, error: ServeError) -> None:
-        """Take no more work, and end what there is with this error."""
+        """Take no more work, and end all requests with this error."""
         self.drain()
         with self._wake:
             self._closed = True
         self.abort(error)
 
     def abort(self, error: ServeError) -> None:
-        """End every request with this error."""
+        """End all requests with this error."""
         with self._wake:
             deliveries = self._executor.end_all(error)
             self._wake.notify()
-        self._posting.send(deliveries)
+        self._sender.send(deliveries)
 
     def stop(self) -> None:
-        """End the thread after the call that is running. Requests that are left get an error."""
+        """End the thread after the running call. Requests that are left get an error."""
         self.drain()
         with self._wake:
             self._closed = self._stopping = True
@@ -458,14 +452,14 @@ class Engine:
         try:
             while True:
                 call, lapsed = self._next_call()
-                self._posting.send(lapsed)
-                self._residents.close_gone()
+                self._sender.send(lapsed)
+                self._models.close_gone()
                 if call is not None:
                     self._watchdog.begin(call)
                     deliveries = self._executor.execute(call)
                     self._watchdog.end()
                     self.cache_bytes = self._runner.cache_bytes
-                    self._posting.send(deliveries)
+                    self._sender.send(deliveries)
                 elif self._stopping:
                     return
         except BaseException:
@@ -476,14 +470,14 @@ class Engine:
                 deliveries = self._executor.end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
-            self._posting.send(deliveries)
+            self._sender.send(deliveries)
 
     def _next_call(self) -> tuple[AnyCall | None, Deliveries]:
-        """What to run, and what to tell those whose deadline cannot be met."""
+        """The next call, and events for jobs whose deadline cannot be met."""
         with self._wake:
             rested_s = self.clock() + _REST_S
             while not self._stopping:
-                if self._residents.release():
+                if self._models.release():
                     return None, []
                 now_s = self.clock()
                 lapsed = self._executor.lapse(self._scheduler.lapsed(now_s))

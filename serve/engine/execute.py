@@ -1,6 +1,6 @@
-"""Runs the scheduler's calls on the models, takes the results in, and ends what is over.
+"""Runs the scheduler's calls on the models, applies the results, and ends jobs.
 
-Used by the engine's thread alone, and takes the engine's lock only while it touches the scheduler.
+Used by the engine's thread alone. The engine's lock is held only while the scheduler is touched.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from serve.bundle import Manifest, steps_in_words
-from serve.engine.cost import CallTimes, LatencyModel, Series
+from serve.engine.cost import CallTimes, CostKey, LatencyModel
 from serve.engine.job import (
     Call,
     CallKind,
@@ -53,14 +53,14 @@ from serve.runtime import (
     Batches,
     DecodeBatch,
     EarlyAnswers,
-    Leg,
     Mix,
     Model,
     Outcome,
-    Reading,
-    Wave,
+    Prefill,
+    RunningTranslation,
+    Segment,
+    Speculation,
 )
-from serve.runtime import Translation as RunningTranslation
 from serve.runtime.protocol import (
     MOST_AHEAD,
     FloatArray,
@@ -71,59 +71,57 @@ from serve.runtime.protocol import (
     largest_tokens,
 )
 
-# Runs calls on the models: pads rows, keeps the decode batches, and nothing more.
 
-
-class Stretch(NamedTuple):
-    """So many steps of the rows of a lane."""
+class LaneSegment(NamedTuple):
+    """A number of steps of the rows of one lane."""
 
     lane: LaneKey
     steps: int
-    tokens: Sequence[int] | None  # that each row begins with, unless they are under way
+    tokens: Sequence[int] | None  # the rows' first tokens; None: a token is under way
 
 
 class Runner:
-    """The models that are served, and the rows that decode on them now."""
+    """The loaded models, and the runtime's batch, prefills and searches of each lane."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self._models = dict(models)  # by key
         self._batches: dict[LaneKey, DecodeBatch] = {}
-        self._readings: dict[int, Reading] = {}  # by the number of the job
-        self._searches: dict[int, RunningTranslation] = {}  # as well
-        self._waves: dict[LaneKey, Wave] = {}
+        self._prefills: dict[int, Prefill] = {}  # by job number
+        self._searches: dict[int, RunningTranslation] = {}  # by job number
+        self._speculations: dict[LaneKey, Speculation] = {}
 
     def add_model(self, key: str, model: Model) -> None:
-        """Calls on this model may follow."""
+        """From now on there may be calls of this model."""
         self._models[key] = model
 
     def has_model(self, key: str) -> bool:
         return key in self._models
 
     def drop_model(self, model: str) -> None:
-        """Forget a model that is gone: none of its rows is left."""
+        """Forget a model that is gone. It has no rows left."""
         del self._models[model]
 
     @property
     def cache_bytes(self) -> int:
-        """Cache memory that is held now."""
+        """KV cache memory held now."""
         batches = sum(batch.nbytes for batch in self._batches.values())
-        readings = sum(reading.nbytes for reading in self._readings.values())
-        return batches + readings + sum(search.nbytes for search in self._searches.values())
+        prefills = sum(prefill.nbytes for prefill in self._prefills.values())
+        return batches + prefills + sum(search.nbytes for search in self._searches.values())
 
     def held_bytes(self, lane: LaneKey) -> int:
-        """Cache memory that a lane's batch holds now."""
+        """KV cache memory that the lane's batch holds now."""
         return self._batches[lane].nbytes if lane in self._batches else 0
 
     def cache_bytes_for(self, lane: LaneKey, rows: int, positions: int) -> int:
-        """The most cache memory that a batch which had so many rows may hold."""
+        """The most KV cache memory that a batch of this size may hold."""
         return self._batches_of(lane).bytes_for(positions, rows)
 
     def classify(self, lane: LaneKey, rows: Sequence[Row]) -> EarlyAnswers:
-        """Answers to rows: texts of any length, images, or clouds of one size."""
+        """Classify rows: texts of any length, images, or point clouds of one size."""
         return self._answers(lane, _stacked(rows, self._models[lane.model].bundle.manifest))
 
-    def promise(self, lane: LaneKey) -> float:
-        """The share of answers that may differ, where they stop early in this lane."""
+    def allowed_disagreement(self, lane: LaneKey) -> float:
+        """The disagreement that early answers of this lane may have."""
         calibration = self._models[lane.model].bundle.manifest.calibration
         assert calibration is not None
         return min(
@@ -133,7 +131,7 @@ class Runner:
         )
 
     def full_evaluations(self, lane: LaneKey) -> int:
-        """What a row costs that takes all steps of the lane."""
+        """Velocity evaluations of a row that takes all steps of the lane."""
         return self._models[lane.model].bundle.manifest.rung(lane.steps).nfe
 
     def most_lanes(self, lane: LaneKey) -> int:
@@ -142,51 +140,51 @@ class Runner:
         return 1 if mix is None else mix.most_batches
 
     def sides(self, lane: LaneKey) -> int:
-        """How many of them may go abreast."""
+        """How many rungs of the lane's model may run in parallel."""
         mix = self._models[lane.model].mix() if lane.kind == "generate" else None
         return 1 if mix is None else mix.sides
 
     def read(
         self, lane: LaneKey, number: int, tokens: list[int], positions: int
     ) -> FloatArray | None:
-        """Read a piece of the prompt of a job, which may come to have so many positions.
+        """Prefill the next piece of a job's prompt; it may grow to this many positions.
 
-        After the last one, logits (V,) for the next token.
+        After the last piece, logits (V,) for the next token.
         """
-        if number not in self._readings:
-            self._readings[number] = self._batch(lane).read(np.array(tokens, np.int64), positions)
-        return self._readings[number].advance()
+        if number not in self._prefills:
+            self._prefills[number] = self._batch(lane).read(np.array(tokens, np.int64), positions)
+        return self._prefills[number].advance()
 
     def positions_read(self, number: int) -> int:
-        """The positions of a job whose prompt has been read."""
-        return self._readings[number].positions
+        """The positions of a job whose prefill is done."""
+        return self._prefills[number].positions
 
     def join(self, lane: LaneKey, number: int) -> None:
-        """A job whose prompt has been read becomes the last row."""
-        self._waves.pop(lane, None)
-        self._batch(lane).join(self._readings[number])
-        del self._readings[number]
+        """A job whose prefill is done becomes the last row of the batch."""
+        self._speculations.pop(lane, None)
+        self._batch(lane).join(self._prefills[number])
+        del self._prefills[number]
 
-    def runs_ahead(self, lane: LaneKey) -> bool:
-        """Whether a row of this lane, alone, may run ahead of itself."""
+    def can_speculate(self, lane: LaneKey) -> bool:
+        """Whether a row that is alone in this lane can speculate."""
         mix = self._models[lane.model].mix()
-        return mix is not None and mix.runs_ahead
+        return mix is not None and mix.can_speculate
 
-    def wave(self, lane: LaneKey, lead: int) -> Wave:
-        """The lane's only row, running ahead; what is under way goes on if the lead is the same."""
-        wave = self._waves.get(lane)
-        if wave is None or wave.lead != lead:
+    def speculation(self, lane: LaneKey, lead: int) -> Speculation:
+        """Speculation of the lane's only row; goes on where it was if the lead is the same."""
+        speculation = self._speculations.get(lane)
+        if speculation is None or speculation.lead != lead:
             mix = self._models[lane.model].mix()
             assert mix is not None, "a lane whose rows do not run ahead"
-            wave = self._waves[lane] = mix.wave(self._batches[lane], lead)
-        return wave
+            speculation = self._speculations[lane] = mix.speculation(self._batches[lane], lead)
+        return speculation
 
     def begin(self, tokens: Mapping[LaneKey, Sequence[int]]) -> None:
-        """Give each row of these lanes, if there are any, its token before the first step."""
+        """Begin a token: each row of these lanes gets its input token."""
         if not tokens:
             return
         for lane in tokens:
-            self._waves.pop(lane, None)
+            self._speculations.pop(lane, None)
         self._mix(tokens).begin(
             [self._batches[lane] for lane in tokens],
             [np.array(some, np.int64) for some in tokens.values()],
@@ -196,64 +194,64 @@ class Runner:
         """One step of the rows of these lanes, in one call."""
         self._mix(lanes).advance([self._batches[lane] for lane in lanes])
 
-    def abreast(self, sides: Sequence[Sequence[Stretch]]) -> dict[LaneKey, Outcome]:
-        """Each side stretch after stretch, all at once."""
-        mix = self._mix(stretch.lane for side in sides for stretch in side)
-        found = mix.abreast([[self._leg(stretch) for stretch in side] for side in sides])
+    def parallel(self, sides: Sequence[Sequence[LaneSegment]]) -> dict[LaneKey, Outcome]:
+        """The segments of each side one after another, all sides at once."""
+        mix = self._mix(segment.lane for side in sides for segment in side)
+        found = mix.parallel([[self._segment(segment) for segment in side] for side in sides])
         return {
-            stretch.lane: outcome
+            segment.lane: outcome
             for side, outcomes in zip(sides, found, strict=True)
-            for stretch, outcome in zip(side, outcomes, strict=True)
+            for segment, outcome in zip(side, outcomes, strict=True)
         }
 
     def end(self, lanes: Sequence[LaneKey]) -> dict[LaneKey, Outcome]:
-        """Logits (B, V) of the rows of each of these lanes, if any, after the last step."""
+        """Logits (B, V) of the rows of each of these lanes, after the last step."""
         found = self._mix(lanes).end([self._batches[lane] for lane in lanes]) if lanes else []
         return dict(zip(lanes, found, strict=True))
 
     def decode(self, lane: LaneKey, tokens: Sequence[int]) -> FloatArray:
-        """Give each row its token; logits (B, V) for the tokens after them."""
-        self._waves.pop(lane, None)
+        """A whole token: each row gets its input token; logits (B, V) for the next ones."""
+        self._speculations.pop(lane, None)
         return self._batches[lane].step(np.array(tokens, np.int64))
 
     def search(
         self, lane: LaneKey, number: int, source: list[int], prefixes: IntArray
     ) -> FloatArray:
-        """Logits (B, V) after each prefix (B, N) of a translation; reads the source at first."""
+        """Logits (B, V) after each prefix (B, N) of a translation; first reads the source."""
         if number not in self._searches:
             translator = self._models[lane.model].translator(lane.steps)
             self._searches[number] = translator.read(np.array(source, np.int64))
         return self._searches[number].follow(prefixes)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Free what jobs that are over have read or searched; they may never have begun."""
+        """Free prefills and searches of jobs that are over; some may never have begun."""
         for number in numbers:
-            self._readings.pop(number, None)
+            self._prefills.pop(number, None)
             self._searches.pop(number, None)
 
     def lengths(self, lane: LaneKey) -> list[int]:
-        """The cached positions of each row."""
+        """Cached positions of each row."""
         return self._batches[lane].lengths if lane in self._batches else []
 
     def remove(self, lane: LaneKey, rows: Sequence[int]) -> None:
-        """Drop rows in this order; a batch without rows gives its memory back."""
+        """Remove rows in this order. A batch without rows frees its memory."""
         if lane not in self._batches:
             return
         if rows:
-            self._waves.pop(lane, None)
+            self._speculations.pop(lane, None)
         batch = self._batches[lane]
         for row in rows:
             batch.remove(row)
         if not batch.lengths:
             del self._batches[lane]
 
-    def abandon(self, lane: LaneKey) -> None:
-        """Drop a lane's batch, whatever state it is in."""
-        self._waves.pop(lane, None)
+    def drop_batch(self, lane: LaneKey) -> None:
+        """Drop the lane's batch, whatever its state."""
+        self._speculations.pop(lane, None)
         self._batches.pop(lane, None)
 
     def check(self, lane: LaneKey) -> None:
-        """A small call of a lane, whose answer nobody reads."""
+        """Run a small call of the lane to see whether it works."""
         manifest = self._models[lane.model].bundle.manifest
         if lane.kind == "classify":
             self._answers(lane, largest_row(manifest)[None])
@@ -265,12 +263,12 @@ class Runner:
         batch.remove(0)
 
     def opening(self, lane: LaneKey) -> bool:
-        """From any thread: whether the call that runs opens a graph of the lane's model."""
-        model = self._models.get(lane.model)  # which may have gone right after the call
+        """From any thread: whether the running call is opening a graph of the lane's model."""
+        model = self._models.get(lane.model)  # the model may be gone after the call
         return model is not None and model.opening
 
     def interrupt(self, lane: LaneKey) -> None:
-        """From any thread: let calls of the lane's model throw as soon as they can."""
+        """From any thread: make calls of the lane's model throw as soon as they can."""
         model = self._models.get(lane.model)
         if model is not None:
             model.interrupt()
@@ -294,15 +292,15 @@ class Runner:
             self._batches[lane] = self._batches_of(lane).open_batch()
         return self._batches[lane]
 
-    def _leg(self, stretch: Stretch) -> Leg:
+    def _segment(self, segment: LaneSegment) -> Segment:
         tokens = None
-        if stretch.tokens is not None:
-            self._waves.pop(stretch.lane, None)
-            tokens = np.array(stretch.tokens, np.int64)
-        return Leg(self._batches[stretch.lane], stretch.steps, tokens)
+        if segment.tokens is not None:
+            self._speculations.pop(segment.lane, None)
+            tokens = np.array(segment.tokens, np.int64)
+        return Segment(self._batches[segment.lane], segment.steps, tokens)
 
     def _mix(self, lanes: Iterable[LaneKey]) -> Mix:
-        """Of the model that these lanes are of."""
+        """The mix of the model that these lanes belong to."""
         mix = self._models[next(iter(lanes)).model].mix()
         assert mix is not None, "lanes that do not go step by step"
         return mix
@@ -315,7 +313,7 @@ class Runner:
 
 
 def _stacked(rows: Sequence[Row], manifest: Manifest) -> RowArray:
-    """Rows as one array; texts are padded on their right to the longest."""
+    """Rows as one array; texts are padded on the right to the longest."""
     if manifest.tokenizer is None:
         arrays: RowArray = np.stack(rows).astype(np.float32)
         return arrays
@@ -325,20 +323,17 @@ def _stacked(rows: Sequence[Row], manifest: Manifest) -> RowArray:
     return tokens
 
 
-# What the metrics are told of the tokens that one call wrote: once for rows that are alike.
-
-
-class Written:
-    """The tokens of some jobs, at one time."""
+class TokenCounter:
+    """Counts the tokens of one call in the metrics, once for all rows that are alike."""
 
     def __init__(self, metrics: Metrics, now_s: float) -> None:
         self._metrics = metrics
         self._now_s = now_s
-        # Rows by their lane and the time of the token before; None: this is the first one.
+        # Rows by lane and time of their last token; None for the first token.
         self._rows: Counter[tuple[LaneKey, float | None]] = Counter()
 
     def note(self, job: Job[Work], work: Generation) -> None:
-        """The job has one token more."""
+        """The job has one more token."""
         self._rows[job.lane, work.last_token_s] += 1
         if work.last_token_s is None:
             self._note_first(job)
@@ -346,7 +341,7 @@ class Written:
         job.tokens_left -= 1
 
     def count(self) -> None:
-        """Tell the metrics, once all jobs are noted."""
+        """Update the metrics, once all jobs are noted."""
         for (lane, since_s), rows in self._rows.items():
             self._metrics.tokens.labels(lane.name).inc(rows)
             if since_s is not None:
@@ -361,54 +356,52 @@ class Written:
         self._metrics.first_token_seconds.labels(*labels).observe(self._now_s - job.queued_s)
 
 
-# Which of several ways of doing the same is quickest, found while it is done. Now and then all
-# ways are tried one right after the other, since what else runs on the machine changes their
-# times more than they differ; the one that was quickest in most of the last rounds is used in
-# between. The fewer rounds are known the sooner the next one comes: one alone may have been
-# unlucky. The more a round costs the longer the next one may wait: what is far behind is less
-# likely to come to the front. Pure: it is told work and times, and asked what to do next.
-
-
-WayT = TypeVar("WayT")
+OptionT = TypeVar("OptionT")
 
 _FEW = 3  # rounds
-_SETTLING = 0.25  # of a trial: the change to another way has costs of its own
-_LOSS = 0.002  # of all time, that rounds may cost where there is patience for it
+_SETTLING = 0.25  # of a trial's work, not counted: switching has a cost of its own
+_LOSS = 0.002  # of all time, that trials may cost where patience allows
 
 
 @dataclass(slots=True)
-class Trials(Generic[WayT]):
-    """Ways in the order in which they are tried; work is counted in whatever unit."""
+class Tuner(Generic[OptionT]):
+    """Finds the fastest of several options while they are in use.
 
-    ways: tuple[WayT, ...]
+    Now and then all options are tried one right after the other, since other load on the machine
+    changes times more than the options differ. In between, the option that was fastest in most of
+    the last rounds is used. While few rounds are known the next comes sooner; the more a round
+    costs, the later. Pure: it is told work and times.
+    """
+
+    options: tuple[OptionT, ...]
     trial_work: float
-    chosen_work: float  # of the quickest way, between two rounds when a few are known
-    patience: float = 1.0  # how many times that, at most, when the others are far behind
-    favour: float = 0.0  # by how much, of its time, another must be quicker than the first way
-    rounds: int = 5  # that the choice is made from
+    chosen_work: float  # of the best option, between two rounds
+    patience: float = 1.0  # most factor on that where other options are far behind
+    favour: float = 0.0  # how much faster another option must be than the first
+    rounds: int = 5  # the choice is made from this many
     _best: int = 0
-    _rounds: deque[Mapping[WayT, float]] = field(init=False)
-    _round: dict[WayT, float] = field(default_factory=dict)  # seconds for a unit of work
+    _rounds: deque[Mapping[OptionT, float]] = field(init=False)
+    _round: dict[OptionT, float] = field(default_factory=dict)  # seconds per unit of work
     _work: float = 0.0
     _counted: float = 0.0
     _spent_s: float = 0.0
-    _until_next: float = 0.0  # work from one round to the next
+    _until_next: float = 0.0  # work until the next round
 
     def __post_init__(self) -> None:
         self._rounds = deque(maxlen=self.rounds)
 
     @property
-    def way(self) -> WayT:
-        """What to use now."""
-        return self.best if self._all_tried else self.ways[len(self._round)]
+    def option(self) -> OptionT:
+        """The option to use now."""
+        return self.best if self._all_tried else self.options[len(self._round)]
 
     @property
-    def best(self) -> WayT:
-        """The quickest way that is known."""
-        return self.ways[self._best]
+    def best(self) -> OptionT:
+        """The fastest option known."""
+        return self.options[self._best]
 
     def observe(self, work: float, seconds: float) -> None:
-        """So much has been done in the way that is used now, in such a time."""
+        """This much work was done with the present option in this time."""
         settled = self._work >= _SETTLING * self.trial_work
         self._work += work
         if self._all_tried:
@@ -418,19 +411,21 @@ class Trials(Generic[WayT]):
             self._counted += work
             self._spent_s += seconds
             if self._work >= self.trial_work:
-                self._keep()
+                self._end_trial()
 
     @property
     def _all_tried(self) -> bool:
-        return len(self._round) == len(self.ways)
+        return len(self._round) == len(self.options)
 
-    def _keep(self) -> None:
-        self._round[self.way] = self._spent_s / self._counted
+    def _end_trial(self) -> None:
+        self._round[self.option] = self._spent_s / self._counted
         self._work = self._counted = self._spent_s = 0.0
         if self._all_tried:
-            mean_s = sum(self._round.values()) / len(self.ways)
-            self._rounds.append({way: seconds / mean_s for way, seconds in self._round.items()})
-            shares = [median(one[way] for one in self._rounds) for way in self.ways]
+            mean_s = sum(self._round.values()) / len(self.options)
+            self._rounds.append(
+                {option: seconds / mean_s for option, seconds in self._round.items()}
+            )
+            shares = [median(one[option] for one in self._rounds) for option in self.options]
             least = min(shares)
             self._best = shares.index(least) if least < (1 - self.favour) * shares[0] else 0
             self._until_next = self.chosen_work * len(self._rounds) / _FEW
@@ -440,46 +435,43 @@ class Trials(Generic[WayT]):
                 self._until_next = max(self._until_next, min(lost / _LOSS, most))
 
 
-# Ways to write, tried while it is done: how far rows run ahead, and how rungs share the cores.
-
-
-# Under way at once, at most: with fewer, a position takes more steps before it drafts.
+# Positions under way at most; with fewer, a position takes more steps before it drafts.
 _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
-# Of the time of plain decoding: where running ahead gains less it may as well lose.
-_WORTH_RUNNING_AHEAD = 0.08
-_TRIAL_WORTH, _CHOSEN_WORTH = 1300, 40_000
-_LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to the power of this
+# Speculation must gain this share over plain decoding.
+_WORTH_SPECULATING = 0.08
+_TRIAL_WORK, _CHOSEN_WORK = 1300, 40_000
+_LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to this power
 
 
-class Ways:
-    """What has been found so far."""
+class Tuners:
+    """The tuners of a server: the lead of speculation by lane, and how rungs share the cores."""
 
     def __init__(self) -> None:
-        self._leads: dict[LaneKey, Trials[int]] = {}
-        self._sharing: dict[str, Trials[Sharing]] = {}  # by model
+        self._leads: dict[LaneKey, Tuner[int]] = {}
+        self._sharing: dict[str, Tuner[Sharing]] = {}  # by model
 
-    def leads(self, lane: LaneKey) -> Trials[int]:
+    def leads(self, lane: LaneKey) -> Tuner[int]:
         """How far a row of this lane runs ahead while it is alone."""
         if lane not in self._leads:
-            self._leads[lane] = Trials(
+            self._leads[lane] = Tuner(
                 leads_of(lane.steps),
                 _TRIAL_TOKENS,
                 _CHOSEN_TOKENS,
                 _TOKENS_PATIENCE,
-                _WORTH_RUNNING_AHEAD,
+                _WORTH_SPECULATING,
                 _TOKENS_ROUNDS,
             )
         return self._leads[lane]
 
-    def sharing(self, lane: LaneKey, runner: Runner) -> Trials[Sharing]:
+    def sharing(self, lane: LaneKey, runner: Runner) -> Tuner[Sharing]:
         """How the rungs of this lane's model decode."""
         if lane.model not in self._sharing:
             most_lanes, sides = runner.most_lanes(lane), runner.sides(lane)
-            ways: tuple[Sharing, ...] = ("turns",)
-            if most_lanes > 1:  # and on several cores no turn is quicker than to go abreast
-                ways = ("together", "abreast" if sides > 1 else "turns")
-            self._sharing[lane.model] = Trials(ways, _TRIAL_WORTH, _CHOSEN_WORTH)
+            options: tuple[Sharing, ...] = ("alternating",)
+            if most_lanes > 1:  # on several cores alternating is never faster than parallel
+                options = ("shared", "parallel" if sides > 1 else "alternating")
+            self._sharing[lane.model] = Tuner(options, _TRIAL_WORK, _CHOSEN_WORK)
         return self._sharing[lane.model]
 
     def drop_model(self, model: str) -> None:
@@ -489,22 +481,17 @@ class Ways:
 
 
 def leads_of(steps: int) -> tuple[int, ...]:
-    """The steps before a draft that are worth a trial; 0 runs nothing ahead."""
+    """The leads worth a trial, in steps before a draft; 0 is no speculation."""
     return (0, *sorted({-(-steps // most) for most in _POSITIONS})) if steps > 1 else (0,)
 
 
-def worth(lane: LaneKey, evaluations: int) -> float:
-    """What so many evaluations count for where ways to share the cores are compared.
+def weighted_work(lane: LaneKey, evaluations: int) -> float:
+    """What these evaluations count for when ways to share the cores are compared.
 
-    More where a token takes more of them: else the way that fills the cores with tokens of few
-    steps would win, however much those of many, who wait longest anyway, pay for it.
+    Those of long rungs count more. Otherwise the option that makes most tokens of few steps would
+    win, however much tokens of many steps, which take longest anyway, pay for it.
     """
     return evaluations * math.pow(lane.steps, _LONG_COUNTS)
-
-
-# A few early answers are run again at full steps, so that the promise kept can be watched. The
-# promise of `max_disagreement` is about data like the calibration rows; this counts how often it
-# held for the rows that really came.
 
 
 _MOST_ROWS = 64
@@ -512,24 +499,30 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecheckCall:
-    """Run a row that was answered early, at all steps."""
+    """Run a row that was answered early again, at all steps."""
 
-    promised: LaneKey
+    early_lane: LaneKey
     row: Row
-    labels: tuple[int, ...]  # the answer that was given: one, or one a position
+    labels: tuple[int, ...]  # the early answer: one label, or one for each position
 
     @property
     def lane(self) -> LaneKey:
-        return self.promised._replace(threshold=None, traced=False)
+        return self.early_lane._replace(threshold=None, traced=False)
 
 
 class Rechecks:
-    """Rows to run again, chosen at random. Used by the engine's thread alone."""
+    """Runs a random share of early answers again at all steps, to watch how often they differ.
 
-    def __init__(self, share: float, promise: Callable[[LaneKey], float], metrics: Metrics) -> None:
-        """`promise` is the disagreement that a lane allows."""
+    `max_disagreement` holds for data like the calibration rows; this counts it for real requests.
+    Used by the engine's thread alone.
+    """
+
+    def __init__(
+        self, share: float, allowed_disagreement: Callable[[LaneKey], float], metrics: Metrics
+    ) -> None:
+        """`promise` gives the disagreement that a lane allows."""
         self._share = share
-        self._promise = promise
+        self._allowed_disagreement = allowed_disagreement
         self._metrics = metrics
         self._random = random.Random()
         self._waiting: deque[RecheckCall] = deque()
@@ -538,40 +531,37 @@ class Rechecks:
     def waiting(self) -> bool:
         return bool(self._waiting)
 
-    def offer(self, promised: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
-        """A row of a lane with a threshold was answered with logits, after all steps or not.
+    def offer(self, early_lane: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
+        """A row of a lane with a threshold was answered with logits, early or after all steps.
 
-        Logits (C,), or (N, C) of a label at each position, which differ if any of those does.
+        Logits (C,), or (N, C) for a label at each position; one different label makes a
+        disagreement.
 
-        While many wait none is taken: which rows those are has nothing to do with what is in them.
+        If many rows wait none is taken, which does not depend on their content.
         """
         if len(self._waiting) == _MOST_ROWS or self._random.random() >= self._share:
             return
         if early:
-            self._waiting.append(RecheckCall(promised, row, answer_of(logits, row)))
+            self._waiting.append(RecheckCall(early_lane, row, answer_of(logits, row)))
         else:
-            self._count(promised, agrees=True)
+            self._count(early_lane, agrees=True)
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        self._waiting = deque(one for one in self._waiting if one.promised.model != model)
+        self._waiting = deque(one for one in self._waiting if one.early_lane.model != model)
 
     def take(self) -> RecheckCall:
-        """The one that has waited longest."""
+        """The row that has waited longest."""
         return self._waiting.popleft()
 
     def found(self, call: RecheckCall, logits: FloatArray) -> None:
-        """What all steps answer: logits (C,), or (N, C)."""
-        self._count(call.promised, agrees=answer_of(logits, call.row) == call.labels)
+        """The answer of all steps: logits (C,), or (N, C)."""
+        self._count(call.early_lane, agrees=answer_of(logits, call.row) == call.labels)
 
-    def _count(self, promised: LaneKey, agrees: bool) -> None:
-        labels = promised.name, str(self._promise(promised))
+    def _count(self, early_lane: LaneKey, agrees: bool) -> None:
+        labels = early_lane.name, str(self._allowed_disagreement(early_lane))
         self._metrics.rechecked.labels(*labels).inc()
         self._metrics.disagreed.labels(*labels).inc(0 if agrees else 1)
-
-
-# Which models fail: those whose last call threw, until one of their calls succeeds. While no
-# request comes that would show it, a call of our own is due now and then.
 
 
 _AGAIN_S = 1.0
@@ -579,22 +569,25 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckCall:
-    """Run a call of our own where one threw."""
+    """Run a small call of a lane where one threw."""
 
     lane: LaneKey
 
 
-class Failing:
-    """Written by the engine's thread, read by any."""
+class FailingModels:
+    """The models whose last call threw, until one of their calls succeeds.
+
+    Without requests a check call is due now and then. Written by the engine's thread, read by any.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lanes: dict[str, LaneKey] = {}  # by model: where its last call threw; newest last
+        self._lanes: dict[str, LaneKey] = {}  # by model, newest last
         self._due_s = 0.0
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The keys of the models that fail."""
+        """Keys of the failing models."""
         return tuple(self._lanes)
 
     def drop_model(self, model: str) -> None:
@@ -613,27 +606,23 @@ class Failing:
             self._lanes.pop(lane.model, None)
 
     def due(self, now_s: float) -> CheckCall | None:
-        """What to try again now, if anything."""
+        """The check call to run now, if any."""
         if not self._lanes or now_s < self._due_s:
             return None
         return CheckCall(next(iter(self._lanes.values())))
 
 
-# Ends jobs, each once, and says why: with an answer, or with the error of whatever went wrong.
-# Used by the engine's thread.
-
-
 _log = logging.getLogger("stepdial")
 
 
-class Ending:
-    """The last events of jobs."""
+class JobEnder:
+    """Ends jobs, each once, with its answer or an error."""
 
     def __init__(
         self,
         scheduler: Scheduler[Work],
         lock: threading.Condition,
-        failing: Failing,
+        failing: FailingModels,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
@@ -642,19 +631,19 @@ class Ending:
         self._metrics = metrics
 
     def end(self, job: Job[Work], event: Event, deliveries: Deliveries) -> None:
-        """The job is over with this event, unless it was before. The caller holds the lock."""
+        """End the job with this event, unless it has ended. The caller holds the lock."""
         if self._scheduler.end(job):
             deliveries.append((job.work.deliver, event))
 
     def end_all(self, error: ServeError) -> Deliveries:
-        """End every job there is. The caller holds the lock."""
+        """End all jobs. The caller holds the lock."""
         deliveries: Deliveries = []
         for job in self._scheduler.jobs():
             self.end(job, FailedEvent(error), deliveries)
         return deliveries
 
     def lapse(self, jobs: Iterable[Job[Work]]) -> Deliveries:
-        """The deadline of these jobs has passed, or cannot be met. The caller holds the lock."""
+        """End jobs whose deadline has passed or cannot be met. The caller holds the lock."""
         deliveries: Deliveries = []
         for job in jobs:
             assert job.deadline is not None
@@ -670,7 +659,7 @@ class Ending:
         self._failing.worked(lane)
 
     def fail(self, lane: LaneKey, jobs: Iterable[Job[Work]], error: Exception) -> Deliveries:
-        """A call of the runtime threw: the jobs in it end."""
+        """A call of the runtime threw: end the jobs in it."""
         jobs = list(jobs)
         ids = request_ids(jobs)
         _log.error(
@@ -691,8 +680,8 @@ class Ending:
         return deliveries
 
 
-def own(error: Exception, job: Job[Work]) -> ServeError:
-    """What a client is told when its own row could not be taken in."""
+def error_for_client(error: Exception, job: Job[Work]) -> ServeError:
+    """The error for a client whose own row could not be processed."""
     if isinstance(error, ServeError):
         return error
     if isinstance(error, MemoryError):
@@ -708,12 +697,12 @@ def own(error: Exception, job: Job[Work]) -> ServeError:
 
 
 def request_ids(jobs: Iterable[Job[Work]]) -> list[str]:
-    """The ids of the requests that these jobs are of, each once."""
+    """The ids of the requests of these jobs, each once."""
     return list(dict.fromkeys(job.request_id for job in jobs if job.request_id))
 
 
 def in_requests(ids: list[str]) -> str:
-    """The part of a sentence that names them."""
+    """The ids as part of a log message."""
     return f" in request {', '.join(ids)}" if ids else ""
 
 
@@ -723,14 +712,11 @@ def span(job: Job[Work], now_s: float) -> Span:
     return Span(job.queued_s, job.started_s, now_s)
 
 
-# The next token of every row of a call, chosen for all rows at once and taken in by each.
-
-
 _NO_NUMBERS = "the model's scores for the next token are not finite numbers"
 
 
 def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[Job[Work], Event]]:
-    """The next token of each job that still wants one, from logits (B, V)."""
+    """The next token of each job that has not ended, from logits (B, V), chosen for all at once."""
     finite: list[bool] = np.logical_and.reduce(np.isfinite(logits), axis=1).tolist()  # (B,)
     good: list[int] = []
     works: list[Generation] = []
@@ -750,27 +736,30 @@ def accept_tokens(jobs: Sequence[Job[Work]], logits: FloatArray) -> list[tuple[J
             [work.completion_tokens for work in works],
         )
     except Exception as error:
-        return [*events, *((jobs[index], FailedEvent(own(error, jobs[index]))) for index in good)]
+        return [
+            *events,
+            *((jobs[index], FailedEvent(error_for_client(error, jobs[index]))) for index in good),
+        ]
     for index, work, token in zip(good, works, tokens, strict=True):
         try:
             events.append((jobs[index], work.accept(token, logits[index])))
         except Exception as error:
-            events.append((jobs[index], FailedEvent(own(error, jobs[index]))))
+            events.append((jobs[index], FailedEvent(error_for_client(error, jobs[index]))))
     return events
 
 
 Part = DecodePart[Work]
 
 
-class Writing:
-    """The part of the engine that writes texts."""
+class GenerateExecutor:
+    """Runs prefill and decode calls, and delivers tokens."""
 
     def __init__(
         self,
         scheduler: Scheduler[Work],
         runner: Runner,
         lock: threading.Condition,
-        ending: Ending,
+        ender: JobEnder,
         times: CallTimes,
         latency: LatencyModel,
         metrics: Metrics,
@@ -779,24 +768,24 @@ class Writing:
         self._scheduler = scheduler
         self._runner = runner
         self._lock = lock
-        self._ending = ending
+        self._ender = ender
         self._times = times
         self._latency = latency
         self._metrics = metrics
         self._clock = clock
         self._begun_s: dict[LaneKey, float] = {}  # when the present token was begun
-        self._reading_s: dict[LaneKey, tuple[int, float]] = {}  # of the job of this number
-        self._ways = Ways()
+        self._prefill_s: dict[LaneKey, tuple[int, float]] = {}  # (job number, seconds so far)
+        self._tuners = Tuners()
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
         self._begun_s = {key: one for key, one in self._begun_s.items() if key.model != model}
-        for key in [key for key in self._reading_s if key.model == model]:
-            del self._reading_s[key]
-        self._ways.drop_model(model)
+        for key in [key for key in self._prefill_s if key.model == model]:
+            del self._prefill_s[key]
+        self._tuners.drop_model(model)
 
     def prefill(self, call: PrefillCall[Work]) -> Deliveries:
-        """Read a piece of a prompt; its last piece gives the first token."""
+        """Prefill a piece of a prompt; the last piece gives the first token."""
         self._runner.forget(call.over)
         if call.job is None:
             return []
@@ -805,32 +794,32 @@ class Writing:
         try:
             logits = self._runner.read(lane, job.number, work.prompt, job.positions)  # (V,)
         except Exception as error:
-            deliveries = self._ending.fail(lane, [job], error)
+            deliveries = self._ender.fail(lane, [job], error)
             self._forget(lane)
             return deliveries
         now_s = self._clock()
         self._times.observe((lane, "prefill"), now_s - begun_s)
-        self._ending.ran(lane)
-        number, spent_s = self._reading_s.get(lane, (job.number, 0.0))
+        self._ender.ran(lane)
+        number, spent_s = self._prefill_s.get(lane, (job.number, 0.0))
         spent_s = now_s - begun_s + (spent_s if number == job.number else 0.0)
-        self._reading_s[lane] = job.number, spent_s
+        self._prefill_s[lane] = job.number, spent_s
         if logits is None:
             return []
-        del self._reading_s[lane]
+        del self._prefill_s[lane]
         positions = self._runner.positions_read(job.number)
-        length = max(positions, len(work.prompt))  # a source is not among the positions
-        self._latency.observe(Series(lane.model, "prefill", lane.steps), 1, length, spent_s)
+        length = max(positions, len(work.prompt))  # the source of a translation has no positions
+        self._latency.observe(CostKey(lane.model, "prefill", lane.steps), 1, length, spent_s)
         self._metrics.call(lane, "prefill", 1, None)
         events = accept_tokens([job], logits[None])
         with self._lock:
             if job.state is not State.ENDED:
-                self._scheduler.has_read(job, full=positions >= work.wish.window)
+                self._scheduler.prefilled(job, full=positions >= work.request.window)
             deliveries = self._take_in(events, now_s)
         self._forget(lane)
         return deliveries
 
     def decode(self, call: DecodeCall[Work]) -> Deliveries:
-        """One call for the rows of some lanes; those that end a token get it."""
+        """Run one decode call; lanes whose token ends deliver it."""
         begun_s = self._clock()
         deliveries: Deliveries = []
         parts = [part for part in call.parts if self._prepare(part, deliveries) and part.jobs]
@@ -838,7 +827,7 @@ class Writing:
             return deliveries
         single = len(parts) == 1 and parts[0].whole
         try:
-            found = self._run(parts, single, call.abreast)
+            found = self._run(parts, single, call.parallel)
         except Exception as error:
             found = dict.fromkeys((part.lane for part in parts), error)
         now_s = self._clock()
@@ -848,9 +837,9 @@ class Writing:
             done = self._count(parts, single)
             if call.contended and not errors:
                 self._compare(call.lane, done, now_s - begun_s)
-            self._ending.ran(parts[0].lane)
+            self._ender.ran(parts[0].lane)
         for lane, one in errors.items():
-            deliveries += self._lose(lane, one)
+            deliveries += self._fail_batch(lane, one)
         if not parts:
             return deliveries
         longest = max(self._runner.lengths(parts[0].lane)) if single else 0
@@ -860,35 +849,35 @@ class Writing:
             if part.ends:
                 self._times.observe((part.lane, "decode"), now_s - self._begun_s[part.lane])
         deliveries += self._end_token([part for part in parts if part.ends], found, now_s)
-        if single:  # others in the call would make it seem slower than the machine is
-            # With what follows the call: the next one waits for that too.
+        if single:  # in a shared call others would make it seem slower
+            # Including what follows the call, since the next call waits for that too.
             lane, jobs, spent_s = parts[0].lane, parts[0].jobs, self._clock() - begun_s
-            series = Series(lane.model, "decode", lane.steps)
-            self._latency.observe(series, len(jobs), longest, spent_s)
-            if self._may_run_ahead(lane, jobs):
-                self._ways.leads(lane).observe(1, spent_s)
+            cost_key = CostKey(lane.model, "decode", lane.steps)
+            self._latency.observe(cost_key, len(jobs), longest, spent_s)
+            if self._may_speculate(lane, jobs):
+                self._tuners.leads(lane).observe(1, spent_s)
         return deliveries
 
     def _prepare(self, part: Part, deliveries: Deliveries) -> bool:
-        """Let rows leave and join; False if the batch is lost."""
+        """Let rows leave and join; False if the batch was lost."""
         if not (part.evict or part.join or part.lost):
             return True
         lane = part.lane
         try:
             if part.lost:
-                self._runner.abandon(lane)
+                self._runner.drop_batch(lane)
             self._runner.remove(lane, part.evict)
             for job in part.join:
                 self._runner.join(lane, job.number)
         except Exception as error:
-            deliveries += self._lose(lane, error)
+            deliveries += self._fail_batch(lane, error)
             self._runner.forget(job.number for job in part.join)
             return False
-        self._hold(lane)
+        self._update_held_bytes(lane)
         return True
 
-    def _run(self, parts: Sequence[Part], single: bool, abreast: bool) -> dict[LaneKey, Outcome]:
-        """Logits (B, V) of the lanes whose token ends, and what was thrown for some lanes only."""
+    def _run(self, parts: Sequence[Part], single: bool, parallel: bool) -> dict[LaneKey, Outcome]:
+        """Logits (B, V) of lanes whose token ends, or the error of a lane that failed."""
         tokens = {
             part.lane: [work_as(Generation, job).last_token for job in part.jobs]
             for part in parts
@@ -897,62 +886,67 @@ class Writing:
         if single:
             lane = parts[0].lane
             return {lane: self._token(lane, parts[0].jobs, tokens[lane])}
-        if abreast:
-            sides: defaultdict[int, list[Stretch]] = defaultdict(list)
+        if parallel:
+            sides: defaultdict[int, list[LaneSegment]] = defaultdict(list)
             for part in parts:
-                sides[part.side].append(Stretch(part.lane, part.calls, tokens.get(part.lane)))
-            return self._runner.abreast(list(sides.values()))
+                sides[part.side].append(LaneSegment(part.lane, part.calls, tokens.get(part.lane)))
+            return self._runner.parallel(list(sides.values()))
         self._runner.begin(tokens)
         self._runner.advance([part.lane for part in parts])
         return self._runner.end([part.lane for part in parts if part.ends])
 
     def _token(self, lane: LaneKey, jobs: Sequence[Job[Work]], tokens: Sequence[int]) -> FloatArray:
-        """Logits (B, V) behind these tokens of all rows; a row that is alone may run ahead."""
-        if not self._may_run_ahead(lane, jobs):
+        """Logits (B, V) after these tokens of all rows; a row that is alone may speculate."""
+        if not self._may_speculate(lane, jobs):
             return self._runner.decode(lane, tokens)
-        lead = self._ways.leads(lane).way
+        lead = self._tuners.leads(lane).option
         if lead:
-            return self._run_ahead(lane, work_as(Generation, jobs[0]), lead)
+            return self._speculate(lane, work_as(Generation, jobs[0]), lead)
         return self._runner.decode(lane, tokens)
 
-    def _may_run_ahead(self, lane: LaneKey, jobs: Sequence[Job[Work]]) -> bool:
-        allowed = self._scheduler.limits.run_ahead and lane.steps > 1 and len(jobs) == 1
-        return allowed and self._runner.runs_ahead(lane)
+    def _may_speculate(self, lane: LaneKey, jobs: Sequence[Job[Work]]) -> bool:
+        allowed = self._scheduler.limits.speculate and lane.steps > 1 and len(jobs) == 1
+        return allowed and self._runner.can_speculate(lane)
 
-    def _run_ahead(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
-        """Logits (1, V) behind the row's last token, which may be under way already."""
-        wave = self._runner.wave(lane, lead)
-        begun = wave.tokens[:1]
+    def _speculate(self, lane: LaneKey, work: Generation, lead: int) -> FloatArray:
+        """Logits (1, V) after the row's last token, which may be under way already."""
+        speculation = self._runner.speculation(lane, lead)
+        begun = speculation.tokens[:1]
         drafted_right = begun == [work.last_token]
         if begun:
             self._metrics.accepted.labels(lane.name).inc(drafted_right)
         if not drafted_right:
-            wave.keep(0)
-            wave.begin(work.last_token)
+            speculation.keep(0)
+            speculation.begin(work.last_token)
         while True:
-            crossed = wave.cross()
-            if crossed.drafts is not None:
-                self._draft(lane, work, wave, crossed.drafts, done=crossed.last is not None)
-            if crossed.last is not None:
-                return crossed.last[None]
+            output = speculation.advance()
+            if output.drafts is not None:
+                self._draft(lane, work, speculation, output.drafts, done=output.last is not None)
+            if output.last is not None:
+                return output.last[None]
 
     def _draft(
-        self, lane: LaneKey, work: Generation, wave: Wave, logits: FloatArray, done: bool
+        self,
+        lane: LaneKey,
+        work: Generation,
+        speculation: Speculation,
+        logits: FloatArray,
+        done: bool,
     ) -> None:
-        """Go on from the first position whose draft, from logits (P, V), is new or another now."""
-        begun = wave.tokens
+        """Begin the first position whose draft, from logits (P, V), is new or has changed."""
+        begun = speculation.tokens
         for behind, token in enumerate(work.drafts(logits, ahead=done), start=1):
             if begun[behind : behind + 1] != [token]:
-                wave.keep(behind)
-                if wave.room > 0:
-                    wave.begin(token)
+                speculation.keep(behind)
+                if speculation.room > 0:
+                    speculation.begin(token)
                     self._metrics.drafted.labels(lane.name).inc()
                 return
 
     def _end_token(
         self, parts: Sequence[Part], found: Mapping[LaneKey, Outcome], now_s: float
     ) -> Deliveries:
-        """Turn logits (B, V) into one token for each job, and let go of those that are done."""
+        """Choose a token for each job from logits (B, V), and evict rows that ended."""
         logits = [one for part in parts if isinstance(one := found[part.lane], np.ndarray)]
         if not logits:
             return []
@@ -962,82 +956,81 @@ class Writing:
         with self._lock:
             deliveries = self._take_in(events, now_s)
             for job, length in zip(jobs, cached, strict=True):
-                if length >= work_as(Generation, job).wish.window and job.state is not State.ENDED:
-                    self._scheduler.read_again(job)
+                if (
+                    length >= work_as(Generation, job).request.window
+                    and job.state is not State.ENDED
+                ):
+                    self._scheduler.prefill_again(job)
             evicted = {part.lane: self._scheduler.evict(part.lane) for part in parts}
         for lane, evict in evicted.items():
             if evict:
                 self._runner.remove(lane, evict)
-                self._hold(lane)
+                self._update_held_bytes(lane)
         return deliveries
 
     def _take_in(self, events: Sequence[tuple[Job[Work], Event]], now_s: float) -> Deliveries:
-        """Tell what became of jobs. The caller holds the lock."""
+        """Deliver tokens and end jobs. The caller holds the lock."""
         deliveries: Deliveries = []
-        written = Written(self._metrics, now_s)
+        counter = TokenCounter(self._metrics, now_s)
         for job, event in events:
             if job.state is State.ENDED:
-                continue  # the client left while the token was made
+                continue  # the client disconnected during the call
             if isinstance(event, FailedEvent):
-                self._ending.end(job, event, deliveries)
+                self._ender.end(job, event, deliveries)
                 continue
             work = work_as(Generation, job)
-            written.note(job, work)
-            if work.wish.stream:
+            counter.note(job, work)
+            if work.request.stream:
                 deliveries.append((work.deliver, event))
             if work.finish_reason is not None:
-                self._ending.end(job, work.finished(span(job, now_s)), deliveries)
-        written.count()
+                self._ender.end(job, work.finished(span(job, now_s)), deliveries)
+        counter.count()
         return deliveries
 
-    def _lose(self, lane: LaneKey, error: Exception) -> Deliveries:
-        """A call on a whole batch threw: its caches may be in any state, so it ends here."""
+    def _fail_batch(self, lane: LaneKey, error: Exception) -> Deliveries:
+        """A call threw: the caches of its batch may be in any state, so all its jobs end."""
         with self._lock:
             jobs = self._scheduler.rows(lane)
-        deliveries = self._ending.fail(lane, jobs, error)
+        deliveries = self._ender.fail(lane, jobs, error)
         with self._lock:
-            self._scheduler.abandon(lane)
-        self._runner.abandon(lane)
-        self._hold(lane)
+            self._scheduler.drop_batch(lane)
+        self._runner.drop_batch(lane)
+        self._update_held_bytes(lane)
         return deliveries
 
     def _forget(self, lane: LaneKey) -> None:
-        """Free what was read for jobs that have ended since."""
+        """Free the prefill of jobs that have ended."""
         with self._lock:
-            over = self._scheduler.readings_over(lane)
+            over = self._scheduler.prefills_over(lane)
         self._runner.forget(over)
 
-    def _hold(self, lane: LaneKey) -> None:
+    def _update_held_bytes(self, lane: LaneKey) -> None:
         with self._lock:
-            self._scheduler.hold(lane, self._runner.held_bytes(lane))
+            self._scheduler.set_held_bytes(lane, self._runner.held_bytes(lane))
 
-    # What is measured.
+    # Measurements.
 
     def _compare(self, lane: LaneKey, done: float, seconds: float) -> None:
-        """How the rungs of a model share the cores follows from what has been quickest here."""
-        trials = self._ways.sharing(lane, self._runner)
-        trials.observe(done, seconds)
+        """Tell the tuner the time of a call with several lanes, and the scheduler its choice."""
+        tuner = self._tuners.sharing(lane, self._runner)
+        tuner.observe(done, seconds)
         with self._lock:
-            self._scheduler.share(lane.model, trials.way)
+            self._scheduler.share(lane.model, tuner.option)
 
     def _count(self, parts: Sequence[Part], single: bool) -> float:
-        """Count the work in the metrics; what it is worth, see Ways."""
+        """Count the work in the metrics; returns it weighted for the tuner."""
         total = 0.0
         rows = sum(len(part.jobs) for part in parts)
         self._metrics.batch_rows.labels(parts[0].lane.name, "decode").observe(rows)
         for part in parts:
             steps = part.lane.steps if single else part.calls
             self._metrics.stepped(part.lane, "decode", len(part.jobs), steps)
-            total += worth(part.lane, len(part.jobs) * steps)
+            total += weighted_work(part.lane, len(part.jobs) * steps)
         return total
 
 
-# Carries out the scheduler's calls: runs the model, takes the results in, ends what is over. Used
-# by the engine's thread alone, and takes the engine's lock only while it touches the scheduler.
-
-
 class Executor:
-    """The part of the engine that runs models."""
+    """Runs any call of the scheduler to its end."""
 
     def __init__(
         self,
@@ -1046,7 +1039,7 @@ class Executor:
         lock: threading.Condition,
         times: CallTimes,
         latency: LatencyModel,
-        failing: Failing,
+        failing: FailingModels,
         rechecks: Rechecks,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -1059,38 +1052,38 @@ class Executor:
         self._rechecks = rechecks
         self._metrics = metrics
         self._clock = clock
-        self._ending = Ending(scheduler, lock, failing, metrics)
-        self._writing = Writing(
-            scheduler, runner, lock, self._ending, times, latency, metrics, clock
+        self._ender = JobEnder(scheduler, lock, failing, metrics)
+        self._generating = GenerateExecutor(
+            scheduler, runner, lock, self._ender, times, latency, metrics, clock
         )
 
     def drop_model(self, model: str) -> None:
         """Forget a model that is gone."""
-        self._writing.drop_model(model)
+        self._generating.drop_model(model)
 
     def execute(self, call: Call[Work] | CheckCall | RecheckCall) -> Deliveries:
-        """Run one call to its end; whatever the runtime throws ends the requests in it only."""
+        """Run one call. If the runtime throws, only the requests in the call end."""
         match call:
             case ClassifyCall():
                 return self._classify(call)
             case SearchCall():
                 return self._search(call)
             case PrefillCall():
-                return self._writing.prefill(call)
+                return self._generating.prefill(call)
             case DecodeCall():
-                return self._writing.decode(call)
+                return self._generating.decode(call)
             case CheckCall():
                 return self._check(call.lane)
             case RecheckCall():
                 return self._recheck(call)
 
     def end_all(self, error: ServeError) -> Deliveries:
-        """End every job there is. The caller holds the lock."""
-        return self._ending.end_all(error)
+        """End all jobs. The caller holds the lock."""
+        return self._ender.end_all(error)
 
     def lapse(self, jobs: Iterable[Job[Work]]) -> Deliveries:
         """End jobs whose deadline has passed or cannot be met. The caller holds the lock."""
-        return self._ending.lapse(jobs)
+        return self._ender.lapse(jobs)
 
     def _classify(self, call: ClassifyCall[Work]) -> Deliveries:
         begun_s = self._clock()
@@ -1100,8 +1093,8 @@ class Executor:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
             answers = labelled_rows(found, [work.rows[row] for _, work, row in rows])
         except Exception as error:
-            return self._ending.fail(rung, [job for job, _ in call.rows], error)
-        self._ending.ran(rung)
+            return self._ender.fail(rung, [job for job, _ in call.rows], error)
+        self._ender.ran(rung)
         spent: list[int] = found.evaluations.tolist()
         now_s = self._clock()
         self._metrics.call(rung, "classify", len(rows), sum(spent))
@@ -1116,17 +1109,17 @@ class Executor:
         deliveries: Deliveries = []
         with self._lock:
             for job, failure in failures.items():
-                self._ending.end(job, FailedEvent(failure), deliveries)
+                self._ender.end(job, FailedEvent(failure), deliveries)
             for job, work, _ in rows:
                 if self._scheduler.row_done(job):
                     self._observe_queue(job, rung.steps)
                     deliveries.append((work.deliver, self._classified(job, work, now_s)))
-        # With what follows the call: the next one waits for that too.
+        # Including what follows the call, since the next call waits for that too.
         spent_s = self._clock() - begun_s
         self._times.observe((call.lane, "classify"), spent_s)
-        if not rung.traced:  # which reads out more often
-            series = Series(rung.model, "classify", rung.steps, rung.threshold)
-            self._latency.observe(series, len(rows), call.length, spent_s)
+        if not rung.traced:  # traced calls read out more often
+            cost_key = CostKey(rung.model, "classify", rung.steps, rung.threshold)
+            self._latency.observe(cost_key, len(rows), call.length, spent_s)
         return deliveries
 
     def _classified(self, job: Job[Work], work: Classification, now_s: float) -> Event:
@@ -1149,16 +1142,16 @@ class Executor:
         work = work_as(Translation, job)
         prefixes = work.prefixes  # (B, N)
         try:
-            logits = self._runner.search(lane, job.number, work.wish.prompt, prefixes)  # (B, V)
+            logits = self._runner.search(lane, job.number, work.request.prompt, prefixes)  # (B, V)
         except Exception as error:
-            return self._ending.fail(lane, [job], error)
+            return self._ender.fail(lane, [job], error)
         now_s = self._ran(lane, "search", begun_s, len(prefixes))
         deliveries: Deliveries = []
         try:
             work.accept(logits)
             events: tuple[Event, ...] = work.finished(span(job, now_s)) if work.over else ()
         except Exception as error:
-            events = (FailedEvent(own(error, job)),)
+            events = (FailedEvent(error_for_client(error, job)),)
         with self._lock:
             job.tokens_left -= 1
             if events and self._scheduler.end(job):
@@ -1166,9 +1159,9 @@ class Executor:
                 deliveries = [
                     (work.deliver, event)
                     for event in events
-                    if work.wish.stream or not isinstance(event, TokenEvent)
+                    if work.request.stream or not isinstance(event, TokenEvent)
                 ]
-        # With what follows the call: the next one waits for that too.
+        # Including what follows the call, since the next call waits for that too.
         self._observe_step(lane, job, prefixes.shape, self._clock() - begun_s)
         return deliveries
 
@@ -1176,14 +1169,14 @@ class Executor:
         try:
             self._runner.check(lane)
         except Exception as error:
-            return self._ending.fail(lane, [], error)
-        self._ending.ran(lane)
+            return self._ender.fail(lane, [], error)
+        self._ender.ran(lane)
         return []
 
     def _offer(
         self, rung: LaneKey, rows: Sequence[Row], logits: FloatArray, spent: Sequence[int]
     ) -> None:
-        """Answers that may be compared with those of all steps."""
+        """Offer early answers for comparison with those of all steps."""
         full = self._runner.full_evaluations(rung)
         for row, row_logits, count in zip(rows, logits, spent, strict=True):
             self._rechecks.offer(rung, row, row_logits, early=count < full)
@@ -1192,13 +1185,13 @@ class Executor:
         try:
             found = self._runner.classify(call.lane, [call.row])
         except Exception as error:
-            return self._ending.fail(call.lane, [], error)
-        self._ending.ran(call.lane)
+            return self._ender.fail(call.lane, [], error)
+        self._ender.ran(call.lane)
         self._metrics.call(call.lane, "recheck", 1, None)
         self._rechecks.found(call, found.logits[0])
         return []
 
-    # What is measured.
+    # Measurements.
 
     def _ran(
         self,
@@ -1211,7 +1204,7 @@ class Executor:
         now_s = self._clock()
         self._times.observe((lane, kind), now_s - begun_s)
         self._metrics.call(lane, kind, rows, evaluations)
-        self._ending.ran(lane)
+        self._ender.ran(lane)
         return now_s
 
     def _observe_step(
@@ -1219,9 +1212,9 @@ class Executor:
     ) -> None:
         rows, length = shape
         kind: CallKind = "search"
-        if length == 1:  # the source was read as well, which takes longer
+        if length == 1:  # the first call also reads the source
             kind, length = "prefill", job.lengths[0]
-        self._latency.observe(Series(lane.model, kind, lane.steps), rows, length, seconds)
+        self._latency.observe(CostKey(lane.model, kind, lane.steps), rows, length, seconds)
 
     def _observe_queue(self, job: Job[Work], steps: int) -> None:
         assert job.started_s is not None

@@ -1,4 +1,4 @@
-"""A job: what the engine plans with. Also its limits, its deadline, its calls and its events.
+"""A job, and the rest of what the engine plans with: lanes, calls, limits, deadlines and events.
 
 Plain values, so that planning runs in a simulator.
 """
@@ -17,27 +17,27 @@ WorkT = TypeVar("WorkT")
 
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
-# How rungs of one model decode at the same time: all in one call, each on a thread of its own, or a
-# token of one after a token of another.
-Sharing = Literal["together", "abreast", "turns"]
+# How rungs of one model decode at the same time: in one call, in parallel on a thread each, or
+# alternating token by token.
+Sharing = Literal["shared", "parallel", "alternating"]
 
 
 class LaneKey(NamedTuple):
-    """Work that may share a batch: one rung of one model, or rows whose steps are chosen late.
+    """Work that may share a batch: one rung of a model, or rows whose steps are chosen late.
 
-    A tuple, since lanes are looked up by it for every request and every call.
+    A tuple, since lanes are looked up for every request and every call.
     """
 
     model: str  # its key
     kind: Kind
     steps: int
-    threshold: float | None = None  # of a classification: how sure an early answer must be
-    late: bool = False  # of a classification: steps are the most; a batch may get fewer
-    traced: bool = False  # of a classification: what each step reads out is wanted too
+    threshold: float | None = None  # classifications: margin of an early answer
+    late: bool = False  # classifications: `steps` are the most; a batch may get fewer
+    traced: bool = False  # classifications: the readout after each step is wanted too
 
     @property
     def name(self) -> str:
-        """The model's name: what people and metrics call it."""
+        """The model's name, as clients and metrics know it."""
         return model_name(self.model)
 
 
@@ -57,9 +57,9 @@ class Deadline:
 
 
 class State(Enum):
-    """Where a job stands. A job ends exactly once."""
+    """The state of a job. A job ends exactly once."""
 
-    QUEUED = "queued"  # no part of it has run
+    QUEUED = "queued"  # nothing of it has run
     RUNNING = "running"
     ENDED = "ended"
 
@@ -71,22 +71,22 @@ class Job(Generic[WorkT]):
     lane: LaneKey
     work: WorkT
     lengths: tuple[int, ...]  # tokens of each row; a generation has one row, its prompt
-    positions: int = 0  # the most positions that are held in memory for a generation or search
-    may_pad: bool = True  # whether a row may be padded to the length of others
+    positions: int = 0  # the most cached positions of a generation or search
+    may_pad: bool = True  # whether rows may be padded to the length of others
     deadline: Deadline | None = None
     choices: tuple[int, ...] = ()  # steps that a batch of a late lane may get, ascending
-    tokens_left: int = 0  # that a generation or a search may still write
+    tokens_left: int = 0  # that a generation or search may still make
     beams: int = 1  # of a search: the rows of its calls
-    admitted: bool = False  # it was looked at when the server chose its steps, just now
+    admitted: bool = False  # admission has checked it when its steps were chosen
     state: State = State.QUEUED
     request_id: str = ""  # for logs
-    number: int = -1  # order of arrival, given by the scheduler
+    number: int = -1  # order of arrival, set by the scheduler
     queued_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
-    most_tokens: int = field(init=False)  # that were to be written at first
+    most_tokens: int = field(init=False)  # tokens_left at first
     rows_left: int = field(init=False)
-    ends_s: float = field(init=False)  # its deadline, if it has one
+    ends_s: float = field(init=False)  # the deadline; inf without one
 
     def __post_init__(self) -> None:
         self.most_tokens = self.tokens_left
@@ -96,7 +96,7 @@ class Job(Generic[WorkT]):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyCall(Generic[WorkT]):
-    """Run these rows together: (job, index of the row within the job)."""
+    """Run these rows together: (job, index of the row in the job)."""
 
     lane: LaneKey
     rows: tuple[tuple[Job[WorkT], int], ...]
@@ -110,48 +110,48 @@ class ClassifyCall(Generic[WorkT]):
 
     @property
     def rung(self) -> LaneKey:
-        """What the rows run on."""
+        """The rung that the rows run on."""
         return self.lane._replace(steps=self.steps, late=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall(Generic[WorkT]):
-    """Forget the reading of jobs that are over, then read a piece of the job's prompt, if any."""
+    """Free the prefill of jobs that are over, then prefill a piece of the job's prompt, if any."""
 
     lane: LaneKey
-    over: tuple[int, ...]  # numbers of jobs
+    over: tuple[int, ...]  # job numbers
     job: Job[WorkT] | None
 
 
 class DecodePart(NamedTuple, Generic[WorkT]):
-    """Remove `evict` in order, append those that join, then take the rows further, if any are.
+    """A lane's part of a decode call: remove `evict` in order, append `join`, then run the rows.
 
-    From the beginning of a token to its end there are no changes: a part that neither begins nor
-    ends is a step between. `lost`: drop the batch instead.
+    Rows change only between two tokens. A part that neither begins nor ends a token is a step
+    between. `lost`: drop the batch instead.
     """
 
     lane: LaneKey
     evict: tuple[int, ...]
     join: tuple[Job[WorkT], ...]
-    jobs: tuple[Job[WorkT], ...]  # all rows, those that joined last
+    jobs: tuple[Job[WorkT], ...]  # all rows; those that joined come last
     begins: bool = True
     ends: bool = True
     lost: bool = False
-    calls: int = 1  # of the graph of one step, unless the token is whole
-    side: int = 0  # of those that go abreast
+    calls: int = 1  # of the one-step graph, unless the token is whole
+    side: int = 0  # of those that run in parallel
 
     @property
     def whole(self) -> bool:
-        """Whether it takes a token from its beginning to its end."""
+        """Whether it is a whole token."""
         return self.begins and self.ends
 
 
 class DecodeCall(NamedTuple, Generic[WorkT]):
-    """Rows of several lanes of one model, or a whole token for those of one lane."""
+    """Rows of several lanes of one model, or a whole token for one lane."""
 
     parts: tuple[DecodePart[WorkT], ...]
-    contended: bool = False  # whether more lanes than one have rows to decode
-    abreast: bool = False  # each side on a thread of its own, instead of all in one call
+    contended: bool = False  # whether several lanes have rows to decode
+    parallel: bool = False  # sides run on a thread each, not in one call
 
     @property
     def model(self) -> str:
@@ -165,7 +165,7 @@ class DecodeCall(NamedTuple, Generic[WorkT]):
 
 @dataclass(frozen=True, slots=True)
 class SearchCall(Generic[WorkT]):
-    """Free the memory of searches that are over, then take one step of the job's; none may be."""
+    """Free the memory of searches that are over, then run one step of the job's search, if any."""
 
     lane: LaneKey
     over: tuple[Job[WorkT], ...]
@@ -175,22 +175,19 @@ class SearchCall(Generic[WorkT]):
 Call = ClassifyCall[WorkT] | PrefillCall[WorkT] | DecodeCall[WorkT] | SearchCall[WorkT]
 
 
-# What no queue, batch or cache may exceed. Plain numbers; who keeps to them is elsewhere.
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no queue, batch or cache may exceed."""
+    """The limits of queue, batches and cache."""
 
     queue_requests: int = 256
     batch_rows: int = 16
-    batch_tokens: int = 8192  # rows times the longest, in one classification call
+    batch_tokens: int = 8192  # rows times the longest, in one classify call
     decode_rows: int = 16
     cache_bytes: int = 128 * 2**20
-    run_ahead: bool = True  # whether a row that decodes alone may
-    max_wait_s: float = 0.0  # how long a classification may wait for company
-    queue_wait_s: float = math.inf  # predicted, of a request that would be queued
-    degrade_wait_s: float | None = None  # predicted, at which steps fall; None: they never do
+    speculate: bool = True  # whether a row that decodes alone may
+    max_wait_s: float = 0.0  # how long a classification may wait for others to join its batch
+    queue_wait_s: float = math.inf  # the longest predicted wait of a new request
+    degrade_wait_s: float | None = None  # predicted wait at which steps are cut; None: never
 
     def __post_init__(self) -> None:
         for name in ("queue_requests", "batch_rows", "batch_tokens", "decode_rows", "cache_bytes"):
@@ -204,27 +201,24 @@ class Limits:
             raise ValueError("degrade_wait_s must be greater than 0, or None")
 
 
-# The deadlines of all jobs that have one, the next one first.
-
-
 class Deadlines(Generic[WorkT]):
-    """Which jobs are late; jobs that have ended are forgotten by and by."""
+    """The deadlines of all jobs, next one first. Jobs that have ended drop out over time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Job[WorkT]]] = []
 
     @property
     def next_s(self) -> float | None:
-        """The next deadline, of a job that may have ended."""
+        """The next deadline; its job may have ended."""
         return self._heap[0][0] if self._heap else None
 
     def add(self, job: Job[WorkT]) -> None:
-        """Watch over a numbered job, if it has a deadline."""
+        """Watch a numbered job, if it has a deadline."""
         if job.deadline is not None:
             heappush(self._heap, (job.deadline.ends_s, job.number, job))
 
     def passed(self, now_s: float) -> list[Job[WorkT]]:
-        """Jobs that have not ended in time; each is named once."""
+        """Jobs whose deadline has passed and that have not ended; each is returned once."""
         late = []
         while self._heap and self._heap[0][0] <= now_s:
             job = heappop(self._heap)[2]
@@ -233,8 +227,8 @@ class Deadlines(Generic[WorkT]):
         return late
 
 
-# What the engine tells whoever waits for an answer. What every request makes is tuples, which are
-# made several times as quickly as frozen dataclasses.
+# Events. Those of every request are tuples, which are made several times faster than frozen
+# dataclasses.
 
 
 FinishReason = Literal["stop", "length"]
@@ -258,7 +252,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model itself found a token, and what else it found likely."""
+    """The log-probability of a token under the model, and of the most likely ones."""
 
     token: str
     logprob: float
@@ -291,17 +285,17 @@ Scores = tuple[float, ...]  # the probability of every label
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The likeliest label of each position of a row, by its number, and its probability."""
+    """The likeliest label of each position of a row, by number, and its probability."""
 
     labels: tuple[int, ...]
     scores: Scores
 
 
 class Labelled(NamedTuple):
-    """The answer to a row: what its label is, or what those of its positions are."""
+    """The answer to a row: label scores, or a label for each position."""
 
     found: Scores | Tags
-    readouts: tuple[Scores | Tags, ...] = ()  # after each step, if that was asked
+    readouts: tuple[Scores | Tags, ...] = ()  # after each step, if asked for
 
 
 class ClassifiedEvent(NamedTuple):
@@ -309,13 +303,13 @@ class ClassifiedEvent(NamedTuple):
 
     rows: tuple[Labelled, ...]
     steps: tuple[int, ...]  # of the rung that each row ran on
-    evaluations: tuple[int, ...]  # velocity evaluations that each row took
+    evaluations: tuple[int, ...]  # velocity evaluations of each row
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
 class FailedEvent:
-    """The end of a request that got no answer."""
+    """The end of a request that failed."""
 
     error: ServeError
 

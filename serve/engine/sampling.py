@@ -16,14 +16,14 @@ ScoreArray = npt.NDArray[np.float64]
 
 MAX_SEED = 2**63 - 1
 _TINY = float(np.finfo(np.float64).tiny)
-_COLDEST = 1e-260  # as good as any temperature below, and no float32 overflows
+_COLDEST = 1e-260  # like any lower temperature, and no float32 overflows
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose: temperature first, then the k likeliest, then the likeliest p of the rest."""
+    """How to sample: temperature, then the k likeliest, then the likeliest p of the rest."""
 
-    temperature: float = 1.0  # 0 takes the likeliest token
+    temperature: float = 1.0  # 0: always the likeliest token
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
@@ -31,25 +31,25 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Log-probabilities under the model itself: no temperature, no filter, no noise."""
+    """Log-probabilities under the model: no temperature, no filter, no noise."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]  # (token, log-probability), likeliest first
 
 
 class Sampler:
-    """What one generation's tokens are chosen by."""
+    """Samples the tokens of one generation."""
 
     def __init__(self, sampling: Sampling, banned_tokens: tuple[int, ...] = ()) -> None:
         self.sampling = sampling
         self.banned = banned_tokens
         self.filters = sampling.top_k is not None or sampling.top_p < 1.0
         self.temperature = sampling.temperature and max(_COLDEST, sampling.temperature)
-        # The counter is set for each token, so the state itself carries no history.
+        # The counter is set for each token, so the state carries no history.
         self._bits = np.random.Philox(key=sampling.seed)
         self._state = self._bits.state
         self._uniform = np.random.Generator(self._bits)
-        # What the last draws of following tokens were made with: the noise (P, V) from a number on.
+        # From the last call of choose_following: the noise (P, V) from this token number on.
         self._noise: tuple[int, ScoreArray] = (0, np.empty((0, 0)))
 
     def choose(self, logits: FloatArray, number: int) -> int:
@@ -57,9 +57,9 @@ class Sampler:
         return choose_tokens([self], logits[None], [number])[0]
 
     def choose_following(self, logits: FloatArray, first: int) -> list[int]:
-        """The tokens for logits (P, V), as tokens of the numbers from `first` on.
+        """The tokens for logits (P, V), as tokens `first` onwards.
 
-        The same as `choose` would say, and quicker where most of them have been asked for before.
+        The same as `choose`, and faster where most were asked for before.
         """
         scores = logits.astype(np.float64)  # (P, V)
         _rule_out(scores, self.banned)
@@ -70,11 +70,11 @@ class Sampler:
         return chosen
 
     def _noise_from(self, first: int, count: int, size: int) -> ScoreArray:
-        """Noise (P, V) of the tokens from this number on; most is known from the last time."""
+        """Noise (P, V) of the tokens from this number on; most is known from the last call."""
         begun, known = self._noise
         if not begun <= first <= begun + len(known):
             begun, known = first, known[:0]
-        unwanted = max(0, first - 1 - begun)  # the token before may be asked for once more
+        unwanted = max(0, first - 1 - begun)  # the token before may be asked for again
         begun, known = begun + unwanted, known[unwanted:]
         numbers = range(begun + len(known), first + count)
         if numbers:
@@ -84,22 +84,22 @@ class Sampler:
         return known[first - begun : first - begun + count]
 
     def keep_likeliest(self, scores: ScoreArray) -> None:
-        """Rule out what is not among the likeliest of these scores (V,), of which 0 is the most."""
+        """Rule out all but the likeliest of these scores (V,), whose maximum is 0."""
         top_k, top_p = self.sampling.top_k, self.sampling.top_p
         if top_k is not None and top_k < scores.size:
-            # Stable, so that of equal scores the lower token stays, as the argmax would have it.
+            # Stable: of equal scores the lower token stays, as with argmax.
             order = np.argsort(-scores, kind="stable")
             scores[order[top_k:]] = -np.inf
         if top_p < 1.0:
             order = np.argsort(-scores, kind="stable")
             probabilities = np.exp(scores[order])
             probabilities /= probabilities.sum()
-            # A token stays while those before it have not reached p: the likeliest always does.
+            # A token stays while those before it have not reached p; the likeliest always does.
             before = np.cumsum(probabilities) - probabilities
             scores[order[before >= top_p]] = -np.inf
 
     def fill_uniform(self, number: int, row: ScoreArray) -> None:
-        """Numbers (V,) from 0 to 1 for one token: a function of (seed, number)."""
+        """Uniform numbers (V,) for one token: a function of (seed, number)."""
         state = self._state
         state["state"]["counter"][:] = (0, number, 0, 0)
         state["buffer_pos"] = 4  # nothing left over from another token
@@ -111,18 +111,18 @@ class Sampler:
 def choose_tokens(
     samplers: Sequence[Sampler], logits: FloatArray, numbers: Sequence[int]
 ) -> list[int]:
-    """For each row of logits (B, V) its sampler's token, as token of this number of an answer.
+    """The token of each row of logits (B, V), as token of this number of its answer.
 
     All rows at once, since a call for each would take longer than small models do. A row's token
-    depends on nothing in the others.
+    does not depend on other rows.
     """
-    if not samplers:  # as where no row has numbers to choose by
+    if not samplers:  # no row has finite logits
         return []
     if len(samplers) == 1:
         return samplers[0].choose_following(logits, numbers[0])
     scores = logits.astype(np.float64)  # (B, V)
     banned = samplers[0].banned
-    if all(one.banned == banned for one in samplers):  # as those of one model are
+    if all(one.banned == banned for one in samplers):  # rows of one model have the same
         _rule_out(scores, banned)
     else:
         for row, sampler in zip(scores, samplers, strict=True):
@@ -137,20 +137,20 @@ def choose_tokens(
 
 
 def _rule_out(scores: ScoreArray, tokens: Sequence[int]) -> None:
-    """Give the lowest scores (B, V) to these tokens, which are few."""
+    """Give these few tokens the lowest scores (B, V)."""
     for token in tokens:
         scores[:, token] = -np.inf
 
 
 def _draw(samplers: Sequence[Sampler], scores: ScoreArray, numbers: Sequence[int]) -> ScoreArray:
-    """Scores (B, V) whose argmax is a draw from what these scores (B, V) make likely."""
+    """Scores (B, V) whose argmax is a sample from the distribution of these scores (B, V)."""
     temperatures = np.array([[one.temperature] for one in samplers])  # (B, 1)
     noise = _draw_noise(samplers, numbers, scores.shape[1])
     return _add_noise(samplers, scores, temperatures, noise)
 
 
 def _draw_noise(samplers: Sequence[Sampler], numbers: Sequence[int], size: int) -> ScoreArray:
-    """Gumbel noise (B, V), for each of these tokens its own."""
+    """Gumbel noise (B, V) for these tokens."""
     noise = np.empty((len(samplers), size))
     for sampler, number, row in zip(samplers, numbers, noise, strict=True):
         sampler.fill_uniform(number, row)
@@ -163,7 +163,7 @@ def _add_noise(
     temperatures: float | ScoreArray,
     noise: ScoreArray,
 ) -> ScoreArray:
-    """Scores (B, V), which may be written over, as each row's sampler would have them."""
+    """Scores (B, V), changed in place, as each row's sampler has them."""
     scores -= scores.max(axis=1, keepdims=True)
     scores /= temperatures
     for row, sampler in zip(scores, samplers, strict=True):
@@ -174,7 +174,7 @@ def _add_noise(
 
 
 def likelihood(logits: FloatArray, token: int, alternatives: int) -> Likelihood:
-    """The log-probability of the chosen token, and of the likeliest ones."""
+    """The log-probability of the chosen token, and the likeliest tokens."""
     scores = log_softmax(logits)
     top = np.argsort(-scores, kind="stable")[:alternatives]
     return Likelihood(
@@ -200,17 +200,9 @@ def softmax(logits: FloatArray) -> ScoreArray:
     return scores
 
 
-# Beam search: several translations at a time, of which the likeliest a token wins. The next token
-# is one of all but the banned ones, and its log-probability is over those. Each round ranks what
-# continues the live hypotheses by the sum of its log-probabilities, equal ones by the rank of
-# what they continue, then by the lower token. Of the first W, those that end are finished, until
-# there are W; the first W that do not end live on. The answer is the finished hypothesis of the
-# greatest mean log-probability a token, its end counted; the first live one if none is finished.
-
-
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A translation, whole or not; its tokens are without the beginning, and with the end."""
+    """A translation so far; its tokens are without bos, and with eos."""
 
     tokens: tuple[int, ...]
     total: float  # sum of log-probabilities
@@ -221,7 +213,13 @@ class Hypothesis:
 
 
 class Beams:
-    """The live hypotheses of one search, all of one length, and those that are finished."""
+    """One beam search: its live hypotheses, all of one length, and the finished ones.
+
+    Each round ranks all continuations by the sum of log-probabilities over allowed tokens; equal
+    ones by the rank of what they continue, then by the lower token. Of the first W, those that end
+    are finished, up to W of them; the first W that do not end stay live. The answer is the finished
+    hypothesis with the greatest mean log-probability a token, eos included, or the first live one.
+    """
 
     def __init__(
         self, width: int, max_tokens: int, bos_id: int, eos_id: int, banned: tuple[int, ...] = ()
@@ -236,12 +234,12 @@ class Beams:
 
     @property
     def prefixes(self) -> npt.NDArray[np.int64]:
-        """What to run next (B, N), bos included."""
+        """The prefixes to run next (B, N), with bos."""
         return np.array([(self._bos_id, *one.tokens) for one in self._live], dtype=np.int64)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to run."""
+        """Whether the search is over."""
         return (
             not self._live
             or len(self._finished) >= self._width
@@ -259,7 +257,7 @@ class Beams:
         """Take the logits (B, V) after each prefix, and keep the likeliest continuations."""
         allowed = logits.astype(np.float64)  # (B, V)
         allowed[:, self._banned] = -np.inf
-        # Each live hypothesis ends in one way only, so twice the width leaves enough that go on.
+        # Each live hypothesis ends in one way only, so twice the width leaves enough live ones.
         ranked = self._ranked(log_softmax(allowed), 2 * self._width)
         for one in ranked[: self._width]:
             if one.tokens[-1] == self._eos_id and len(self._finished) < self._width:
@@ -267,7 +265,7 @@ class Beams:
         self._live = [one for one in ranked if one.tokens[-1] != self._eos_id][: self._width]
 
     def _ranked(self, scores: npt.NDArray[np.float64], count: int) -> list[Hypothesis]:
-        """The best `count` continuations, given log-probabilities (B, V) of the next token."""
+        """The best `count` continuations, from log-probabilities (B, V) of the next token."""
         totals = (scores + np.array([[one.total] for one in self._live])).ravel()  # (B * V,)
         count = min(count, len(totals))
         least = np.partition(totals, len(totals) - count)[len(totals) - count]

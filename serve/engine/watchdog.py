@@ -1,6 +1,6 @@
-"""Watches the call that runs: one that takes far too long is asked to end, and then given up.
+"""The watchdog: a call that takes far too long is asked to end, then given up.
 
-A thread looks a few times a second; the thread that calls only notes what it runs.
+A thread checks a few times a second; the engine's thread only notes which call runs.
 """
 
 import logging
@@ -9,8 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from serve.engine.cost import CallTimes, LatencyModel, Series
-from serve.engine.execute import CheckCall, Failing, RecheckCall, Runner, in_requests, request_ids
+from serve.engine.cost import CallTimes, CostKey, LatencyModel
+from serve.engine.execute import (
+    CheckCall,
+    FailingModels,
+    RecheckCall,
+    Runner,
+    in_requests,
+    request_ids,
+)
 from serve.engine.job import (
     Call,
     CallKind,
@@ -26,60 +33,63 @@ from serve.errors import ModelFailure, ServeError
 from serve.metrics import Metrics
 
 CallT = TypeVar("CallT")
-# Only read through `Keeper`, which takes calls and gives none.
-KeptT = TypeVar("KeptT", contravariant=True)
+# Calls only go in.
+WatchedT = TypeVar("WatchedT", contravariant=True)
 
 _LOOK_S = 0.1
-# Between two looks. More than this passes only while the whole process stands still.
+# Time counted between two checks, at most: more passes only if the whole process was stopped.
 _MOST_PASSED_S = 0.5
-# How often as long as usual a call must take to be late.
+# A call is late when it takes this many times as long as usual.
 _LATE_TIMES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a call may take."""
+class StallLimits:
+    """How long calls may take."""
 
-    stall_s: float = 1.5  # no call is late before
-    stall_unknown_s: float = 10.0  # a call is late then of which nothing is known
-    stall_exit_s: float = 5.0  # a call may take to end, once it was asked to
+    stall_s: float = 1.5  # no call is late before this
+    stall_unknown_s: float = 10.0  # limit of a call of unknown cost
+    stall_exit_s: float = 5.0  # how long an interrupted call may take to end
 
 
-class Keeper(Protocol[KeptT]):
-    """Knows calls, and what to do about them. Called on the watchdog's thread, save for `ended`."""
+class StallPolicy(Protocol[WatchedT]):
+    """What the watchdog knows of calls and does about late ones.
 
-    def usual_s(self, call: KeptT) -> float | None:
-        """How long such a call takes; None if that is not known."""
+    Called on the watchdog's thread, except `ended`.
+    """
+
+    def usual_s(self, call: WatchedT) -> float | None:
+        """The usual time of such a call; None if unknown."""
         ...
 
-    def interrupt(self, call: KeptT, seconds: float) -> None:
+    def interrupt(self, call: WatchedT, seconds: float) -> None:
         """A call is late: ask it to end."""
         ...
 
-    def ended(self, call: KeptT) -> None:
-        """A call that was asked to end is over. Called on the thread that ran it."""
+    def ended(self, call: WatchedT) -> None:
+        """An interrupted call has ended. Called on the thread that ran it."""
         ...
 
-    def give_up(self, call: KeptT, seconds: float) -> None:
-        """A call was asked to end and does not."""
+    def give_up(self, call: WatchedT, seconds: float) -> None:
+        """An interrupted call does not end."""
         ...
 
 
 class Watchdog(Generic[CallT]):
-    """One call at a time; each must be an object of its own."""
+    """Watches one call at a time. Each call must be an object of its own."""
 
     def __init__(
-        self, keeper: Keeper[CallT], patience: Patience, clock: Callable[[], float]
+        self, policy: StallPolicy[CallT], patience: StallLimits, clock: Callable[[], float]
     ) -> None:
-        self._keeper = keeper
+        self._policy = policy
         self._patience = patience
         self._clock = clock
         self._call: CallT | None = None
         self._asked = False
-        self._lock = threading.Lock()  # between asking a call to end and noting that it has
+        self._lock = threading.Lock()  # held to interrupt a call and to note its end
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        # What the watchdog's own thread has seen of the call.
+        # State of the watchdog's own thread.
         self._seen: CallT | None = None
         self._spent_s = 0.0
         self._limit_s = 0.0
@@ -88,7 +98,7 @@ class Watchdog(Generic[CallT]):
 
     @property
     def late_s(self) -> float | None:
-        """How long the call that runs has taken, if that is far too long."""
+        """How long the running call has taken, if it was interrupted."""
         return self._spent_s if self._asked else None
 
     def begin(self, call: CallT) -> None:
@@ -96,70 +106,67 @@ class Watchdog(Generic[CallT]):
         self._call = call
 
     def end(self) -> None:
-        """It is over, however it ended."""
+        """The call is over, however it ended."""
         call, self._call = self._call, None
         if not self._asked:
             return
         with self._lock:
             if self._asked and call is not None:
-                self._keeper.ended(call)
+                self._policy.ended(call)
             self._asked = False
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
     def look(self) -> None:
-        """See how the call does, and act if it takes too long."""
+        """Check the running call, and act if it takes too long."""
         now_s = self._clock()
         passed_s = min(now_s - self._looked_s, _MOST_PASSED_S)
         self._looked_s = now_s
         call = self._call
         if call is not self._seen:
-            # It may have begun right after the last look.
+            # It may have begun right after the last check.
             self._seen, self._spent_s, self._limit_s, self._given_up = call, passed_s, 0.0, False
         elif call is not None:
             self._spent_s += passed_s
         if call is None or self._given_up:
             return
         if not self._asked:
-            # It may rise while a call runs, for example when it begins to open a graph.
+            # The limit may rise while a call runs, for example when it begins to open a graph.
             self._limit_s = max(self._limit_s, self._most_s(call))
             if self._spent_s >= self._limit_s:
                 self._ask(call)
         elif self._spent_s >= self._limit_s + self._patience.stall_exit_s:
             self._given_up = True
-            self._keeper.give_up(call, self._spent_s)
+            self._policy.give_up(call, self._spent_s)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
             self.look()
 
     def _most_s(self, call: CallT) -> float:
-        usual_s = self._keeper.usual_s(call)
+        usual_s = self._policy.usual_s(call)
         if usual_s is None:
             return max(self._patience.stall_s, self._patience.stall_unknown_s)
         return max(self._patience.stall_s, _LATE_TIMES * usual_s)
 
     def _ask(self, call: CallT) -> None:
         with self._lock:
-            # Before looking whether the call is still there: `end` does the two the other way
-            # round, so that no call that came after it is ever asked.
+            # Set before looking whether the call still runs; `end` does it in the other order. So a
+            # later call is never interrupted by mistake.
             self._asked = True
             if self._call is call:
-                self._keeper.interrupt(call, self._spent_s)
+                self._policy.interrupt(call, self._spent_s)
             else:
                 self._asked = False
-
-
-# What is done about calls that take far too long: ask the runtime to end them, then leave.
 
 
 AnyCall = Call[Work] | CheckCall | RecheckCall
@@ -167,15 +174,15 @@ AnyCall = Call[Work] | CheckCall | RecheckCall
 _log = logging.getLogger("stepdial")
 
 
-class Rescue:
-    """The keeper of the engine's watchdog."""
+class EngineStallPolicy:
+    """Interrupts late calls of the engine through the runtime; if that fails, ends the process."""
 
     def __init__(
         self,
         runner: Runner,
         times: CallTimes,
         latency: LatencyModel,
-        failing: Failing,
+        failing: FailingModels,
         metrics: Metrics,
         abort: Callable[[ServeError], None],
         leave: Callable[[], None],
@@ -208,7 +215,7 @@ class Rescue:
 
     def ended(self, call: AnyCall) -> None:
         self._runner.resume(call.lane)
-        if call.lane.model in self._failing.models:  # else it came to its own end
+        if call.lane.model in self._failing.models:  # else it ended by itself
             self._metrics.terminated_calls.labels(call.lane.name).inc()
 
     def give_up(self, call: AnyCall, seconds: float) -> None:
@@ -226,7 +233,7 @@ class Rescue:
         )
 
     def _known_s(self, call: AnyCall) -> list[float | None]:
-        """What calls like this took lately, and what they are predicted to."""
+        """Recent and predicted times of such calls."""
         match call:
             case ClassifyCall():
                 return [call.seconds, self._times.seconds((call.lane, "classify"))]
@@ -252,12 +259,12 @@ class Rescue:
     def _written_s(
         self, lane: LaneKey, kind: CallKind, rows: int, length: int
     ) -> list[float | None]:
-        series = Series(lane.model, kind, lane.steps)
-        return [self._times.seconds((lane, kind)), self._latency.call_s(series, rows, length)]
+        cost_key = CostKey(lane.model, kind, lane.steps)
+        return [self._times.seconds((lane, kind)), self._latency.call_s(cost_key, rows, length)]
 
 
 def jobs_of(call: AnyCall) -> list[Job[Work]]:
-    """Those that wait for this call."""
+    """The jobs in this call."""
     match call:
         case ClassifyCall():
             return [job for job, _ in call.rows]

@@ -1,4 +1,4 @@
-"""What one request computes: a generation, a translation or a classification, row by row."""
+"""What a job computes: a generation, a classification, or a translation by beam search."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,37 +29,37 @@ from serve.runtime.protocol import FloatArray, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a caller wants written."""
+class GenerationRequest:
+    """What a client asks to generate."""
 
-    prompt: list[int]  # or the source of a translation
+    prompt: list[int]  # for a translation: the source
     max_tokens: int
-    window: int  # positions that the model sees; of a translation, those of the answer
+    window: int  # positions that the model sees; for a translation, those of the answer
     sampling: Sampling
     stops: Sequence[str] = ()
-    logprobs: int | None = None  # how many alternatives to report with each token
+    logprobs: int | None = None  # number of alternatives to report with each token
     stream: bool = False
     num_beams: int = 1
 
 
 class Generation:
-    """An answer in the making, for one caller."""
+    """A generation in progress, for one client."""
 
-    def __init__(self, wish: Wish, codec: TextCodec, deliver: Deliver) -> None:
-        self.wish = wish
+    def __init__(self, request: GenerationRequest, codec: TextCodec, deliver: Deliver) -> None:
+        self.request = request
         self.deliver = deliver
-        self.last_token_s: float | None = None  # for the metrics of the engine
+        self.last_token_s: float | None = None  # for metrics
         self.finish_reason: FinishReason | None = None
         self._codec = codec
-        self._tokens = list(wish.prompt)
-        self._prompt_tokens = len(wish.prompt)
-        self.sampler = Sampler(wish.sampling, codec.banned_tokens)
-        # Where nobody reads before the end, the text is made there, at once.
-        self._by_pieces = wish.stream or bool(wish.stops) or wish.logprobs is not None
+        self._tokens = list(request.prompt)
+        self._prompt_tokens = len(request.prompt)
+        self.sampler = Sampler(request.sampling, codec.banned_tokens)
+        # If nobody reads pieces, the text is decoded once, at the end.
+        self._by_pieces = request.stream or bool(request.stops) or request.logprobs is not None
         self._written = TextStream(codec)
-        self._filter = StopFilter(wish.stops)
+        self._filter = StopFilter(request.stops)
         self._pieces: list[str] = []
-        self._characters = 0  # that are complete, those that the filter holds back included
+        self._characters = 0  # complete ones, including those that the stop filter holds back
         self._logprobs: list[TokenLogprob] = []
 
     @property
@@ -68,10 +68,10 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """What has been written so far."""
+        """The text so far."""
         if self._by_pieces:
             return "".join(self._pieces)
-        return self._codec.decode(self._tokens[len(self.wish.prompt) :])
+        return self._codec.decode(self._tokens[len(self.request.prompt) :])
 
     @property
     def last_token(self) -> int:
@@ -80,34 +80,33 @@ class Generation:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens to read when this enters a batch.
+        """The tokens to prefill when this enters a batch.
 
-        At first the prompt itself; after the window has filled, its last half, so that there is
-        room to go on writing.
+        At first the prompt; after the window has filled, its last half, to leave room for more.
         """
         if self.completion_tokens == 0:
-            return self.wish.prompt
-        return self._tokens[-max(1, self.wish.window // 2) :]
+            return self.request.prompt
+        return self._tokens[-max(1, self.request.window // 2) :]
 
     def drafts(self, logits: FloatArray, ahead: int) -> list[int]:
-        """The tokens that logits (P, V) choose, the first of them so many behind the next one.
+        """Draft tokens from logits (P, V), the first of them `ahead` behind the next one.
 
-        Up to the first that choose none, or behind whose token none would be wanted.
+        Up to the first position without finite logits, or after which no token is wanted.
         """
         first = self.completion_tokens + ahead
-        count = min(len(logits), max(0, self.wish.max_tokens - 1 - first))
+        count = min(len(logits), max(0, self.request.max_tokens - 1 - first))
         finite = np.isfinite(logits[:count])
         if not finite.all():
             count = int(finite.all(axis=1).argmin())
         return self.sampler.choose_following(logits[:count], first)
 
     def accept(self, token: int, logits: FloatArray) -> TokenEvent:
-        """Take the next token, chosen from logits (V,); sets `finish_reason` if it is the last."""
+        """Take the next token, chosen from logits (V,). Sets `finish_reason` if it is the last."""
         index = len(self._tokens) - self._prompt_tokens
         self._tokens.append(token)
         if token == self._codec.eos_id:
             self.finish_reason = "stop"
-        elif index + 1 == self.wish.max_tokens:
+        elif index + 1 == self.request.max_tokens:
             self.finish_reason = "length"
         if not self._by_pieces:
             return TokenEvent(index, "")
@@ -117,7 +116,7 @@ class Generation:
         return TokenEvent(index, text, logprob)
 
     def _push(self, token: int) -> str:
-        """The text that may be given out by now."""
+        """The text that may be sent now."""
         completed = self._written.push(token)
         self._characters += len(completed)
         text, stopped = self._filter.push(completed)
@@ -140,9 +139,9 @@ class Generation:
         )
 
     def _logprob(self, logits: FloatArray, token: int) -> TokenLogprob | None:
-        if self.wish.logprobs is None:
+        if self.request.logprobs is None:
             return None
-        found = likelihood(logits, token, self.wish.logprobs)
+        found = likelihood(logits, token, self.request.logprobs)
         logprob = TokenLogprob(
             token=self._codec.decode([token]),
             logprob=found.chosen,
@@ -153,14 +152,11 @@ class Generation:
         return logprob
 
 
-# The work of one classify request: its rows, and their labels as they come in.
-
-
 _NO_NUMBERS = "the model's scores for this input are not finite numbers"
 
 
 def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | ModelFailure]:
-    """The labels of each row, or that its logits are no numbers."""
+    """The labels of each row, or an error if its logits are not finite."""
     logits = found.logits
     if found.readouts is None and logits.ndim == 2:
         return [
@@ -179,7 +175,7 @@ def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | M
 
 
 def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
-    """The scores of each row of logits (B, C), or that they are no numbers."""
+    """The scores of each row of logits (B, C), or an error if they are not finite."""
     finite = np.logical_and.reduce(np.isfinite(logits), axis=1)  # (B,)
     with np.errstate(invalid="ignore"):
         scores: list[list[float]] = softmax(logits).tolist()
@@ -190,14 +186,14 @@ def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
 
 
 def answer_of(logits: FloatArray, row: Row) -> tuple[int, ...]:
-    """The likeliest label of a row's logits (C,), or of each of its positions' (N, C)."""
+    """The likeliest label of a row's logits (C,), or of each position of (N, C)."""
     if logits.ndim == 1:
         return (int(logits.argmax()),)
     return tuple(logits[: len(row)].argmax(axis=-1).tolist())
 
 
 def _read(logits: FloatArray, positions: int) -> Scores | Tags | None:
-    """What logits (C,) or (N, C) say, of which so many positions are no padding."""
+    """The scores in logits (C,), or in the first `positions` of (N, C); None if not finite."""
     kept = logits if logits.ndim == 1 else logits[:positions]
     if not np.isfinite(kept).all():
         return None
@@ -208,7 +204,7 @@ def _read(logits: FloatArray, positions: int) -> Scores | Tags | None:
 
 
 class Classification:
-    """Rows to classify, for one caller."""
+    """Rows to classify, for one client."""
 
     def __init__(self, rows: Sequence[Row], deliver: Deliver) -> None:
         self.rows = rows
@@ -230,24 +226,21 @@ class Classification:
         return ClassifiedEvent(rows, tuple(self._steps), tuple(self._evaluations), span)
 
 
-# The work of one request for a translation by beam search.
-
-
 class Translation:
-    """A translation in the making, for one caller; nothing of it is known before its end."""
+    """A translation by beam search, for one client. Its text is known only at the end."""
 
-    def __init__(self, wish: Wish, codec: TextCodec, deliver: Deliver) -> None:
+    def __init__(self, request: GenerationRequest, codec: TextCodec, deliver: Deliver) -> None:
         assert codec.bos_id is not None and codec.eos_id is not None
-        self.wish = wish
+        self.request = request
         self.deliver = deliver
         self._codec = codec
         self._beams = Beams(
-            wish.num_beams, wish.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
+            request.num_beams, request.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
         )
 
     @property
     def prefixes(self) -> npt.NDArray[np.int64]:
-        """What to run next (B, N)."""
+        """The prefixes to run next (B, N)."""
         return self._beams.prefixes
 
     @property
@@ -255,23 +248,20 @@ class Translation:
         return self._beams.over
 
     def accept(self, logits: FloatArray) -> None:
-        """Take the logits (B, V) after each prefix; ModelFailure if they are no numbers."""
+        """Take the logits (B, V) after each prefix; ModelFailure if they are not finite."""
         if not np.isfinite(logits).all():
             raise ModelFailure("the model's scores for the next token are not finite numbers")
         self._beams.grow(logits)
 
     def finished(self, span: Span) -> tuple[TokenEvent, GeneratedEvent]:
-        """The whole answer, as the one piece of a stream and as its end."""
+        """The whole answer, as one piece of a stream and as its end."""
         best = self._beams.best
         ended = best.tokens[-1] == self._codec.eos_id
-        filter_ = StopFilter(self.wish.stops)
+        filter_ = StopFilter(self.request.stops)
         text, stopped = filter_.push(self._codec.decode(list(best.tokens)))
         text += filter_.flush()
         reason: FinishReason = "stop" if stopped or ended else "length"
         return TokenEvent(0, text), GeneratedEvent(reason, text, len(best.tokens), (), span)
-
-
-# What a job carries through the engine, and what comes of it.
 
 
 Work = Classification | Generation | Translation
@@ -281,6 +271,6 @@ WorkT = TypeVar("WorkT", Classification, Generation, Translation)
 
 
 def work_as(kind: type[WorkT], job: Job[Work]) -> WorkT:
-    """The work of a job of which the lane says what it is."""
+    """The work of a job, whose lane says its kind."""
     assert isinstance(job.work, kind)
     return job.work

@@ -1,4 +1,4 @@
-"""Runtimes: what turns a bundle into answers; the only place that imports onnxruntime."""
+"""Runs bundles. The only package that imports onnxruntime or tensorrt."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from serve.runtime.protocol import (
     DecodeBatch,
     Decoder,
     EarlyAnswers,
-    Leg,
     Mix,
     Model,
     OpenedModel,
     Outcome,
     Place,
-    Reading,
+    Prefill,
+    RunningTranslation,
+    Segment,
+    Speculation,
     StepClassifier,
     SteppedBatch,
-    Translation,
     Translator,
-    Wave,
     WindowFullError,
 )
 
 if TYPE_CHECKING:
     from serve.bundle import Bundle
 
-# Since 1.29 onnxruntime reports the models that it opens to its makers, unless this is set before
-# it is loaded.
+# onnxruntime since 1.29 reports the models it opens to its makers, unless this is set before it is
+# loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = [
@@ -39,18 +39,18 @@ __all__ = [
     "DecodeBatch",
     "Decoder",
     "EarlyAnswers",
-    "Leg",
     "Mix",
     "Model",
     "OpenedModel",
     "Outcome",
     "Place",
-    "Reading",
+    "Prefill",
+    "RunningTranslation",
+    "Segment",
+    "Speculation",
     "StepClassifier",
     "SteppedBatch",
-    "Translation",
     "Translator",
-    "Wave",
     "WindowFullError",
     "open_model",
 ]
@@ -60,7 +60,7 @@ _CPU = Place()
 
 def open_model(bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> OpenedModel:
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
-    # Here, not above: whoever only reads a bundle or a Protocol must not load a runtime.
+    # Imported here, so that reading a bundle or a Protocol loads no runtime.
     if place.engines is not None:
         from serve.runtime.tensorrt import TrtModel, engines_of
 

@@ -1,7 +1,7 @@
-"""Keys and values of decoder rows, in memory that several batches can map side by side.
+"""KV caches of decoder rows, in memory that can be mapped at several addresses at once.
 
-On Linux that memory is a file without a name, whose pages are mapped wherever they are wanted; a
-page that was never written takes no memory.
+On Linux that memory is an anonymous file whose pages are mapped where they are wanted. Pages that
+were never written take no memory.
 """
 
 import ctypes
@@ -26,81 +26,84 @@ from serve.bundle import Cache, Manifest, Rung
 from serve.runtime.protocol import CacheArray
 
 PAGE_BYTES = mmap.PAGESIZE
-MOST_SPARE, _MOST_ROOMS = 1 << 25, 16  # bytes of pages, and files, kept for the next
+MOST_SPARE, _MOST_MAPPINGS = 1 << 25, 16  # bytes of pages, and files, kept for reuse
 _BOTH = mmap.PROT_READ | mmap.PROT_WRITE
-_PLACED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
-_PUNCH_HOLE = 0x01 | 0x02  # and keep the size
+_MAP_FIXED, _NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
+_PUNCH_HOLE = 0x01 | 0x02  # punch a hole, keep the size
 _NAME, _NO_EXEC_SEAL = "stepdial-caches", 0x08  # MFD_NOEXEC_SEAL
-_NOWHERE = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _log = logging.getLogger("stepdial.runtime")
 Bytes = npt.NDArray[np.uint8]
 
 
 @final
-class Pages:
-    """So many bytes; what they are is not said.
+class SharedMemory:
+    """A block of memory whose pages can be mapped a second time.
 
-    No more than `held` take memory at first, which were kept from before.
+    At most `held` bytes of it take memory at first, left from an earlier use.
     """
 
     def __init__(self, nbytes: int, held: int) -> None:
-        self._room: _Room | None = None
+        self._mapping: _Mapping | None = None
         self.bytes: Bytes
-        if can_be_neighbours():
-            self._room = _spare_of(nbytes, held) or _new_room(nbytes)
-            self.bytes = np.asarray(_Seen(self._room.address, nbytes, _give_back, self._room))
+        if can_map_shared():
+            self._mapping = _take_spare(nbytes, held) or _new_mapping(nbytes)
+            self.bytes = np.asarray(
+                _MappedArray(self._mapping.address, nbytes, _recycle, self._mapping)
+            )
         else:
             self.bytes = _plain(nbytes)
 
     @property
     def file(self) -> int:
-        assert self._room is not None, "memory that has one place only"
-        return self._room.file
+        assert self._mapping is not None, "memory that has one place only"
+        return self._mapping.file
 
     def free(self, first: int, count: int) -> None:
-        """These bytes, whole pages, take no memory any more."""
-        if self._room is not None:
-            _libc().fallocate(self._room.file, _PUNCH_HOLE, first, count)
+        """Free these bytes, which are whole pages."""
+        if self._mapping is not None:
+            _libc().fallocate(self._mapping.file, _PUNCH_HOLE, first, count)
 
 
-class Part(NamedTuple):
-    """So many bytes of a memory; whole pages of it."""
+class MemoryRange(NamedTuple):
+    """A range of a shared memory, in whole pages."""
 
-    pages: Pages
+    memory: SharedMemory
     first: int
     size: int
 
 
-def side_by_side(parts: Sequence[Part]) -> Bytes:
-    """These bytes, one part behind the other: the very same ones, not a copy.
+def map_adjacent(parts: Sequence[MemoryRange]) -> Bytes:
+    """These ranges one behind the other, mapped and not copied.
 
-    OSError where the system lets a process have no more parts.
+    OSError if the system allows the process no more mappings.
     """
     size = sum(part.size for part in parts)
-    address = _reserved(size)
-    seen, first = _Seen(address, size, _unmap, address, size), 0
+    address = _reserve_addresses(size)
+    seen, first = _MappedArray(address, size, _unmap, address, size), 0
     for part in parts:
-        _place(address + first, part.size, part.pages.file, part.first)
+        _map_file(address + first, part.size, part.memory.file, part.first)
         first += part.size
     return np.asarray(seen)
 
 
 @cache
-def can_be_neighbours() -> bool:
-    """Whether parts can be seen side by side here."""
+def can_map_shared() -> bool:
+    """Whether memory can be mapped twice on this system."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return False
     try:
         if Path("/proc/sys/vm/overcommit_memory").read_text("ascii").strip() == "2":
-            # A page that cannot be had would end the process, where plain memory is refused before.
+            # Under strict overcommit a page that is missing would kill the process; plain memory is
+            # refused up front.
             _log.warning("rungs share no calls: this system promises no more memory than it has")
             return False
-        one = _new_room(PAGE_BYTES)
-        _place(other := _reserved(PAGE_BYTES), PAGE_BYTES, one.file, 0)
+        one = _new_mapping(PAGE_BYTES)
+        _map_file(other := _reserve_addresses(PAGE_BYTES), PAGE_BYTES, one.file, 0)
         ctypes.c_char.from_address(one.address).value = b"1"
         same = ctypes.c_char.from_address(other).value == b"1"
         _unmap(other, PAGE_BYTES)
-        _drop(one)
+        _free(one)
     except (OSError, MemoryError, AttributeError) as error:
         _log.warning("rungs share no calls: memory cannot be mapped twice here (%s)", error)
         return False
@@ -108,7 +111,7 @@ def can_be_neighbours() -> bool:
 
 
 def _plain(nbytes: int) -> Bytes:
-    """Memory with one place, of which only pages that are written take any."""
+    """Memory that cannot be mapped twice; only pages that are written take any."""
     mapped = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -116,73 +119,78 @@ def _plain(nbytes: int) -> Bytes:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-class _Room(NamedTuple):
-    """A file without a name, and where all of it is mapped."""
+class _Mapping(NamedTuple):
+    """An anonymous file and where it is mapped."""
 
     file: int
     address: int
     nbytes: int
 
 
-class _Spare(NamedTuple):
-    """A room that nobody uses, and the bytes of its pages."""
+class _SpareMapping(NamedTuple):
+    """A mapping to reuse, and the bytes of its pages."""
 
-    room: _Room
+    mapping: _Mapping
     held: int
 
 
-_spare: list[_Spare] = []  # used by any thread, also in the middle of this module: by no lock
+_spare_mappings: list[
+    _SpareMapping
+] = []  # used by any thread and from finalizers, so without a lock
 
 
-def _spare_of(nbytes: int, most_held: int) -> _Room | None:
-    for one in _spare[:]:
-        if one.room.nbytes == nbytes and one.held <= most_held:
-            with suppress(ValueError):  # another thread was quicker
-                _spare.remove(one)
-                return one.room
+def _take_spare(nbytes: int, most_held: int) -> _Mapping | None:
+    for one in _spare_mappings[:]:
+        if one.mapping.nbytes == nbytes and one.held <= most_held:
+            with suppress(ValueError):  # another thread took it
+                _spare_mappings.remove(one)
+                return one.mapping
     return None
 
 
-def _new_room(nbytes: int) -> _Room:
+def _new_mapping(nbytes: int) -> _Mapping:
     try:
         with ExitStack() as undone:
             file = _nameless_file()
             undone.callback(os.close, file)
             os.ftruncate(file, nbytes)
-            address = _reserved(nbytes)
+            address = _reserve_addresses(nbytes)
             undone.callback(_unmap, address, nbytes)
-            _place(address, nbytes, file, 0)
+            _map_file(address, nbytes, file, 0)
             undone.pop_all()
     except OSError as error:
         raise MemoryError(f"no {nbytes} bytes for caches ({error.strerror})") from error
-    return _Room(file, address, nbytes)
+    return _Mapping(file, address, nbytes)
 
 
 def _nameless_file() -> int:
     try:
         return os.memfd_create(_NAME, os.MFD_CLOEXEC | _NO_EXEC_SEAL)
-    except OSError:  # of Linux before 6.3, which does not know the seal that later ones may want
+    except OSError:  # Linux before 6.3 does not know the seal
         return os.memfd_create(_NAME, os.MFD_CLOEXEC)
 
 
-def _give_back(room: _Room) -> None:
-    """Keep it for the next one, and of those that were kept before what is not too much then."""
-    _spare.append(_Spare(room, os.fstat(room.file).st_blocks * 512))
-    with suppress(IndexError):  # another thread was quicker
-        while sum(one.held for one in _spare[:]) > MOST_SPARE or len(_spare) > _MOST_ROOMS:
-            _drop(_spare.pop(0).room)
+def _recycle(mapping: _Mapping) -> None:
+    """Keep a mapping for reuse, and free the oldest ones beyond the limits."""
+    _spare_mappings.append(_SpareMapping(mapping, os.fstat(mapping.file).st_blocks * 512))
+    with suppress(IndexError):  # another thread took it
+        while (
+            sum(one.held for one in _spare_mappings[:]) > MOST_SPARE
+            or len(_spare_mappings) > _MOST_MAPPINGS
+        ):
+            _free(_spare_mappings.pop(0).mapping)
 
 
-def _drop(room: _Room) -> None:
-    # Other places that show its pages may last longer, which they must not keep in memory.
-    _libc().fallocate(room.file, _PUNCH_HOLE, 0, room.nbytes)
-    _unmap(room.address, room.nbytes)
-    os.close(room.file)
+def _free(mapping: _Mapping) -> None:
+    # Other mappings of its pages may live longer; they must not keep the memory.
+    _libc().fallocate(mapping.file, _PUNCH_HOLE, 0, mapping.nbytes)
+    _unmap(mapping.address, mapping.nbytes)
+    os.close(mapping.file)
 
 
 @final
-class _Seen:
-    """Mapped memory as numpy takes it; what becomes of it when no array is left over it."""
+class _MappedArray:
+    """Mapped memory as a numpy array; calls `gone` when no array uses it any more."""
 
     def __init__(
         self, address: int, nbytes: int, gone: Callable[..., None], *arguments: object
@@ -196,15 +204,15 @@ class _Seen:
         weakref.finalize(self, gone, *arguments).atexit = False
 
 
-def _reserved(nbytes: int) -> int:
-    """Addresses in a row where nothing is yet."""
+def _reserve_addresses(nbytes: int) -> int:
+    """A range of free addresses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     return _mapped_at(None, nbytes, 0, flags, -1, 0)
 
 
-def _place(address: int, count: int, file: int, offset: int) -> None:
-    """Show so many bytes of a file there."""
-    _mapped_at(address, count, _BOTH, mmap.MAP_SHARED | _PLACED, file, offset)
+def _map_file(address: int, count: int, file: int, offset: int) -> None:
+    """Map bytes of a file at an address."""
+    _mapped_at(address, count, _BOTH, mmap.MAP_SHARED | _MAP_FIXED, file, offset)
 
 
 def _unmap(address: int, nbytes: int) -> None:
@@ -215,7 +223,7 @@ def _mapped_at(
     address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int
 ) -> int:
     found: int = _libc().mmap(address, nbytes, protection, flags, file, offset)
-    if found == _NOWHERE:
+    if found == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return found
@@ -223,7 +231,7 @@ def _mapped_at(
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Python's own mmap cannot say where."""
+    """The C library, since Python's mmap cannot choose the address."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (
@@ -239,18 +247,15 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-# Key and value buffers of rows that decode together: where they lie, how they grow and shrink.
-
-
 BUCKET_POSITIONS = 64
-_VERSIONS = count()  # of all caches, so that none is ever taken for another
+_VERSIONS = count()  # unique over all caches
 _FLOATS = np.dtype(np.float32)
 _KINDS: dict[Cache, np.dtype[Any]] = {"kv": _FLOATS, "kv_int8": np.dtype(np.int8)}
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The sizes that a rung's caches have."""
+    """The sizes of a rung's caches."""
 
     steps: int
     buffers: int  # of all steps
@@ -273,62 +278,62 @@ class CacheLayout:
         )
 
     def capacity_for(self, positions: int) -> int:
-        """Positions that a buffer gets: whoever knows what a row may come to have asks for all."""
+        """Positions to reserve for a row of this many; callers ask for the most a row may need."""
         buckets = -(-max(positions, 1) // BUCKET_POSITIONS)
         return min(buckets * BUCKET_POSITIONS, self.max_tokens)
 
     @property
     def pitch(self) -> int:
-        """Positions between two heads of a buffer: all a row may ever have, and whole pages.
+        """Positions between two heads of a buffer: the most a row may have, in whole pages.
 
-        What no position is written to takes no memory, so it need not be as few as will be used;
-        and rows of any two batches can lie side by side.
+        Positions that are never written take no memory, so this costs nothing; and rows of any two
+        batches can be mapped side by side.
         """
         quantum = PAGE_BYTES // math.gcd(PAGE_BYTES, self.head_width * self.kind.itemsize)
         return -(-self.max_tokens // quantum) * quantum
 
     def rows_for(self, rows: int) -> int:
-        """Rows that a buffer gets: to the row while they are few, then one to spare at most.
+        """Rows to allocate: exact while they are few, then rounded up by one at most.
 
-        Doubling would copy less when rows join, but a limit on memory would then admit half as
-        many, and a row that joins costs the reading of its prompt anyway.
+        Doubling would copy less when rows join, but a memory limit would then admit half as many
+        rows, and joining costs a prefill anyway.
         """
         return rows if rows <= 4 else rows + rows % 2
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
-        """Bytes that so many rows of up to so many positions hold."""
+        """Memory of this many rows of up to this many positions."""
         return self.rows_for(rows) * self.row_bytes(self.capacity_for(positions))
 
     def row_bytes(self, capacity: int) -> int:
-        """Bytes of the pages that so many positions of a row are on, in all buffers."""
+        """Memory of the pages of one row's positions, in all buffers."""
         a_head = capacity * self.head_width * self.kind.itemsize
         return self.buffers * self.heads * -(-a_head // PAGE_BYTES) * PAGE_BYTES
 
 
 @final
 class RowCaches:
-    """One array (rows, heads, pitch, head_width) a buffer; the rows in use come first.
+    """The caches of a batch: one array (rows, heads, pitch, head_width) a buffer, used rows first.
 
     The buffers of all steps lie in one block (steps, rows, heads, pitch, head_width) for each
-    buffer of a step, those of steps `lead` apart side by side: so a row that is alone can have
-    positions at such steps in one call. No more positions than `capacity` are ever written.
+    buffer of a step, with steps `lead` apart next to each other. So a row that speculates has
+    positions at such steps in one call. Positions beyond `capacity` are never written.
     """
 
     def __init__(self, layout: CacheLayout, lead: int = 1) -> None:
         self.layout = layout
-        self.version = next(_VERSIONS)  # a new one whenever buffers move
+        self.version = next(_VERSIONS)  # changes whenever buffers move
         self.rows = 0
         self.capacity = 0
         self.lead = lead
         self.nbytes = 0
-        self.arrays: list[CacheArray] = []  # step after step
+        self.arrays: list[CacheArray] = []  # step by step
         self._blocks: list[CacheArray] = []
-        self._pages: Pages | None = None
+        self._memory: SharedMemory | None = None
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
-        """Room for so many rows of up to so many positions; True if the buffers moved.
+        """Make room for rows of up to this many positions; True if the buffers moved.
 
-        The first `used` rows keep the `held` positions that they have at most.
+        The first `used` rows keep their positions, which are `held` at most.
         """
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows:
@@ -339,40 +344,40 @@ class RowCaches:
         return True
 
     def shrink(self, used: int, held: int, positions: int) -> bool:
-        """Give back memory when three quarters are idle; True if the buffers moved.
+        """Free memory when three quarters are idle; True if the buffers moved.
 
-        As in `reserve`; there should stay room for so many positions.
+        As in `reserve`; room for this many positions stays.
         """
         if used == 0:
             moved = bool(self.arrays)
-            self.arrays, self._blocks, self._pages = [], [], None
+            self.arrays, self._blocks, self._memory = [], [], None
             self.rows = self.capacity = self.nbytes = 0
             self.version = next(_VERSIONS)
             return moved
         capacity = self.layout.capacity_for(positions)
-        # With such slack a batch at a boundary does not copy its caches to and fro; positions get
-        # less of it, since every step reads slower for it.
+        # The slack keeps a batch at a boundary from copying its caches back and forth. Positions
+        # get less slack, since it slows every step.
         wasteful = 4 * used * capacity <= self.rows * self.capacity
         if not wasteful and 2 * capacity > self.capacity:
             return False
         rows = min(self.rows, self.layout.rows_for(2 * used))
         try:
             self._resize(used, held, rows, capacity, self.lead)
-        except MemoryError:  # more is held than need be, which is no reason to fail
+        except MemoryError:  # keeping more than needed is no failure
             return False
         return True
 
     def arrange(self, lead: int, held: int) -> bool:
-        """One row only, with steps `lead` apart as neighbours; True if the buffers moved."""
+        """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
         if self.rows == 1 and self.lead == lead:
             return False
         self._resize(1, held, 1, self.capacity, lead)
         return True
 
     def along(self, step: int, count: int) -> list[CacheArray]:
-        """The only row's buffers (count, heads, capacity, head_width) of this step and the next.
+        """The only row's buffers (count, heads, capacity, head_width), from this step on.
 
-        They are `lead` steps apart.
+        Each is `lead` steps after the one before.
         """
         assert self.rows == 1
         first = _places(self.layout.steps, self.lead)[step]
@@ -384,19 +389,19 @@ class RowCaches:
             array[target, :, :positions] = array[source, :, :positions]
 
     def take(self, target: int, other: "RowCaches", positions: int) -> None:
-        """Copy the cached positions of another's only row into a row."""
+        """Copy the cached positions of another cache's only row into a row."""
         for array, theirs in zip(self.arrays, other.arrays, strict=True):
             array[target, :, :positions] = theirs[0, :, :positions]
 
-    def parts(self, step: int, rows: int) -> list[Part]:
-        """Where the first rows' buffers of a step lie, to be seen next to others."""
-        assert self._pages is not None
+    def parts(self, step: int, rows: int) -> list[MemoryRange]:
+        """Where the first rows' buffers of a step lie, to be mapped next to others."""
+        assert self._memory is not None
         layout = self.layout
         row_bytes = layout.heads * layout.pitch * layout.head_width * layout.kind.itemsize
         place = _places(layout.steps, self.lead)[step]
         return [
-            Part(
-                self._pages,
+            MemoryRange(
+                self._memory,
                 (index * layout.steps + place) * self.rows * row_bytes,
                 rows * row_bytes,
             )
@@ -408,31 +413,33 @@ class RowCaches:
         assert held <= min(capacity, self.capacity) or not used, "rows would lose positions"
         a_step = layout.buffers // layout.steps
         shape = (a_step, layout.steps, rows, layout.heads, layout.pitch, layout.head_width)
-        # All is there before any is replaced, so that a MemoryError changes nothing; only what is
-        # written takes memory, so only what is held is.
-        old, pages = (
-            self._pages,
-            Pages(math.prod(shape) * layout.kind.itemsize, rows * layout.row_bytes(capacity)),
+        # All is allocated before anything is replaced, so that a MemoryError changes nothing. Only
+        # positions that are held are written, so only they take memory.
+        old, memory = (
+            self._memory,
+            SharedMemory(
+                math.prod(shape) * layout.kind.itemsize, rows * layout.row_bytes(capacity)
+            ),
         )
-        blocks: list[CacheArray] = list(pages.bytes.view(layout.kind).reshape(shape))
+        blocks: list[CacheArray] = list(memory.bytes.view(layout.kind).reshape(shape))
         now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
         for index, (block, source) in enumerate(zip(blocks, self._blocks, strict=False)):
             for step in range(layout.steps):
                 block[then[step], :used, :, :held] = source[now[step], :used, :, :held]
             if old is not None:
                 old.free(index * source.nbytes, source.nbytes)
-        self._pages, self._blocks, self.rows, self.lead = pages, blocks, rows, lead
+        self._memory, self._blocks, self.rows, self.lead = memory, blocks, rows, lead
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
         self.version = next(_VERSIONS)
         self._allow(capacity)
 
     def _allow(self, positions: int) -> None:
-        """So many positions may be written: that is what these caches are charged for."""
+        """Allow this many positions, which is what these caches are charged for."""
         self.capacity = positions
         self.nbytes = self.rows * self.layout.row_bytes(positions)
 
 
 def _places(steps: int, lead: int) -> list[int]:
-    """Where each step lies when those `lead` apart are neighbours."""
+    """The place of each step when steps `lead` apart are next to each other."""
     order = sorted(range(steps), key=lambda step: (step % lead, step))
     return [order.index(step) for step in range(steps)]

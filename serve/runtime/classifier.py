@@ -1,4 +1,4 @@
-"""Rungs of a classifier on onnxruntime, whole or step by step, and rows spread over threads."""
+"""A classifier rung on onnxruntime, whole or step by step, and rows split over threads."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray, check_rows
 from serve.runtime.session import StepSessions
 
-Beside = dict[str, FloatArray]  # what goes along with a state: its context, and its past
+Beside = dict[str, FloatArray]  # the step's context, and the last velocity
 
 
 @final
 class OrtStepClassifier:
-    """Rows in, logits out, step by step: one label a row, or one a position."""
+    """A rung run step by step: one label a row, or one a position."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, steps: int) -> None:
         self._sessions = sessions
@@ -37,7 +37,7 @@ class OrtStepClassifier:
         self._check_jumps()
         x, beside = self._embed(rows)
         present = present_positions(rows, self._manifest)  # (B, N), of a tagger
-        left = np.arange(len(x))  # (B,): the rows that go on
+        left = np.arange(len(x))  # (B,): rows that go on
         evaluations = np.full(len(x), self._steps, dtype=np.int64)
         positions = () if present is None else present.shape[1:]
         shape = (len(x), *positions, len(self._manifest.labels or ()))
@@ -81,10 +81,10 @@ class OrtStepClassifier:
         return np.stack(logits)
 
     def _end(self, step: int, x: FloatArray, y: FloatArray) -> FloatArray:
-        """The state that is read out after a step from x to y.
+        """The state to read out after a step from x to y.
 
-        With the dial of time that is y. Otherwise as many steps as are left follow, all with this
-        step's velocity, if the method has one.
+        With the dial of time, y. Otherwise the jump to the end along this step's velocity, if the
+        method allows it.
         """
         left = self._steps - step
         if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
@@ -99,7 +99,7 @@ class OrtStepClassifier:
             )
 
     def _states(self, rows: RowArray) -> Iterator[tuple[FloatArray, Beside]]:
-        """The state before the first step and after each, with what stays beside it."""
+        """The state before the first step and after each, with its context."""
         x, beside = self._embed(rows)
         yield x, beside
         for step in range(self._steps):
@@ -117,7 +117,7 @@ class OrtStepClassifier:
         return x, beside
 
     def _step(self, step: int, x: FloatArray, beside: Beside) -> FloatArray:
-        """The next state; with a method that looks back, its velocity is put beside it."""
+        """The next state; for methods that need it, the velocity is put beside it."""
         sessions = self._sessions
         told = {name: beside[name] for name in sessions.contexts}
         if sessions.history:
@@ -136,12 +136,9 @@ class OrtStepClassifier:
         return logits  # (B, C), or (B, N, C)
 
 
-# One rung of a classifier as one graph on onnxruntime.
-
-
 @final
 class OrtClassifier:
-    """A stateless graph: rows in, a row of logits each out."""
+    """A rung as one graph: rows in, logits out."""
 
     def __init__(self, session: ort.InferenceSession, manifest: Manifest) -> None:
         self._session = session
@@ -154,11 +151,8 @@ class OrtClassifier:
         return logits  # (B, C)
 
     def forward(self, rows: RowArray) -> FloatArray:
-        """The same, by the name that whole graphs of every task have."""
+        """The same; whole graphs of every task have this name."""
         return self.run(rows)
-
-
-# The threads that calls of one model run on beside the one that asks.
 
 
 ItemT = TypeVar("ItemT")
@@ -167,16 +161,16 @@ AnswerT = TypeVar("AnswerT")
 
 @final
 class Threads:
-    """As many as there may be at once, the one that asks among them; started when first needed."""
+    """Threads that run parts of a call, the calling one included; started when first needed."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._others: ThreadPoolExecutor | None = None
 
     def each(self, call: Callable[[ItemT], AnswerT], items: Sequence[ItemT]) -> list[AnswerT]:
-        """The answers to all items, as many at once as there are threads, each the next.
+        """The answers to all items; each thread takes the next item when it is free.
 
-        Raises when all that began have ended, if one did.
+        If a call raises, raises after all that had begun have ended.
         """
         if len(items) == 1:
             return [call(items[0])]
@@ -200,10 +194,10 @@ class Threads:
         others: list[Future[None]] = []
         try:
             for _ in range(min(self.most, len(items)) - 1):
-                others.append(self._others.submit(work))  # may be refused a thread
+                others.append(self._others.submit(work))  # may fail to start a thread
             work()
         finally:
-            waiting.clear()  # nothing is left, unless something failed
+            waiting.clear()  # empty, unless something failed
             for other in others:
                 other.exception()  # waits for its end
         for other in others:
@@ -216,21 +210,20 @@ class Threads:
             self._others = None
 
 
-# Rows of one call in parts that run side by side. A session's own threads meet again after every
-# product, often within microseconds, and wait for each other; parts of a batch meet once. They
-# are not equal: a thread whose core has other things to do leaves the last ones to the others. No
-# answer depends on what shares its part.
+# A session's own threads synchronise after every matrix product, often within microseconds; parts
+# of a batch synchronise once. Parts are of unequal size, so that a thread on a busy core leaves the
+# last ones to others. Answers do not depend on the split.
 
 
 @final
-class Parts:
-    """The rows of a call, shared among threads that the rungs of one model take turns with."""
+class RowSplitter:
+    """Splits the rows of a call over threads."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
-        """The answers to the parts in their order; raises when all have ended, if one did."""
+        """The answers of the parts in order; raises after all have ended, if one did."""
         sizes = cut_rows(len(rows), self._threads.most) if rows.ndim else [1]
         if len(sizes) == 1:
             return [call(rows)]
@@ -238,22 +231,22 @@ class Parts:
         return self._threads.each(call, [rows[low:high] for low, high in bounds])
 
 
-class SideBySide:
-    """One rung of a classifier."""
+class ParallelClassifier:
+    """A rung of a classifier, its rows split over threads."""
 
-    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: Parts) -> None:
+    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: RowSplitter) -> None:
         self._classifier = classifier
-        self._parts = parts
+        self._splitter = parts
 
     def run(self, rows: RowArray) -> FloatArray:
-        return np.concatenate(self._parts.each(self._classifier.run, rows))
+        return np.concatenate(self._splitter.each(self._classifier.run, rows))
 
 
 @final
-class StepsSideBySide(SideBySide):
-    """One that is made of single steps."""
+class ParallelStepClassifier(ParallelClassifier):
+    """A rung that can run step by step, its rows split over threads."""
 
-    def __init__(self, steps: OrtStepClassifier, parts: Parts) -> None:
+    def __init__(self, steps: OrtStepClassifier, parts: RowSplitter) -> None:
         super().__init__(steps, parts)
         self._steps = steps
 
@@ -261,7 +254,7 @@ class StepsSideBySide(SideBySide):
         def early(part: RowArray) -> EarlyAnswers:
             return self._steps.early(part, threshold)
 
-        found = self._parts.each(early, rows)
+        found = self._splitter.each(early, rows)
         logits, evaluations, _ = zip(*found, strict=True)
         return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
 
@@ -269,10 +262,10 @@ class StepsSideBySide(SideBySide):
         def traced(part: RowArray) -> EarlyAnswers:
             return self._steps.traced(part, threshold)
 
-        logits, evaluations, readouts = zip(*self._parts.each(traced, rows), strict=True)
+        logits, evaluations, readouts = zip(*self._splitter.each(traced, rows), strict=True)
         return EarlyAnswers(
             np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
         )
 
     def jumps(self, rows: RowArray) -> FloatArray:
-        return np.concatenate(self._parts.each(self._steps.jumps, rows), axis=1)
+        return np.concatenate(self._splitter.each(self._steps.jumps, rows), axis=1)

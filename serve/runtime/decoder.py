@@ -1,4 +1,4 @@
-"""A decoder rung on onnxruntime: prompts read, rows that decode together."""
+"""A decoder rung on onnxruntime: prefill, and batches of rows that decode together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.bundle import Manifest, Rung
-from serve.runtime.cache import CacheLayout, Part, RowCaches
+from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
 from serve.runtime.protocol import (
     CacheArray,
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     WindowFullError,
     check_tokens,
 )
 from serve.runtime.session import StepSessions, bind_input, bind_output, cache_names
 
-# Tokens of some rows on their way through all steps of a rung, with buffers bound in advance.
-
 
 @final
-class OrtCrossing:
-    """Valid while the caches stay where they are: `run` reads tokens and past anew every time."""
+class BoundPass:
+    """A pass of tokens through all steps, bound to its buffers in advance.
+
+    Valid while the caches do not move. `run` reads `tokens` and `past` anew every time.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class OrtCrossing:
         width: int,
         vocab_size: int,
     ) -> None:
-        """`caches` has the buffers of one step behind those of another; `names` are a step's."""
+        """`caches` has the buffers of one step after another; `names` are those of one step."""
         self.tokens, self.past = tokens, past  # (B, S), (B,)
         rows, length = tokens.shape
         self.logits = np.empty((rows, len(keep), vocab_size), dtype=np.float32)  # (B, K, V)
@@ -86,52 +87,51 @@ class OrtCrossing:
         return len(self._steps)
 
     def run(self) -> FloatArray:
-        """The logits, which the next run overwrites."""
+        """A whole pass; the next run overwrites the logits."""
         self.begin()
-        self.cross(0, self.steps)
+        self.advance(0, self.steps)
         return self.end()
 
     def begin(self) -> None:
         """Embed the tokens."""
         self._sessions.embed.run_with_iobinding(self._embed)
 
-    def cross(self, first: int, end: int) -> None:
-        """Take these steps, which come next."""
+    def advance(self, first: int, end: int) -> None:
+        """Run these steps, which come next."""
         for binding in self._steps[first:end]:
             self._step.run_with_iobinding(binding)
 
     def end(self) -> FloatArray:
-        """The logits, once all steps have been taken; the next run overwrites them."""
+        """The logits after the last step; the next run overwrites them."""
         self._sessions.head.run_with_iobinding(self._head)
         return self.logits
 
 
-# A prompt that is read piece by piece on onnxruntime, with caches of its own. Attention sums in
-# another order for other chunks, so their ends depend on nothing but the prompt. What becomes of
-# the row is the batch's affair.
+# Attention sums in another order for chunks of another size, so a prompt's chunks depend on the
+# prompt alone: the same prompt always gives the same logits.
 
 
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[list[CacheArray], IntArray, int], OrtCrossing]  # caches, tokens (S,), past
+Opening = Callable[[list[CacheArray], IntArray, int], BoundPass]  # (caches, tokens (S,), past)
 
 
 @final
-class OrtReading:
-    """One row on its way into a batch."""
+class OrtPrefill:
+    """The prefill of one prompt, in pieces, with caches of its own."""
 
     def __init__(
-        self, caches: RowCaches, open_crossing: Opening, tokens: IntArray, positions: int
+        self, caches: RowCaches, open_pass: Opening, tokens: IntArray, positions: int
     ) -> None:
-        """With caches that hold nothing yet; it may come to have so many positions."""
+        """`caches` are empty; the row may grow to this many positions."""
         self.tokens = tokens  # (S,)
         self.caches = caches
-        # One position more at least, since a prompt is read to be continued.
+        # At least one position more, since a prompt is there to be continued.
         self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
-        self._open = open_crossing
-        self._crossing: OrtCrossing | None = None
+        self._open = open_pass
+        self._bound_pass: BoundPass | None = None
         self._read = self._step = 0
 
     @property
@@ -144,32 +144,29 @@ class OrtReading:
 
     @property
     def done(self) -> bool:
-        """Whether all has been read."""
+        """Whether the whole prompt has been processed."""
         return self._read == len(self.tokens)
 
     def advance(self) -> FloatArray | None:
         assert not self.done, "all has been read"
         chunk = self.tokens[self._read : self._read + CHUNK_TOKENS]
-        if self._crossing is None:
-            self._crossing = self._open(self.caches.arrays, chunk, self._read)
-            self._crossing.begin()
-        crossing = self._crossing
-        end = min(crossing.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
-        crossing.cross(self._step, end)
+        if self._bound_pass is None:
+            self._bound_pass = self._open(self.caches.arrays, chunk, self._read)
+            self._bound_pass.begin()
+        bound_pass = self._bound_pass
+        end = min(bound_pass.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
+        bound_pass.advance(self._step, end)
         self._step = end
-        if end < crossing.steps:
+        if end < bound_pass.steps:
             return None
         self._read += len(chunk)
-        self._crossing, self._step = None, 0
-        return crossing.end()[0, 0] if self.done else None
+        self._bound_pass, self._step = None, 0
+        return bound_pass.end()[0, 0] if self.done else None
 
 
 def last_of(tokens: IntArray) -> IntArray:
     """The position whose logits are wanted, as the head takes it."""
     return np.array([len(tokens) - 1], dtype=np.int64)
-
-
-# What comes before and after the steps of rows that get one token each, bound once for each size.
 
 
 _KEPT_SIZES = 64
@@ -195,8 +192,8 @@ class _Head:
 
 
 @final
-class OrtEnds:
-    """Calls that come again and again are bound to buffers of their own."""
+class EmbedAndHead:
+    """Embedding and head of rows with one token each, bound to buffers once for each size."""
 
     def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
         self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
@@ -207,9 +204,9 @@ class OrtEnds:
     def embed(
         self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
     ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """State (B, 1, D), lengths (B,) and the largest () of tokens (B,) behind positions (B,).
+        """States (B, 1, D), lengths (B,) and the largest () for tokens (B,) after positions (B,).
 
-        The next call for as many rows overwrites them.
+        The next call with as many rows overwrites them.
         """
         call = self._embeds.get(rows) or self._bound_embed(rows)
         call.tokens[:, 0], call.past[:] = tokens, past
@@ -257,44 +254,44 @@ class OrtEnds:
         return call
 
 
-_NUMBERS = count()  # of all batches, so that none is ever taken for another
+_NUMBERS = count()  # unique over all batches
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class Stand:
-    """Where the rows of a batch stand between two steps."""
+class StepState:
+    """The state of a batch's rows between two steps."""
 
     x: FloatArray  # (B, 1, D)
-    v: FloatArray  # (B, 1, D): the velocity of the step before, where the method looks back
+    v: FloatArray  # (B, 1, D): velocity of the last step, for methods that need it
     seqlens: npt.NDArray[np.int32]  # (B,)
-    total: int  # positions of the longest row, with the new one
+    total: int  # positions of the longest row, the new one included
     step: int = 0
 
 
 @final
 class OrtDecodeBatch:
-    """Caches as prefixes of shared buffers; the step reads and writes them in place."""
+    """A batch whose rows are prefixes of shared buffers; each step updates its caches in place."""
 
     def __init__(
         self,
         sessions: StepSessions,
-        ends: OrtEnds,
+        embed_and_head: EmbedAndHead,
         names: list[str],
         layout: CacheLayout,
         width: int,
         vocab_size: int,
     ) -> None:
-        self.stand: Stand | None = None  # None: between two tokens
+        self.step_state: StepState | None = None  # None: between two tokens
         self.number = next(_NUMBERS)
         self.sessions, self.names, self.width = sessions, names, width
-        self._ends = ends
+        self._embed_and_head = embed_and_head
         self._vocab_size = vocab_size
         self._caches = RowCaches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
-        self._rooms: list[int] = []  # positions that each row may come to have
-        self._lead = 1  # of the last row that ran ahead
-        self._crossing: OrtCrossing | None = None  # of one token a row, until rows or buffers move
+        self._rooms: list[int] = []  # the most positions of each row
+        self._lead = 1  # of the last row that speculated
+        self._bound_pass: BoundPass | None = None  # one token a row; until rows or buffers move
 
     @property
     def lengths(self) -> list[int]:
@@ -315,7 +312,7 @@ class OrtDecodeBatch:
 
     @property
     def version(self) -> int:
-        """Another one whenever the caches move."""
+        """Changes whenever the caches move."""
         return self._caches.version
 
     @property
@@ -326,7 +323,7 @@ class OrtDecodeBatch:
     def steps(self) -> int:
         return self._caches.layout.buffers // len(self.names)
 
-    def read(self, tokens: IntArray, positions: int = 0) -> OrtReading:
+    def read(self, tokens: IntArray, positions: int = 0) -> OrtPrefill:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
         if len(tokens) > max_tokens:
@@ -334,31 +331,31 @@ class OrtDecodeBatch:
                 f"a prompt of {len(tokens)} tokens is longer than max_tokens ({max_tokens}); "
                 "keep its last ones"
             )
-        # As the last row that ran ahead wanted them: the next one probably wants the same.
+        # With the lead of the last row that speculated; the next one probably uses the same.
         caches = RowCaches(self._caches.layout, self._lead)
-        return OrtReading(caches, self._open_alone, tokens, positions)
+        return OrtPrefill(caches, self._open_alone, tokens, positions)
 
-    def join(self, reading: Reading) -> None:
-        assert isinstance(reading, OrtReading) and reading.done, "nothing that was read here"
-        assert self.stand is None, "a row joins between two tokens"
-        row, length = len(self._past), len(reading.tokens)
+    def join(self, prefill: Prefill) -> None:
+        assert isinstance(prefill, OrtPrefill) and prefill.done, "nothing that was read here"
+        assert self.step_state is None, "a row joins between two tokens"
+        row, length = len(self._past), len(prefill.tokens)
         if row == 0:
-            self._caches = reading.caches
+            self._caches = prefill.caches
         else:
             longest = self._longest()
             self._caches.reserve(
-                row, longest, row + 1, max(reading.room, *self._rooms, longest + 1)
+                row, longest, row + 1, max(prefill.room, *self._rooms, longest + 1)
             )
-            self._caches.take(row, reading.caches, length)
+            self._caches.take(row, prefill.caches, length)
         self._past = np.append(self._past, np.int32(length))
-        self._rooms.append(reading.room)
-        self._crossing = None
+        self._rooms.append(prefill.room)
+        self._bound_pass = None
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        while (logits := reading.advance()) is None:
+        prefill = self.read(tokens)
+        while (logits := prefill.advance()) is None:
             pass
-        self.join(reading)
+        self.join(prefill)
         return logits.copy()
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:
@@ -372,83 +369,85 @@ class OrtDecodeBatch:
         rows = len(self._past)
         longest = self._longest()
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
-            self._crossing = None
+            self._bound_pass = None
         caches = [array[row : row + 1] for array in self._caches.arrays]
-        crossing = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
-        logits: FloatArray = crossing.run()[0]  # (S, V)
+        bound_pass = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
+        logits: FloatArray = bound_pass.run()[0]  # (S, V)
         self._past[row] += len(tokens)
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
         self.make_room(tokens)
-        if self._crossing is None:
+        if self._bound_pass is None:
             one, caches = np.zeros((self.rows, 1), dtype=np.int64), self._used()
-            self._crossing = self._open(caches, one, self._past, _FIRST_OF_ONE)
-        self._crossing.tokens[:, 0] = tokens
-        logits: FloatArray = self._crossing.run()[:, 0].copy()  # (B, V)
+            self._bound_pass = self._open(caches, one, self._past, _FIRST_OF_ONE)
+        self._bound_pass.tokens[:, 0] = tokens
+        logits: FloatArray = self._bound_pass.run()[:, 0].copy()  # (B, V)
         self._past += 1
         return logits
 
     def begin(self, tokens: IntArray) -> None:
-        self.stand = self.embed(tokens, self.make_room(tokens))
+        self.step_state = self.embed(tokens, self.make_room(tokens))
 
     def end(self) -> FloatArray:
         return self.read_off(self.arrive())
 
     def arrive(self) -> FloatArray:
-        """States (B, 1, D) behind the last step; every row grows by one position."""
-        assert self.stand is not None and self.stand.step == self.steps, "not at the last step"
-        x, self.stand = self.stand.x, None
+        """States (B, 1, D) after the last step; every row grows by one position."""
+        assert self.step_state is not None and self.step_state.step == self.steps, (
+            "not at the last step"
+        )
+        x, self.step_state = self.step_state.x, None
         self._past += 1
         return x
 
-    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> Stand:
-        """Where rows with these tokens (B,) stand first, behind so many positions (B,)."""
-        x, seqlens, total = self._ends.embed(tokens, past, len(tokens))
+    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
+        """The first state of rows with these tokens (B,), after these positions (B,)."""
+        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
         x = x.copy()
         v = np.zeros_like(x) if self.sessions.history else x
-        return Stand(x, v, seqlens.copy(), int(total))
+        return StepState(x, v, seqlens.copy(), int(total))
 
     def state(self, token: int, past: int) -> FloatArray:
-        """Where one row (1, 1, D) with this token stands first; the next call overwrites it."""
-        return self._ends.embed(token, past)[0]
+        """The first state (1, 1, D) of one row with this token; the next call overwrites it."""
+        return self._embed_and_head.embed(token, past)[0]
 
     def read_off(self, x: FloatArray) -> FloatArray:
         """Logits (B, V) of states (B, 1, D)."""
-        return self._ends.head(x)
+        return self._embed_and_head.head(x)
 
     def reach(self, positions: int, lead: int) -> None:
-        """Room for so many positions in the only row, which is to run ahead with this lead.
+        """Make room for this many positions in the only row, which speculates with this lead.
 
-        Before the last of them is begun.
+        Call before the last of them is begun.
         """
-        assert self.rows == 1 and self.stand is None
+        assert self.rows == 1 and self.step_state is None
         self._lead, held = lead, positions - 1
         arranged = self._caches.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
-            self._crossing = None
+            self._bound_pass = None
 
     def along(self, step: int, count: int) -> list[CacheArray]:
-        """The caches of the only row at this step and those that are a lead further each."""
+        """The only row's caches at this step and the next ones, each a lead further."""
         return self._caches.along(step, count)
 
     def lengthen(self) -> None:
-        """The only row has one position more, which was written from outside."""
+        """The only row has one position more, which a speculation has written."""
         assert self.rows == 1
         self._past += 1
 
     def caches(self, step: int) -> list[CacheArray]:
-        """The caches of a step; they stay where they are until the next version."""
+        """The caches of a step; they stay where they are until the version changes."""
         each, rows = len(self.names), self.rows
         return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
 
-    def parts(self, step: int) -> list[Part]:
-        """The same, to be seen next to those of other batches."""
+    def parts(self, step: int) -> list[MemoryRange]:
+        """The caches of a step as memory ranges, to be mapped next to those of other batches."""
         return self._caches.parts(step, self.rows)
 
     def remove(self, row: int) -> None:
         self._check_row(row)
-        assert self.stand is None, "a row leaves between two tokens"
+        assert self.step_state is None, "a row leaves between two tokens"
         last = len(self._past) - 1
         if row != last:
             self._caches.move(last, row, int(self._past[last]))
@@ -460,7 +459,7 @@ class OrtDecodeBatch:
         self._rooms.pop()
         longest = self._longest()
         self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
-        self._crossing = None
+        self._bound_pass = None
 
     def _longest(self) -> int:
         return int(self._past.max(initial=0))
@@ -470,8 +469,8 @@ class OrtDecodeBatch:
             raise IndexError(f"there is no row {row} among {len(self._past)}")
 
     def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
-        """Room for one token (B,) more in every row; the positions (B,) that they have."""
-        assert self.stand is None, "the rows are under way"
+        """Make room for one more token (B,) in every row; returns the positions (B,) they have."""
+        assert self.step_state is None, "the rows are under way"
         rows = len(self._past)
         if tokens.shape != (rows,) or rows == 0:
             raise ValueError(f"step takes one token for each of {rows} rows, not {tokens.shape}")
@@ -482,13 +481,13 @@ class OrtDecodeBatch:
                 "remove it and add its last tokens again"
             )
         if self._caches.reserve(rows, longest, rows, longest + 1):
-            self._crossing = None
+            self._bound_pass = None
         return self._past
 
     def _used(self) -> list[CacheArray]:
         return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> OrtCrossing:
+    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> BoundPass:
         return self._open(caches, tokens[None], _one(past), last_of(tokens))
 
     def _open(
@@ -497,8 +496,8 @@ class OrtDecodeBatch:
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,
-    ) -> OrtCrossing:
-        return OrtCrossing(
+    ) -> BoundPass:
+        return BoundPass(
             self.sessions,
             self.names,
             caches,
@@ -514,15 +513,12 @@ def _one(past: int) -> npt.NDArray[np.int32]:
     return np.array([past], dtype=np.int32)
 
 
-# One rung of a decoder with caches on onnxruntime: opens batches, runs whole sequences to verify.
-
-
 _FORWARD_TOKENS = 8192
 
 
 @final
 class OrtDecoder:
-    """So many steps, with caches that each updates in place."""
+    """A rung with caches: opens batches, and runs whole sequences for verification."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
         self._sessions = sessions
@@ -531,11 +527,16 @@ class OrtDecoder:
         self._steps = rung.steps
         self._width = manifest.shape.state_width
         self._vocab_size = manifest.text_tokenizer.vocab_size
-        self._ends = OrtEnds(sessions, self._width, self._vocab_size)
+        self._embed_and_head = EmbedAndHead(sessions, self._width, self._vocab_size)
 
     def open_batch(self) -> OrtDecodeBatch:
         return OrtDecodeBatch(
-            self._sessions, self._ends, self._names, self._layout, self._width, self._vocab_size
+            self._sessions,
+            self._embed_and_head,
+            self._names,
+            self._layout,
+            self._width,
+            self._vocab_size,
         )
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
@@ -556,10 +557,11 @@ class OrtDecoder:
     def _forward_rows(self, tokens: IntArray) -> FloatArray:
         rows, length = tokens.shape
         shape = (rows, self._layout.heads, length, self._layout.head_width)
-        # Nothing is decoded afterwards, so all steps, stages and layers may use the same pair: each
-        # writes all its positions before it reads them, and none starts before the last is done.
+        # Nothing is decoded afterwards, so all steps, stages and layers can use one pair of
+        # buffers: each writes all its positions before it reads them, and none starts before the
+        # last is done.
         pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
-        crossing = OrtCrossing(
+        bound_pass = BoundPass(
             self._sessions,
             self._names,
             pair * (self._steps * len(self._names) // 2),
@@ -569,4 +571,4 @@ class OrtDecoder:
             self._width,
             self._vocab_size,
         )
-        return crossing.run()
+        return bound_pass.run()

@@ -1,6 +1,6 @@
-"""How sure an answer is: by what its largest logit is ahead of the second.
+"""The margin of an answer: how far its largest logit is ahead of the second.
 
-A row with a label at each position is as sure as the least sure of them; padding does not count.
+For a label at each position, the smallest margin of the row; padding does not count.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ import numpy.typing as npt
 from serve.bundle import Manifest
 from serve.runtime.protocol import FloatArray, RowArray
 
-Present = npt.NDArray[np.bool_]  # (B, N): the positions that are no padding
+Present = npt.NDArray[np.bool_]  # (B, N): positions that are not padding
 
 
 def present_positions(rows: RowArray, manifest: Manifest) -> Present | None:
-    """Where each row has a token, of a model that labels positions; None of any other."""
+    """Where rows have tokens, for models that label positions; None for others."""
     if manifest.task != "tag":
         return None
     present: Present = rows != manifest.text_tokenizer.pad_id
@@ -23,7 +23,7 @@ def present_positions(rows: RowArray, manifest: Manifest) -> Present | None:
 def ahead(logits: FloatArray, present: Present | None) -> FloatArray:
     """Margins (..., B) of logits (..., B, C), or (..., B, N, C) of rows with these positions.
 
-    Where a logit is no number nothing is ahead of anything.
+    -inf where a logit is NaN.
     """
     top = np.partition(logits, -2, axis=-1)[..., -2:]  # a NaN counts as the largest
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Rows of several rungs of one decoder in shared calls, and speculation: a row that runs ahead."""
+"""Several rungs of one decoder in shared or parallel calls, and speculation."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,19 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import BundleError, Manifest
-from serve.runtime.cache import can_be_neighbours, side_by_side
+from serve.runtime.cache import can_map_shared, map_adjacent
 from serve.runtime.classifier import Threads
-from serve.runtime.decoder import OrtDecodeBatch, Stand
+from serve.runtime.decoder import OrtDecodeBatch, StepState
 from serve.runtime.protocol import (
     MOST_AHEAD,
     CacheArray,
-    Crossed,
     DecodeBatch,
     FloatArray,
     IntArray,
-    Leg,
     Outcome,
-    Wave,
+    Segment,
+    Speculation,
+    StepOutput,
 )
 from serve.runtime.session import (
     InterruptibleSession,
@@ -30,28 +30,28 @@ from serve.runtime.session import (
     cache_names,
 )
 
-# A row that runs ahead of itself on onnxruntime: positions at different steps share calls. A
-# position needs the keys and values of its own step only, which those before it, being further
-# on, have written. So what was drafted right is done already when it is confirmed, and what was
-# drafted wrong is written over. The caches of steps a lead apart are neighbours, so the positions
-# are rows of the same graph that a batch runs. Which token a position drafts is chosen elsewhere.
+# Speculation: one row has several positions under way at different steps, in one call. A position
+# needs the keys and values of its own step only, and earlier positions, which are further on, have
+# written those. A right draft is finished when it is confirmed; a wrong one is overwritten. The
+# caches of steps a lead apart lie next to each other, so the positions are rows of the batch's own
+# graph. The engine chooses the draft tokens.
 
 
 @final
-class OrtWave:
-    """Places of positions of one row, newest first, as the caches of their steps lie.
+class OrtSpeculation:
+    """The positions of one row that are under way, newest first, as their caches lie in memory.
 
-    A place without a token is between two that have one. What is computed there is read by nobody,
-    and written where the position behind it will write.
+    A place without a token lies between two that have one. What is computed there is never read,
+    and the position behind it overwrites it.
     """
 
-    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "WaveCalls") -> None:
+    def __init__(self, batch: OrtDecodeBatch, lead: int, calls: "SpeculationCalls") -> None:
         assert 0 < lead < batch.steps
         self.lead = lead
         self._batch = batch
-        self._places: list[int | None] = []  # the tokens
+        self._places: list[int | None] = []  # their tokens
         self._under_way = 0  # places with a token
-        self._step = 0  # of the newest place; the next ones are a lead further each
+        self._step = 0  # of the newest place; the others are a lead further each
         self._x: FloatArray = np.empty((0, 1, batch.width), dtype=np.float32)  # (P, 1, D)
         self._calls = calls
 
@@ -76,21 +76,21 @@ class OrtWave:
         self._under_way += 1
         self._step = 0
 
-    def cross(self) -> Crossed:
+    def advance(self) -> StepOutput:
         batch, places = self._batch, self._places
         key = (batch.steps, self.lead, self._step, len(places))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(batch.sessions, *key, batch.width)
+            call = self._calls[key] = _SpeculationCall(batch.sessions, *key, batch.width)
         if call.version != batch.version:
             call.bind(batch)
         call.run(self._x, batch.lengths[0], places)
-        self._x = call.y.copy()  # another wave may come to this call before this one does
+        self._x = call.y.copy()  # another speculation may use this call before this one does
         self._step += 1
         drafts = self._step % self.lead == 0
         ends = self._step + (len(places) - 1) * self.lead == batch.steps
         if not drafts and not ends:
-            return Crossed(None, None)
+            return StepOutput(None, None)
         logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
         last, rest = (logits[0], logits[1:]) if ends else (None, logits)
         if ends:
@@ -104,7 +104,7 @@ class OrtWave:
             while places and places[-1] is None:
                 places.pop()
             self._x = self._x[: len(places)]
-        return Crossed(rest if drafts else None, last)
+        return StepOutput(rest if drafts else None, last)
 
     def keep(self, count: int) -> None:
         while self._under_way > count or (self._places and self._places[0] is None):
@@ -114,26 +114,26 @@ class OrtWave:
 
 
 @final
-class _Call:
-    """So many places, the newest of which stands at this step; for one batch after another."""
+class _SpeculationCall:
+    """A call of this many places with the newest at this step, for one batch after another."""
 
     def __init__(
         self, sessions: StepSessions, steps: int, lead: int, step: int, count: int, width: int
     ) -> None:
         self.version = -1  # of the batch whose caches are bound
         self.x: FloatArray = np.empty((count, 1, width), dtype=np.float32)  # (P, 1, D)
-        self.y = np.empty_like(self.x)  # a step later; the next run of this call overwrites it
+        self.y = np.empty_like(self.x)  # one step later; overwritten by the next run
         self._seqlens: npt.NDArray[np.int32] = np.empty(count, dtype=np.int32)
         self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
-        # Positions between the first and each place, where every place has one.
+        # Offsets of the places' positions, if every place has a token.
         self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)
         self._stands = [step + lead * older for older in range(count)]
-        # Steps to the end with this one: as many times a jump goes along the velocity.
-        left = [steps - stand for stand in self._stands]
+        # Steps to the end, this one included: a jump goes this far along the velocity.
+        left = [steps - step_state for step_state in self._stands]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
-        self._ends = left[-1] == 1  # the first position
+        self._ends = left[-1] == 1  # whether the first position ends
         self._grid = sessions.grid_steps is not None
-        told = [sessions.times(stand, steps, 1) for stand in self._stands]
+        told = [sessions.times(step_state, steps, 1) for step_state in self._stands]
         self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
         self._session = sessions.step
         self._binding = self._session.io_binding()
@@ -145,7 +145,7 @@ class _Call:
         bind_output(self._binding, "y", self.y)
 
     def bind(self, batch: OrtDecodeBatch) -> None:
-        """To the caches of the only row of a batch, which holds them until its next version."""
+        """Bind the caches of the batch's only row; they stay until its version changes."""
         caches = batch.along(self._stands[0], len(self._stands))
         for name, array in zip(batch.names, caches, strict=True):
             bind_input(self._binding, name, array)
@@ -153,7 +153,7 @@ class _Call:
         self.version = batch.version
 
     def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
-        """Take the states (P, 1, D) a step further; the row has so many positions behind it."""
+        """Run one step of the states (P, 1, D), of a row with this many finished positions."""
         self.x[:] = x
         if None in places:
             position = past
@@ -167,25 +167,27 @@ class _Call:
         self._session.run_with_iobinding(self._binding)
 
     def jumped(self) -> FloatArray:
-        """The states (P, 1, D) that drafts are read off: where each would be at the end.
+        """The states (P, 1, D) to read drafts from: where each position would be at the end.
 
-        With the dial of resolution, had its last velocity stayed the same; with that of time an
-        earlier answer is that of an earlier end.
+        With the dial of resolution, by a jump along the last velocity. With the dial of time, the
+        state itself, which is the answer of an earlier end.
         """
         if self._grid:
             return self.y
         states: FloatArray = self.y - self.x
         states *= self._left
         states += self.x
-        if self._ends:  # no jump: the state itself, to the last bit
+        if self._ends:  # no jump: exactly the state itself
             states[-1] = self.y[-1]
         return states
 
 
-WaveCalls = dict[tuple[int, int, int, int], _Call]  # of steps, lead, first step and places
+SpeculationCalls = dict[
+    tuple[int, int, int, int], _SpeculationCall
+]  # (steps, lead, first step, places)
 
 
-_MOST_CALLS, _MOST_PARTS = 64, 8_192  # kept; of caches, of which a process may map 65,530
+_MOST_CALLS, _MOST_PARTS = 64, 8_192  # calls kept; mapped parts, of which a process may have 65,530
 _log = logging.getLogger("stepdial.runtime")
 Open = Callable[[], InterruptibleSession]
 Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
@@ -193,7 +195,7 @@ Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 
 @final
 class OrtMix:
-    """Single steps of several batches; the calls that come again are bound once."""
+    """Runs steps of several batches of one model; repeated calls are bound only once."""
 
     def __init__(
         self,
@@ -202,19 +204,19 @@ class OrtMix:
         open_alone: Open,
         threads: Threads,
     ) -> None:
-        """`open_alone` is for one thread."""
-        self.most_batches = len(manifest.rungs) if can_be_neighbours() else 1
+        """`open_alone` opens a session with one thread."""
+        self.most_batches = len(manifest.rungs) if can_map_shared() else 1
         self.sides = threads.most
-        # Only there a step goes straight along the velocity, which a jump prolongs.
-        self.runs_ahead = manifest.method == "euler"
+        # A jump needs steps that go straight along the velocity.
+        self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
-        self._alone = _Late(open_alone)
+        self._alone = _LazySession(open_alone)
         self._threads = threads
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _MixCall] = {}
         self._most_calls = _most_calls(len(self._names) * self.most_batches)
-        self._apart = False  # whether no more memory could be mapped
-        self._wave_calls: WaveCalls = {}
+        self._apart = False  # whether memory cannot be mapped any more
+        self._speculation_calls: SpeculationCalls = {}
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
         going = _own(batches)
@@ -224,7 +226,7 @@ class OrtMix:
         for batch, past in zip(going, pasts, strict=True):
             rows = slice(first, first + len(past))
             longest = int(past.max()) + 1
-            batch.stand = Stand(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
+            batch.step_state = StepState(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
             first += len(past)
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
@@ -250,29 +252,29 @@ class OrtMix:
         for batch in going:
             self._run(self._sessions.step_of(batch.rows), [batch])
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
         session = self._alone.get() or self._sessions.step
 
-        def run(legs: Sequence[Leg]) -> list[Outcome]:
-            return [self._take(leg, session) for leg in legs]
+        def run(segments: Sequence[Segment]) -> list[Outcome]:
+            return [self._take(segment, session) for segment in segments]
 
         return self._threads.each(run, sides)
 
-    def _take(self, leg: Leg, session: InterruptibleSession) -> Outcome:
-        batch = leg.batch
+    def _take(self, segment: Segment, session: InterruptibleSession) -> Outcome:
+        batch = segment.batch
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         try:
-            if leg.tokens is not None:
-                batch.begin(leg.tokens)
-            for _ in range(leg.steps):
+            if segment.tokens is not None:
+                batch.begin(segment.tokens)
+            for _ in range(segment.steps):
                 self._run(session, [batch])
-            return batch.end() if _standing(batch) == batch.steps else None
+            return batch.end() if _step_of(batch) == batch.steps else None
         except Exception as error:  # onnxruntime has no base class of its own
             return error
 
     def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
-        """One step, with the buffers of the last time that so many rows stood there."""
-        key = (session, tuple((one.number, one.rows, _standing(one)) for one in going))
+        """One step. Calls with the same batches, rows and steps reuse their buffers."""
+        key = (session, tuple((one.number, one.rows, _step_of(one)) for one in going))
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= self._most_calls:
@@ -280,21 +282,21 @@ class OrtMix:
             call = self._calls[key] = _MixCall(session, self._sessions, self._names, going)
         call.run(going)
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        return OrtWave(batch, lead, self._wave_calls)
+        return OrtSpeculation(batch, lead, self._speculation_calls)
 
 
 @final
-class _Late:
-    """A session that is opened when rungs first go abreast: it has a copy of the weights."""
+class _LazySession:
+    """A session opened when rungs first run in parallel, since it copies the weights."""
 
     def __init__(self, opening: Open | None) -> None:
         self._opening = opening
         self._session: InterruptibleSession | None = None
 
     def get(self) -> InterruptibleSession | None:
-        """None if the bundle was changed since the other graphs were opened."""
+        """None if the bundle was changed since its other graphs were opened."""
         if self._session is None and self._opening is not None:
             try:
                 self._session = self._opening()
@@ -308,9 +310,9 @@ class _Late:
 
 @final
 class _MixCall:
-    """So many rows of these batches at these steps, with buffers; batches bring their rows along.
+    """A step of these batches' rows, with its own state buffers.
 
-    Caches are bound by address: it keeps none, and takes them anew wherever they have moved.
+    Caches are bound by address, and bound again when they have moved.
     """
 
     def __init__(
@@ -325,15 +327,16 @@ class _MixCall:
         self._history = sessions.history
         self._names = names
         self._versions: list[int] = []  # of the batches whose caches are bound
-        self._neighbours: list[CacheArray] = []  # the caches of several, side by side
+        # The caches of several batches, mapped next to each other.
+        self._adjacent: list[CacheArray] = []
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
-        stands = [batch.stand for batch in batches]
+        stands = [batch.step_state for batch in batches]
         assert stands[0] is not None
         shape = (rows, *stands[0].x.shape[1:])
         told = [
-            sessions.times(_standing(batch), batch.steps, size)
+            sessions.times(_step_of(batch), batch.steps, size)
             for batch, size in zip(batches, sizes, strict=True)
         ]
         self._kept: list[np.ndarray] = []
@@ -351,14 +354,14 @@ class _MixCall:
         begin = 0
         versions, longest = [], 0
         for batch, end in zip(batches, self._ends, strict=True):
-            stand = batch.stand
-            assert stand is not None
+            step_state = batch.step_state
+            assert step_state is not None
             versions.append(batch.version)
-            self._x[begin:end] = stand.x
+            self._x[begin:end] = step_state.x
             if self._history:
-                self._previous[begin:end] = stand.v
-            self._seqlens[begin:end] = stand.seqlens
-            longest = max(longest, stand.total)
+                self._previous[begin:end] = step_state.v
+            self._seqlens[begin:end] = step_state.seqlens
+            longest = max(longest, step_state.total)
             begin = end
         self._total[()] = longest
         if versions != self._versions:
@@ -367,23 +370,23 @@ class _MixCall:
         self._session.run_with_iobinding(self._binding)
         begin = 0
         for batch, end in zip(batches, self._ends, strict=True):
-            assert batch.stand is not None
-            # Not copied: this call can come again only with rows that have left this place.
-            batch.stand.x = self._y[begin:end]
+            assert batch.step_state is not None
+            # Not copied: this call runs again only for rows that have taken other steps since.
+            batch.step_state.x = self._y[begin:end]
             if self._history:
-                batch.stand.v = self._v[begin:end]
-            batch.stand.step += 1
+                batch.step_state.v = self._v[begin:end]
+            batch.step_state.step += 1
             begin = end
 
     def _attend(self, batches: Sequence[OrtDecodeBatch]) -> None:
-        caches = batches[0].caches(_standing(batches[0]))
+        caches = batches[0].caches(_step_of(batches[0]))
         if len(batches) > 1:
-            parts = [batch.parts(_standing(batch)) for batch in batches]
+            parts = [batch.parts(_step_of(batch)) for batch in batches]
             shape, kind = caches[0].shape[1:], caches[0].dtype
             caches = [
-                side_by_side(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
+                map_adjacent(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
             ]
-            self._neighbours = caches
+            self._adjacent = caches
         for name, array in zip(self._names, caches, strict=True):
             bind_input(self._binding, name, array)
             bind_output(self._binding, f"{name}_out", array)
@@ -400,7 +403,7 @@ class _MixCall:
 
 
 def _most_calls(parts: int) -> int:
-    """The calls that may be kept, each of so many parts of caches at most."""
+    """Calls that may be kept if each maps up to this many parts."""
     return max(1, min(_MOST_CALLS, _MOST_PARTS // parts))
 
 
@@ -410,6 +413,6 @@ def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
     return going
 
 
-def _standing(batch: OrtDecodeBatch) -> int:
-    assert batch.stand is not None, "a batch that has not begun"
-    return batch.stand.step
+def _step_of(batch: OrtDecodeBatch) -> int:
+    assert batch.step_state is not None, "a batch that has not begun"
+    return batch.step_state.step

@@ -1,8 +1,7 @@
-"""A bundle opened with onnxruntime on the CPU: sessions, made when first needed.
+"""A bundle opened with onnxruntime: its sessions, opened when first needed.
 
-All but tiny models make every rung of the graphs of one step: the weights are in memory once, and
-what a call takes can be foretold. For tiny ones a graph a rung is quicker, since it is one call.
-Knows which rungs are open; not what is asked of them.
+All but tiny models run every rung from the graphs of one step, so that the weights are in memory
+once and the cost of a call can be predicted. Tiny models use one graph a rung, which saves calls.
 """
 
 import time
@@ -18,9 +17,9 @@ from serve.bundle import Bundle, BundleError, Manifest, Rung
 from serve.runtime.classifier import (
     OrtClassifier,
     OrtStepClassifier,
-    Parts,
-    SideBySide,
-    StepsSideBySide,
+    ParallelClassifier,
+    ParallelStepClassifier,
+    RowSplitter,
     Threads,
 )
 from serve.runtime.decoder import OrtDecoder
@@ -46,23 +45,22 @@ if TYPE_CHECKING:
     from serve.bundle import Task
 
 
-# How many threads the sessions of a model should have, found by timing one row. A session's
-# threads meet after every product, and wait for each other: what is small is done sooner by one.
-# Rows of a classifier's batch have threads of their own anyway; those of a decoder have none, so
-# only the step of a single row is asked about.
+# How many threads a session should have is measured on one row, since threads synchronise after
+# every product and small products are faster on one. Batches of a classifier are split over threads
+# anyway; for a decoder only the step of a single row is measured.
 
 
-_ALWAYS_ONE_S = 0.005  # an evaluation of one row that takes no longer has nothing to share
-_WORTH = 0.8  # of the time of one thread: others could have had the cores
+_ALWAYS_ONE_S = 0.005  # an evaluation this fast is not worth splitting
+_WORTH = 0.8  # of the time on one thread: other work could use the cores
 _TIMES = 3
-_SMALL_BYTES = 16 << 20  # of weights; to read more takes longer than threads take to meet
+_SMALL_BYTES = 16 << 20  # of weights; reading more takes longer than synchronising threads
 _ROUNDS, _LEAST_ROUNDS = 15, 3
-_NO_SLOWER = 1.03  # within what a measurement is off; the other cores are left to others
+_NO_SLOWER = 1.03  # within measurement error; the other cores are free then
 
-Opening = Callable[[int], Model]  # the model, with so many threads a session from now on
+Opening = Callable[[int], Model]  # opens the model with this many threads a session
 
 
-def settle_threads(opening: Opening, most: int) -> None:
+def tune_threads(opening: Opening, most: int) -> None:
     """Leave the model with one thread or `most`, whichever answers one row sooner."""
     one_s, evaluations = _timed(opening(1))
     if one_s <= _ALWAYS_ONE_S * evaluations:
@@ -72,12 +70,12 @@ def settle_threads(opening: Opening, most: int) -> None:
         opening(1)
 
 
-def settle_single(
+def tune_single_row(
     sessions: StepSessions, open_alone: Callable[[], InterruptibleSession], manifest: Manifest
 ) -> StepSessions:
-    """These sessions, with one of one thread for a single row if that is no slower."""
+    """These sessions, with a one-thread session for single rows if that is no slower."""
     most = manifest.text_input.max_tokens
-    middle = most // 2  # positions cached: attention is a share of the work as it is on average
+    middle = most // 2  # cached positions, so that attention has its average share
     rounds = min(_ROUNDS, (most - middle) // 2)
     if rounds < _LEAST_ROUNDS or manifest.files[manifest.weights].bytes > _SMALL_BYTES:
         return sessions
@@ -92,7 +90,7 @@ def settle_single(
 
 
 def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """The median seconds of each once its threads are awake, all in turn in every round."""
+    """The median seconds of each run with its threads awake, alternating."""
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, times in zip(runs, taken, strict=True):
@@ -104,7 +102,7 @@ def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[float
 
 
 def _timed(model: Model) -> tuple[float, int]:
-    """Seconds that one row takes at the fewest steps, and how many evaluations it is."""
+    """Seconds of one row at the fewest steps, and its evaluations."""
     manifest = model.bundle.manifest
     rung, row = manifest.rungs[0], largest_row(manifest)[None]
     classifier = model.classifier(rung.steps)
@@ -117,13 +115,13 @@ def _timed(model: Model) -> tuple[float, int]:
     return min(taken_s), rung.nfe
 
 
-TINY_BYTES = 1 << 20  # of weights: to call a step takes as long as to compute it
+TINY_BYTES = 1 << 20  # of weights: calling a step takes as long as computing it
 _CPU = Place()
 
 
 @final
 class OrtModel:
-    """All rungs of a bundle in one process."""
+    """All rungs of a bundle, in one process."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> None:
         if threads is not None and threads < 1:
@@ -131,11 +129,11 @@ class OrtModel:
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
         self._place = place
-        self._classifiers: dict[int, SideBySide] = {}
-        self._session_threads = self.threads  # until a warm-up finds that one is better
-        # A GPU shares the rows of a call among its own.
-        self._side_threads = Threads(self.threads if place.device == "cpu" else 1)
-        self._parts = Parts(self._side_threads)
+        self._classifiers: dict[int, ParallelClassifier] = {}
+        self._session_threads = self.threads  # until warm-up finds that one is better
+        # A GPU splits the rows itself.
+        self._row_threads = Threads(self.threads if place.device == "cpu" else 1)
+        self._splitter = RowSplitter(self._row_threads)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
@@ -155,31 +153,31 @@ class OrtModel:
 
     @property
     def most_parts(self) -> int:
-        return self._side_threads.most
+        return self._row_threads.most
 
     @property
     def single_steps(self) -> bool:
         manifest = self._bundle.manifest
         return manifest.labelled and manifest.step is not None and self._place.runs_single_steps
 
-    def classifier(self, steps: int) -> SideBySide:
+    def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")
         if steps not in self._classifiers:
             self._classifiers[steps] = (
                 self.step_classifier(steps)
                 if self._shares_weights()
-                else SideBySide(self._whole(rung), self._parts)
+                else ParallelClassifier(self._whole(rung), self._splitter)
             )
         return self._classifiers[steps]
 
-    def step_classifier(self, steps: int) -> StepsSideBySide:
+    def step_classifier(self, steps: int) -> ParallelStepClassifier:
         self._rung(steps, "classify", "tag")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
         if not self._place.runs_single_steps:
             raise BundleError("only the CPU runs single steps; other devices run whole rungs")
         steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
-        return StepsSideBySide(steps_alone, self._parts)
+        return ParallelStepClassifier(steps_alone, self._splitter)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
         rung = self._rung(steps, "generate")
@@ -201,7 +199,7 @@ class OrtModel:
                 self._step_sessions(),
                 manifest,
                 self._open_alone,
-                self._side_threads,
+                self._row_threads,
             )
         return self._mix
 
@@ -233,7 +231,7 @@ class OrtModel:
         for rung in manifest.rungs:
             try:
                 if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
-                    self._settle()
+                    self._tune_threads()
                 run(rung.steps)
             except BundleError:
                 raise
@@ -244,21 +242,21 @@ class OrtModel:
                     self._bundle.folder / self._file_of(rung),
                 ) from error
 
-    def _settle(self) -> None:
-        """Find where one thread is better than all."""
+    def _tune_threads(self) -> None:
+        """Use one thread where that is better than all."""
         if not self._writes:
-            settle_threads(self._with_threads, self.threads)
+            tune_threads(self._with_threads, self.threads)
         elif self._bundle.manifest.keeps_caches:
             steps = self._step_sessions()
-            self._steps = settle_single(steps, self._open_alone, self._bundle.manifest)
+            self._steps = tune_single_row(steps, self._open_alone, self._bundle.manifest)
 
     @property
     def _writes(self) -> bool:
-        """Whether calls come one upon the other, each waiting for the one before it."""
+        """Whether calls follow each other closely, each waiting for the one before."""
         return not self._bundle.manifest.labelled
 
     def _with_threads(self, count: int) -> Self:
-        """The same with so many threads a session, all of which open anew."""
+        """The same model with this many threads a session; all sessions open anew."""
         if count != self._session_threads:
             self._drop()
             self._session_threads = count
@@ -266,10 +264,10 @@ class OrtModel:
 
     def close(self) -> None:
         self._drop()
-        self._side_threads.close()
+        self._row_threads.close()
 
     def _drop(self) -> None:
-        # One by one: each holds the interpreter for milliseconds, and others wait for it.
+        # One by one: each holds the interpreter for milliseconds, and other threads wait.
         for rungs in (self._classifiers, self._decoders, self._translators):
             while rungs:
                 rungs.popitem()
@@ -286,7 +284,7 @@ class OrtModel:
         self._run_options.terminate = False
 
     def _file_of(self, rung: Rung) -> str:
-        """The graph that runs the rung's steps."""
+        """The graph of the rung."""
         manifest = self._bundle.manifest
         if manifest.step is not None and (manifest.keeps_caches or self._shares_weights()):
             return manifest.step.step
@@ -297,7 +295,7 @@ class OrtModel:
         rows = largest_row(manifest)[None]
         self.classifier(steps).run(rows)
         if manifest.calibration is not None and steps == manifest.full_steps:
-            self.step_classifier(steps).run(rows)  # what answers early
+            self.step_classifier(steps).run(rows)  # early answers use it
 
     def _warm_decoder(self, steps: int) -> None:
         tokens = largest_tokens(self._bundle.manifest)
@@ -318,7 +316,7 @@ class OrtModel:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))
 
     def _open_alone(self) -> InterruptibleSession:
-        """The step on one thread, for rungs that go abreast."""
+        """The step on one thread, for rungs that run in parallel."""
         step, sessions = self._bundle.manifest.step, self._step_sessions()
         assert step is not None
         if sessions.single is not sessions.step:
@@ -351,7 +349,7 @@ class OrtModel:
         return self._steps
 
     def _lent(self) -> Weights | None:
-        """The weights for sessions that open now; on a GPU they take them from the file."""
+        """The weights for sessions that open now; on a GPU they are read from the file."""
         if self._place.device != "cpu":
             return None
         if self._bundle.manifest.keeps_caches or self._shares_weights():
@@ -361,11 +359,11 @@ class OrtModel:
         return self._weights
 
     def _shares_weights(self) -> bool:
-        """Whether a classifier's rungs are single steps, not a session each with its weights."""
+        """Whether a classifier's rungs run from single steps, not from a session each."""
         manifest = self._bundle.manifest
         if manifest.step is None or not self._place.runs_single_steps:
             return False
-        # With 8 bits only the step has the runtime's own products of bytes.
+        # With 8 bits only the step uses the runtime's own integer products.
         return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
 
     def _rung(self, steps: int, *tasks: "Task") -> Rung:

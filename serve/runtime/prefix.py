@@ -1,6 +1,4 @@
-"""Rungs without caches, translators among them: each row keeps its tokens and is run again
-whole.
-"""
+"""Rungs without KV caches, and translators: every token runs its whole prefix again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,15 +12,14 @@ from serve.bundle import Manifest
 from serve.runtime.protocol import (
     FloatArray,
     IntArray,
-    Reading,
+    Prefill,
     RowArray,
     WindowFullError,
     check_tokens,
 )
 
-# A graph without caches on onnxruntime: whole prefixes in, the logits after each of them out.
-# Every prefix is padded to a length that follows from its own, so that its logits do not depend
-# on what runs beside it.
+# Each prefix is padded to a length that depends on its own length only, so that its logits do not
+# depend on the other rows.
 
 
 BUCKET_TOKENS = 16
@@ -31,7 +28,7 @@ _FORWARD_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a translation is made from: padded tokens, and what the encoder made of them."""
+    """The source of a translation: padded tokens, and the encoder's output."""
 
     tokens: IntArray  # (S,)
     memory: FloatArray  # (S, D)
@@ -39,7 +36,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens of one answer so far, and its source if it is a translation."""
+    """The tokens of an answer so far, and its source if it is a translation."""
 
     tokens: IntArray  # (N,)
     source: Source | None = None
@@ -51,7 +48,7 @@ def padded_length(length: int, most: int) -> int:
 
 
 def padded(tokens: IntArray, length: int, pad_id: int) -> IntArray:
-    """A row (N,) with padding on its right."""
+    """A row (N,) padded on the right."""
     row = np.full(length, pad_id, dtype=np.int64)
     row[: len(tokens)] = tokens
     return row
@@ -82,7 +79,7 @@ class PrefixGraph:
         return logits
 
     def forward(self, tokens: IntArray, sources: Sequence[Source] = ()) -> FloatArray:
-        """Logits (B, N, V) at every position of tokens (B, N), given a source each if any."""
+        """Logits (B, N, V) at every position of tokens (B, N), each with its source if any."""
         rows, length = tokens.shape
         keep = np.arange(length, dtype=np.int64)
         logits = np.empty((rows, length, self.vocab_size), dtype=np.float32)
@@ -97,7 +94,7 @@ class PrefixGraph:
         tokens = np.stack([padded(one.tokens, length, self.pad_id) for one in prefixes])  # (B, N)
         keep, kept = np.unique([len(one.tokens) - 1 for one in prefixes], return_inverse=True)
         if len(prefixes) == 1:
-            # Runtimes multiply a single row in another order of sums than several.
+            # Runtimes sum the products of a single row in another order.
             keep = np.repeat(keep, 2)
         sources = [one.source for one in prefixes if one.source is not None]
         logits = self._run(tokens, keep.astype(np.int64), sources)  # (B, K, V)
@@ -114,8 +111,8 @@ class PrefixGraph:
 
 
 @final
-class PrefixReading:
-    """A prefix, which is read in one piece."""
+class PrefixPrefill:
+    """The prefill of a prefix, in one piece."""
 
     def __init__(self, graph: PrefixGraph, row: Prefix) -> None:
         self.row = row
@@ -151,17 +148,17 @@ class OrtPrefixBatch:
     def nbytes(self) -> int:
         return sum(row.source.memory.nbytes for row in self._rows if row.source is not None)
 
-    def read(self, tokens: IntArray, positions: int = 0) -> "PrefixReading":
-        return PrefixReading(self._graph, self._begin(tokens))
+    def read(self, tokens: IntArray, positions: int = 0) -> "PrefixPrefill":
+        return PrefixPrefill(self._graph, self._begin(tokens))
 
-    def join(self, reading: Reading) -> None:
-        assert isinstance(reading, PrefixReading), "nothing that was read here"
-        self._rows.append(reading.row)
+    def join(self, prefill: Prefill) -> None:
+        assert isinstance(prefill, PrefixPrefill), "nothing that was read here"
+        self._rows.append(prefill.row)
 
     def add(self, tokens: IntArray) -> FloatArray:
-        reading = self.read(tokens)
-        logits = reading.advance()
-        self.join(reading)
+        prefill = self.read(tokens)
+        logits = prefill.advance()
+        self.join(prefill)
         return logits
 
     def step(self, tokens: IntArray) -> FloatArray:
@@ -207,12 +204,9 @@ class OrtPrefixBatch:
             raise IndexError(f"there is no row {row} among {len(self._rows)}")
 
 
-# One rung of a decoder without caches on onnxruntime: every token reads the whole prefix again.
-
-
 @final
 class OrtPrefixDecoder:
-    """A graph of whole prefixes."""
+    """A decoder rung without caches."""
 
     def __init__(self, session: ort.InferenceSession, manifest: Manifest) -> None:
         tokenizer = manifest.text_tokenizer
@@ -244,16 +238,13 @@ class OrtPrefixDecoder:
         return Prefix(tokens)
 
 
-# One rung of a translator on onnxruntime: reads a source once, then writes after it.
-
-
 _FLOAT_BYTES = 4
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class OrtTranslation:
-    """A source that has been read."""
+    """A source that the encoder has read."""
 
     graph: PrefixGraph
     source: Source
@@ -268,7 +259,7 @@ class OrtTranslation:
 
 @final
 class OrtTranslator:
-    """An encoder, and a graph of whole prefixes that sees what the encoder made."""
+    """An encoder, and a graph of whole prefixes that attends to its output."""
 
     def __init__(
         self, encoder: ort.InferenceSession, session: ort.InferenceSession, manifest: Manifest

@@ -1,4 +1,4 @@
-"""What the engine asks of a model: its rungs, batches and shared calls."""
+"""What the engine needs of a model: its rungs, batches, shared calls and speculation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 RowArray = IntArray | FloatArray
-Row = list[int] | FloatArray  # the tokens of a text; or pixels (C, H, W), or points (N, dimensions)
+Row = list[int] | FloatArray  # tokens of a text, pixels (C, H, W), or points (N, dimensions)
 CacheArray = FloatArray | npt.NDArray[np.int8]
 
 
@@ -25,20 +25,20 @@ class Classifier(Protocol):
     """One rung of a classifier."""
 
     def run(self, rows: RowArray) -> FloatArray:
-        """Logits (B, C) of what the model takes; (B, N, C) of one that labels each position.
+        """Logits (B, C) of rows; (B, N, C) for a label at each position.
 
-        Tokens (B, N), each row padded on its right with pad_id; or pixels (B, C, H, W), already
-        normalised; or points (B, N, dimensions), already centred and scaled.
+        Rows are tokens (B, N), padded on the right with pad_id; or normalised pixels (B, C, H, W);
+        or centred and scaled points (B, N, dimensions).
         """
         ...
 
 
 class EarlyAnswers(NamedTuple):
-    """Answers to rows that may have stopped before the last step."""
+    """Answers to rows, some of which may have stopped before the last step."""
 
     logits: FloatArray  # (B, C), or (B, N, C)
-    evaluations: IntArray  # (B,): of the velocity, that each took
-    readouts: FloatArray | None = None  # (M, B, ..., C): after each step, if that was asked
+    evaluations: IntArray  # (B,): velocity evaluations of each row
+    readouts: FloatArray | None = None  # (M, B, ..., C): after each step, if asked for
 
 
 class Unrolled(Protocol):
@@ -50,20 +50,20 @@ class Unrolled(Protocol):
 
 
 class StepClassifier(Classifier, Protocol):
-    """A rung of a classifier that is run step by step."""
+    """A classifier rung that can be run step by step."""
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
-        """Each row's answer at the first jump that is ahead by the threshold, or its own at last.
+        """Each row's answer at the first jump whose margin reaches the threshold, or at the end.
 
-        A row is ahead by what its largest logit has over the second; one with a label at each
-        position, by the least of these. With the dial of time the jump is the readout there.
+        The margin is the largest logit less the second; for a label at each position, the smallest
+        of these. With the dial of time the jump is the readout itself.
         """
         ...
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
-        """The same answers, or those of all steps, with the readouts after each step.
+        """The same answers, with or without a threshold, and the readouts after each step.
 
-        Every row takes all steps: those that it would have been spared are in `readouts` too.
+        Every row takes all steps, even if it stops early.
         """
         ...
 
@@ -71,15 +71,15 @@ class StepClassifier(Classifier, Protocol):
         """Logits (M, B, ..., C): the answer if each evaluation went straight to the end.
 
         The last are the rung's own. With the dial of time, the readout after each evaluation.
-        BundleError for a method that has no jumps.
+        BundleError for a method without jumps.
         """
         ...
 
 
-class Reading(Protocol):
-    """A prompt on its way through a rung, in pieces, with caches of its own.
+class Prefill(Protocol):
+    """The prefill of a prompt, in pieces, with caches of its own.
 
-    Where the pieces end follows from the prompt and the rung alone.
+    Where the pieces end depends on the prompt and the rung alone.
     """
 
     @property
@@ -89,80 +89,80 @@ class Reading(Protocol):
 
     @property
     def positions(self) -> int:
-        """Positions that the row has once all is read; of a translation, those of the answer."""
+        """Positions of the row after prefill; for a translation, those of the answer."""
         ...
 
     def advance(self) -> FloatArray | None:
-        """Run the next piece; after the last one the logits (V,) for the token that follows."""
+        """Run the next piece; after the last one the logits (V,) for the next token."""
         ...
 
 
 class DecodeBatch(Protocol):
-    """Rows of ONE rung that decode together, with what they keep; hides how that lies in memory.
+    """Rows of one rung that decode together, with their caches.
 
-    Rows are numbered from 0 in the order they were added. No method changes any row when it
-    raises. The arrays returned belong to the caller.
+    Rows are numbered from 0 in the order they were added. A method that raises changes no row.
+    Returned arrays belong to the caller.
     """
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of each row; of a translation, those of the answer."""
+        """Positions of each row; for a translation, those of the answer."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Memory held now, beside the tokens."""
+        """Memory held now, besides the tokens."""
         ...
 
-    def read(self, tokens: IntArray, positions: int = 0) -> Reading:
-        """Begin to read a prompt or a source (S,), beside the rows.
+    def read(self, tokens: IntArray, positions: int = 0) -> Prefill:
+        """Begin the prefill of a prompt or a source (S,), beside the rows.
 
-        It may come to have so many positions: room for them now saves copies later.
+        The row may grow to this many positions; room for them now saves copies later.
         """
         ...
 
-    def join(self, reading: Reading) -> None:
-        """Append as the last row what this batch has read to its end."""
+    def join(self, prefill: Prefill) -> None:
+        """Append a finished prefill of this batch as the last row."""
         ...
 
     def add(self, tokens: IntArray) -> FloatArray:
-        """Read a prompt or a source (S,), append it as the last row, return its logits (V,)."""
+        """Prefill a prompt or a source (S,), append it as the last row, return its logits (V,)."""
         ...
 
     def step(self, tokens: IntArray) -> FloatArray:
-        """One token a row (B,) to its logits (B, V); every row grows by one position."""
+        """One token a row (B,) to logits (B, V); every row grows by one position."""
         ...
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        """Several tokens (S,) behind one row to the logits (S, V) after each of them."""
+        """Several tokens (S,) after one row to the logits (S, V) after each of them."""
         ...
 
     def remove(self, row: int) -> None:
-        """Drop a row; the last row takes its number."""
+        """Remove a row; the last row takes its number."""
         ...
 
 
 class SteppedBatch(DecodeBatch, Protocol):
-    """A batch that also goes from step to step; on the way no row joins or leaves."""
+    """A batch that also runs step by step; rows join and leave between two tokens only."""
 
     def begin(self, tokens: IntArray) -> None:
-        """One token a row (B,): now the rows stand before the first step."""
+        """One token a row (B,): the rows are before the first step now."""
         ...
 
     def end(self) -> FloatArray:
-        """Logits (B, V) of rows that are behind the last step; every row grows by one position."""
+        """Logits (B, V) of rows after their last step; every row grows by one position."""
         ...
 
 
 class Batches(Protocol):
-    """One rung of a model that writes token by token."""
+    """One rung of a model that generates token by token."""
 
     def open_batch(self) -> DecodeBatch:
-        """A batch without rows, which holds no memory."""
+        """A batch without rows; it holds no memory."""
         ...
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
-        """The most memory that a batch which had so many rows, so long, holds."""
+        """The most memory that a batch of this size may hold."""
         ...
 
 
@@ -170,12 +170,12 @@ class Decoder(Batches, Protocol):
     """One rung of a decoder."""
 
     def forward(self, tokens: IntArray) -> FloatArray:
-        """Logits (B, S, V) at every position of tokens (B, S); keeps no cache."""
+        """Logits (B, S, V) at every position of tokens (B, S), without a cache."""
         ...
 
 
-class Translation(Protocol):
-    """A source that has been read, and whose answers are compared: see beam search."""
+class RunningTranslation(Protocol):
+    """A source that has been read, for beam search."""
 
     @property
     def nbytes(self) -> int:
@@ -188,9 +188,9 @@ class Translation(Protocol):
 
 
 class Translator(Batches, Protocol):
-    """One rung of a translator. The positions that `bytes_for` counts are those of the source."""
+    """One rung of a translator. `bytes_for` counts positions of the source."""
 
-    def read(self, source: IntArray) -> Translation:
+    def read(self, source: IntArray) -> RunningTranslation:
         """Run the encoder on a source (S,)."""
         ...
 
@@ -199,131 +199,121 @@ class Translator(Batches, Protocol):
         ...
 
 
-# What the engine asks of a decoder's rungs that run at the same time.
-
-
 MOST_AHEAD = 8  # positions of one row under way at once
 
 
-class Crossed(NamedTuple):
-    """What a step of a wave brought to light."""
+class StepOutput(NamedTuple):
+    """What a step of a speculation has produced."""
 
-    drafts: FloatArray | None  # (P, V): of the token behind each position that is under way still
-    last: FloatArray | None  # (V,): of the token behind the first position, which is done
+    drafts: FloatArray | None  # (P, V): of the token after each position still under way
+    last: FloatArray | None  # (V,): of the token after the first position, which is finished
 
 
-class Wave(Protocol):
-    """The only row of a batch, running ahead of itself.
+class Speculation(Protocol):
+    """The only row of a batch with several positions under way, at different steps.
 
-    Positions that follow each other stand at different steps. Each was begun with a token that the
-    one before it drafted by a jump; later jumps draft better. It is lost when the batch is used
-    otherwise.
+    Each position begins with a token that the one before it drafted by a jump; later jumps draft
+    better. It ends when the batch is used in another way.
     """
 
     @property
     def lead(self) -> int:
-        """After every so many steps the positions draft what follows them."""
+        """Positions draft their next token every this many steps."""
         ...
 
     @property
     def tokens(self) -> list[int]:
-        """Those that the positions under way were begun with, first position first."""
+        """The input tokens of the positions under way, first position first."""
         ...
 
     @property
     def room(self) -> int:
-        """Positions that may still be begun."""
+        """Positions that may still begin."""
         ...
 
     def begin(self, token: int) -> None:
-        """One position more, behind those that are under way; only where these draft."""
+        """Begin a position behind those under way; only after a step that drafts."""
         ...
 
-    def cross(self) -> Crossed:
-        """One step of every position; a first position that is done is under way no more."""
+    def advance(self) -> StepOutput:
+        """One step of every position; a finished first position is no longer under way."""
         ...
 
     def keep(self, count: int) -> None:
-        """Give up all positions but so many first ones."""
+        """Give up all but the first `count` positions."""
         ...
 
 
-class Leg(NamedTuple):
-    """How far a batch goes."""
+class Segment(NamedTuple):
+    """A number of steps of a batch."""
 
     batch: DecodeBatch
     steps: int
-    tokens: IntArray | None  # (B,): what its rows begin with; None: they are under way
+    tokens: IntArray | None  # (B,): the rows' input tokens; None: a token is under way
 
 
-# Logits (B, V) of a leg that ends a token; what it threw, after which its batch is lost.
+# Logits (B, V) if a token ends, None if not; or the error, after which the batch is lost.
 Outcome = FloatArray | Exception | None
 
 
 class Mix(Protocol):
-    """Takes batches of several rungs of one model further, in one call or at the same time."""
+    """Runs batches of several rungs of one model in shared calls or in parallel."""
 
     @property
     def most_batches(self) -> int:
-        """How many may share a call."""
+        """How many batches may share a call."""
         ...
 
     @property
     def sides(self) -> int:
-        """How many may go abreast, each on a thread of its own."""
+        """How many may run in parallel, each on a thread of its own."""
         ...
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether there are waves."""
+    def can_speculate(self) -> bool:
+        """Whether a row can speculate."""
         ...
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
-        """Give each row of these batches its token (B,): now they stand before the first step."""
+        """Give each row of these batches its token (B,): they are before the first step now."""
         ...
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
-        """Logits (B, V) of each of these batches, which are behind their last step."""
+        """Logits (B, V) of each of these batches, after their last step."""
         ...
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
-        """One step of each, which have all begun and not come to their last step."""
+        """One step of each batch; all are between their first and their last step."""
         ...
 
-    def abreast(self, sides: Sequence[Sequence[Leg]]) -> list[list[Outcome]]:
-        """Each side leg after leg, all sides at once."""
+    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
+        """The segments of each side one after another, all sides at once."""
         ...
 
-    def wave(self, batch: DecodeBatch, lead: int) -> Wave:
-        """Let the only row of a batch run ahead; MOST_AHEAD positions at most are under way."""
+    def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
+        """Speculation of the only row of a batch, with at most MOST_AHEAD positions under way."""
         ...
-
-
-# What the engine asks of a runtime when a call takes too long.
 
 
 class Interruptible(Protocol):
-    """A model whose calls can be ended from outside."""
+    """A model whose calls can be ended from another thread."""
 
     @property
     def opening(self) -> bool:
-        """Whether the call that runs is opening a graph, which may take long."""
+        """Whether the running call is opening a graph, which may take long."""
         ...
 
     def interrupt(self) -> None:
-        """From any thread: let the call that runs throw as soon as it can, and all after it."""
+        """From any thread: make the running call and all later ones throw as soon as they can."""
         ...
 
     def resume(self) -> None:
-        """What was interrupted is over: calls run again."""
+        """Let calls run again."""
         ...
 
 
-# What the engine asks of an opened bundle.
-
-
 class Model(Interruptible, Protocol):
-    """A bundle opened for running. One thread at a time may use it."""
+    """A bundle opened for running. Used by one thread at a time."""
 
     @property
     def bundle(self) -> Bundle:
@@ -332,12 +322,12 @@ class Model(Interruptible, Protocol):
 
     @property
     def most_parts(self) -> int:
-        """How many parts the rows of a classification may run in, side by side."""
+        """How many parts the rows of a classification may be split into."""
         ...
 
     @property
     def single_steps(self) -> bool:
-        """Whether a classification can be run step by step here."""
+        """Whether classifications can run step by step."""
         ...
 
     def classifier(self, steps: int) -> Classifier:
@@ -357,27 +347,24 @@ class Model(Interruptible, Protocol):
         ...
 
     def mix(self) -> Mix | None:
-        """What mixes the batches of this model, which are SteppedBatch then; None: nothing does."""
+        """Runs batches of this model together, which are SteppedBatch then; None if it cannot."""
         ...
 
     def warm_up(self) -> None:
-        """Open every rung and run it once, so that no request pays for that."""
+        """Open every rung and run it once, so that no request has to wait for that."""
         ...
 
     def close(self) -> None:
-        """Give the memory back at once. No call may follow."""
+        """Free the memory at once. No call may follow."""
         ...
 
 
 class OpenedModel(Model, Protocol):
-    """All graphs of an opened bundle, each to be run on its own."""
+    """An opened bundle whose graphs can each be run on their own."""
 
     def unrolled(self, steps: int) -> Unrolled:
-        """The one graph of the rung that other runtimes run; not of a translator."""
+        """The rung as the one graph that other runtimes run; not for translators."""
         ...
-
-
-# Where a bundle is run: the device, and the folder of native engines if there is one.
 
 
 Device = Literal["cpu", "cuda", "tensorrt"]
@@ -385,7 +372,7 @@ Device = Literal["cpu", "cuda", "tensorrt"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The CPU, unless something else is said."""
+    """Where a bundle runs: the CPU by default."""
 
     device: Device = "cpu"
     allow_cpu_fallback: bool = False
@@ -393,19 +380,16 @@ class Place:
 
     @property
     def runs_single_steps(self) -> bool:
-        """Whether the graphs of one step run there; elsewhere each rung is one whole graph.
+        """Whether graphs of one step run there; otherwise each rung is one whole graph.
 
-        Attention with caches has CUDA kernels for 16-bit floats only, and its caches are float32;
-        and a graph of one step would come back to the host between any two steps.
+        Attention with caches has CUDA kernels for 16-bit floats only, and caches here are float32;
+        and single steps would return to the host after each.
         """
         return self.device == "cpu" and self.engines is None
 
 
-# Checks of token arrays before a runtime gets them.
-
-
 def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray:
-    """The tokens, contiguous; ValueError unless there are some and all are in the vocabulary."""
+    """The tokens, contiguous; ValueError if there are none or one is outside the vocabulary."""
     if tokens.ndim != dimensions or tokens.dtype != np.int64 or tokens.size == 0:
         raise ValueError(
             f"tokens must be a non-empty int64 array of {dimensions} dimensions, not "
@@ -419,11 +403,8 @@ def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray
     return np.ascontiguousarray(tokens, dtype=np.int64)
 
 
-# Checks of what a classifier takes: padded tokens, pixels or points.
-
-
 def check_rows(rows: RowArray, manifest: Manifest) -> RowArray:
-    """The rows, contiguous; ValueError for what the manifest does not promise to take."""
+    """The rows, contiguous; ValueError if the manifest does not allow them."""
     match manifest.input:
         case ImageInput(channels=channels, height=height, width=width):
             return _check_floats(rows, (channels, height, width))
@@ -462,11 +443,11 @@ def _check_floats(rows: RowArray, shape: tuple[int, ...]) -> FloatArray:
     return floats
 
 
-# The largest inputs that a manifest promises: a graph that takes them takes any.
+# The largest inputs that a manifest allows, for warm-up and checks.
 
 
 def largest_row(manifest: Manifest) -> RowArray:
-    """One row of what a classifier takes, without its batch."""
+    """One row of a classifier's input."""
     match manifest.input:
         case ImageInput(channels=channels, height=height, width=width):
             return np.zeros((channels, height, width), dtype=np.float32)
@@ -477,7 +458,7 @@ def largest_row(manifest: Manifest) -> RowArray:
 
 
 def largest_tokens(manifest: Manifest) -> IntArray:
-    """The longest row of the greatest token."""
+    """The longest row, of the greatest token."""
     spec = manifest.text_tokenizer
     token = spec.vocab_size - 1
     if token == spec.pad_id:
@@ -486,7 +467,7 @@ def largest_tokens(manifest: Manifest) -> IntArray:
 
 
 def largest_in_words(manifest: Manifest) -> str:
-    """What `largest_row` is, for messages."""
+    """`largest_row` in words, for messages."""
     match manifest.input:
         case ImageInput(channels=channels, height=height, width=width):
             return f"an image of {channels} x {height} x {width}"

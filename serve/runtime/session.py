@@ -1,6 +1,6 @@
-"""Sessions of onnxruntime: options, providers, weights, the names of a graph, bound buffers.
+"""Sessions of onnxruntime: options, providers, weights, graph interfaces and bound buffers.
 
-A session is opened only on a graph that has the inputs and outputs it must have.
+A session is opened only on a graph with the expected inputs and outputs.
 """
 
 import ctypes
@@ -31,17 +31,14 @@ from serve.bundle import (
 )
 from serve.runtime.protocol import Device, FloatArray, Place
 
-# The inputs and outputs that each graph of a bundle must have, with their types and shapes.
-
-
-# Of each name: the type as ONNX calls it, and the shape; a word stands for any size, None for any
-# shape at all, an empty type for any type.
+# By name: the ONNX type and the shape. A word in a shape stands for any size, None for any shape,
+# an empty type for any type.
 Nodes = dict[str, tuple[str, tuple[int | str, ...] | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a graph takes and gives, and what else it may."""
+    """The inputs and outputs of a graph, required and allowed."""
 
     inputs: Nodes
     outputs: Nodes
@@ -60,7 +57,7 @@ _CONTEXTS: Nodes = {f"context_{index}": ("", None) for index in range(8)}
 
 
 def graph_interface(manifest: Manifest) -> Interface:
-    """Of the graph of any rung: the whole depth, without caches."""
+    """For the graph of any rung: the whole depth, without caches."""
     if manifest.labelled:
         return Interface(_taken(manifest), _classes(manifest))
     if manifest.task == "translate":
@@ -70,12 +67,12 @@ def graph_interface(manifest: Manifest) -> Interface:
 
 
 def encoder_interface(manifest: Manifest) -> Interface:
-    """Of the encoder of a translator's rung."""
+    """For the encoder of a translator's rung."""
     return Interface(_source(), _memory(manifest))
 
 
 def embed_interface(manifest: Manifest) -> Interface:
-    """Of what comes before the first step."""
+    """For the graph before the first step."""
     if manifest.keeps_caches:
         past: Nodes = {"past": (_INT32, ("batch",))}
         return Interface(_TOKENS | past, _state("x", manifest) | _LENGTHS)
@@ -84,7 +81,7 @@ def embed_interface(manifest: Manifest) -> Interface:
 
 
 def step_interface(manifest: Manifest) -> Interface:
-    """Of one step of the method."""
+    """For one step of the method."""
     inputs, outputs = _state("x", manifest), _state("y", manifest)
     if manifest.depth != "fixed":
         inputs |= _A_ROW
@@ -105,7 +102,7 @@ def step_interface(manifest: Manifest) -> Interface:
 
 
 def head_interface(manifest: Manifest) -> Interface:
-    """Of what reads the answer off the last state."""
+    """For the graph that reads the answer from the last state."""
     if manifest.labelled:
         return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
     inputs, more = _state("x", manifest) | _KEEP, {} if manifest.keeps_caches else _CONTEXTS
@@ -113,7 +110,7 @@ def head_interface(manifest: Manifest) -> Interface:
 
 
 def cache_names(stages: int, layers: int) -> list[str]:
-    """The cache inputs of a decoder's step; the outputs have _out behind."""
+    """The cache inputs of a decoder's step; the outputs have the suffix _out."""
     return [
         f"{part}_{stage}_{layer}"
         for stage in range(stages)
@@ -133,14 +130,14 @@ def _taken(manifest: Manifest) -> Nodes:
 
 
 def _state(name: str, manifest: Manifest) -> Nodes:
-    """A state: of words as many positions as the input, of other inputs whatever they embed to."""
+    """A state: as many positions as the input for text, any shape for other inputs."""
     if manifest.keeps_caches:
         return {name: (_FLOAT, ("batch", "length", manifest.shape.state_width))}
     return {name: (_FLOAT, None)}
 
 
 def _classes(manifest: Manifest) -> Nodes:
-    """The scores of every label, of a row or of each of its positions."""
+    """The scores of every label, for a row or for each of its positions."""
     place = ("batch", "length") if manifest.task == "tag" else ("batch",)
     return {"logits": (_FLOAT, (*place, len(manifest.labels or ())))}
 
@@ -157,16 +154,13 @@ def _memory(manifest: Manifest) -> Nodes:
     return {"memory": (_FLOAT, ("batch", "source_length", manifest.shape.width))}
 
 
-# The smallest, usual and largest shape of each input of a graph, as TensorRT's profiles want.
-
-
 DEFAULT_ROWS = 64
 Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeRange:
-    """Of one input."""
+    """The smallest, usual and largest shape of an input, for TensorRT's profiles."""
 
     min: Dims
     opt: Dims
@@ -182,12 +176,12 @@ Profile = Mapping[str, ShapeRange]
 
 
 def one_profile(inputs: Nodes, manifest: Manifest, rows: int = DEFAULT_ROWS) -> Profile:
-    """Any batch up to `rows`, best at half of it."""
+    """Any batch up to `rows`, tuned for half of that."""
     return _profile(inputs, manifest, (1, max(1, rows // 2), rows))
 
 
 def profiles(inputs: Nodes, manifest: Manifest, rows: int = DEFAULT_ROWS) -> list[Profile]:
-    """A single row, which waits for nobody; and batches of up to `rows`."""
+    """A single row, which does not wait for others; and batches of up to `rows`."""
     single = _profile(inputs, manifest, (1, 1, 1))
     return [single] if rows == 1 else [single, one_profile(inputs, manifest, rows)]
 
@@ -215,7 +209,7 @@ def _sizes(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
             return {
                 "length": _up_to(written),
                 "source_length": _up_to(text.max_tokens),
-                # Two even of a single prefix; all positions only where a decoder is verified.
+                # Two even for a single prefix; all positions only where a decoder is verified.
                 "kept": (1, 2, max(2, written)),
             }
 
@@ -224,9 +218,8 @@ def _up_to(most: int) -> tuple[int, int, int]:
     return 1, max(1, most // 2), most
 
 
-# Where onnxruntime runs a graph: its execution providers, and whether a session really got them.
-# onnxruntime only logs it when a provider cannot be made, and runs on the CPU instead; here that
-# is an error that says what is missing.
+# onnxruntime only logs it when a provider cannot be created, and uses the CPU. Here that is an
+# error that says what is missing.
 
 
 Provider = tuple[str, dict[str, str]]
@@ -239,7 +232,7 @@ _log = logging.getLogger("stepdial.runtime")
 
 
 def providers_for(device: Device, bundle: Bundle, interface: Interface) -> list[Provider]:
-    """The providers of a session, the wanted one first, less those that are not installed."""
+    """The providers for a session, the wanted one first, without those not installed."""
     if device == "cpu":
         return [_CPU]
     _load_libraries(device)
@@ -252,7 +245,7 @@ def providers_for(device: Device, bundle: Bundle, interface: Interface) -> list[
 
 
 def check_providers(got: Sequence[str], place: Place, file: str) -> None:
-    """BundleError unless a session got the provider of its device: `session.get_providers()`."""
+    """BundleError unless a session got the provider of its device."""
     if place.device == "cpu" or _NAMES[place.device] in got:
         return
     problem = f"cannot run on {place.device}, only on {', '.join(got)}: {missing(place.device)}"
@@ -264,7 +257,7 @@ def check_providers(got: Sequence[str], place: Place, file: str) -> None:
 
 
 def missing(device: Device) -> str:
-    """What has to be installed for this device to work, as far as can be told."""
+    """What must be installed for this device, as far as can be told."""
     if _NAMES.get(device) not in ort.get_available_providers():
         return f"this onnxruntime ({ort.__version__}) is for the CPU only: {INSTALL}"
     if not _loads(_DRIVER):
@@ -281,14 +274,14 @@ def missing(device: Device) -> str:
 
 
 def cache_folder(bundle: Bundle) -> Path:
-    """Where the engines of onnxruntime's TensorRT provider are kept: not in the sealed bundle."""
+    """Where engines of onnxruntime's TensorRT provider are kept: outside the sealed bundle."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
     return Path(root) / "stepdial" / "tensorrt" / f"{bundle.manifest.name}-{digest[:16]}"
 
 
 def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
-    """Engines are kept; and made once for all shapes, instead of again for each larger one."""
+    """Engines are kept, and built once for all shapes."""
     folder.mkdir(parents=True, exist_ok=True)
     options = {
         "trt_engine_cache_enable": "1",
@@ -305,7 +298,7 @@ def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
 
 
 def _load_libraries(device: Device) -> None:
-    """Load the CUDA and TensorRT libraries that came as Python packages, where there are any."""
+    """Load the CUDA and TensorRT libraries that were installed as Python packages, if any."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     if device == "tensorrt" and importlib.util.find_spec("tensorrt") is not None:
@@ -320,27 +313,26 @@ def _loads(library: str) -> bool:
     return True
 
 
-# A session of onnxruntime whose runs can be ended from another thread, through their options. All
-# sessions of a model share the options, so one switch ends whatever runs.
-
-
 def shared_options() -> ort.RunOptions:
-    """Options for all sessions of a model, as they are while nothing is to end."""
+    """Options for all sessions of a model."""
     options = ort.RunOptions()
-    # No graph of a GPU is captured, which is so anyway. Unsaid, every run looks for it and throws:
-    # that takes a third as long as one step of a small model.
+    # No CUDA graph is captured, which is the default; but unless it is said, every run looks for
+    # one and throws internally, which takes a third as long as one step of a small model.
     options.add_run_config_entry("gpu_graph_id", "-1")
     return options
 
 
 @final
 class InterruptibleSession:
-    """What is used of a session; every run takes the options along."""
+    """A session whose runs can be ended from another thread.
+
+    All sessions of a model share their run options, so one switch ends whatever runs.
+    """
 
     def __init__(
         self, session: ort.InferenceSession, options: ort.RunOptions, lent: object = None
     ) -> None:
-        """`lent` is what the session uses where it is; it lives as long as the session."""
+        """`lent` is memory that the session uses; it lives as long as the session."""
         self._lent = lent
         self.get_inputs = session.get_inputs
         self.get_outputs = session.get_outputs
@@ -350,21 +342,18 @@ class InterruptibleSession:
         self.run_with_iobinding = partial(session.run_with_iobinding, run_options=options)
 
 
-# The weights of a bundle in memory, read and checked at once, for sessions to be made from. Left
-# alone, onnxruntime maps the file into memory: whoever writes into it would change the answers of
-# a server that runs, and whoever cuts it short would end the server.
-
-
 _IN_PLACE = "session.use_external_initializer_file_buffers_directly"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the file holds; `in_place` if sessions use it where it is, and not a copy of it.
+    """The weights of a bundle in memory, read and checked once, for several sessions.
 
-    Whoever opens several sessions with the same weights saves the copies. What onnxruntime brings
-    into a form of its own, as most weights, is there twice then, so one set of sessions copies.
+    By itself onnxruntime would map the file: writing to it would change the answers of a running
+    server, and truncating it would crash the server. With `in_place` sessions use this memory
+    without a copy. That saves memory for several sessions with the same weights, but most weights
+    are repacked by onnxruntime and then held twice, so a single set of sessions copies.
     """
 
     file: str
@@ -387,14 +376,14 @@ class Weights:
 
 
 _SESSION_CPU = Place()
-# That threads look for more to do before they sleep: from product to product and call to call, but
-# no longer, since they take the cores from the threads of every other session meanwhile.
+# How long threads stay awake for more work: through a call and to the next, but no longer, since
+# they take cores from other sessions meanwhile.
 _SPIN_US = 200
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, less what a container's quota takes away."""
+    """Cores that this process may use: its affinity, within a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
@@ -415,10 +404,10 @@ def open_session(
     weights: Weights | None = None,
     spin: bool = False,
 ) -> InterruptibleSession:
-    """The session of one graph; BundleError when it is not what the manifest promises.
+    """A session for one graph; BundleError if it is not what the manifest says.
 
-    With `spin` threads wait awake for a moment, as suits calls that come one upon the other.
-    Without weights in memory onnxruntime reads the file, as for a device with memory of its own.
+    With `spin` threads stay awake for a moment, for calls that follow each other closely. Without
+    weights in memory onnxruntime reads the file, as for devices with their own memory.
     """
     path = bundle.folder / file
     options = ort.SessionOptions()
@@ -426,11 +415,11 @@ def open_session(
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 3
-    # Without a limit, idle threads of a dozen sessions burn the cores that a running one needs.
+    # Without a limit, idle threads of a dozen sessions take the cores of the running one.
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    # One arena for all: a session's own would keep that session's largest batch for ever.
+    # One arena for all: each session's own would keep its largest batch for ever.
     _register_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
     if weights is not None:
@@ -440,7 +429,7 @@ def open_session(
         session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # onnxruntime has no base class of its own
         raise failure(f"cannot be opened by onnxruntime {ort.__version__}", error, path) from error
-    # Only now: another bundle may have taken this place since the files were checked.
+    # Only now: another bundle may have replaced this one since the files were checked.
     for name in (file,) if weights is not None else (file, bundle.manifest.weights):
         check_file(bundle.folder / name, bundle.manifest.files[name], verify=True)
     check_providers(session.get_providers(), place, str(path))
@@ -450,7 +439,7 @@ def open_session(
 
 @cache
 def _register_arena() -> None:
-    """The working memory that all sessions of the process take turns with."""
+    """Working memory shared by all sessions of the process."""
     place = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
@@ -458,7 +447,7 @@ def _register_arena() -> None:
 
 
 def check_interface(path: Path, interface: Interface, session: ort.InferenceSession) -> None:
-    """The graph's inputs and outputs are those of its task, with the sizes of the manifest."""
+    """Check a graph's inputs and outputs against its task and the manifest's sizes."""
     for side, nodes, wanted, more in (
         ("input", session.get_inputs(), interface.inputs, interface.more_inputs),
         ("output", session.get_outputs(), interface.outputs, interface.more_outputs),
@@ -480,7 +469,7 @@ def check_interface(path: Path, interface: Interface, session: ort.InferenceSess
 
 
 def _fits(found: tuple[int | str | None, ...], wanted: tuple[int | str, ...] | None) -> bool:
-    """A size that the graph leaves open fits anything; one that must be open has to be open."""
+    """A size left open fits any; one that must be open has to be open."""
     return wanted is None or (
         len(found) == len(wanted)
         and all(
@@ -495,7 +484,7 @@ def _mismatch(path: Path, problem: str) -> BundleError:
 
 
 def failure(problem: str, error: Exception, path: Path) -> BundleError:
-    """What a file is refused with, and what is to be done: it need not be the file's fault."""
+    """The error for a file that cannot be opened, and what to do."""
     lines = str(error).strip().splitlines()
     # The rest is onnxruntime's own call stack.
     first = lines[0] if lines else type(error).__name__
@@ -505,37 +494,34 @@ def failure(problem: str, error: Exception, path: Path) -> BundleError:
     return BundleError(f"{problem} ({first}); {remedy}", file=str(path))
 
 
-# The sessions of one step of a bundle on onnxruntime: embed, step, head. They make every rung.
-
-
 _SMALL_END_BYTES = 1 << 20
-HISTORY = 0.5  # of ab2: what a step takes from the one before it
+HISTORY = 0.5  # of ab2: the weight of the step before
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StepSessions:
-    """One copy of the weights for all rungs."""
+    """The sessions of one step: embed, step, head. Every rung runs on them."""
 
     embed: InterruptibleSession
     step: InterruptibleSession
-    single: InterruptibleSession  # the step of one token, which may be quicker on fewer threads
+    single: InterruptibleSession  # the step of one token, which may be faster on fewer threads
     head: InterruptibleSession
-    timed: bool  # whether the step wants the time
-    sized: bool  # whether it wants its size: a pass of fixed depth has none
-    history: bool  # whether it wants the velocity of the step before
+    timed: bool  # whether the step takes the time
+    sized: bool  # whether it takes its size; a pass of fixed depth does not
+    history: bool  # whether it takes the last velocity
     stages: int  # evaluations a step
     T: float
-    grid_steps: int | None  # of the dial of time: steps that cross [0, T]
-    contexts: tuple[str, ...]  # what the embedding gives to the step beside the state
-    head_contexts: tuple[str, ...]  # and to the head
+    grid_steps: int | None  # dial of time: steps that cross [0, T]
+    contexts: tuple[str, ...]  # outputs of the embedding that the step takes besides the state
+    head_contexts: tuple[str, ...]  # and that the head takes
 
     def step_of(self, tokens: int) -> InterruptibleSession:
-        """The session that takes so many tokens a step further."""
+        """The session for a step of this many tokens."""
         return self.single if tokens == 1 else self.step
 
     def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
-        """What a step of a rung is told, row by row."""
+        """The time and size inputs of a rung's step, for each row."""
         told: dict[str, float] = {}
         if self.sized:
             told["h"] = self.T / (self.grid_steps or steps)
@@ -553,7 +539,7 @@ def open_steps(
     weights: Weights | None = None,
     spin: bool = False,
 ) -> StepSessions:
-    """The sessions of a bundle that has graphs of one step; `spin` as in `open_session`."""
+    """The sessions of a bundle with graphs of one step; `spin` as in `open_session`."""
     manifest = bundle.manifest
     files = manifest.step
     assert files is not None, f"{manifest.name} has no graphs of one step"
@@ -570,7 +556,7 @@ def open_steps(
             spin=spins,
         )
 
-    # Between two tokens the threads of the others would be in the way of a step's.
+    # Between two tokens other sessions' threads would slow the step.
     ends = 1 if _small_ends(manifest) else threads
     embed = opened(files.embed, embed_interface(manifest), ends, False)
     step = opened(files.step, step_interface(manifest), threads, spin)
@@ -603,15 +589,15 @@ def open_steps(
 
 
 def _small_ends(manifest: Manifest) -> bool:
-    """Whether to embed tokens and to read them off takes less than to wake a thread for it."""
+    """Whether embedding and head take less time than waking a thread."""
     if not manifest.keeps_caches:
         return False
     tokens = manifest.text_tokenizer.vocab_size
     return tokens * manifest.shape.width * np.dtype(np.float32).itemsize <= _SMALL_END_BYTES
 
 
-# Binds numpy arrays to a session by address, without a copy. The caller keeps each array alive,
-# contiguous and in place for as long as it is bound.
+# numpy arrays are bound by address, without a copy. The caller keeps each array alive, contiguous
+# and unmoved while it is bound.
 
 
 def bind_input(binding: ort.IOBinding, name: str, array: npt.NDArray[np.generic]) -> None:

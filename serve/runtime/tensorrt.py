@@ -1,6 +1,6 @@
-"""Native TensorRT engines, run as sessions of onnxruntime would be: named arrays in, arrays out.
+"""Native TensorRT engines, run like sessions of onnxruntime: named arrays in, arrays out.
 
-A shape that comes again is captured as a CUDA graph, which is launched in one call.
+A shape that repeats is captured as a CUDA graph, which launches in one call.
 """
 
 import hashlib
@@ -33,15 +33,12 @@ from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
 from serve.runtime.protocol import largest_row, largest_tokens
 from serve.runtime.session import INSTALL, Dims, Profile, ShapeRange
 
-# The GPU as the runtime of native engines uses it: memory, one stream, captured graphs.
-
-
 Array = npt.NDArray[np.generic]
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 def load_tensorrt() -> ModuleType:
-    """The package tensorrt; BundleError saying what to install."""
+    """The package tensorrt; BundleError says what to install."""
     try:
         library = importlib.import_module("tensorrt")
     except ImportError as error:
@@ -54,7 +51,7 @@ def load_tensorrt() -> ModuleType:
 
 
 def open_cuda() -> "Cuda":
-    """The first GPU; BundleError saying what is missing."""
+    """The first GPU; BundleError says what is missing."""
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -76,7 +73,7 @@ def open_cuda() -> "Cuda":
 
 @final
 class Cuda:
-    """One GPU and one stream on it; every failed call is an error that names it."""
+    """One GPU and one stream on it. A failed call raises an error that names it."""
 
     def __init__(self, runtime: ModuleType) -> None:
         self._runtime = runtime
@@ -84,15 +81,15 @@ class Cuda:
 
     @property
     def stream(self) -> int:
-        """The handle of the stream, as TensorRT takes it."""
+        """The handle of the stream, for TensorRT."""
         return int(self._opened_stream())
 
     def count(self) -> int:
-        """How many GPUs there are."""
+        """The number of GPUs."""
         return int(self._call("cudaGetDeviceCount"))
 
     def facts(self) -> dict[str, str]:
-        """What an engine is tied to, apart from TensorRT itself."""
+        """What an engine depends on, besides TensorRT itself."""
         properties = self._call("cudaGetDeviceProperties", 0)
         cuda = int(self._call("cudaRuntimeGetVersion"))
         return {
@@ -103,26 +100,26 @@ class Cuda:
         }
 
     def allocate(self, size: int) -> int:
-        """The address of so many bytes on the GPU."""
+        """Allocate bytes on the GPU; returns the address."""
         return int(self._call("cudaMalloc", size))
 
     def free(self, address: int) -> None:
         self._call("cudaFree", address)
 
     def upload(self, array: Array, address: int) -> None:
-        """Begin to copy a contiguous array to the GPU."""
+        """Start copying a contiguous array to the GPU."""
         self._copy(address, array.ctypes.data, array.nbytes, "cudaMemcpyHostToDevice")
 
     def download(self, address: int, array: Array) -> None:
-        """Begin to copy from the GPU into a contiguous array."""
+        """Start copying from the GPU into a contiguous array."""
         self._copy(array.ctypes.data, address, array.nbytes, "cudaMemcpyDeviceToHost")
 
     def wait(self) -> None:
-        """Until all that was begun is done."""
+        """Wait for the stream."""
         self._call("cudaStreamSynchronize", self._opened_stream())
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """What `work` puts on the stream, as a graph that can be launched again and again."""
+        """The work that `work` puts on the stream, as a graph that can be launched again."""
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self._opened_stream(), mode)
         try:
@@ -137,11 +134,11 @@ class Cuda:
         self._call("cudaGraphLaunch", executable, self._opened_stream())
 
     def discard(self, executable: Any) -> None:
-        """Give back what a captured graph holds."""
+        """Free a captured graph."""
         self._call("cudaGraphExecDestroy", executable)
 
     def close(self) -> None:
-        """Give the stream back, if one was opened."""
+        """Close the stream, if one was opened."""
         if self._stream is not None:
             self._call("cudaStreamDestroy", self._stream)
             self._stream = None
@@ -157,7 +154,7 @@ class Cuda:
         self._call("cudaMemcpyAsync", target, source, size, getattr(kinds, kind), stream)
 
     def _driver(self) -> str:
-        """The driver's own version, or of CUDA as it offers it where the kernel tells no more."""
+        """The driver's version, or the CUDA version it offers if the kernel tells no more."""
         try:
             words = _DRIVER_VERSION.read_text(encoding="ascii").split()
             return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
@@ -178,21 +175,21 @@ def _dotted(version: int) -> str:
 
 
 MAX_GRAPHS = 32
-# Inputs that all rows share; the others, and all outputs, have one part a row.
+# Inputs that all rows share; others, and all outputs, have one part a row.
 _SHARED = frozenset({"keep"})
 Key = tuple[tuple[str, Dims], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class InputName:
-    """What the classes that run sessions ask of an input."""
+    """The part of onnxruntime's input description that is used."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, and the context that must live and stay as it is for as long as the graph does."""
+    """A captured graph, and the context that must stay unchanged as long as it lives."""
 
     executable: Any
     context: Any
@@ -201,14 +198,14 @@ class _Captured:
 
 @final
 class TrtSession:
-    """A context a profile, and one a captured graph; all take turns with one block of memory."""
+    """A context for each profile and for each captured graph, with one block of working memory."""
 
     def __init__(
         self, library: ModuleType, cuda: Cuda, plan: bytes, profiles: Sequence[Profile]
     ) -> None:
         self._library = library
         self._cuda = cuda
-        # The runtime is kept: an engine must not outlive it.
+        # The runtime is kept, since an engine must not outlive it.
         self._runtime = library.Runtime(library.Logger(library.Logger.WARNING))
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
@@ -219,7 +216,7 @@ class TrtSession:
         self._inputs = [one for one in names if self._engine.get_tensor_mode(one) == modes.INPUT]
         self._outputs = [one for one in names if one not in self._inputs]
         self._types = {one: library.nptype(self._engine.get_tensor_dtype(one)) for one in names}
-        self._buffers: dict[str, tuple[int, int]] = {}  # name: address and size in bytes
+        self._buffers: dict[str, tuple[int, int]] = {}  # name: (address, bytes)
         self._contexts: dict[int, Any] = {}
         self._captured: dict[Key, _Captured] = {}
         self._seen: set[Key] = set()
@@ -227,15 +224,15 @@ class TrtSession:
 
     @property
     def graphs(self) -> int:
-        """Shapes that run as a captured graph."""
+        """The number of captured shapes."""
         return len(self._captured)
 
     def get_inputs(self) -> list[InputName]:
-        """As a session of onnxruntime has it."""
+        """As on a session of onnxruntime."""
         return [InputName(name) for name in self._inputs]
 
     def close(self) -> None:
-        """Give the memory of the GPU back; nothing runs here any more."""
+        """Free the GPU's memory; nothing runs here any more."""
         self._discard_graphs()
         self._contexts.clear()
         while self._buffers:
@@ -247,7 +244,7 @@ class TrtSession:
         self._engine = self._runtime = None  # in this order: see above
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
-        """These outputs; more rows than the engine takes run one part after another."""
+        """Run for these outputs; more rows than the engine takes are split into parts."""
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
         most = self._max_rows()
         parts = [
@@ -277,12 +274,12 @@ class TrtSession:
         return answers
 
     def _execute(self, key: Key) -> Mapping[str, Dims]:
-        """Put the engine's work on the stream; the shapes of its outputs."""
+        """Put the engine's work on the stream; returns the shapes of its outputs."""
         if key in self._captured:
             captured = self._captured[key]
             self._cuda.launch(captured.executable)
             return captured.outputs
-        # The first shapes that repeat are kept: to replace one by another at each call costs more.
+        # The first shapes that repeat are kept; replacing one at each call would cost more.
         if key in self._seen and len(self._captured) < MAX_GRAPHS:
             return self._capture(key)
         self._seen.add(key)
@@ -295,10 +292,10 @@ class TrtSession:
         return shapes
 
     def _capture(self, key: Key) -> Mapping[str, Dims]:
-        """Run a shape on a context of its own, and keep that as a graph."""
+        """Run a shape on a context of its own, and keep it as a graph."""
         context = self._make_context(self._choose(key))
         shapes = self._prepare(context, key)
-        # TensorRT sets itself up in the first run with new shapes, which must not be captured.
+        # TensorRT initialises in the first run with new shapes, which must not be captured.
         self._enqueue(context)
         self._cuda.wait()
         executable = self._cuda.capture(lambda: self._enqueue(context))
@@ -317,7 +314,7 @@ class TrtSession:
         return context
 
     def _prepare(self, context: Any, key: Key) -> Mapping[str, Dims]:
-        """Tell a context its shapes and addresses; the shapes of the outputs."""
+        """Set a context's shapes and addresses; returns the shapes of the outputs."""
         for name, shape in key:
             if not context.set_input_shape(name, shape):
                 raise ValueError(f"the engine does not take {name} of shape {shape}")
@@ -344,7 +341,7 @@ class TrtSession:
         raise ValueError(f"no profile of the engine takes {shapes}")
 
     def _reserve(self, name: str, shape: Dims) -> None:
-        """A buffer that is large enough; captured graphs know the old address, so they go."""
+        """A buffer that is large enough. If it moves, captured graphs are dropped."""
         size = max(1, int(np.prod(shape)) * np.dtype(self._types[name]).itemsize)
         address, has = self._buffers.get(name, (0, 0))
         if size <= has:
@@ -370,8 +367,8 @@ def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.gen
     return array if name in _SHARED else array[start : start + count]
 
 
-# engines.json: which engines a folder holds, made of which bundle, on which machine. An engine
-# runs where it was built and nowhere else, so all of this is checked before one is loaded.
+# engines.json: the engines in a folder, their bundle and their machine. An engine runs only where
+# it was built, so this is checked before one is loaded.
 
 
 ENGINES_FILE = "engines.json"
@@ -392,7 +389,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What an engine was built on."""
+    """The machine an engine was built on."""
 
     gpu: str
     compute_capability: str
@@ -410,7 +407,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class TrtEngine:
     """The engine of one graph of the bundle."""
 
     graph: str
@@ -435,13 +432,13 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class EnginesManifest:
-    """Everything that engines.json says."""
+    """The contents of engines.json."""
 
     name: str
-    bundle_sha256: str  # of the bundle's manifest.json, which has that of every other file
+    bundle_sha256: str  # of manifest.json, which has the hashes of all other files
     precision: Precision
     host: Host
-    engines: tuple[Engine, ...]
+    engines: tuple[TrtEngine, ...]
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -450,7 +447,7 @@ class EnginesManifest:
         check_text("bundle_sha256", self.bundle_sha256, 64)
         check_choice("precision", self.precision, PRECISIONS)
 
-    def engine(self, graph: str) -> Engine:
+    def engine(self, graph: str) -> TrtEngine:
         """The engine of a graph of the bundle."""
         for engine in self.engines:
             if engine.graph == graph:
@@ -470,18 +467,18 @@ class EnginesManifest:
         engines = []
         for index, engine in enumerate(check_list("engines", members["engines"], 4096)):
             with inside(f"engines[{index}]"):
-                engines.append(Engine.from_json(engine))
+                engines.append(TrtEngine.from_json(engine))
         members["engines"] = tuple(engines)
         return cls(**members)
 
 
-def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> Engine:
-    """The engine of a graph that was just written."""
-    return Engine(graph, path.name, file_entry(path), tuple(profiles))
+def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> TrtEngine:
+    """The entry of an engine that was just written."""
+    return TrtEngine(graph, path.name, file_entry(path), tuple(profiles))
 
 
 def read_engines(folder: Path, bundle: Bundle, here: Host) -> EnginesManifest:
-    """The engines of a bundle, every file whole; BundleError with the reason if not for here."""
+    """The engines of a bundle, all files checked; BundleError if they are not for this machine."""
     path = folder / ENGINES_FILE
     if not path.is_file():
         raise BundleError(
@@ -502,7 +499,7 @@ def read_engines(folder: Path, bundle: Bundle, here: Host) -> EnginesManifest:
 
 
 def check_host(built: Host, here: Host) -> None:
-    """BundleError with every difference between where engines were built and where they are."""
+    """BundleError with every difference between the build machine and this one."""
     differences = [
         f"{word} is {getattr(here, field)} instead of {getattr(built, field)}"
         for field, word in _WORDS.items()
@@ -516,7 +513,7 @@ def check_host(built: Host, here: Host) -> None:
 
 
 def bundle_sha256(bundle: Bundle) -> str:
-    """One number for a whole sealed bundle."""
+    """One hash for a whole sealed bundle."""
     return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
 
 
@@ -539,24 +536,20 @@ def _read_dims(side: str, value: object) -> Dims:
     return tuple(dims)
 
 
-# A bundle opened with native TensorRT engines: a session a graph, made when first needed. The
-# classes that run onnxruntime's sessions run these too. Nothing is cached between tokens.
-
-
 def this_host(cuda: Cuda) -> Host:
-    """The machine as engines are tied to it."""
+    """This machine, as engines depend on it."""
     return Host(**cuda.facts(), tensorrt=load_tensorrt().__version__)
 
 
 def engines_of(folder: Path, bundle: Bundle) -> Path:
-    """The engines of a bundle: the folder itself, or the one in it that has the model's name."""
+    """The engines of a bundle: in the folder itself, or in its subfolder of the model's name."""
     named = folder / bundle.manifest.name
     return named if (named / ENGINES_FILE).is_file() else folder
 
 
 @final
 class TrtModel:
-    """All rungs of a bundle as engines on one GPU."""
+    """All rungs of a bundle as engines on one GPU, opened when first needed; no caches."""
 
     def __init__(self, bundle: Bundle, folder: Path) -> None:
         self._library = load_tensorrt()
@@ -572,12 +565,12 @@ class TrtModel:
 
     @property
     def precision(self) -> Precision:
-        """What the engines compute in."""
+        """The precision that the engines compute in."""
         return self._engines.precision
 
     @property
     def most_parts(self) -> int:
-        return 1  # a GPU shares the rows of a call among its own
+        return 1  # a GPU splits the rows itself
 
     @property
     def single_steps(self) -> bool:
@@ -597,7 +590,7 @@ class TrtModel:
         return OrtPrefixDecoder(self._session(rung.graph), self._bundle.manifest)
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
-        """The rung as one graph, which is all there is here."""
+        """The rung as one graph, the only form here."""
         if self._bundle.manifest.labelled:
             return self.classifier(steps)
         return self.decoder(steps)
@@ -624,17 +617,17 @@ class TrtModel:
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
 
     def close(self) -> None:
-        """Give the memory of the GPU back."""
+        """Free the GPU's memory."""
         while self._sessions:
             self._sessions.popitem()[1].close()
         self._cuda.close()
 
     @property
     def opening(self) -> bool:
-        return False  # all are open once the model is warm
+        return False  # all are open after warm-up
 
     def interrupt(self) -> None:
-        """An engine that was started cannot be stopped."""
+        """A started engine cannot be stopped."""
 
     def resume(self) -> None:
         """Nothing was stopped."""

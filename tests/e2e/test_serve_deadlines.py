@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.engine.cost import Series
+from serve.engine.cost import CostKey
 from tests.fake_server import FakeServer, fake_server
 from tests.server_process import server_process
 from tests.sse import parse_events
@@ -120,9 +120,9 @@ def observe(server: FakeServer, seconds: float) -> None:
     codec = server.engine.catalog.find("tiny-classify").codec
     length = len(codec.encode_input(TEXT["input"], truncate=True).tokens)
     for steps in (1, 2, 4):
-        series = Series("tiny-classify", "classify", steps)
+        cost_key = CostKey("tiny-classify", "classify", steps)
         for _ in range(5):
-            server.engine.latency.observe(series, 1, length, seconds * steps / 4)
+            server.engine.latency.observe(cost_key, 1, length, seconds * steps / 4)
 
 
 def test_a_deadline_that_lapses_ends_the_work_though_the_model_hangs() -> None:

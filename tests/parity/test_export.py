@@ -19,7 +19,7 @@ from export.trace import Parts, StepParts
 from export.verify import VerificationError
 from serve.bundle import Bundle, Manifest, Precision, read_bundle
 from serve.runtime import open_model
-from serve.runtime.cache import Bytes, Part, side_by_side
+from serve.runtime.cache import Bytes, MemoryRange, map_adjacent
 from serve.runtime.classifier import OrtClassifier
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_runs import tiny_label_run, tiny_text_run
@@ -206,10 +206,10 @@ def test_a_wrong_step_stops_the_export_too(
 def test_rungs_that_disturb_each_other_stop_the_export(
     text_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
 ) -> None:
-    def wrong(parts: Sequence[Part]) -> Bytes:
-        return side_by_side(parts[::-1])  # the rows of both rungs change places
+    def wrong(parts: Sequence[MemoryRange]) -> Bytes:
+        return map_adjacent(parts[::-1])  # the rows of both rungs change places
 
-    monkeypatch.setattr("serve.runtime.mixing.side_by_side", wrong)
+    monkeypatch.setattr("serve.runtime.mixing.map_adjacent", wrong)
     request = ExportRequest(tmp_path / "b", (1, 2), precision=precision, samples=2)
     with pytest.raises(VerificationError, match=r"steps? answers otherwise when it shares calls"):
         export_run(text_run, request, say=lambda line: None)

@@ -62,7 +62,7 @@ class Traffic(RuleBasedStateMachine):
         )
         self.jobs: list[Job[Request]] = []
         self.batches: dict[LaneKey, list[Job[Request]]] = {}
-        self.readings: dict[Job[Request], int] = {}  # pieces left
+        self.prefills: dict[Job[Request], int] = {}  # pieces left
         self.calls: dict[LaneKey, int] = {}  # that the present token has had
         self.searches: set[Job[Request]] = set()  # whose memory is held
         self.now_s = 0.0
@@ -142,16 +142,16 @@ class Traffic(RuleBasedStateMachine):
             return
         job = call.job
         assert job.lane == call.lane and job.state is State.RUNNING
-        left = self.readings[job] = self.readings.get(job, 2) - 1
+        left = self.prefills[job] = self.prefills.get(job, 2) - 1
         if failure == "call":
             self.fail(job)
         elif left:
             job.work.waited_calls = 0
         else:
             job.work.cached = job.lengths[0] if job.work.answered == 0 else WINDOW // 2
-            self.scheduler.has_read(job, full=job.work.cached == WINDOW)
+            self.scheduler.prefilled(job, full=job.work.cached == WINDOW)
             self.take_tokens((job,), failure)
-        self.forget(self.scheduler.readings_over(call.lane))
+        self.forget(self.scheduler.prefills_over(call.lane))
 
     def decode(self, call: DecodeCall[Request], failure: str | None) -> None:
         assert len({part.lane for part in call.parts}) == len(call.parts)
@@ -168,7 +168,7 @@ class Traffic(RuleBasedStateMachine):
                 assert part.begins, "rows moved in the middle of a token"
             self.remove(rows, part.evict)
             for job in part.join:
-                assert self.readings.pop(job) == 0
+                assert self.prefills.pop(job) == 0
                 rows.append(job)
             assert list(part.jobs) == rows, "the scheduler and the batch disagree on the rows"
             assert len(rows) <= LIMITS.decode_rows
@@ -177,11 +177,11 @@ class Traffic(RuleBasedStateMachine):
                     self.fail(job)
                 rows.clear()
                 self.calls[part.lane] = 0
-                self.scheduler.abandon(part.lane)
+                self.scheduler.drop_batch(part.lane)
             elif rows:
                 self.advance(part, failure)
             longest = max((job.work.cached for job in rows), default=0)
-            self.scheduler.hold(part.lane, len(rows) * longest * part.lane.steps)
+            self.scheduler.set_held_bytes(part.lane, len(rows) * longest * part.lane.steps)
 
     def advance(self, part: DecodePart[Request], failure: str | None) -> None:
         calls = self.calls.get(part.lane, 0)
@@ -200,12 +200,12 @@ class Traffic(RuleBasedStateMachine):
         self.take_tokens(part.jobs, failure)
         for job in part.jobs:
             if job.work.cached == WINDOW and job.state is State.RUNNING:
-                self.scheduler.read_again(job)
+                self.scheduler.prefill_again(job)
         self.remove(self.batches[part.lane], self.scheduler.evict(part.lane))
 
     def forget(self, numbers: tuple[int, ...]) -> None:
-        for job in [job for job in self.readings if job.number in numbers]:
-            del self.readings[job]
+        for job in [job for job in self.prefills if job.number in numbers]:
+            del self.prefills[job]
 
     def take_tokens(self, jobs: tuple[Job[Request], ...], failure: str | None) -> None:
         for index, job in enumerate(jobs):
@@ -257,7 +257,7 @@ class Traffic(RuleBasedStateMachine):
         )
         held += sum(
             (job.lengths[0] if job.work.answered == 0 else WINDOW // 2) * job.lane.steps
-            for job in self.readings
+            for job in self.prefills
         )
         held += sum(job.positions * job.lane.steps for job in self.searches)
         assert held <= LIMITS.cache_bytes

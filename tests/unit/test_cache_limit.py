@@ -11,7 +11,7 @@ from serve.engine.engine import Engine
 from serve.engine.execute import Executor, Runner
 from serve.engine.job import Call, Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Deliveries, Generation, Wish, Work
+from serve.engine.work import Deliveries, Generation, GenerationRequest, Work
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import open_model
@@ -59,7 +59,7 @@ def test_the_limit_holds_at_every_call(seed: int, monkeypatch: pytest.MonkeyPatc
     for _ in range(60):
         prompt = [1] * chance.randint(1, WINDOW)
         max_tokens = chance.choice([1, 5, 40, 200])
-        wish = Wish(prompt, max_tokens, WINDOW, Sampling(temperature=0.0))
+        wish = GenerationRequest(prompt, max_tokens, WINDOW, Sampling(temperature=0.0))
         job: Job[Work] = Job(
             LaneKey("tiny-generate", "generate", chance.choice([1, 2, 4, 4])),
             Generation(wish, served.codec, deliver),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.execute import Trials, Ways
+from serve.engine.execute import Tuner, Tuners
 from serve.engine.job import Limits
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
@@ -71,17 +71,17 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
         assert bench.idle()
 
 
-def test_rungs_that_go_abreast_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ways, "sharing", lambda *_: Trials(("abreast",), 1, 1))
+def test_rungs_that_run_in_parallel_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("parallel",), 1, 1))
     with running() as bench:
         bench.mood.most_batches = bench.mood.sides = 2
-        abreast = 0
+        parallel = 0
 
         def fail(kind: str, tokens: Any) -> None:
-            nonlocal abreast
-            if len(tokens) == 2 and abreast > 8:
+            nonlocal parallel
+            if len(tokens) == 2 and parallel > 8:
                 raise RuntimeError("out of luck")
-            abreast += kind == "decode"
+            parallel += kind == "decode"
 
         bench.mood.fail = fail
         bench.mood.gate.clear()

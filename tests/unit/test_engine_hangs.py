@@ -11,7 +11,7 @@ import pytest
 from serve.bundle import Bundle
 from serve.engine.execute import Runner
 from serve.engine.job import LaneKey, Limits, TokenEvent
-from serve.engine.watchdog import Patience
+from serve.engine.watchdog import StallLimits
 from serve.errors import Stalled
 from serve.runtime import open_model
 from tests.engine_bench import Bench, Caller, classified, generated
@@ -25,12 +25,12 @@ from tests.tiny_folders import (
     translate_bundle,
 )
 
-QUICK = Patience(stall_s=0.2, stall_unknown_s=0.2, stall_exit_s=0.3)
+QUICK = StallLimits(stall_s=0.2, stall_unknown_s=0.2, stall_exit_s=0.3)
 
 
 @contextmanager
 def watched(
-    patience: Patience = QUICK, leave: Callable[[], None] = lambda: None
+    patience: StallLimits = QUICK, leave: Callable[[], None] = lambda: None
 ) -> Iterator[Bench]:
     bench = Bench(Mood(), Limits(), patience, leave)
     bench.engine.start()
@@ -76,7 +76,7 @@ def test_a_call_that_hangs_is_ended_and_the_engine_goes_on() -> None:
 
 
 def test_while_a_call_hangs_none_is_taken_and_its_own_end_is_well() -> None:
-    with watched(Patience(0.2, 0.2, 60)) as bench:
+    with watched(StallLimits(0.2, 0.2, 60)) as bench:
         bench.mood.gate.clear()
         caller = bench.classify(5)[1]
         wait_until(lambda: refuses(bench))
@@ -92,7 +92,7 @@ def test_while_a_call_hangs_none_is_taken_and_its_own_end_is_well() -> None:
 
 def test_a_call_that_never_ends_ends_the_process_and_everybody_is_told() -> None:
     left = threading.Event()
-    with watched(Patience(1, 1, 0.3), leave=left.set) as bench:
+    with watched(StallLimits(1, 1, 0.3), leave=left.set) as bench:
 
         def hang_after_three(called: str, tokens: Any) -> None:
             if len(bench.mood.calls) == 3:
@@ -109,7 +109,7 @@ def test_a_call_that_never_ends_ends_the_process_and_everybody_is_told() -> None
 
 
 def test_opening_a_graph_is_not_hanging() -> None:
-    with watched(Patience(0.2, 60, 0.2)) as bench:
+    with watched(StallLimits(0.2, 60, 0.2)) as bench:
         assert classified(bench.classify(5)[1])
         bench.mood.opening = True
         bench.mood.gate.clear()

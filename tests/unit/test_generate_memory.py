@@ -39,10 +39,10 @@ def test_the_oldest_that_waits_for_memory_is_not_overtaken() -> None:
 def test_memory_that_the_buffers_still_hold_is_not_given_away() -> None:
     s = scheduler(cache_bytes=100)
     started(s, generate("a", 10))
-    s.hold(FOUR, 95)
+    s.set_held_bytes(FOUR, 95)
     s.add(generate("b", 10, ONE), 0.0)
     assert not any(isinstance(run(s), PrefillCall) for _ in range(4))
-    s.hold(FOUR, 40)
+    s.set_held_bytes(FOUR, 40)
     assert any(isinstance(run(s), PrefillCall) for _ in range(4))
 
 
@@ -56,5 +56,5 @@ def test_a_lost_batch_leaves_nothing() -> None:
     job = generate("a")
     started(s, job)
     s.end(job)
-    s.abandon(FOUR)
+    s.drop_batch(FOUR)
     assert s.next(0.0) is None and s.charged_bytes == 0

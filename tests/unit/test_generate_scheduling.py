@@ -27,7 +27,7 @@ def test_a_generation_is_read_in_pieces_and_then_decoded() -> None:
     for _ in range(3):
         assert s.next(0.5) == PrefillCall(FOUR, (), job)
     assert (job.state, job.queued_s, job.started_s) == (State.RUNNING, 0.0, 0.5)
-    s.has_read(job, full=False)
+    s.prefilled(job, full=False)
     assert s.next(1.0) == DecodeCall((DecodePart(FOUR, (), (job,), (job,)),))
     for _ in range(3):
         assert s.next(1.0) == DecodeCall((DecodePart(FOUR, (), (), (job,)),))
@@ -170,24 +170,24 @@ def test_rungs_that_could_mix_take_turns_where_that_is_quicker() -> None:
     started(s, *(generate(str(key.steps), lane=key) for key in (ONE, TWO, FOUR)))
     for _ in range(5):
         assert decoded(s).contended
-    s.share("g", "turns")
+    s.share("g", "alternating")
     calls = [decoded(s) for _ in range(30)]
     under_way = [call for call in calls if not call.parts[0].whole]
     assert all(len(call.parts) == 1 for call in calls) and len(under_way) <= 5
     assert calls[: len(under_way)] == under_way, "tokens that are under way come first"
     tokens = Counter(call.parts[0].lane for call in calls if call.parts[0].whole)
     assert max(tokens.values()) - min(tokens.values()) <= 2
-    s.share("g", "together")
+    s.share("g", "shared")
     assert any(len(decoded(s).parts) > 1 for _ in range(4))
 
 
 def test_what_a_rung_was_ahead_is_over_when_the_cores_are_shared_otherwise() -> None:
     s = scheduler(most_lanes=8, sides=2)
     started(s, *(generate(str(key.steps), lane=key) for key in (ONE, EIGHT)))
-    s.share("g", "abreast")
+    s.share("g", "parallel")
     for _ in range(40):
         decoded(s)
-    s.share("g", "turns")
+    s.share("g", "alternating")
     under_way_too = [decoded(s) for _ in range(20)]
     lanes = Counter(call.parts[0].lane for call in under_way_too if call.parts[0].whole)
     assert abs(lanes[ONE] - lanes[EIGHT]) <= 1
@@ -249,7 +249,7 @@ def test_a_full_row_is_read_again_before_new_ones() -> None:
     a, b = generate("a"), generate("b")
     started(s, a)
     s.add(b, 0.0)
-    s.read_again(a)
+    s.prefill_again(a)
     assert s.evict(FOUR) == (0,)
     again = run(s)
     assert isinstance(again, PrefillCall) and again.job is a and a.state is State.RUNNING
@@ -262,6 +262,6 @@ def test_a_prompt_that_fills_the_window_is_read_again_at_once() -> None:
     a = generate("a")
     s.add(a, 0.0)
     s.next(0.0)
-    s.has_read(a, full=True)
-    assert s.readings_over(FOUR) == (a.number,)
+    s.prefilled(a, full=True)
+    assert s.prefills_over(FOUR) == (a.number,)
     assert s.next(0.0) == PrefillCall(FOUR, (), a)

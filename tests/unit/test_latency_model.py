@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 
 Cost = Callable[[int, int], float]
-FULL = Series("m", "classify", 8)
+FULL = CostKey("m", "classify", 8)
 
 
 def cost(rows: int, length: int) -> float:
@@ -69,13 +69,13 @@ def test_a_shape_that_it_does_not_know_does_not_lead_it_astray(seed: int) -> Non
         steps, rows = chance.choice((1, 2, 4, 8)), chance.randint(1, 16)
         length = chance.randint(16, 128)
         seconds = steps * (5e-5 + 9e-6 * rows * length * (1.6 if rows < 4 else 1.0))
-        series = Series("m", "classify", steps)
-        if (predicted := model.call_s(series, rows, length)) is not None:
+        cost_key = CostKey("m", "classify", steps)
+        if (predicted := model.call_s(cost_key, rows, length)) is not None:
             errors.append(abs(predicted / seconds - 1))
         for _ in range(3):
             late = 1.5 if chance.random() < 0.05 else 1.0
             noisy = seconds * chance.lognormvariate(0, 0.08) * late
-            model.observe(series, rows, length, noisy)
+            model.observe(cost_key, rows, length, noisy)
     assert p95(errors[60:]) <= 0.5
 
 
@@ -103,7 +103,7 @@ def test_a_call_that_stalls_changes_little() -> None:
 
 
 def test_a_machine_that_slows_down_is_noticed_for_all_steps() -> None:
-    model, one = LatencyModel(), Series("m", "classify", 1)
+    model, one = LatencyModel(), CostKey("m", "classify", 1)
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
         model.observe(one, rows, length, cost(rows, length) / 8)
@@ -160,13 +160,13 @@ def test_what_was_slow_is_not_believed_for_ever() -> None:
         model.observe_answer(0.5)
     slow = model.call_s(FULL, 8, 64)
     for _ in range(60):
-        model.relent()
+        model.lower_caution()
     assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
     assert model.answer_s < 0.01 and model.caution("m") == 1.0
 
 
 def test_what_runs_alone_for_long_does_not_upset_what_is_known_of_the_rest() -> None:
-    decode, chance = Series("m", "decode", 8), random.Random(4)
+    decode, chance = CostKey("m", "decode", 8), random.Random(4)
     model = LatencyModel()
 
     def decode_s(rows: int) -> float:  # whatever the length
@@ -225,7 +225,7 @@ def test_a_machine_that_slows_down_is_noticed_by_whichever_calls_there_are() -> 
 
 
 def test_what_one_model_does_says_nothing_of_another() -> None:
-    model, other = LatencyModel(), Series("other", "decode", 1)
+    model, other = LatencyModel(), CostKey("other", "decode", 1)
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
         model.observe(other, rows, length, cost(rows, length))
@@ -270,7 +270,7 @@ def test_what_one_number_of_rows_takes_is_learned_for_all_rungs() -> None:
     def uneven(rows: int, length: int) -> float:
         return in_parts(rows, length) * (1.15 if rows % 2 else 1.0)
 
-    model, half = LatencyModel(), Series("m", "classify", 4)
+    model, half = LatencyModel(), CostKey("m", "classify", 4)
     model.share_rows("m", 2)
     for rows, length in shapes(600):
         model.observe(FULL, rows, length, uneven(rows, length))
@@ -300,19 +300,19 @@ def test_threads_that_write_at_once_do_not_meet() -> None:
     def load(number: int) -> None:
         model.share_rows(f"new {number}", 2)
         model.learn(f"new {number}", known)
-        model.rescale(Series(f"new {number}", "classify", 8), 4, 64, 0.01)
+        model.rescale(CostKey(f"new {number}", "classify", 8), 4, 64, 0.01)
         model.drop_model(f"new {number}")
 
     def run(number: int) -> None:
         for steps in range(8):
-            model.observe(Series(f"old {number}", "classify", steps), 3, 40, 0.01)
+            model.observe(CostKey(f"old {number}", "classify", steps), 3, 40, 0.01)
 
     def leave(number: int) -> None:
         model.drop_model(f"old {number}")
-        model.call_s(Series(f"new {number}", "classify", 8), 4, 64)
+        model.call_s(CostKey(f"new {number}", "classify", 8), 4, 64)
 
     def refuse(number: int) -> None:
-        model.relent()
+        model.lower_caution()
         model.observe_answer(0.001)
 
     def again(write: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve.runtime import Leg, Mix, OpenedModel, SteppedBatch, open_model
+from serve.runtime import Mix, OpenedModel, Segment, SteppedBatch, open_model
 from serve.runtime.cache import Bytes
 from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
@@ -22,10 +22,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return open_rungs(tmp_path_factory.mktemp("bundles"), request.param)
 
 
-def went(mix: Mix, sides: list[list[Leg]]) -> list[list[FloatArray | None]]:
-    """The logits of legs abreast, none of which throws."""
+def went(mix: Mix, sides: list[list[Segment]]) -> list[list[FloatArray | None]]:
+    """The logits of segments that run in parallel, none of which throws."""
     found: list[list[FloatArray | None]] = []
-    for side in mix.abreast(sides):
+    for side in mix.parallel(sides):
         found.append([])
         for outcome in side:
             assert not isinstance(outcome, Exception)
@@ -64,7 +64,7 @@ def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedMode
     assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
 
 
-def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> None:
+def test_rungs_that_run_in_parallel_get_what_they_get_alone(model: OpenedModel) -> None:
     """Each on a thread of its own, so many steps at once; and shared calls in between."""
     mix = model.mix()
     assert mix is not None
@@ -76,24 +76,24 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
         assert isinstance(batch, OrtDecodeBatch)
         batches[steps], found[steps] = batch, [batch.add(prompt(model, 55 + steps))]
     for call in range(60):
-        legs = {}
+        segments = {}
         for steps, batch in batches.items():
-            stands = None if batch.stand is None else batch.stand.step
+            stands = None if batch.step_state is None else batch.step_state.step
             left = steps - (stands or 0)
             tokens = best(found[steps][-1:]) if stands is None else None
-            legs[steps] = Leg(batch, int(chance.integers(1, left + 1)), tokens)
+            segments[steps] = Segment(batch, int(chance.integers(1, left + 1)), tokens)
         if call % 4:
             sides = [list(STEPS[side :: mix.sides]) for side in range(mix.sides)]
-            answers = went(mix, [[legs[steps] for steps in side] for side in sides])
+            answers = went(mix, [[segments[steps] for steps in side] for side in sides])
         else:
             sides, answers = [list(STEPS)], [[]]
-            for steps, leg in legs.items():
-                if leg.tokens is not None:
-                    batches[steps].begin(leg.tokens)
+            for steps, segment in segments.items():
+                if segment.tokens is not None:
+                    batches[steps].begin(segment.tokens)
             for first in range(0, len(STEPS), mix.most_batches):
                 mix.advance([batches[steps] for steps in STEPS[first : first + mix.most_batches]])
             for batch in batches.values():
-                ends = batch.stand is not None and batch.stand.step == batch.steps
+                ends = batch.step_state is not None and batch.step_state.step == batch.steps
                 answers[0].append(batch.end() if ends else None)
         for side, ended in zip(sides, answers, strict=True):
             for steps, logits in zip(side, ended, strict=True):
@@ -106,7 +106,7 @@ def test_rungs_that_go_abreast_get_what_they_get_alone(model: OpenedModel) -> No
         np.testing.assert_array_equal(logits_of_all, expected)
 
 
-def test_rungs_go_abreast_on_one_session_once_their_bundle_was_changed(
+def test_rungs_run_in_parallel_on_one_session_once_their_bundle_was_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = open_model(build_generate(tmp_path / "g", steps=(1, 2)), threads=2)
@@ -117,8 +117,10 @@ def test_rungs_go_abreast_on_one_session_once_their_bundle_was_changed(
     batches = {steps: opened.decoder(steps).open_batch() for steps in (1, 2)}
     found = {steps: [batch.add(tokens)] for steps, batch in batches.items()}
     for _ in range(3):
-        legs = [Leg(batch, n, best(found[n][-1:])) for n, batch in batches.items()]
-        for steps, (logits,) in zip(batches, went(mix, [[leg] for leg in legs]), strict=True):
+        segments = [Segment(batch, n, best(found[n][-1:])) for n, batch in batches.items()]
+        for steps, (logits,) in zip(
+            batches, went(mix, [[segment] for segment in segments]), strict=True
+        ):
             assert logits is not None
             found[steps].append(logits[0])
     assert caplog.text.count("rungs that go abreast share a session") == 1
@@ -134,11 +136,12 @@ def test_a_leg_that_throws_leaves_the_others(model: OpenedModel) -> None:
         batch.add(prompt(model, 5))
     too_many = np.array([3, 4])
     good = [
-        Leg(batch, steps, np.array([3])) for batch, steps in zip(batches, (2, 1, 3), strict=True)
+        Segment(batch, steps, np.array([3]))
+        for batch, steps in zip(batches, (2, 1, 3), strict=True)
     ]
-    legs = [good[0], Leg(batches[1], 1, too_many), good[2]]
-    sides = [legs] if mix.sides == 1 else [legs[:2], legs[2:]]
-    found = [one for side in mix.abreast(sides) for one in side]
+    segments = [good[0], Segment(batches[1], 1, too_many), good[2]]
+    sides = [segments] if mix.sides == 1 else [segments[:2], segments[2:]]
+    found = [one for side in mix.parallel(sides) for one in side]
     assert isinstance(found[1], ValueError)
     for one, steps in ((found[0], 2), (found[2], 3)):
         assert isinstance(one, np.ndarray)
@@ -198,7 +201,7 @@ def test_rungs_take_turns_where_memory_has_one_place_only(
     model: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("cache", "mixing"):
-        monkeypatch.setattr(f"serve.runtime.{name}.can_be_neighbours", lambda: False)
+        monkeypatch.setattr(f"serve.runtime.{name}.can_map_shared", lambda: False)
     opened = open_model(model.bundle, threads=1)
     mix = opened.mix()
     assert mix is not None and mix.most_batches == 1
@@ -214,7 +217,7 @@ def test_rungs_go_one_by_one_once_no_more_memory_can_be_mapped(
 
     mix = open_model(model.bundle, threads=1).mix()
     assert mix is not None
-    monkeypatch.setattr("serve.runtime.mixing.side_by_side", refused)
+    monkeypatch.setattr("serve.runtime.mixing.map_adjacent", refused)
     batches: dict[int, SteppedBatch] = {}
     for steps in (2, 4):
         batch = model.decoder(steps).open_batch()
@@ -247,8 +250,8 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
         for batch in batches:
             batch.add(prompt(model, 3, seed))
             kept += [weakref.ref(block) for block in batch._caches._blocks]
-        legs = [Leg(batch, batch.steps, np.array([3])) for batch in batches]
-        mix.abreast([legs] if mix.sides == 1 else [[leg] for leg in legs])
+        segments = [Segment(batch, batch.steps, np.array([3])) for batch in batches]
+        mix.parallel([segments] if mix.sides == 1 else [[segment] for segment in segments])
         for batch in batches:
             batch.begin(np.array([3]))
         mix.advance(batches)
@@ -258,7 +261,7 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
         for batch in batches:
             if not lost:
                 batch.remove(0)
-        del batch, opened, legs
+        del batch, opened, segments
         batches.clear()
     gc.collect()
     assert all(block() is None for block in kept)

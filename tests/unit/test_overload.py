@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve.engine.cost import Series
+from serve.engine.cost import CostKey
 from serve.engine.job import Deadline, Job, Limits
 from serve.errors import TooBusy
 from tests.simulated import LADDER, LATE, MODEL, Request, Simulation, capacity, poisson, usual_cost
@@ -244,7 +244,7 @@ def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> No
     simulation = Simulation(Limits(), noise=0.0)
     job = simulation.arrive(Request(0.0, (64,), given_s=0.05))
     latency = simulation.latency
-    call_s = latency.call_s(Series(MODEL, "classify", LADDER[0]), 1, 64)
+    call_s = latency.call_s(CostKey(MODEL, "classify", LADDER[0]), 1, 64)
     assert job is not None and call_s is not None
     least_s, answer_s = call_s * latency.caution(MODEL), latency.answer_s
     assert simulation.scheduler.lapsed(0.05 - least_s - 1.5 * answer_s) == []

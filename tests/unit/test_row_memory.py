@@ -19,13 +19,13 @@ def test_a_prompt_is_read_in_pieces_of_bounded_work(model: OpenedModel) -> None:
         for length in (1, 63, 64, 65, 130, MAX_TOKENS):
             batch = model.decoder(steps).open_batch()
             tokens = prompt(model, length)
-            reading, pieces = batch.read(tokens), 1
-            while (logits := reading.advance()) is None:
+            prefill, pieces = batch.read(tokens), 1
+            while (logits := prefill.advance()) is None:
                 pieces += 1
-            assert reading.positions == length and not batch.lengths
+            assert prefill.positions == length and not batch.lengths
             assert pieces * PIECE_TOKENS >= length * steps
             assert pieces <= -(-length // CHUNK_TOKENS) * steps
-            batch.join(reading)
+            batch.join(prefill)
             assert batch.lengths == [length]
             whole = model.decoder(steps).forward(tokens[None])[0, -1]
             np.testing.assert_allclose(logits, whole, atol=2e-5)
@@ -35,10 +35,10 @@ def test_a_short_row_leaves_the_others_their_room(model: OpenedModel) -> None:
     batch = model.decoder(2).open_batch()
     assert isinstance(batch, OrtDecodeBatch)
     for positions in (MAX_TOKENS, 10):
-        reading = batch.read(prompt(model, 5), positions)
-        while reading.advance() is None:
+        prefill = batch.read(prompt(model, 5), positions)
+        while prefill.advance() is None:
             pass
-        batch.join(reading)
+        batch.join(prefill)
     assert batch._caches.capacity == MAX_TOKENS
 
 

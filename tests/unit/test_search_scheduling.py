@@ -39,7 +39,7 @@ def test_searches_take_turns_with_each_other_and_with_the_rest() -> None:
     for _ in range(16):
         calls.append(call := s.next(0.0))
         if isinstance(call, PrefillCall) and call.job is not None:
-            s.has_read(call.job, full=False)
+            s.prefilled(call.job, full=False)
     stepped = [call.job.work for call in calls if isinstance(call, SearchCall) and call.job]
     assert stepped[:5] == ["first", "first", "second", "first", "second"]
     assert sum(isinstance(call, DecodeCall) for call in calls) >= 3

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from serve.engine.cost import IDLE_ANSWER_S, LatencyModel, Series
+from serve.engine.backlog import GenerationSize
+from serve.engine.cost import IDLE_ANSWER_S, CostKey, LatencyModel
 from serve.engine.job import (
     Deadline,
     DecodeCall,
@@ -16,7 +17,6 @@ from serve.engine.job import (
     PrefillCall,
     SearchCall,
 )
-from serve.engine.predict import Asked
 from serve.engine.scheduler import Scheduler
 
 MODEL, STEPS, SOURCE, TOKENS, BEAMS = "m", 2, 8, 20, 4
@@ -49,9 +49,9 @@ class Clock:
         for _ in range(200):
             rows, length = chance.randint(1, 8), chance.randint(2, 24)
             seen = [
-                (Series(MODEL, "search", STEPS), rows, length, step_s(rows, length)),
-                (Series(MODEL, "prefill", STEPS), 1, length, read_s(length)),
-                (Series(MODEL, "decode", STEPS), rows, length, token_s(rows)),
+                (CostKey(MODEL, "search", STEPS), rows, length, step_s(rows, length)),
+                (CostKey(MODEL, "prefill", STEPS), 1, length, read_s(length)),
+                (CostKey(MODEL, "decode", STEPS), rows, length, token_s(rows)),
             ]
             for one in seen:
                 self.latency.observe(*one)
@@ -74,7 +74,7 @@ class Clock:
             self.now_s += read_s(SOURCE) if length == 1 else step_s(call.job.beams, length)
         elif isinstance(call, PrefillCall) and call.job is not None:
             self.now_s += read_s(SOURCE)
-            self.scheduler.has_read(call.job, full=False)
+            self.scheduler.prefilled(call.job, full=False)
             jobs = [call.job]
         elif isinstance(call, DecodeCall):
             jobs = list(call.parts[0].jobs)
@@ -98,9 +98,9 @@ def search_s(tokens: int = TOKENS) -> float:
 
 
 def test_a_search_alone_takes_its_calls_with_all_its_beams() -> None:
-    outlook = Clock().scheduler.prospects.outlook(MODEL)
+    model_backlog = Clock().scheduler.backlog.model_backlog(MODEL)
     for jobs in (1, 3):
-        found_s = outlook.alone_s(lane("search"), Asked(SOURCE, TOKENS, jobs, BEAMS))
+        found_s = model_backlog.idle_s(lane("search"), GenerationSize(SOURCE, TOKENS, jobs, BEAMS))
         assert found_s == pytest.approx(jobs * search_s() + IDLE_ANSWER_S, rel=0.1)
 
 
@@ -109,7 +109,7 @@ def test_the_wait_behind_searches_is_theirs_and_falls_as_they_go() -> None:
     jobs = [clock.add("search") for _ in range(8)]
     waits_s = []
     while clock.scheduler.queued:
-        waits_s.append((clock.now_s, clock.scheduler.prospects.wait_s(clock.now_s)))
+        waits_s.append((clock.now_s, clock.scheduler.backlog.wait_s(clock.now_s)))
         clock.call()
     next_one = clock.add("search")  # who has waited for a place
     turn_s = clock.now_s + clock.until(next_one, begun=True)
@@ -128,8 +128,8 @@ def test_searches_and_texts_wait_for_each_other_as_long_as_they_last(done: int) 
         clock.add("generate", 50)
         while first.tokens_left > TOKENS - done:
             clock.call()
-        asked = Asked(SOURCE, tokens, 1, BEAMS)
-        told_s = clock.scheduler.prospects.outlook(MODEL).ready_s(lane(kind), asked)
+        asked = GenerationSize(SOURCE, tokens, 1, BEAMS)
+        told_s = clock.scheduler.backlog.model_backlog(MODEL).ready_s(lane(kind), asked)
         took_s = clock.until(clock.add(kind, tokens))
         told_s = (told_s - clock.latency.answer_s) / clock.latency.caution(MODEL)
         assert told_s == pytest.approx(took_s, rel=0.25)
@@ -140,21 +140,23 @@ def test_a_search_does_not_make_late_who_was_in_time(kind: Kind) -> None:
     clock, alone = Clock(), Clock()
     given_s = 1.6 * alone.until(alone.add(kind))
     clock.add(kind, given_s=given_s)
-    outlook = clock.scheduler.prospects.outlook(MODEL)
+    model_backlog = clock.scheduler.backlog.model_backlog(MODEL)
     for tokens, in_time in ((1, True), (TOKENS, False)):
-        asked = Asked(SOURCE, tokens, 1, BEAMS)
-        assert outlook.in_time(lane("search"), asked, math.inf, clock.now_s) is in_time
-        assert (outlook.late_s(lane("search"), asked, 1e9, clock.now_s) <= 0) is in_time
+        asked = GenerationSize(SOURCE, tokens, 1, BEAMS)
+        assert model_backlog.in_time(lane("search"), asked, math.inf, clock.now_s) is in_time
+        assert (model_backlog.late_s(lane("search"), asked, 1e9, clock.now_s) <= 0) is in_time
 
 
 def test_before_any_search_has_run_it_is_priced_as_rows_that_decode() -> None:
     latency = LatencyModel()
     for rows in (1, 2, 4, 8):
-        latency.observe(Series(MODEL, "decode", STEPS), rows, 10, token_s(rows))
+        latency.observe(CostKey(MODEL, "decode", STEPS), rows, 10, token_s(rows))
     scheduler: Scheduler[str] = Scheduler(Limits(), lambda *_: 0, latency=latency)
-    outlook = scheduler.prospects.outlook(MODEL)
-    one, four = (outlook.alone_s(lane("search"), Asked(SOURCE, TOKENS, 1, n)) for n in (1, 4))
-    line = latency.decode_line(Series(MODEL, "decode", STEPS), 4)
+    model_backlog = scheduler.backlog.model_backlog(MODEL)
+    one, four = (
+        model_backlog.idle_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
+    )
+    line = latency.decode_line(CostKey(MODEL, "decode", STEPS), 4)
     assert line is not None and four > one
     steps_s = (TOKENS - 1) * (line[0] + 11 * line[1])
     assert four - IDLE_ANSWER_S == pytest.approx(steps_s)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.cost import Series
+from serve.engine.cost import CostKey
 from serve.engine.job import TokenEvent
 from serve.engine.sampling import Beams
 from serve.errors import Unprocessable
@@ -85,8 +85,8 @@ def test_a_search_answers_in_one_piece() -> None:
         assert shapes == 2 * [(1, 1), (3, 2), (3, 3), (3, 4)]
         assert (job.most_tokens, job.tokens_left) == (4, 0)
         key = job.lane
-        assert bench.engine.latency.knows(Series(key.model, "search", key.steps))
-        assert bench.engine.latency.knows(Series(key.model, "prefill", key.steps))
+        assert bench.engine.latency.knows(CostKey(key.model, "search", key.steps))
+        assert bench.engine.latency.knows(CostKey(key.model, "prefill", key.steps))
         assert bench.idle()
         text = bench.metrics.exposition().decode()
         assert 'stepdial_tokens_total{model="tiny-translate"} 8.0' in text

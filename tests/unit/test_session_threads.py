@@ -13,7 +13,7 @@ import pytest
 from serve.bundle import Bundle
 from serve.runtime.classifier import OrtClassifier
 from serve.runtime.decoder import OrtDecoder
-from serve.runtime.model import OrtModel, interleaved, settle_threads
+from serve.runtime.model import OrtModel, interleaved, tune_threads
 from serve.runtime.protocol import Model, RowArray
 from serve.runtime.session import InterruptibleSession
 from tests.tiny_bundles import build_classify, build_generate
@@ -49,7 +49,7 @@ def test_all_threads_only_where_they_are_worth_it(
     tmp_path: Path, one_s: float, all_s: float, counts: list[int]
 ) -> None:
     timed = Timed(build_classify(tmp_path / "c"), {1: one_s, MOST: all_s})
-    settle_threads(timed.opening, MOST)
+    tune_threads(timed.opening, MOST)
     assert timed.counts == counts
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.execute import Trials, leads_of
+from serve.engine.execute import Tuner, leads_of
 from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, Wish, Work
+from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
@@ -36,14 +36,14 @@ def test_no_token_depends_on_the_lead(
     texts, drafted = set(), []
     for lead in (0, 1, 2, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(Trials, "way", lead)
+            patch.setattr(Tuner, "option", lead)
             metrics = Metrics()
             engine = Engine(Catalog([served]), Limits(), metrics)
             engine.start()
             answers = []
             for seed in range(3):
                 answers.append(caller := Caller())
-                wish = Wish(
+                wish = GenerationRequest(
                     [5, 6, 7 + seed],
                     200,
                     bundle.manifest.text_input.max_tokens,

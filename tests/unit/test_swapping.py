@@ -14,9 +14,9 @@ import pytest
 
 from serve.bundle import Bundle
 from serve.catalog import Served
+from serve.engine.backlog import GenerationSize
 from serve.engine.engine import Engine
 from serve.engine.job import Job, LaneKey
-from serve.engine.predict import Asked
 from serve.engine.watchdog import Watchdog
 from serve.engine.work import Classification, Work
 from serve.errors import ModelGone, UnknownModel
@@ -153,7 +153,7 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
                 for bundle in BUNDLES:
                     bench.engine.serve(another(bundle(), next(editions))[0])
                 work = [bench.classify(5, 7), bench.generate("abc", 3, steps=4)]
-                bench.engine.latency.relent()  # as after a refusal
+                bench.engine.latency.lower_caution()  # as after a refusal
                 bench.engine.latency.observe_answer(0.001)
                 for _, caller in work:
                     caller.last()
@@ -180,7 +180,9 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
         gates.append(model.mood.gate)
         gates[-1].clear()  # until all its rungs have work, so that they share calls in any case
         bench.engine.serve(served)
-        bench.engine.steps_for(LaneKey(served.key, "generate", 4), (1, 2, 4), Asked(3, 3), None)
+        bench.engine.steps_for(
+            LaneKey(served.key, "generate", 4), (1, 2, 4), GenerationSize(3, 3), None
+        )
     work += [bench.generate("abc", 20, steps=steps) for steps in (1, 2, 4)]
     work += [bench.classify(5), bench.search("abc", 3)]
     for gate in gates:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from serve.runtime import cache
-from serve.runtime.cache import PAGE_BYTES, Pages, Part, can_be_neighbours, side_by_side
+from serve.runtime.cache import PAGE_BYTES, MemoryRange, SharedMemory, can_map_shared, map_adjacent
 
 
 @pytest.fixture(autouse=True)
 def _nothing_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_be_neighbours(), "these tests are of Linux"
-    monkeypatch.setattr(cache, "_spare", [])
+    assert can_map_shared(), "these tests are of Linux"
+    monkeypatch.setattr(cache, "_spare_mappings", [])
     monkeypatch.setattr(cache, "MOST_SPARE", 0)
 
 
@@ -25,7 +25,7 @@ def blocks(file: int) -> int:
 
 
 def test_it_takes_no_memory_until_it_is_written() -> None:
-    some = Pages(64 * PAGE_BYTES, 64 * PAGE_BYTES)
+    some = SharedMemory(64 * PAGE_BYTES, 64 * PAGE_BYTES)
     assert blocks(some.file) == 0
     some.bytes[5] = 7
     assert 0 < blocks(some.file) * 512 <= 16 * PAGE_BYTES
@@ -33,26 +33,26 @@ def test_it_takes_no_memory_until_it_is_written() -> None:
 
 
 def test_parts_lie_side_by_side_and_are_the_same_bytes() -> None:
-    one, two = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES), Pages(2 * PAGE_BYTES, 0)
+    one, two = SharedMemory(4 * PAGE_BYTES, 4 * PAGE_BYTES), SharedMemory(2 * PAGE_BYTES, 0)
     one.bytes[:] = np.repeat(np.arange(4, dtype=np.uint8), PAGE_BYTES)
     two.bytes[:] = 9
     parts = [
-        Part(one, 3 * PAGE_BYTES, PAGE_BYTES),
-        Part(two, 0, 2 * PAGE_BYTES),
-        Part(one, PAGE_BYTES, PAGE_BYTES),
+        MemoryRange(one, 3 * PAGE_BYTES, PAGE_BYTES),
+        MemoryRange(two, 0, 2 * PAGE_BYTES),
+        MemoryRange(one, PAGE_BYTES, PAGE_BYTES),
     ]
-    seen = side_by_side(parts)
+    seen = map_adjacent(parts)
     assert seen[::PAGE_BYTES].tolist() == [3, 9, 9, 1]
     seen[0], seen[2 * PAGE_BYTES] = 50, 60
     assert one.bytes[3 * PAGE_BYTES] == 50 and two.bytes[PAGE_BYTES] == 60
     one.bytes[PAGE_BYTES] = 70
     assert seen[3 * PAGE_BYTES] == 70
-    again = side_by_side(parts)
+    again = map_adjacent(parts)
     assert np.array_equal(again, seen)
 
 
 def test_what_is_freed_is_zeros_again() -> None:
-    some = Pages(8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    some = SharedMemory(8 * PAGE_BYTES, 8 * PAGE_BYTES)
     some.bytes[:] = 1
     whole = blocks(some.file)
     some.free(2 * PAGE_BYTES, 4 * PAGE_BYTES)
@@ -61,11 +61,11 @@ def test_what_is_freed_is_zeros_again() -> None:
 
 
 def test_a_view_keeps_no_memory_of_what_is_dropped_but_an_array_does() -> None:
-    some = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES)
+    some = SharedMemory(4 * PAGE_BYTES, 4 * PAGE_BYTES)
     some.bytes[:] = 1
     file = os.dup(some.file)
     try:
-        seen = side_by_side([Part(some, 0, 4 * PAGE_BYTES)])
+        seen = map_adjacent([MemoryRange(some, 0, 4 * PAGE_BYTES)])
         array = some.bytes.view(np.float32)[:10]
         del some
         assert blocks(file) > 0 and array.tobytes() == b"\1" * 40
@@ -84,9 +84,11 @@ def test_places_and_files_are_given_back() -> None:
 
     before = held()
     for _ in range(50):
-        some = Pages(4 * PAGE_BYTES, 4 * PAGE_BYTES)
+        some = SharedMemory(4 * PAGE_BYTES, 4 * PAGE_BYTES)
         some.bytes[:] = 1
-        seen = side_by_side([Part(some, PAGE_BYTES, PAGE_BYTES), Part(some, 0, PAGE_BYTES)])
+        seen = map_adjacent(
+            [MemoryRange(some, PAGE_BYTES, PAGE_BYTES), MemoryRange(some, 0, PAGE_BYTES)]
+        )
         assert held() > before
         del some, seen
     assert held() == before
@@ -95,7 +97,7 @@ def test_places_and_files_are_given_back() -> None:
 def test_too_much_memory_is_a_memory_error_that_leaves_no_file() -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MemoryError, match="bytes for caches"):
-        Pages(1 << 62, 0)
+        SharedMemory(1 << 62, 0)
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -106,55 +108,55 @@ def test_without_files_that_have_no_name_it_is_plain_memory(
     def none(*_: object) -> int:
         raise OSError(38, "Function not implemented")
 
-    can_be_neighbours.cache_clear()
+    can_map_shared.cache_clear()
     try:
         if why == "none":
             monkeypatch.setattr(os, "memfd_create", none)
         else:
             monkeypatch.setattr(Path, "read_text", lambda *_: "2\n")
-        assert not can_be_neighbours()
-        some = Pages(2 * PAGE_BYTES, 2 * PAGE_BYTES)
+        assert not can_map_shared()
+        some = SharedMemory(2 * PAGE_BYTES, 2 * PAGE_BYTES)
         some.bytes[0] = 1
         some.free(0, PAGE_BYTES)
         with pytest.raises(AssertionError, match="one place only"):
-            side_by_side([Part(some, 0, PAGE_BYTES)])
+            map_adjacent([MemoryRange(some, 0, PAGE_BYTES)])
     finally:
-        can_be_neighbours.cache_clear()
+        can_map_shared.cache_clear()
 
 
 def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST_SPARE", 40 * PAGE_BYTES)
-    first, other = Pages(32 * PAGE_BYTES, 0), Pages(16 * PAGE_BYTES, 0)
+    first, other = SharedMemory(32 * PAGE_BYTES, 0), SharedMemory(16 * PAGE_BYTES, 0)
     first.bytes[:] = other.bytes[:] = 1
     files = first.file, other.file
     del first
-    assert Pages(8 * PAGE_BYTES, 8 * PAGE_BYTES).file not in files
-    again = Pages(32 * PAGE_BYTES, 32 * PAGE_BYTES)
+    assert SharedMemory(8 * PAGE_BYTES, 8 * PAGE_BYTES).file not in files
+    again = SharedMemory(32 * PAGE_BYTES, 32 * PAGE_BYTES)
     assert again.file == files[0]
     del again
     del other  # both are more than may be kept: the one that was dropped last stays
-    assert [one.room.file for one in cache._spare] == [files[1]]
-    assert sum(one.held for one in cache._spare) <= cache.MOST_SPARE
+    assert [one.mapping.file for one in cache._spare_mappings] == [files[1]]
+    assert sum(one.held for one in cache._spare_mappings) <= cache.MOST_SPARE
 
 
 def test_nothing_is_taken_again_that_has_more_pages_than_are_paid_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache, "MOST_SPARE", 1 << 30)
-    some = Pages(32 * PAGE_BYTES, 0)
+    some = SharedMemory(32 * PAGE_BYTES, 0)
     some.bytes[: 20 * PAGE_BYTES] = 1
     file = some.file
     del some
-    less = Pages(32 * PAGE_BYTES, 16 * PAGE_BYTES)
+    less = SharedMemory(32 * PAGE_BYTES, 16 * PAGE_BYTES)
     assert less.file != file and blocks(less.file) == 0
-    assert Pages(32 * PAGE_BYTES, 32 * PAGE_BYTES).file == file
+    assert SharedMemory(32 * PAGE_BYTES, 32 * PAGE_BYTES).file == file
 
 
 def test_few_files_are_kept_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST_SPARE", 1 << 30)
-    many = [Pages((1 + index) * PAGE_BYTES, PAGE_BYTES) for index in range(40)]
+    many = [SharedMemory((1 + index) * PAGE_BYTES, PAGE_BYTES) for index in range(40)]
     del many
-    assert len(cache._spare) == 16
+    assert len(cache._spare_mappings) == 16
 
 
 def test_threads_that_take_and_drop_at_once_share_no_memory(
@@ -164,7 +166,7 @@ def test_threads_that_take_and_drop_at_once_share_no_memory(
 
     def work(mark: int) -> None:
         for turn in range(300):
-            some = Pages((1 + turn % 5) * PAGE_BYTES, 8 * PAGE_BYTES)
+            some = SharedMemory((1 + turn % 5) * PAGE_BYTES, 8 * PAGE_BYTES)
             some.bytes[:] = mark
             time.sleep(0)
             assert (some.bytes == mark).all()

@@ -31,8 +31,8 @@ def test_no_other_of_the_next_ones_is_later_whatever_a_token_takes() -> None:
             lane.drop(chance.choice(lane.waiting))
         due = [one for one in list(lane.waiting)[:MAX_ROWS] if one.deadline is not None]
         assert lane.next_due == due
-        assert set(lane.pressing) <= set(due)
-        fewer += len(lane.pressing) < len(due)
+        assert set(lane.urgent) <= set(due)
+        fewer += len(lane.urgent) < len(due)
         for token_s in (0.0, 0.1, 1.0, 10.0):
-            assert latest_s(lane.pressing, token_s) == latest_s(due, token_s)
+            assert latest_s(lane.urgent, token_s) == latest_s(due, token_s)
     assert fewer > 200

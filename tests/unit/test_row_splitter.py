@@ -9,7 +9,7 @@ import pytest
 from serve.bundle import Bundle
 from serve.parts import cut_rows
 from serve.runtime import open_model
-from serve.runtime.classifier import Parts, Threads
+from serve.runtime.classifier import RowSplitter, Threads
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.tiny_bundles import build_classify
 
@@ -32,7 +32,7 @@ def numbered(rows: int) -> FloatArray:
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
     threads = Threads(most)
-    found = Parts(threads).each(np.copy, numbered(rows))
+    found = RowSplitter(threads).each(np.copy, numbered(rows))
     threads.close()
     assert [len(one) for one in found] == sizes
     assert (np.concatenate(found) == numbered(rows)).all()
@@ -57,7 +57,7 @@ def test_a_thread_that_is_held_up_leaves_what_is_left_to_the_others() -> None:
             others_ran.set()
 
     threads = Threads(2)
-    Parts(threads).each(hold_up, numbered(16))
+    RowSplitter(threads).each(hold_up, numbered(16))
     threads.close()
     slow = ran[-1][0]
     assert [size for thread, size in ran if thread == slow] == [6]
@@ -71,7 +71,7 @@ def test_parts_run_at_the_same_time() -> None:
         return meeting.wait(timeout=10)
 
     threads = Threads(3)
-    assert sorted(Parts(threads).each(meet, numbered(6))) == [0, 1, 2]
+    assert sorted(RowSplitter(threads).each(meet, numbered(6))) == [0, 1, 2]
     threads.close()
 
 
@@ -90,7 +90,7 @@ def test_a_failure_is_told_when_nothing_runs_any_more(failing: int, kind: type[E
 
     threads = Threads(2)
     with pytest.raises(kind, match="of this part"):
-        Parts(threads).each(fail, numbered(6))
+        RowSplitter(threads).each(fail, numbered(6))
     assert len(ended) == 1
     threads.close()
 
@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_whole_batch(
     high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
     tokens = np.random.default_rng(0).integers(1, high, (7, most))
     shared = open_model(labels, 2)
-    monkeypatch.setattr("serve.runtime.model.Parts", lambda threads: Parts(Threads(1)))
+    monkeypatch.setattr("serve.runtime.model.RowSplitter", lambda threads: RowSplitter(Threads(1)))
     whole = open_model(labels, 2)
     for steps in labels.manifest.steps:
         wanted = whole.classifier(steps).run(tokens)

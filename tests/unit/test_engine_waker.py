@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from serve.engine.engine import Waking
+from serve.engine.engine import EngineWaker
 
 
 class Counted(threading.Condition):
@@ -20,21 +20,21 @@ class Counted(threading.Condition):
 
 def test_it_wakes_at_once_where_there_is_no_loop() -> None:
     condition = Counted()
-    waking = Waking(condition)
-    waking.ask()
-    waking.ask()
+    waker = EngineWaker(condition)
+    waker.ask()
+    waker.ask()
     assert condition.wakes == 2
 
 
 def test_it_wakes_once_for_what_comes_before_the_turn_ends() -> None:
     condition = Counted()
     turn: list[Callable[[], None]] = []
-    waking = Waking(condition)
-    waking.through(turn.append)
-    waking.ask()
-    waking.ask()
+    waker = EngineWaker(condition)
+    waker.call_with(turn.append)
+    waker.ask()
+    waker.ask()
     assert condition.wakes == 0 and len(turn) == 1
     turn.pop()()
     assert condition.wakes == 1
-    waking.ask()
+    waker.ask()
     assert len(turn) == 1  # what comes later is not forgotten

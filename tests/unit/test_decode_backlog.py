@@ -4,23 +4,23 @@ import random
 
 import pytest
 
-from serve.engine.cost import LatencyModel, WritingPrices
+from serve.engine.backlog import DecodeBacklog
+from serve.engine.cost import GenerateCosts, LatencyModel
 from serve.engine.generate import GenerateLane
 from serve.engine.job import Job
-from serve.engine.predict import Rounds
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane
 
 
-def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> Rounds[str]:
+def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> DecodeBacklog[str]:
     """One lane, told what is left to write of each; prompts of 8 tokens."""
     lane: GenerateLane[str] = GenerateLane(ONE, 1, max_rows, lambda rows, positions: 0)
     for left in running:
         lane.rows.append(written(left))
     for left in waiting:
         lane.add(written(left))
-    return Rounds([lane], WritingPrices(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
+    return DecodeBacklog([lane], GenerateCosts(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
 
 
 def written(left: int) -> Job[str]:
@@ -38,52 +38,50 @@ def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
     return calls
 
 
-def rounds(max_rows: int, together: bool) -> Rounds[str]:
+def rounds(max_rows: int, shared: bool) -> DecodeBacklog[str]:
     lanes = []
     for key in (ONE, TWO, EIGHT):
         lane: GenerateLane[str] = GenerateLane(key, key.steps, max_rows, lambda rows, positions: 0)
         for name in "ab":
             lane.add(generate(name, lane=key))
         lanes.append(lane)
-    prices = WritingPrices(LatencyModel(), lambda key: key.steps * STEP_S)
-    return Rounds(lanes, prices, max_rows, 0.0, together)
+    costs = GenerateCosts(LatencyModel(), lambda key: key.steps * STEP_S)
+    return DecodeBacklog(lanes, costs, max_rows, 0.0, shared)
 
 
 def test_lanes_that_share_calls_have_as_many_evaluations_each() -> None:
-    together = rounds(max_rows=6, together=True)
+    shared = rounds(max_rows=6, shared=True)
     for steps in (1, 2, 8):
-        assert together.round(steps) == (steps * 3 * STEP_S, 0.0)
+        assert shared.round(steps) == (steps * 3 * STEP_S, 0.0)
 
 
 def test_lanes_that_take_turns_have_a_token_each_or_some_more() -> None:
-    turns = rounds(max_rows=6, together=False)
-    assert turns.round(1) == ((1 + 2 + 8) * STEP_S, 0.0)
-    seconds, _ = turns.round(8)
+    alternating = rounds(max_rows=6, shared=False)
+    assert alternating.round(1) == ((1 + 2 + 8) * STEP_S, 0.0)
+    seconds, _ = alternating.round(8)
     assert (1 + 2 + 8) * STEP_S < seconds < 8 * 3 * STEP_S
 
 
 def test_lanes_that_do_not_fit_into_a_call_take_turns() -> None:
-    both = [rounds(max_rows=5, together=together) for together in (True, False)]
+    both = [rounds(max_rows=5, shared=shared) for shared in (True, False)]
     assert both[0].round(8) == both[1].round(8)
 
 
 @pytest.mark.parametrize("waiting", [16, 32, 64, 128])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_when_a_place_is_free_behind_many_that_wait(
-    waiting: int, together: bool, seed: int
-) -> None:
+def test_when_a_place_is_free_behind_many_that_wait(waiting: int, shared: bool, seed: int) -> None:
     chance = random.Random(seed)
-    running = [32] * 16 if together else [chance.randint(1, 32) for _ in range(16)]
-    tokens, seconds = busy_lane(running, [32] * waiting, 16).place(ONE)
+    running = [32] * 16 if shared else [chance.randint(1, 32) for _ in range(16)]
+    tokens, seconds = busy_lane(running, [32] * waiting, 16).until_slot(ONE)
     assert tokens == pytest.approx(simulated(running, [32] * waiting, 16), rel=0.25)
     assert seconds == pytest.approx(tokens * STEP_S)
 
 
 def test_when_a_place_is_free_behind_few_that_wait() -> None:
-    assert busy_lane([5, 9, 3], [32], 4).place(ONE)[0] == 3
-    assert busy_lane([5, 9, 3, 7], [32], 4).place(ONE)[0] == 5
-    assert busy_lane([5, 9], [32], 4).place(ONE) == (0.0, 0.0)
+    assert busy_lane([5, 9, 3], [32], 4).until_slot(ONE)[0] == 3
+    assert busy_lane([5, 9, 3, 7], [32], 4).until_slot(ONE)[0] == 5
+    assert busy_lane([5, 9], [32], 4).until_slot(ONE) == (0.0, 0.0)
 
 
 def test_rows_are_padded_to_the_longest() -> None:

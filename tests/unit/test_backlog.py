@@ -3,7 +3,7 @@
 import pytest
 
 from serve.bundle import LatencyEntry
-from serve.engine.cost import LatencyModel, Series
+from serve.engine.cost import CostKey, LatencyModel
 from serve.engine.job import Job, LaneKey, Limits, Turn
 from serve.engine.scheduler import Scheduler
 
@@ -23,19 +23,19 @@ def scheduler(usual: dict[Turn, float], latency: LatencyModel | None = None) -> 
 
 def test_rounds_of_what_is_busy_are_counted() -> None:
     s = scheduler(USUAL)
-    assert s.prospects.answer_s(LANE, None) == pytest.approx(0.010)
+    assert s.backlog.answer_s(LANE, None) == pytest.approx(0.010)
     s.add(Job(LANE, "a", (10,) * 8), 0.0)
     s.add(Job(OTHER, "b", (5,), 10), 0.0)
-    assert s.prospects.answer_s(LANE, None) == pytest.approx(5 * 0.012)
+    assert s.backlog.answer_s(LANE, None) == pytest.approx(5 * 0.012)
 
 
 def test_what_is_known_best_is_believed() -> None:
-    assert scheduler({}).prospects.answer_s(LANE, None) is None
-    assert scheduler({}).prospects.answer_s(LANE, MEASURED) == 0.5
-    assert scheduler(USUAL).prospects.answer_s(LANE, MEASURED) == 0.5
+    assert scheduler({}).backlog.answer_s(LANE, None) is None
+    assert scheduler({}).backlog.answer_s(LANE, MEASURED) == 0.5
+    assert scheduler(USUAL).backlog.answer_s(LANE, MEASURED) == 0.5
     latency = LatencyModel()
     for _ in range(50):
-        latency.observe(Series("m", "classify", 1), 1, 100, 0.2)
+        latency.observe(CostKey("m", "classify", 1), 1, 100, 0.2)
     # Neither what another machine took, nor calls of whatever size.
-    found = scheduler(USUAL, latency).prospects.answer_s(LANE, MEASURED)
+    found = scheduler(USUAL, latency).backlog.answer_s(LANE, MEASURED)
     assert found == pytest.approx(0.2, rel=0.1)

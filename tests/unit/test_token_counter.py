@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from serve.engine.execute import Written
+from serve.engine.execute import TokenCounter
 from serve.engine.job import Job, LaneKey
 from serve.engine.work import Generation, Work
 from serve.metrics import SECONDS, Metrics
@@ -27,13 +27,13 @@ def sample(metrics: Metrics, name: str, **more: str) -> float:
 
 def test_every_row_counts_with_the_time_since_its_own_token_before() -> None:
     metrics = Metrics()
-    written = Written(metrics, now_s=10.0)
+    counter = TokenCounter(metrics, now_s=10.0)
     texts = [Text(9.98), Text(9.98), Text(9.98), Text(9.0), Text(None)]
     jobs = [Job[Work](LANE, cast(Work, text), (3,), tokens_left=5) for text in texts]
     jobs[-1].queued_s, jobs[-1].started_s = 7.0, 9.5
     for job, text in zip(jobs, texts, strict=True):
-        written.note(job, cast(Generation, text))
-    written.count()
+        counter.note(job, cast(Generation, text))
+    counter.count()
     assert [job.tokens_left for job in jobs] == [4] * 5
     assert {text.last_token_s for text in texts} == {10.0} and jobs[-1].first_token_s == 10.0
     counted = metrics.registry.get_sample_value("stepdial_tokens_total", {"model": "writer"})
@@ -47,7 +47,7 @@ def test_every_row_counts_with_the_time_since_its_own_token_before() -> None:
 
 def test_nothing_written_is_nothing_counted() -> None:
     metrics = Metrics()
-    Written(metrics, now_s=1.0).count()
+    TokenCounter(metrics, now_s=1.0).count()
     assert sample(metrics, "inter_token_seconds_count") == 0
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's calls for rungs that go abreast, each on a thread of its own."""
+"""The scheduler's calls for rungs that run in parallel, each on a thread of its own."""
 
 import random
 from collections import Counter, defaultdict
@@ -14,11 +14,11 @@ LADDER = (ONE, TWO, FOUR, EIGHT)
 Parts = Sequence[DecodePart[str]]
 
 
-def abreast(sides: int, rows: dict[LaneKey, int]) -> Scheduler[str]:
+def parallel(sides: int, rows: dict[LaneKey, int]) -> Scheduler[str]:
     s = scheduler(most_lanes=8, sides=sides)
     for key, count in rows.items():
         started(s, *(generate(f"{key.steps}.{row}", lane=key) for row in range(count)))
-    s.share("g", "abreast")
+    s.share("g", "parallel")
     return s
 
 
@@ -31,11 +31,11 @@ def spent(parts: Parts) -> list[int]:
 
 
 def test_all_sides_are_busy_and_each_rung_gets_its_tokens() -> None:
-    s = abreast(2, dict.fromkeys(LADDER, 4))
+    s = parallel(2, dict.fromkeys(LADDER, 4))
     tokens: Counter[int] = Counter()
     calls = [decoded(s) for _ in range(320)]
     for call in calls:
-        assert call.abreast and call.contended
+        assert call.parallel and call.contended
         tokens.update(part.lane.steps for part in call.parts if part.ends)
     longest = sum(max(spent(call.parts)) for call in calls)
     both = sum(sum(spent(call.parts)) for call in calls)
@@ -46,7 +46,7 @@ def test_all_sides_are_busy_and_each_rung_gets_its_tokens() -> None:
 
 
 def test_a_rung_is_once_in_a_call_and_its_token_goes_on_with_the_same_rows() -> None:
-    s = abreast(3, {ONE: 2, FOUR: 1, EIGHT: 3})
+    s = parallel(3, {ONE: 2, FOUR: 1, EIGHT: 3})
     while any(part.begins and not part.ends for part in decoded(s).parts):
         pass
     under_way: dict[LaneKey, tuple[int, tuple[Job[str], ...]]] = {}
@@ -74,7 +74,7 @@ def test_sides_cost_alike_however_many_rows_a_rung_has(sides: int) -> None:
     chance = random.Random(sides)
     for _ in range(20):
         rows = {key: chance.randint(1, 4) for key in chance.sample(LADDER, chance.randint(2, 4))}
-        s = abreast(sides, rows)
+        s = parallel(sides, rows)
         most = max(1, max(key.steps for key in rows) // 2)
         bound = max(min(most, key.steps) * (count + 1) for key, count in rows.items())
         seen: defaultdict[LaneKey, int] = defaultdict(int)
@@ -90,15 +90,15 @@ def test_sides_cost_alike_however_many_rows_a_rung_has(sides: int) -> None:
 
 
 def test_a_rung_that_is_left_alone_gets_whole_tokens_again() -> None:
-    s = abreast(2, {ONE: 1, EIGHT: 1})
+    s = parallel(2, {ONE: 1, EIGHT: 1})
     (short,) = s.rows(ONE)
     s.end(short)
     last = [decoded(s) for _ in range(12)]
-    assert not last[-1].abreast and last[-1].parts[0].whole
+    assert not last[-1].parallel and last[-1].parts[0].whole
 
 
 def test_a_new_row_of_one_step_starts_at_once_among_longer_ones() -> None:
-    s = abreast(2, {FOUR: 4, EIGHT: 4})
+    s = parallel(2, {FOUR: 4, EIGHT: 4})
     new = generate("n", lane=ONE)
     s.add(new, 0.0)
     calls = 0
@@ -109,10 +109,10 @@ def test_a_new_row_of_one_step_starts_at_once_among_longer_ones() -> None:
 
 
 def test_what_fills_a_free_side_is_not_held_against_a_rung() -> None:
-    s = abreast(2, {EIGHT: 4, FOUR: 4})
+    s = parallel(2, {EIGHT: 4, FOUR: 4})
     for _ in range(300):
         decoded(s)
-    s.share("g", "together")
+    s.share("g", "shared")
     waited = 0
     while all(part.lane != FOUR for part in decoded(s).parts):
         waited += 1
