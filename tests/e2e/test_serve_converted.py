@@ -19,7 +19,10 @@ pytestmark = pytest.mark.long
 STEPS = (1, 2, 3)
 TOKENS = 12
 TEXTS = ("the film was lovely", "an awful scene, it's", "a very long story " * 9, "Ünknown")
-WIDE = {"hidden_size": 64, "intermediate_size": 512}  # so that some of its matrices become bytes
+WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 512,
+}  # so that some of its matrices become bytes
 FAR: dict[Precision, float] = {"fp32": 1e-4, "int8": 0.02}
 SETTINGS = (
     "optim.precision=fp32",
