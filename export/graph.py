@@ -426,15 +426,16 @@ def write_graphs(
     precision: Precision,
     unseen: Iterable[RowArray] = (),
     scales: Scales | None = None,
+    floats: bool = False,
 ) -> None:
     """Write all graphs and the weights; each graph is checked as it then lies there.
 
     Unseen are the rows on which a classifier of fewer bits is measured, scales those of its caches
-    if a decoder keeps them as bytes.
+    if a decoder keeps them as bytes, `floats` whether bytes become floats when they are loaded.
     """
     weights = WeightsFile(WEIGHTS)
     ranges: Ranges = {}
-    if precision == "int8" and traced.task in LABELLING:
+    if precision == "int8" and traced.task in LABELLING and not floats:
         whole = (stitch(traced.graph, ladder.method, steps) for steps in ladder.steps)
         ranges = measured_ranges(whole, unseen)
     files = step_files(traced)
@@ -443,13 +444,21 @@ def write_graphs(
         if scales is not None:
             cache_bytes(graphs["step"].graph, scales)
         for field, name in files.graphs.items():
-            _write(folder / name, graphs[field], weights, precision, ranges, plain=False)
+            _write(folder / name, graphs[field], weights, precision, ranges, floats, plain=False)
     for steps in ladder.steps:
         graph = stitch(traced.graph, ladder.method, steps)
-        _write(folder / graph_name(steps), graph, weights, precision, ranges, plain=True)
+        _write(folder / graph_name(steps), graph, weights, precision, ranges, floats, plain=True)
         if traced.encoder is not None:
             encoder = stitch(traced.encoder, ladder.method, steps)
-            _write(folder / encoder_name(steps), encoder, weights, precision, ranges, plain=True)
+            _write(
+                folder / encoder_name(steps),
+                encoder,
+                weights,
+                precision,
+                ranges,
+                floats,
+                plain=True,
+            )
     weights.write(folder)
     for path in folder.glob("*.onnx"):
         onnx.checker.check_model(str(path))
@@ -461,11 +470,12 @@ def _write(
     weights: WeightsFile,
     precision: Precision,
     ranges: Ranges,
+    floats: bool,
     plain: bool,
 ) -> None:
     if precision == "int8":
         use_integers(graph, ranges, plain)
-        quantise(graph, plain)
+        quantise(graph, plain, floats)
     weights.externalise(graph)
     if plain:
         keep_shapes(graph)

@@ -3,7 +3,7 @@
 Symmetric, per output channel and block of 64 inputs, rounded to the nearest: no data is needed,
 and the same graph gives the same bytes. Tables that are looked up become bytes where they are most
 of the file, as those of pretrained models are. Layers of a classifier that were measured multiply
-whole numbers instead.
+whole numbers instead; those of a pretrained model are bytes in the file and floats in memory.
 """
 
 import hashlib
@@ -127,6 +127,7 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 BLOCK = 64
 ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
+SMALLER_BLOCKS = 32, 16, 8  # of weights that are floats in memory; the first that fits
 LEAST_TABLE = 1 << 21  # numbers of a table that becomes bytes: 8 MB as float32
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
 ACCURACY_LEVEL = 4
@@ -146,13 +147,16 @@ def check_precision(word: str) -> Precision:
     raise ValueError(f"unknown precision {word}: choose one of {', '.join(get_args(Precision))}")
 
 
-def quantise(model: onnx.ModelProto, plain: bool) -> None:
+def quantise(model: onnx.ModelProto, plain: bool, floats: bool = False) -> None:
     """Give a float32 graph of opset 21 or later 8-bit weights, in place.
 
     Plain, bytes pass DequantizeLinear into a float32 product, for any runtime. Otherwise products
     become MatMulNBits of ONNX Runtime. The bytes and the scales are the same.
+
+    With `floats` a runtime makes float32 weights of the bytes when it loads the graph, plain or
+    not: no activation is rounded, and a product takes as long as in float32.
     """
-    quantising = _Quantising(model.graph, plain)
+    quantising = _Quantising(model.graph, plain, floats)
     nodes = [made for node in model.graph.node for made in quantising.rewritten(node)]
     replace_nodes(model, nodes, list(quantising.made.values()))
 
@@ -167,6 +171,25 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
     scales = np.abs(blocked).max(axis=2) / np.float32(LARGEST)  # (N, blocks)
     scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
     return (np.rint(blocked / scales[:, :, None]) + ZERO).astype(np.uint8), scales
+
+
+def to_uneven_bytes(
+    matrix: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Bytes (N, blocks, size), scales and zeros (N, blocks, 1) of a matrix (N, K).
+
+    From the least to the greatest number of each block, with 0 between them.
+    """
+    N, K = matrix.shape
+    size = next(size for size in (*SMALLER_BLOCKS, K) if K % size == 0)
+    blocked = matrix.reshape(N, K // size, size)
+    low = np.minimum(blocked.min(axis=2, keepdims=True), 0)  # (N, blocks, 1)
+    high = np.maximum(blocked.max(axis=2, keepdims=True), 0)
+    scales = (high - low) / np.float32(LEVELS)
+    scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
+    zeros = np.rint(-low / scales)
+    data = np.clip(np.rint(blocked / scales) + zeros, 0, LEVELS)
+    return data.astype(np.uint8), scales, zeros.astype(np.uint8)
 
 
 def table_to_bytes(
@@ -196,8 +219,8 @@ class _Matrix:
 class _Quantising:
     """The products of one graph, rewritten; a matrix that many of them use is made once."""
 
-    def __init__(self, graph: onnx.GraphProto, plain: bool) -> None:
-        self.plain = plain
+    def __init__(self, graph: onnx.GraphProto, plain: bool, floats: bool) -> None:
+        self.plain, self.floats = plain, floats
         self.made: dict[str, onnx.TensorProto] = {}
         self._matrices: dict[tuple[str, bool], _Matrix] = {}
         self._layers = Layers(graph)
@@ -219,12 +242,15 @@ class _Quantising:
         key = layer.weight, layer.stands
         nodes: list[onnx.NodeProto] = []
         if key not in self._matrices:
-            self._matrices[key] = self._in_bytes(layer)
-            if self.plain:
-                nodes += self._dequantised(self._matrices[key])
+            self._matrices[key] = matrix = self._matrix(layer)
+            if self.floats:
+                nodes += self._floats(matrix, self._layers.matrix(layer))
+            else:
+                self._in_bytes(matrix, self._layers.matrix(layer))
+                nodes += self._dequantised(matrix) if self.plain else []
         matrix, (answer,) = self._matrices[key], node.output
         times = f"{answer}/times" if layer.bias else answer
-        if self.plain:
+        if self.plain or self.floats:
             nodes.append(node_of("MatMul", [layer.x, matrix.name], times))
         else:
             nodes.append(_times_bytes(layer.x, matrix, times))
@@ -250,13 +276,34 @@ class _Quantising:
             node_of("Reshape", [f"{answer}/blocks", f"{name}.joined"], answer),
         ]
 
-    def _in_bytes(self, layer: Layer) -> _Matrix:
-        values = self._layers.matrix(layer)  # (N, K)
+    def _matrix(self, layer: Layer) -> _Matrix:
+        shape = self._layers.matrix(layer).shape
+        return _Matrix(f"{layer.weight}.{'rows' if layer.stands else 'columns'}", *shape)
+
+    def _in_bytes(self, matrix: _Matrix, values: npt.NDArray[np.float32]) -> None:
         data, scales = to_bytes(values)
-        matrix = _Matrix(f"{layer.weight}.{'rows' if layer.stands else 'columns'}", *values.shape)
         self._make(f"{matrix.name}.bytes", data.reshape(len(data), -1) if self.plain else data)
         self._make(f"{matrix.name}.scales", scales)
-        return matrix
+
+    def _floats(self, matrix: _Matrix, values: npt.NDArray[np.float32]) -> list[onnx.NodeProto]:
+        """The matrix as a value (K, N) of its own name; constant, so it is made once, at loading.
+
+        Not by DequantizeLinear, which ONNX Runtime keeps for every call.
+        """
+        name, wide, level = matrix.name, f"{matrix.name}/wide", f"{matrix.name}/level"
+        data, scales, zeros = to_uneven_bytes(values)
+        self._make(f"{name}.bytes", data)
+        self._make(f"{name}.scales", scales)
+        self._make(f"{name}.zeros", zeros)
+        self._make(f"{name}.shape", np.array([matrix.N, matrix.K], dtype=np.int64))
+        return [
+            node_of("Cast", [f"{name}.bytes"], wide, to=onnx.TensorProto.FLOAT),
+            node_of("Cast", [f"{name}.zeros"], level, to=onnx.TensorProto.FLOAT),
+            node_of("Sub", [wide, level], f"{name}/whole"),
+            node_of("Mul", [f"{name}/whole", f"{name}.scales"], f"{name}/blocks"),
+            node_of("Reshape", [f"{name}/blocks", f"{name}.shape"], f"{name}/rows"),
+            node_of("Transpose", [f"{name}/rows"], name, perm=[1, 0]),
+        ]
 
     def _dequantised(self, matrix: _Matrix) -> list[onnx.NodeProto]:
         """The matrix as a value (K, N) of its own name, by standard operators."""

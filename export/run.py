@@ -310,9 +310,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
                 "  no caches: every token costs as much as the whole text before it; the width of "
                 f"a head (model.width / model.heads) must be a multiple of {HEAD_WIDTH_MULTIPLE}"
             )
-        # One scale for all activations of a layer is too coarse for the outliers of those models.
-        blocks = isinstance(model, ConvertedTransformer)
-        unseen = None if blocks else _unseen(request.precision, traced.task, dataset)
+        # Rounded activations are too coarse for the outliers of pretrained models.
+        floats = isinstance(model, ConvertedTransformer)
+        unseen = None if floats else _unseen(request.precision, traced.task, dataset)
         scales = _scales(origin, request, traced, ladder)
         card = {"title": recipe.title, **recipe.card, **request.card}
         if (doubt := _doubt(request.precision, traced, ladder, unseen)) is not None:
@@ -336,7 +336,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
         with torch_threads(threads), answers.ahead(ladder.steps):
-            write_graphs(staging, traced, ladder, request.precision, unseen or (), scales)
+            write_graphs(staging, traced, ladder, request.precision, unseen or (), scales, floats)
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if not draft.rounds:

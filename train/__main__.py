@@ -9,12 +9,15 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from train.interrupt import in_words, reader_gone
 from train.loop import Diverged, train
 from train.ode import SolverError
 from train.recipe import Accelerator, RecipeError, load_recipe, recipe_names
+
+if TYPE_CHECKING:
+    from train.convert import Conversion
 
 MOST_STEPS = 1000  # of one answer
 
@@ -49,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="begin with a pretrained encoder: as `stepdial convert MODEL --recipe RECIPE` does",
     )
+    _add_epochs(make, "with --from: ")
     make.add_argument(
         "--teacher", type=Path, metavar="RUN", help="also learn from the answers of this run"
     )
@@ -142,9 +146,17 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--teacher", type=Path, metavar="RUN", help="learn from this run, not from a new one"
     )
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of a text")
-    parser.add_argument("--epochs", type=float, default=6.0, metavar="N", help="default 6")
-    parser.add_argument("--teacher-epochs", type=float, default=3.0, metavar="N", help="default 3")
+    _add_epochs(parser)
     _add_overrides(parser)
+
+
+def _add_epochs(parser: argparse.ArgumentParser, when: str = "") -> None:
+    parser.add_argument(
+        "--epochs", type=float, metavar="N", help=f"{when}of the layers that are kept (default 6)"
+    )
+    parser.add_argument(
+        "--teacher-epochs", type=float, metavar="N", help=f"{when}of all layers before (default 3)"
+    )
 
 
 def _add_columns(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +191,10 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
+    if arguments.epochs or arguments.teacher_epochs:
+        raise RecipeError(
+            "--epochs and --teacher-epochs are for --from; a recipe has optim.iterations"
+        )
     if arguments.teacher:
         overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)
@@ -203,12 +219,10 @@ def _convert(arguments: argparse.Namespace) -> int:
         steps=steps,
         recipe=arguments.recipe,
         teacher=arguments.teacher,
-        teacher_epochs=arguments.teacher_epochs,
-        epochs=arguments.epochs,
         max_tokens=arguments.max_tokens,
         overrides=(*_columns(arguments), *_overrides(arguments)),
     )
-    convert(arguments.model, arguments.out, request, arguments.data)
+    convert(arguments.model, arguments.out, _epochs(arguments, request), arguments.data)
     _converted(arguments.out, steps)
     return 0
 
@@ -223,6 +237,21 @@ def _columns(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
+def _epochs(arguments: argparse.Namespace, request: "Conversion") -> "Conversion":
+    """The request with the epochs that are given."""
+    from dataclasses import replace
+
+    for flag in ("epochs", "teacher_epochs"):
+        count = getattr(arguments, flag)
+        if count is not None and not count > 0:
+            raise RecipeError(f"--{flag.replace('_', '-')} {count:g}: must be more than 0")
+    return replace(
+        request,
+        epochs=arguments.epochs or request.epochs,
+        teacher_epochs=arguments.teacher_epochs or request.teacher_epochs,
+    )
+
+
 def _whole(flag: str, text: str) -> int:
     try:
         return int(text)
@@ -235,9 +264,11 @@ def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     folder = arguments.out or Path("runs") / Path(arguments.recipe).stem
     request = Conversion(
-        recipe=arguments.recipe, teacher=arguments.teacher, overrides=tuple(overrides)
+        recipe=arguments.recipe,
+        teacher=arguments.teacher,
+        overrides=tuple(overrides),
     )
-    convert(arguments.pretrained, folder, request, arguments.data)
+    convert(arguments.pretrained, folder, _epochs(arguments, request), arguments.data)
     _converted(folder, request.steps)
     return 0
 

@@ -65,7 +65,14 @@ def convert(
     if teacher is None and not whole:
         teacher = folder / TEACHER
         _train_whole(original, base, teacher, request, quiet)
+    if not quiet and not whole:
+        form = "a stack" if request.steps == (1,) else f"a dial of {_joined(request.steps)} steps"
+        print(f"training {form} of the layers {_joined(layers)}: {folder}", flush=True)
     return _train(original, base, folder, layers, teacher, request, quiet)
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _with_window(request: Conversion) -> Conversion:

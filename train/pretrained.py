@@ -412,7 +412,10 @@ def converted(
 
 def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     """The model of a run again, with fresh weights."""
-    encoder = Encoder(**origin["encoder"])
+    given = origin["encoder"]
+    if given["activation"] == "erf-gelu":  # as early runs call it
+        given = given | {"activation": "gelu-exact"}
+    encoder = Encoder(**given)
     width, dropout, classes = encoder.width, origin["dropout"], origin["classes"]
     kept = origin["layers"]
     # ALBERT has one layer for its whole depth.

@@ -80,7 +80,9 @@ def test_every_family_converts_exports_verifies_and_answers(family: str, tmp_pat
 
 
 @pytest.mark.minilm
-def test_minilm_of_the_hub_becomes_a_bundle_that_answers(minilm: Path, tmp_path: Path) -> None:
+def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
+    minilm: Path, tmp_path: Path
+) -> None:
     original = read_original(minilm)
     # As BERT's uncased tokenizer reads it: golden ids.
     text = "Stocks fell sharply on Monday, didn't they?"
@@ -97,8 +99,11 @@ def test_minilm_of_the_hub_becomes_a_bundle_that_answers(minilm: Path, tmp_path:
     few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
     request = Conversion(max_tokens=24, epochs=2, teacher_epochs=2, overrides=few)
     convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
-    asked = ExportRequest(tmp_path / "bundle", (1, 2, 3), samples=12, latency=False)
-    export_run(tmp_path / "run", asked, say=lambda _: None)
+    asked = ExportRequest(
+        tmp_path / "bundle", (1, 2, 3), precision="int8", samples=12, latency=False
+    )
+    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    assert sum(entry.bytes for entry in bundle.manifest.files.values()) < 20e6
     with load(tmp_path / "bundle", threads=1) as model:
         labels = model.classify(["the film was lovely", "an awful scene"], steps=3)
     assert [one.label for one in labels] == ["good", "bad"]

@@ -118,6 +118,14 @@ def test_a_run_makes_its_model_again(tmp_path: Path) -> None:
     assert not model.embed.tokens.weight.requires_grad  # type: ignore[union-attr]
 
 
+def test_a_run_from_before_the_exact_gelu_was_renamed_is_read(tmp_path: Path) -> None:
+    write_folder(tmp_path / "bert", "bert")
+    origin = converted(read_original(tmp_path / "bert"), 3).origin
+    old = origin | {"encoder": origin["encoder"] | {"activation": "erf-gelu"}}
+    block: Any = converted_from(old).velocity.blocks
+    assert block[0].feedforward.activation == origin["encoder"]["activation"] == "gelu-exact"
+
+
 def test_layers_as_far_apart_as_can_be() -> None:
     assert [apart(n, 6) for n in (1, 2, 3, 6)] == [(0,), (0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)]
     with pytest.raises(PretrainedError, match="the model has 6 layers"):

@@ -1,4 +1,4 @@
-"""Large tables that are looked up: as bytes, within half a step of their scale."""
+"""Weights of pretrained models: bytes in the file, within half a step of their scale."""
 
 import numpy as np
 import onnx
@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.quantise import LEAST_TABLE, quantise
+from export.int8 import LEAST_TABLE, quantise, to_uneven_bytes
 
 
 @pytest.mark.parametrize("width", [128, 72])
@@ -31,3 +31,42 @@ def test_a_large_table_becomes_bytes_and_gives_nearly_the_same_rows(width: int) 
     assert found.shape == (2, 3, width) and not found[0, 1].any()
     step = np.abs(table).max() / 127
     assert 0 < np.abs(found - table[tokens]).max() <= 0.51 * step
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("width", "size"), [(192, 32), (201, 201), (200, 8)])
+def test_weights_that_are_floats_in_memory_round_no_activation(
+    width: int, size: int, plain: bool
+) -> None:
+    generator = np.random.default_rng(1)
+    weight = generator.standard_normal((width, 256)).astype(np.float32)  # (K, N)
+    weight[0] += 3  # uneven: few are far from the rest
+    weight[:, 7] = 0
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["x", "weight", "bias"], ["y"], name="y")],
+        "layer",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", width])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 256])],
+        [
+            numpy_helper.from_array(weight, "weight"),
+            numpy_helper.from_array(np.arange(256, dtype=np.float32), "bias"),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    quantise(model, plain, floats=True)
+    onnx.checker.check_model(model)
+    assert {node.domain for node in model.graph.node} == {""}
+    assert model.ByteSize() < 0.5 * weight.nbytes
+    data, scales, zeros = to_uneven_bytes(weight.T)
+    assert data.shape == (256, width // size, size)
+    known = ((data.astype(np.float32) - zeros) * scales).reshape(256, width).T
+    assert not known[:, 7].any()
+    span = np.ptp(weight.T.reshape(data.shape), axis=2, keepdims=True)
+    step = np.broadcast_to(np.maximum(span, 1e-9) / 255, data.shape).reshape(256, width).T
+    # A block whose 0 lies outside is wider by that; the zero itself is rounded too.
+    far = np.abs(known - weight) / step
+    assert 0 < far.max() <= 1.6
+    x = generator.standard_normal((3, width)).astype(np.float32)
+    session = ort.InferenceSession(model.SerializeToString())
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, x @ known + np.arange(256), rtol=1e-4, atol=1e-3)
