@@ -46,8 +46,8 @@ from serve.middleware import (
     OWN_KEYS,
     PROBES,
     WRITE_KEY,
-    Access,
-    Envelope,
+    AccessLog,
+    RequestMiddleware,
     error_body,
     error_status,
     speaks_oip,
@@ -191,11 +191,11 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     ]
     handle = _error_handler(engine)
     envelope = partial(
-        Envelope,
+        RequestMiddleware,
         metrics=engine.metrics,
         keys=keys,
         origins=settings.cors_origins,
-        access=Access(settings.access_log, traces),
+        access=AccessLog(settings.access_log, traces),
         takes=engine.takes,
     )
     app = DirectApplication(

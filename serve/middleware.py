@@ -214,7 +214,7 @@ _access = logging.getLogger("stepdial.access")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessLog:
     """Where requests are written down."""
 
     log: bool
@@ -353,13 +353,13 @@ SECURITY_HEADERS: HeaderList = (
 )
 # What asks no model for work.
 _LOOKING = ("GET", "HEAD", "OPTIONS")
-_UNWRITTEN = Access(log=False, traces=None)
+_UNWRITTEN = AccessLog(log=False, traces=None)
 _log = logging.getLogger("stepdial")
 # Ids are no secrets: asking the system for each would let another thread run, and wait for it.
 _ids = random.Random()
 
 
-class Envelope:
+class RequestMiddleware:
     """Wraps the application."""
 
     def __init__(
@@ -368,7 +368,7 @@ class Envelope:
         metrics: Metrics,
         keys: Keys,
         origins: Collection[str] = (),
-        access: Access = _UNWRITTEN,
+        access: AccessLog = _UNWRITTEN,
         takes: Callable[[float], bool] = lambda _: True,
     ) -> None:
         """`takes` tells whether work that came at this time is still taken in."""
