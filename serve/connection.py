@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from serve.api.body import WHOLE_BODY_KEY
-from serve.api.submission import DEPARTURE_KEY, Departure
+from serve.api.submission import DISCONNECT_KEY, Disconnect
 from serve.errors import (
     BadHttp,
     Crowded,
@@ -291,7 +291,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-            cast(dict[str, Any], self._answering.scope)[DEPARTURE_KEY].happen()
+            cast(dict[str, Any], self._answering.scope)[DISCONNECT_KEY].happen()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -347,7 +347,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope = cast(dict[str, object], self.scope)
         # The application is told later: after whatever else the loop has read by then.
         scope[ARRIVED_KEY] = time.perf_counter()
-        scope[DEPARTURE_KEY] = Departure()
+        scope[DISCONNECT_KEY] = Disconnect()
         scope[WHOLE_KEY] = self._write_whole
         if self._crowded:
             scope[CROWDED_KEY] = True

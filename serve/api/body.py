@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from serve.api.submission import ClientGone, watch_departure
+from serve.api.submission import ClientGone, watch_disconnect
 from serve.engine.engine import Engine
 from serve.engine.job import Deadline
 from serve.errors import (
@@ -233,7 +233,7 @@ class Reader:
         outcome: asyncio.Future[T] = loop.create_future()
         turn = _Turn(work, weight, outcome)
         worker.add(turn)
-        unwatch = watch_departure(request, partial(_fail, outcome, ClientGone()))
+        unwatch = watch_disconnect(request, partial(_fail, outcome, ClientGone()))
         timer = None
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())

@@ -161,10 +161,10 @@ def positions_held(wish: Wish, served: Served) -> int:
 # Whether the client of one request has left; told by our own connections.
 
 
-DEPARTURE_KEY = "stepdial.departure"  # in a request's scope, unless another server than ours runs
+DISCONNECT_KEY = "stepdial.disconnect"  # in a request's scope, unless another server than ours runs
 
 
-class Departure:
+class Disconnect:
     """Tells those who watch that the client has left, and those who come later at once."""
 
     __slots__ = ("_gone", "_watchers")
@@ -257,7 +257,7 @@ class Submitted:
         self._mailbox = mailbox
         self._request = request
         self._timer: asyncio.TimerHandle | None = None
-        self._unwatch: Callable[[], object] = _mailbox_nothing
+        self._unwatch: Callable[[], object] = _nothing
 
     def __enter__(self) -> None:
         scope = self._request.scope
@@ -271,7 +271,7 @@ class Submitted:
         except BaseException:
             return_tokens(scope, tokens)
             raise
-        self._unwatch = watch_departure(self._request, self._mailbox.leave)
+        self._unwatch = watch_disconnect(self._request, self._mailbox.leave)
         # The engine looks at deadlines between its calls; this holds even while one hangs.
         deadline = self._jobs[0].deadline
         if deadline is not None:
@@ -294,22 +294,18 @@ def _tokens(job: Job[Work]) -> int:
     return sum(job.lengths) + job.tokens_left * job.beams
 
 
-def watch_departure(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
+def watch_disconnect(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
     """Have `leave` called when the client leaves; returns what ends that."""
-    departure: Departure | None = request.scope.get(DEPARTURE_KEY)
-    if departure is None:  # behind another server than ours
-        return asyncio.create_task(_await_departure(request, leave)).cancel
-    return departure.watch(leave)
+    disconnect: Disconnect | None = request.scope.get(DISCONNECT_KEY)
+    if disconnect is None:  # behind another server than ours
+        return asyncio.create_task(_await_disconnect(request, leave)).cancel
+    return disconnect.watch(leave)
 
 
-async def _await_departure(request: Request, leave: Callable[[], None]) -> None:
+async def _await_disconnect(request: Request, leave: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     leave()
-
-
-def _mailbox_nothing() -> None:
-    pass
 
 
 # Server-sent events: an answer in pieces, and exactly one terminal event.
@@ -805,10 +801,10 @@ class PiecewiseAnswer(Response):
         self._parts = written(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        departure: Departure | None = scope.get(DEPARTURE_KEY)
+        disconnect: Disconnect | None = scope.get(DISCONNECT_KEY)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         # Whoever has left gets nothing more written.
-        while departure is None or not departure.gone:
+        while disconnect is None or not disconnect.gone:
             piece = await asyncio.to_thread(self._piece)
             await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
             if not piece:
