@@ -173,7 +173,7 @@ async def _run(exchange: Exchange) -> Response:
         if exchange.order.wishes[0].stream:
             return EventStream(
                 events,
-                running.mailbox,
+                running.events,
                 work.pop_all(),
                 exchange.written,
                 running.stream_headers,

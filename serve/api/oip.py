@@ -1264,7 +1264,7 @@ async def _all_written(order: Order) -> list[GeneratedEvent]:
     found: dict[int, GeneratedEvent] = {}
     async with order.running() as running:
         while len(found) < len(order.wishes):
-            for row, event in await running.mailbox.take():
+            for row, event in await running.events.take():
                 if isinstance(event, FailedEvent):
                     raise event.error
                 assert isinstance(event, GeneratedEvent)

@@ -1000,7 +1000,7 @@ class Exchange:
             if self.order.wishes[0].stream:
                 return EventStream(
                     await running.first(),
-                    running.mailbox,
+                    running.events,
                     work.pop_all(),
                     self._writer().write,
                     running.stream_headers,
@@ -1127,7 +1127,7 @@ async def _ends(running: Running) -> list[GeneratedEvent]:
     """The ends of all texts; raises what kept one of them from being complete."""
     ends: dict[int, GeneratedEvent] = {}
     while len(ends) < len(running.jobs):
-        for index, event in await running.mailbox.take():
+        for index, event in await running.events.take():
             if isinstance(event, FailedEvent):
                 raise event.error
             assert isinstance(event, GeneratedEvent)

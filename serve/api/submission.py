@@ -207,7 +207,7 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
-class Mailbox(Generic[EventT]):
+class EventQueue(Generic[EventT]):
     """Events for one request. `deliver` is called on the event loop's own thread."""
 
     def __init__(self) -> None:
@@ -249,12 +249,12 @@ class Submitted:
         self,
         engine: Engine,
         jobs: Sequence[Job[Work]],
-        mailbox: Mailbox[Any],
+        events: EventQueue[Any],
         request: Request,
     ) -> None:
         self._engine = engine
         self._jobs = jobs
-        self._mailbox = mailbox
+        self._queue = events
         self._request = request
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], object] = _nothing
@@ -271,7 +271,7 @@ class Submitted:
         except BaseException:
             return_tokens(scope, tokens)
             raise
-        self._unwatch = watch_disconnect(self._request, self._mailbox.leave)
+        self._unwatch = watch_disconnect(self._request, self._queue.leave)
         # The engine looks at deadlines between its calls; this holds even while one hangs.
         deadline = self._jobs[0].deadline
         if deadline is not None:
@@ -332,7 +332,7 @@ class EventStream(Response, Generic[EventT]):
     def __init__(
         self,
         first: Sequence[EventT],
-        mailbox: Mailbox[EventT],
+        events: EventQueue[EventT],
         work: AsyncExitStack,
         write: Callable[[Sequence[EventT]], Written],
         headers: dict[str, str],
@@ -341,7 +341,7 @@ class EventStream(Response, Generic[EventT]):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self._first = first
-        self._mailbox = mailbox
+        self._queue = events
         self._work = work
         self._write_events = write
 
@@ -373,7 +373,7 @@ class EventStream(Response, Generic[EventT]):
                     if events:
                         await asyncio.sleep(0)
                     else:
-                        events = await self._mailbox.take()
+                        events = await self._queue.take()
             except ClientGone:
                 return
 
@@ -510,12 +510,12 @@ TextEvent = tuple[int, Event]
 class Running:
     """Jobs that are in the engine, and where their events come."""
 
-    mailbox: Mailbox[TextEvent]
+    events: EventQueue[TextEvent]
     jobs: Sequence[Job[Work]]
 
     async def first(self) -> list[TextEvent]:
         """What comes first; what fails at once is raised, so that it gets a status of its own."""
-        events = await self.mailbox.take()
+        events = await self.events.take()
         _, event = events[0]
         if isinstance(event, FailedEvent):
             raise event.error
@@ -565,11 +565,11 @@ class Order:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Running]:
         """The jobs are in the engine; whatever ends this block early takes them out again."""
-        mailbox: Mailbox[TextEvent] = Mailbox()
-        jobs = [self._job(wish, mailbox.deliver, index) for index, wish in enumerate(self.wishes)]
-        with Submitted(self.engine, jobs, mailbox, self.request):
+        events: EventQueue[TextEvent] = EventQueue()
+        jobs = [self._job(wish, events.deliver, index) for index, wish in enumerate(self.wishes)]
+        with Submitted(self.engine, jobs, events, self.request):
             note_decision(self.request, self.engine, self.served, self.decision)
-            yield Running(mailbox, jobs)
+            yield Running(events, jobs)
 
     def _job(self, wish: Wish, deliver: Callable[[TextEvent], None], index: int) -> Job[Work]:
         made = Translation if wish.num_beams > 1 else Generation
@@ -678,18 +678,18 @@ async def labelled(
 ) -> ClassifiedEvent:
     """The labels of these rows; raises what kept them from being answered."""
     manifest = served.manifest
-    mailbox: Mailbox[Event] = Mailbox()
+    events: EventQueue[Event] = EventQueue()
     rows = [one.row for one in taken]
     job: Job[Work] = Job(
         lane=_lane(served, decision)._replace(traced=traced),
-        work=Classification(rows, mailbox.deliver),
+        work=Classification(rows, events.deliver),
         lengths=tuple(row_length(row, manifest) for row in rows),
         may_pad=manifest.input.kind == "text",
         deadline=deadline_of(request, asked),
         choices=decision.step_choices,
     )
-    with Submitted(engine, (job,), mailbox, request):
-        event = (await mailbox.take())[0]
+    with Submitted(engine, (job,), events, request):
+        event = (await events.take())[0]
     if isinstance(event, FailedEvent):
         raise event.error
     assert isinstance(event, ClassifiedEvent)

@@ -26,8 +26,8 @@ from serve.api.submission import (
     FEW_ENTRIES,
     PIECE_BYTES,
     Each,
+    EventQueue,
     EventStream,
-    Mailbox,
     PiecewiseAnswer,
     ReadyAnswer,
     TextEvent,
@@ -155,7 +155,7 @@ def test_a_stream_that_nobody_read_for_long_does_not_hold_the_loop() -> None:
 
     writer = ChunkWriter(ChatShape(True), HEAD, 1, tail, "/v1/chat/completions", False)
     first: list[TextEvent] = [*tokens, (0, ended(1, 0))]
-    stream = EventStream(first, Mailbox[TextEvent](), AsyncExitStack(), writer.write, {})
+    stream = EventStream(first, EventQueue[TextEvent](), AsyncExitStack(), writer.write, {})
     messages, found = sent_by(stream)
     assert max(found) < HOLD_S
     events = b"".join(message.get("body", b"") for message in messages).split(b"\n\n")
