@@ -33,7 +33,7 @@ from serve.api.submission import (
     Each,
     EventStream,
     NamedEvents,
-    Order,
+    Submission,
     TextEvent,
     Written,
     answer,
@@ -82,39 +82,39 @@ _STREAM_ABOUT = (
 class Exchange:
     """One request, decided and ready to run; writes the parts of its answer."""
 
-    order: Order
+    submission: Submission
 
     def chunk(self, event: TokenEvent) -> TokenChunk:
         return TokenChunk(
             index=event.index,
             text=event.text,
-            steps=self.order.decision.steps,
+            steps=self.submission.decision.steps,
             logprob=None if event.logprob is None else _token_score(event.logprob),
         )
 
     def done(self, event: GeneratedEvent) -> DoneChunk:
         return DoneChunk(
-            id=request_id(self.order.request),
-            model=self.order.served.name,
+            id=request_id(self.submission.request),
+            model=self.submission.served.name,
             finish_reason=event.finish_reason,
-            seed=self.order.wishes[0].sampling.seed,
+            seed=self.submission.wishes[0].sampling.seed,
             usage=self._usage(event),
-            budget=budget_of(self.order.decision),
-            timing=timing(self.order.request, self.order.engine, event.span),
+            budget=budget_of(self.submission.decision),
+            timing=timing(self.submission.request, self.submission.engine, event.span),
         )
 
     def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
         """GenerateResponse: not made of that, since it may be large."""
-        wish = self.order.wishes[0]
+        wish = self.submission.wishes[0]
         return {
-            "id": request_id(self.order.request),
-            "model": self.order.served.name,
+            "id": request_id(self.submission.request),
+            "model": self.submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
             "seed": wish.sampling.seed,
             "logprobs": None if wish.logprobs is None else Each(map(_score, event.logprobs)),
             "usage": self._usage(event),
-            "budget": budget_of(self.order.decision),
+            "budget": budget_of(self.submission.decision),
             "timing": spent,
         }
 
@@ -122,7 +122,7 @@ class Exchange:
         return NamedEvents(self.chunk, self.done).write([event for _, event in events])
 
     def _usage(self, event: GeneratedEvent) -> Usage:
-        prompt, completion = len(self.order.wishes[0].prompt), event.completion_tokens
+        prompt, completion = len(self.submission.wishes[0].prompt), event.completion_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -160,17 +160,17 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
             lambda: served.codec.encode_prompt(asked.prompt),
         )
         wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
-        order = Order.of(request, engine, served, asked, decision, (wish,))
-        return await _run(Exchange(order))
+        submission = Submission.of(request, engine, served, asked, decision, (wish,))
+        return await _run(Exchange(submission))
 
     return router
 
 
 async def _run(exchange: Exchange) -> Response:
     async with AsyncExitStack() as work:
-        running = await work.enter_async_context(exchange.order.running())
+        running = await work.enter_async_context(exchange.submission.running())
         events = await running.first()
-        if exchange.order.wishes[0].stream:
+        if exchange.submission.wishes[0].stream:
             return EventStream(
                 events,
                 running.events,
@@ -180,7 +180,7 @@ async def _run(exchange: Exchange) -> Response:
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    spent = timing(exchange.order.request, exchange.order.engine, event.span)
+    spent = timing(exchange.submission.request, exchange.submission.engine, event.span)
     return answer_of(exchange.whole(event, spent), entries_of(event), server_timing(spent))
 
 

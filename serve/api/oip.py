@@ -39,8 +39,8 @@ from serve.api.fields import (
 )
 from serve.api.models import check_ready
 from serve.api.submission import (
-    Order,
     ReadyAnswer,
+    Submission,
     answer,
     check_answer,
     check_beams,
@@ -1185,9 +1185,9 @@ class Inference:
             _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
             for row, prompt in enumerate(prompts)
         ]
-        order = Order.of(self.request, self.engine, self.served, asked, decision, wishes)
-        events = await _all_written(order)
-        steps = order.decision.steps
+        submission = Submission.of(self.request, self.engine, self.served, asked, decision, wishes)
+        events = await _all_written(submission)
+        steps = submission.decision.steps
         columns: dict[str, Values] = {
             "text": [event.text for event in events],
             "finish_reason": [str(event.finish_reason) for event in events],
@@ -1198,7 +1198,7 @@ class Inference:
             min(event.span.started_s for event in events),
             max(event.span.ended_s for event in events),
         )
-        return self._answer(budget_of(order.decision), span, columns, seed=seed)
+        return self._answer(budget_of(submission.decision), span, columns, seed=seed)
 
     def _characters(self) -> int | None:
         """How much text there is to read, at most; None where it is something else."""
@@ -1259,17 +1259,17 @@ class Inference:
         )
 
 
-async def _all_written(order: Order) -> list[GeneratedEvent]:
+async def _all_written(submission: Submission) -> list[GeneratedEvent]:
     """The texts in the order of their rows; raises what kept one from being written."""
     found: dict[int, GeneratedEvent] = {}
-    async with order.running() as running:
-        while len(found) < len(order.wishes):
+    async with submission.running() as running:
+        while len(found) < len(submission.wishes):
             for row, event in await running.events.take():
                 if isinstance(event, FailedEvent):
                     raise event.error
                 assert isinstance(event, GeneratedEvent)
                 found[row] = event
-    return [found[row] for row in range(len(order.wishes))]
+    return [found[row] for row in range(len(submission.wishes))]
 
 
 def _with_seed(wish: Wish, seed: int) -> Wish:

@@ -41,8 +41,8 @@ from serve.api.submission import (
     Each,
     EventStream,
     Manner,
-    Order,
-    Running,
+    RunningJobs,
+    Submission,
     Written,
     answer_of,
     check_answer,
@@ -981,7 +981,7 @@ STREAM_ABOUT = (
 class Exchange:
     """One request, decided and ready to run."""
 
-    order: Order
+    submission: Submission
     shape: Shape
     head: Head
     prompts: int
@@ -991,13 +991,13 @@ class Exchange:
     @property
     def candidates(self) -> int:
         """The answers that are written to each prompt."""
-        return len(self.order.wishes) // self.prompts
+        return len(self.submission.wishes) // self.prompts
 
     async def respond(self) -> Response:
         """The response, or the stream of it."""
         async with AsyncExitStack() as work:
-            running = await work.enter_async_context(self.order.running())
-            if self.order.wishes[0].stream:
+            running = await work.enter_async_context(self.submission.running())
+            if self.submission.wishes[0].stream:
                 return EventStream(
                     await running.first(),
                     running.events,
@@ -1013,13 +1013,13 @@ class Exchange:
         return answer_of(body, entries, server_timing(tail.report.timing))
 
     def _writer(self) -> ChunkWriter:
-        everything = range(len(self.order.wishes))
+        everything = range(len(self.submission.wishes))
         return ChunkWriter(
             self.shape,
             self.head,
-            len(self.order.wishes),
+            len(self.submission.wishes),
             lambda events: self._tail(events, everything),
-            self.order.request.url.path,
+            self.submission.request.url.path,
             self.counts,
         )
 
@@ -1035,7 +1035,7 @@ class Exchange:
         return chosen
 
     def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> Tail:
-        order = self.order
+        submission = self.submission
         spans = [event.span for event in events]
         whole = Span(
             queued_s=min(span.queued_s for span in spans),
@@ -1043,10 +1043,10 @@ class Exchange:
             ended_s=max(span.ended_s for span in spans),
         )
         report = DialReport(
-            budget=budget_of(order.decision),
-            timing=timing(order.request, order.engine, whole),
-            seed=order.wishes[0].sampling.seed,
-            choices=self._work(spans, chosen) if len(order.wishes) > 1 else None,
+            budget=budget_of(submission.decision),
+            timing=timing(submission.request, submission.engine, whole),
+            seed=submission.wishes[0].sampling.seed,
+            choices=self._work(spans, chosen) if len(submission.wishes) > 1 else None,
         )
         return Tail(self._usage(events), report)
 
@@ -1054,7 +1054,7 @@ class Exchange:
         return [
             ChoiceWork(
                 index=place,
-                seed=self.order.wishes[index].sampling.seed,
+                seed=self.submission.wishes[index].sampling.seed,
                 queue_ms=round(spans[index].queue_ms, 3),
                 compute_ms=round(spans[index].compute_ms, 3),
             )
@@ -1062,7 +1062,7 @@ class Exchange:
         ]
 
     def _usage(self, events: Sequence[GeneratedEvent]) -> Usage:
-        read = sum(len(wish.prompt) for wish in self.order.wishes[:: self.candidates])
+        read = sum(len(wish.prompt) for wish in self.submission.wishes[:: self.candidates])
         written = sum(event.completion_tokens for event in events)
         return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
@@ -1079,8 +1079,8 @@ def exchange_of(
 ) -> Exchange:
     """Ready to run, at the steps that are chosen now."""
     head = Head(shape.prefix + request_id(request), int(time.time()), served.name)
-    order = Order.of(request, engine, served, asked, decision, wishes)
-    return Exchange(order, shape, head, prompts, asked.answers, asked.counts_in_stream)
+    submission = Submission.of(request, engine, served, asked, decision, wishes)
+    return Exchange(submission, shape, head, prompts, asked.answers, asked.counts_in_stream)
 
 
 def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
@@ -1123,7 +1123,7 @@ def wishes_of(
     ]
 
 
-async def _ends(running: Running) -> list[GeneratedEvent]:
+async def _ends(running: RunningJobs) -> list[GeneratedEvent]:
     """The ends of all texts; raises what kept one of them from being complete."""
     ends: dict[int, GeneratedEvent] = {}
     while len(ends) < len(running.jobs):

@@ -239,7 +239,7 @@ class EventQueue(Generic[EventT]):
             self._waiter.set_result(None)
 
 
-class Submitted:
+class SubmittedJobs:
     """The jobs of one request, which share its deadline, are in the engine: all, or none.
 
     Whatever ends this block early takes them out again.
@@ -507,7 +507,7 @@ TextEvent = tuple[int, Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningJobs:
     """Jobs that are in the engine, and where their events come."""
 
     events: EventQueue[TextEvent]
@@ -530,7 +530,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Submission:
     """Texts to write, with all that the server decides before."""
 
     request: Request
@@ -549,7 +549,7 @@ class Order:
         asked: BudgetFields,
         decision: Decision,
         wishes: Sequence[Wish],
-    ) -> "Order":
+    ) -> "Submission":
         """Chooses the steps, where the request leaves that to the server."""
         deadline = deadline_of(request, asked)
         if len(decision.choices) > 1:
@@ -563,13 +563,13 @@ class Order:
         return cls(request, engine, served, decision, wishes, deadline)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
+    async def running(self) -> AsyncIterator[RunningJobs]:
         """The jobs are in the engine; whatever ends this block early takes them out again."""
         events: EventQueue[TextEvent] = EventQueue()
         jobs = [self._job(wish, events.deliver, index) for index, wish in enumerate(self.wishes)]
-        with Submitted(self.engine, jobs, events, self.request):
+        with SubmittedJobs(self.engine, jobs, events, self.request):
             note_decision(self.request, self.engine, self.served, self.decision)
-            yield Running(events, jobs)
+            yield RunningJobs(events, jobs)
 
     def _job(self, wish: Wish, deliver: Callable[[TextEvent], None], index: int) -> Job[Work]:
         made = Translation if wish.num_beams > 1 else Generation
@@ -688,7 +688,7 @@ async def labelled(
         deadline=deadline_of(request, asked),
         choices=decision.step_choices,
     )
-    with Submitted(engine, (job,), events, request):
+    with SubmittedJobs(engine, (job,), events, request):
         event = (await events.take())[0]
     if isinstance(event, FailedEvent):
         raise event.error
