@@ -79,7 +79,7 @@ _STREAM_ABOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class AnswerWriter:
     """One request, decided and ready to run; writes the parts of its answer."""
 
     submission: Submission
@@ -161,27 +161,27 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         )
         wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
         submission = Submission.of(request, engine, served, asked, decision, (wish,))
-        return await _run(Exchange(submission))
+        return await _run(AnswerWriter(submission))
 
     return router
 
 
-async def _run(exchange: Exchange) -> Response:
+async def _run(writer: AnswerWriter) -> Response:
     async with AsyncExitStack() as work:
-        running = await work.enter_async_context(exchange.submission.running())
+        running = await work.enter_async_context(writer.submission.running())
         events = await running.first()
-        if exchange.submission.wishes[0].stream:
+        if writer.submission.wishes[0].stream:
             return EventStream(
                 events,
                 running.events,
                 work.pop_all(),
-                exchange.written,
+                writer.written,
                 running.stream_headers,
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    spent = timing(exchange.submission.request, exchange.submission.engine, event.span)
-    return answer_of(exchange.whole(event, spent), entries_of(event), server_timing(spent))
+    spent = timing(writer.submission.request, writer.submission.engine, event.span)
+    return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
 def _score(logprob: TokenLogprob) -> dict[str, object]:
