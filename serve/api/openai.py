@@ -978,7 +978,7 @@ STREAM_ABOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class OpenAISubmission:
     """One request, decided and ready to run."""
 
     submission: Submission
@@ -1067,7 +1067,7 @@ class Exchange:
         return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
 
-def exchange_of(
+def submission_of(
     request: Request,
     engine: Engine,
     served: Served,
@@ -1076,11 +1076,11 @@ def exchange_of(
     wishes: Sequence[Wish],
     prompts: int,
     shape: Shape,
-) -> Exchange:
+) -> OpenAISubmission:
     """Ready to run, at the steps that are chosen now."""
     head = Head(shape.prefix + request_id(request), int(time.time()), served.name)
     submission = Submission.of(request, engine, served, asked, decision, wishes)
-    return Exchange(submission, shape, head, prompts, asked.answers, asked.counts_in_stream)
+    return OpenAISubmission(submission, shape, head, prompts, asked.answers, asked.counts_in_stream)
 
 
 def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
@@ -1177,7 +1177,7 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
         )
         wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)
         shape = ChatShape(asked.alternatives is not None)
-        return await exchange_of(
+        return await submission_of(
             request, engine, served, asked, decision, wishes, 1, shape
         ).respond()
 
@@ -1244,7 +1244,7 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
             0 if ranks and asked.logprobs is None else asked.logprobs,
         )
         shape = CompletionShape(_echoes(asked, served), asked.logprobs is not None)
-        return await exchange_of(
+        return await submission_of(
             request, engine, served, asked, decision, wishes, len(prompts), shape
         ).respond()
 
