@@ -210,32 +210,32 @@ def parameter_names(task: Task) -> tuple[str, ...]:
     return (*own, BINARY_OUTPUT)
 
 
-def classify_request(sent: Mapping[str, Any]) -> ClassifyRequest:
+def classify_request(parameters: Mapping[str, Any]) -> ClassifyRequest:
     """What is asked of a classifier; InvalidField naming what is wrong."""
-    _check_names(sent, parameter_names("classify"))
+    _check_names(parameters, parameter_names("classify"))
     try:
-        return ClassifyRequest.model_validate({"input": "-", **_without_format(sent)})
+        return ClassifyRequest.model_validate({"input": "-", **_without_format(parameters)})
     except ValidationError as error:
         raise explain(error, ClassifyRequest) from None
 
 
-def generate_request(sent: Mapping[str, Any], task: Task) -> GenerateRequest:
+def generate_request(parameters: Mapping[str, Any], task: Task) -> GenerateRequest:
     """What is asked of a model that writes; InvalidField naming what is wrong."""
-    _check_names(sent, parameter_names(task))
+    _check_names(parameters, parameter_names(task))
     try:
-        return GenerateRequest.model_validate({"prompt": "-", **_without_format(sent)})
+        return GenerateRequest.model_validate({"prompt": "-", **_without_format(parameters)})
     except ValidationError as error:
         raise explain(error, GenerateRequest) from None
 
 
-def binary_by_default(sent: Mapping[str, Any]) -> bool:
+def binary_by_default(parameters: Mapping[str, Any]) -> bool:
     """Whether outputs that do not say so themselves are to be sent as bytes."""
-    return flag_of(sent, BINARY_OUTPUT, "parameters")
+    return flag_of(parameters, BINARY_OUTPUT, "parameters")
 
 
-def flag_of(sent: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+def flag_of(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
     """A parameter that is true or false."""
-    found = sent.get(name, default)
+    found = parameters.get(name, default)
     if not isinstance(found, bool):
         raise InvalidField(f"{where}.{name} must be true or false", param=name)
     return found
@@ -257,8 +257,8 @@ def parameter_schema() -> dict[str, Any]:
     return {"properties": own, "additionalProperties": False}
 
 
-def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, value in sent.items():
+def _check_names(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name, value in parameters.items():
         if name in known:
             if value is None:
                 raise InvalidField(f"{name} is null: leave it out", param=name)
@@ -269,8 +269,8 @@ def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
         raise InvalidField(f"unknown parameter {shown(name)!r}: {hint}", param=shown(name))
 
 
-def _without_format(sent: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sent.items() if name != BINARY_OUTPUT}
+def _without_format(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name != BINARY_OUTPUT}
 
 
 def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,13 +312,13 @@ _EXAMPLES: list[JsonDict] = [
 ]
 
 
-class _Sent(BaseModel):
+class _RequestPart(BaseModel):
     """A part of a request; null stands for nothing in this protocol, so no field takes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class InputTensor(_Sent):
+class InputTensor(_RequestPart):
     """A tensor that the model is to read."""
 
     name: str = Field(description="`text`, `image` or `points`: see the metadata of the model.")
@@ -341,7 +341,7 @@ class InputTensor(_Sent):
     )
 
 
-class RequestedOutput(_Sent):
+class RequestedOutput(_RequestPart):
     """An output that is wanted."""
 
     name: str = Field(description="One of the outputs in the metadata of the model.")
@@ -352,7 +352,7 @@ class RequestedOutput(_Sent):
     )
 
 
-class InferRequest(_Sent):
+class InferRequest(_RequestPart):
     """Tensors to answer."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES]})
@@ -447,7 +447,7 @@ class RepositoryEntry(Answer):
     reason: str = Field(description="Why it does not, or nothing.")
 
 
-class IndexRequest(_Sent):
+class IndexRequest(_RequestPart):
     """Which models to list."""
 
     ready: bool = Field(False, description="Only those that answer.")
@@ -528,14 +528,14 @@ _PARTS: tuple[type[BaseModel], ...] = (InferRequest, InputTensor, RequestedOutpu
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class InferBody:
     """A request, with the bytes of each input that came as bytes."""
 
     asked: InferRequest
     raw: Sequence[memoryview | None]
 
 
-async def read_inference(request: Request, reader: Reader) -> Sent:
+async def read_inference(request: Request, reader: Reader) -> InferBody:
     """The request in a body; BadRequest or InvalidField saying what is wrong with it."""
     body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
     length = _header_length(request, len(body))
@@ -543,17 +543,17 @@ async def read_inference(request: Request, reader: Reader) -> Sent:
     asked = await checked_json(request, text, InferRequest, reader, explain_request)
     request.scope[WEIGHT_KEY] += len(body) - len(text)
     binary = memoryview(body)[len(body) if length is None else length :]
-    return Sent(asked, _split(asked, binary, length is not None))
+    return InferBody(asked, _split(asked, binary, length is not None))
 
 
 def _header_length(request: Request, size: int) -> int | None:
     """How many bytes of the body are JSON, where the client says so."""
-    sent = request.headers.getlist(HEADER_LENGTH)
-    if not sent:
+    lengths = request.headers.getlist(HEADER_LENGTH)
+    if not lengths:
         return None
-    text = sent[0].strip()
+    text = lengths[0].strip()
     # The number of digits is limited before they are read: more of them are no length.
-    if len(sent) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
+    if len(lengths) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
         raise BadRequest("Inference-Header-Content-Length must be one number of bytes")
     length = int(text)
     if length > size:
@@ -926,7 +926,7 @@ _BINARY = "binary_data"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputChoice:
     """An output to send."""
 
     name: str
@@ -934,13 +934,13 @@ class Wanted:
     binary: bool
 
 
-def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[Wanted]:
+def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[OutputChoice]:
     """The outputs to send, in their order; InvalidField naming what there is not."""
     known = outputs_of(manifest)
     binary = binary_by_default(asked.parameters)
     if not asked.outputs:
-        return [Wanted(name, datatype, binary) for name, datatype in known.items()]
-    wanted: dict[str, Wanted] = {}
+        return [OutputChoice(name, datatype, binary) for name, datatype in known.items()]
+    wanted: dict[str, OutputChoice] = {}
     for index, output in enumerate(asked.outputs):
         where = f"outputs[{index}]"
         if output.name not in known:
@@ -952,7 +952,7 @@ def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[Wanted]:
             raise InvalidField(f"{where} names {output.name!r} a second time: leave it out")
         _check_parameters(output, where)
         own = flag_of(output.parameters, _BINARY, f"{where}.parameters", binary)
-        wanted[output.name] = Wanted(output.name, known[output.name], own)
+        wanted[output.name] = OutputChoice(output.name, known[output.name], own)
     return list(wanted.values())
 
 
@@ -978,7 +978,7 @@ def written(
     model: str,
     request_id: str,
     facts: InferFacts,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[OutputChoice],
     columns: Mapping[str, Values],
     *headers: tuple[bytes, bytes],
 ) -> Response:
@@ -1008,7 +1008,7 @@ def written(
     return answered
 
 
-def _tensor(one: Wanted, values: Values, size: int | None) -> OutputTensor:
+def _tensor(one: OutputChoice, values: Values, size: int | None) -> OutputTensor:
     place = None if size is None else OutputParameters(binary_data_size=size)
     if one.datatype == "FP32":  # the same numbers as in bytes
         values = np.asarray(values, dtype=np.float32).tolist()
@@ -1087,15 +1087,15 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
     )
     async def infer_version(request: Request, name: str, version: str) -> Response:
         find_version(engine, name, version)  # a body for nobody is not worth reading
-        sent = await read_inference(request, reader)
+        body = await read_inference(request, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
-        InputSpec.of(manifest).check(sent.asked.inputs, served.name, settings.max_inputs)
-        wanted = wanted_outputs(sent.asked, manifest)
-        inference = Inference(request, engine, reader, served, sent, wanted)
+        InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
+        wanted = wanted_outputs(body.asked, manifest)
+        submission = InferSubmission(request, engine, reader, served, body, wanted)
         if manifest.labelled:
-            return await inference.classify()
-        return await inference.write()
+            return await submission.classify()
+        return await submission.write()
 
     @router.post(
         "/v2/models/{name}/infer",
@@ -1111,21 +1111,21 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
 
 
 @dataclass(frozen=True, slots=True)
-class Inference:
+class InferSubmission:
     """One request whose tensor the model can take."""
 
     request: Request
     engine: Engine
     reader: Reader
     served: Served
-    sent: Sent
-    wanted: Sequence[Wanted]
+    body: InferBody
+    wanted: Sequence[OutputChoice]
 
     async def classify(self) -> Response:
         """Labels, their score and their steps for each row."""
-        asked = classify_request(self.sent.asked.parameters)
+        asked = classify_request(self.body.asked.parameters)
         decision = decide_budget(self.request, self.served, asked)
-        rows = self.sent.asked.inputs[0].shape[0]
+        rows = self.body.asked.inputs[0].shape[0]
         refuse_early(self.request, self.engine, self.served, asked, decision, rows)
         taken = await self.reader.read(
             self.request,
@@ -1169,11 +1169,11 @@ class Inference:
 
     async def write(self) -> Response:
         """A text for each row, each written by a job of its own."""
-        asked = generate_request(self.sent.asked.parameters, self.served.manifest.task)
+        asked = generate_request(self.body.asked.parameters, self.served.manifest.task)
         decision = decide_budget(self.request, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
         check_max_tokens(max_tokens, self.reader.settings)
-        rows = self.sent.asked.inputs[0].shape[0]
+        rows = self.body.asked.inputs[0].shape[0]
         check_texts(rows, self.reader.settings)
         check_answer(rows, max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
@@ -1204,16 +1204,16 @@ class Inference:
         """How much text there is to read, at most; None where it is something else."""
         if not isinstance(self.served.manifest.input, TextInput):
             return None
-        raw = self.sent.raw[0]
+        raw = self.body.raw[0]
         if raw is not None:
             return len(raw)
-        data = self.sent.asked.inputs[0].data
+        data = self.body.asked.inputs[0].data
         if len(data) > self.reader.settings.max_inputs:  # too many: it is said which are allowed
             return None
         return sum(len(text) for text in data if isinstance(text, str))
 
     def _texts(self) -> list[str]:
-        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
         if raw is None:
             return texts_of_json(tensor.data, tensor.shape, _WHERE)
         return texts_of_bytes(raw, tensor.shape, _WHERE)
@@ -1229,7 +1229,7 @@ class Inference:
             texts = enumerate(self._texts())
             items = tuple(Item("text", text, f"text[{row}]") for row, text in texts)
             return read_items(items, self.served.manifest, self.served.text, truncate)
-        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
         numbers = (
             numbers_of_json(tensor.data, tensor.datatype, tensor.shape, _WHERE)
             if raw is None
@@ -1251,7 +1251,7 @@ class Inference:
         spent = timing(self.request, self.engine, span)
         return written(
             self.served.name,
-            self.sent.asked.id or request_id(self.request),
+            self.body.asked.id or request_id(self.request),
             facts_of(budget, spent, truncated=truncated, seed=seed),
             self.wanted,
             columns,
