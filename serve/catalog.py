@@ -37,7 +37,7 @@ _CPU = Place()
 
 
 @dataclass(slots=True)
-class Guests:
+class ModelUsers:
     """How many requests are with a model. Counted on the event loop alone, read from anywhere."""
 
     count: int = 0
@@ -52,7 +52,7 @@ class Served:
     text: TextCodec | None  # None where the model reads no text
     edition: int = 0  # no two models of one name have the same
     loaded_at_s: float = field(default_factory=time.time)
-    guests: Guests = field(default_factory=Guests, compare=False)
+    users: ModelUsers = field(default_factory=ModelUsers, compare=False)
     chat: ChatTemplate | None = None  # of a generator
     # Looked at several times for every request, hence no properties.
     manifest: Manifest = field(init=False, repr=False)

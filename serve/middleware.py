@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.catalog import Guests
+from serve.catalog import ModelUsers
 from serve.errors import (
     CrossOrigin,
     Crowded,
@@ -325,7 +325,7 @@ def _openai_type(status: int) -> str:
 
 
 ARRIVED_KEY = "stepdial.arrived_s"
-GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
+USERS_KEY = "stepdial.users"  # of the models that the request is with
 CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
 PROBING_KEY = "stepdial.probing"  # it came at the port of probes
 ENDED_KEY = "stepdial.ended"  # the connection has answered it, since the server ends
@@ -389,8 +389,8 @@ class RequestMiddleware:
         own: HeaderList = ((b"x-request-id", request_id.encode()),)
         if self._origins:
             own += cross_origin_headers(scope, self._origins)
-        staying: list[Guests] = []
-        scope[GUESTS_KEY] = staying
+        used: list[ModelUsers] = []
+        scope[USERS_KEY] = used
         method, status = scope["method"], 0
         if method == "HEAD":  # the same answer as to GET, without its body
             scope = {**scope, "method": "GET"}
@@ -448,8 +448,8 @@ class RequestMiddleware:
         finally:
             if holder is not None:
                 holder.leave()
-            for guests in staying:
-                guests.count -= 1
+            for users in used:
+                users.count -= 1
             self._count(scope, method, status or CLIENT_GONE, arrived_s)
 
     def _let_in(self, scope: Scope) -> Holder | None:
@@ -479,10 +479,10 @@ class RequestMiddleware:
         self._access.write(scope, method, status, arrived_s, ended_s)
 
 
-def stay(scope: Scope, guests: Guests) -> None:
+def use_model(scope: Scope, users: ModelUsers) -> None:
     """The request is with this model until it ends, though another may replace it meanwhile."""
-    guests.count += 1
-    scope[GUESTS_KEY].append(guests)
+    users.count += 1
+    scope[USERS_KEY].append(users)
 
 
 def request_id_of(scope: Scope) -> str:

@@ -350,7 +350,7 @@ class LoadedModel(Answer):
             bundle=str(served.bundle.folder),
             loaded_at=int(served.loaded_at_s),
             state=state,
-            requests=served.guests.count,
+            requests=served.users.count,
         )
 
 

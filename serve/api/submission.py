@@ -58,8 +58,8 @@ from serve.middleware import (
     SERVED_KEY,
     return_tokens,
     spend_tokens,
-    stay,
     steps_allowed,
+    use_model,
 )
 from serve.settings import Settings
 
@@ -436,7 +436,7 @@ def request_id(request: Request) -> str:
 
 def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
     """The rung for a request, or those that may serve it."""
-    stay(request.scope, served.guests)
+    use_model(request.scope, served.users)
     request.scope[SERVED_KEY] = (served.name, None)
     return decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
 

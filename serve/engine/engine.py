@@ -129,7 +129,7 @@ class Residents:
 
     @property
     def leaving(self) -> tuple[Served, ...]:
-        """Models that are served no more, and still have guests."""
+        """Models that are served no more, and still have users."""
         return tuple(self._leaving)
 
     def check(self, jobs: Sequence[Job[Work]]) -> None:
@@ -157,12 +157,12 @@ class Residents:
         self._leave(served)
 
     def release(self) -> bool:
-        """Forget those that have no guests any more, and are to be closed; whether there are any.
+        """Forget those that have no users any more, and are to be closed; whether there are any.
 
         On the engine's thread, between two calls.
         """
         for served in self._leaving[:]:
-            if served.guests.count == 0 and self._scheduler.close(served.key):
+            if served.users.count == 0 and self._scheduler.close(served.key):
                 self._leaving.remove(served)
                 self._gone.append(served)
                 for part in self._forgetful:
