@@ -126,7 +126,7 @@ def problem_of_headers(version: str, headers: Sequence[Header]) -> ServeError | 
     return BadHttp(f"a request needs one Host header: this one has {hosts or 'none'}")
 
 
-class Guest(Protocol):
+class TrackedConnection(Protocol):
     """A connection, as Crowd sees it."""
 
     def may_go(self) -> bool:
@@ -136,7 +136,7 @@ class Guest(Protocol):
         """Close it for another."""
 
 
-class Crowd:
+class ConnectionTable:
     """The connections there are. Where there are too many, those idle longest make room.
 
     A connection is idle while no request on it waits for its answer.
@@ -146,20 +146,22 @@ class Crowd:
         self._most = most
         self._of_address = of_address
         self._proxies = proxies
-        self._addresses: dict[Guest, str | None] = {}  # None: as many as there may be at all
+        self._addresses: dict[
+            TrackedConnection, str | None
+        ] = {}  # None: as many as there may be at all
         self._held: dict[str, int] = {}
-        self._idle: dict[Guest, None] = {}  # longest first
-        self._spare: set[Guest] = set()
+        self._idle: dict[TrackedConnection, None] = {}  # longest first
+        self._spare: set[TrackedConnection] = set()
 
     @property
     def spare(self) -> int:
         """How many there are for whom no other made room."""
         return len(self._spare)
 
-    def enter(self, guest: Guest, host: str | None) -> bool:
+    def enter(self, connection: TrackedConnection, host: str | None) -> bool:
         """Whether there is room for a new connection of this address."""
         address = self._counted(host)
-        self._addresses[guest] = address
+        self._addresses[connection] = address
         room = True
         if address is not None:
             self._held[address] = self._held.get(address, 0) + 1
@@ -167,27 +169,27 @@ class Crowd:
                 room = self._make_room(address)
         if room and len(self._addresses) > self._most:
             room = self._make_room(None)
-        self._idle[guest] = None
+        self._idle[connection] = None
         if not room:
-            self._spare.add(guest)
+            self._spare.add(connection)
         return room
 
-    def busy(self, guest: Guest) -> None:
+    def busy(self, connection: TrackedConnection) -> None:
         """A request came on this connection."""
-        self._idle.pop(guest, None)
+        self._idle.pop(connection, None)
 
-    def idle(self, guest: Guest) -> None:
+    def idle(self, connection: TrackedConnection) -> None:
         """All requests of this connection were answered."""
-        if guest in self._addresses:
-            self._idle[guest] = None
+        if connection in self._addresses:
+            self._idle[connection] = None
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, connection: TrackedConnection) -> None:
         """The connection is over. This may be told twice."""
-        if guest not in self._addresses:
+        if connection not in self._addresses:
             return
-        address = self._addresses.pop(guest)
-        self._idle.pop(guest, None)
-        self._spare.discard(guest)
+        address = self._addresses.pop(connection)
+        self._idle.pop(connection, None)
+        self._spare.discard(connection)
         if address is not None:
             self._held[address] -= 1
             if not self._held[address]:
@@ -195,12 +197,12 @@ class Crowd:
 
     def _make_room(self, address: str | None) -> bool:
         """Close the one that has been idle longest, of this address if one is given."""
-        for guest in self._idle:
-            if address is not None and self._addresses[guest] != address:
+        for connection in self._idle:
+            if address is not None and self._addresses[connection] != address:
                 continue
-            if guest.may_go():
-                self.leave(guest)
-                guest.make_room()
+            if connection.may_go():
+                self.leave(connection)
+                connection.make_room()
                 return True
         return False
 
@@ -232,7 +234,7 @@ _LAST_READ_S = 1.5
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
-class _Reading(Enum):
+class _ParserState(Enum):
     """What comes next from the client."""
 
     NOTHING = auto()  # no request has begun
@@ -241,15 +243,15 @@ class _Reading(Enum):
 
 
 # Looked up several times a request, which an enumeration is slow at.
-_NOTHING, _HEAD, _BODY = _Reading
+_NOTHING, _HEAD, _BODY = _ParserState
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits; a subclass made by `limited` sets them."""
 
     limits: ClassVar[ConnectionLimits]
-    everybody: ClassVar[Crowd]
-    probing: ClassVar[Crowd]  # on a port of their own
+    everybody: ClassVar[ConnectionTable]
+    probing: ClassVar[ConnectionTable]  # on a port of their own
     health_port: ClassVar[int | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -260,7 +262,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._ignored_bytes = 0
         self._trailers = self._trailer_bytes = 0
         self._between_bytes = 0  # that came since the last byte of the body
-        self._crowd = self.everybody
+        self._table = self.everybody
         self._crowded = False
         self._deaf = False  # nothing that still comes is read
         self._problem: ServeError | None = None  # what a callback of the parser found
@@ -274,15 +276,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.health_port is not None and self.server and self.server[1] == self.health_port:
-            self._crowd = self.probing
-        self._crowded = not self._crowd.enter(self, self.client[0] if self.client else None)
-        if self._crowded and self._crowd.spare > _FOR_PROBES:
+            self._table = self.probing
+        self._crowded = not self._table.enter(self, self.client[0] if self.client else None)
+        if self._crowded and self._table.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
             self._await_bytes(self.limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
+        self._table.leave(self)
         self._stop_reading_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -351,7 +353,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope[WHOLE_KEY] = self._write_whole
         if self._crowded:
             scope[CROWDED_KEY] = True
-        if self._crowd is self.probing:
+        if self._table is self.probing:
             scope[PROBING_KEY] = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -381,7 +383,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._reading = _BODY
         self._trailers = self._trailer_bytes = self._between_bytes = 0
-        self._crowd.busy(self)
+        self._table.busy(self)
         if not waits:
             self._answering = self.cycle
 
@@ -404,7 +406,7 @@ class LimitedProtocol(HttpToolsProtocol):
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if following is None:
-            self._crowd.idle(self)
+            self._table.idle(self)
         if self.transport.is_closing():
             self._await_reader()
         elif following is not None:
@@ -498,7 +500,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def unfinished(self, since_s: float) -> bool:
         """Whether a client still waits for something that had begun to come at that time."""
-        if self._crowd is self.probing:
+        if self._table is self.probing:
             return False
         if self._reading is _HEAD and not self._deaf:
             begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
@@ -621,11 +623,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """The kind of connection that uvicorn makes for each client."""
-    everybody = Crowd(limits.connections, limits.address_connections, limits.proxies)
+    everybody = ConnectionTable(limits.connections, limits.address_connections, limits.proxies)
     shared = {
         "limits": limits,
         "everybody": everybody,
-        "probing": Crowd(_PROBING, _PROBING, ()),
+        "probing": ConnectionTable(_PROBING, _PROBING, ()),
     }
     return type("Connection", (LimitedProtocol,), shared)
 
