@@ -55,7 +55,7 @@ class Key(BaseModel):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
 
 
-class Allowance:
+class TokenBucket:
     """So much of something at once, and so much more of it a second."""
 
     def __init__(self, most: float, clock: Callable[[], float]) -> None:
@@ -87,8 +87,8 @@ class Holder:
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._running = 0
-        self._requests = Allowance(float(key.burst), clock)
-        self._tokens = Allowance(float(key.tokens_per_min or 0), clock)
+        self._requests = TokenBucket(float(key.burst), clock)
+        self._tokens = TokenBucket(float(key.tokens_per_min or 0), clock)
 
     def enter(self) -> None:
         """Take a request in; RateLimited or ConcurrencyLimited where it is one too many."""
