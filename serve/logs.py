@@ -29,7 +29,7 @@ _LAST_LINES_S = 1.0
 _log = logging.getLogger("stepdial")
 
 
-class Outlet:
+class LineWriter:
     """Lines on their way to a file of this process, written by a thread of their own."""
 
     def __init__(self, descriptor: int, failed: Callable[[OSError], None]) -> None:
@@ -94,8 +94,8 @@ def _standard_output_failed(error: OSError) -> None:
 
 
 # Standard error has nobody who could be told.
-_errors = Outlet(2, lambda error: None)
-_output = Outlet(1, _standard_output_failed)
+_errors = LineWriter(2, lambda error: None)
+_output = LineWriter(1, _standard_output_failed)
 _tell_dropped: Callable[[int], None] | None = None
 
 
