@@ -34,7 +34,7 @@ from serve.errors import (
 )
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
-from serve.tracing import Traces, Visit
+from serve.tracing import FinishedRequest, Traces
 
 # Whether a page of another address sends a request: any page that a browser shows could. Those of
 # the settings may (CORS), others are refused. Programs send no Origin, so this never concerns
@@ -234,8 +234,8 @@ class AccessLog:
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
         if self.traces is not None and scope["path"] not in WATCHED:
-            visit = _visit(scope, method, status, arrived_s, ended_s, fields)
-            fields["trace_id"] = self.traces.record(visit)
+            request = _visit(scope, method, status, arrived_s, ended_s, fields)
+            fields["trace_id"] = self.traces.record(request)
         if self.log:
             path, milliseconds = _path_as_sent(scope), (ended_s - arrived_s) * 1000
             of_http = {"method": method, "path": path, "status": status}
@@ -254,7 +254,7 @@ def _visit(
     arrived_s: float,
     ended_s: float,
     fields: dict[str, str | int],
-) -> Visit:
+) -> FinishedRequest:
     route = getattr(scope.get("route"), "path", None)
     attributes: dict[str, str | int] = {
         "http.request.method": method,
@@ -264,7 +264,7 @@ def _visit(
         **({"http.route": route} if route else {}),
         **{f"stepdial.{key}": value for key, value in fields.items()},
     }
-    return Visit(
+    return FinishedRequest(
         name=f"{method} {route}" if route else method,
         headers={str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]},
         arrived_s=arrived_s,

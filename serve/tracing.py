@@ -31,7 +31,7 @@ _log = logging.getLogger("stepdial")
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class FinishedRequest:
     """One request that is over; times are those of the performance counter."""
 
     name: str
@@ -52,26 +52,26 @@ class Traces:
         self._exporter = exporter
         self._tracer = provider.get_tracer(_NAME)
 
-    def record(self, visit: Visit) -> str:
+    def record(self, request: FinishedRequest) -> str:
         """Make the spans of a request; returns the id of its trace."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         clock = _Clock()
         span = self._tracer.start_span(
-            visit.name,
-            extract(visit.headers),  # the client's own span is the parent
+            request.name,
+            extract(request.headers),  # the client's own span is the parent
             SpanKind.SERVER,
-            visit.attributes,
-            start_time=clock.ns(visit.arrived_s),
+            request.attributes,
+            start_time=clock.ns(request.arrived_s),
         )
         if span.is_recording():
             inside = set_span_in_context(span)
-            for job in visit.jobs:
-                self._record_job(job, visit.computed_s or visit.ended_s, inside, clock)
-        if visit.status >= 500:
+            for job in request.jobs:
+                self._record_job(job, request.computed_s or request.ended_s, inside, clock)
+        if request.status >= 500:
             span.set_status(StatusCode.ERROR)
-        span.end(clock.ns(visit.ended_s))
+        span.end(clock.ns(request.ended_s))
         return f"{span.get_span_context().trace_id:032x}"
 
     def close(self) -> None:
