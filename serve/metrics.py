@@ -30,7 +30,7 @@ SECONDS = (
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Watched(Protocol):
+class EngineGauges(Protocol):
     """What can be read off an engine at any time."""
 
     @property
@@ -48,7 +48,7 @@ class Readiness(Collector):
 
     _labelnames = ("model",)  # as the library's own instruments have them
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: EngineGauges) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
@@ -63,20 +63,20 @@ class Readiness(Collector):
         return [family]
 
 
-class Times(Histogram):
+class FastHistogram(Histogram):
     """Finds the bucket of a value at once, where the library goes through them one by one."""
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         """Count a value. There are no exemplars here."""
-        self.observe_all(amount, 1)
+        self.observe_many(amount, 1)
 
-    def observe_all(self, amount: float, times: int) -> None:
+    def observe_many(self, amount: float, times: int) -> None:
         """Count a value that came so many times."""
         self._sum.inc(amount * times)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
 
 
-class Count(Counter):
+class FastCounter(Counter):
     """Counts without the library's questions, of which there is more than one for every token."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
@@ -84,10 +84,10 @@ class Count(Counter):
         self._value.inc(amount)
 
 
-InstrumentT = TypeVar("InstrumentT", Count, Times)
+InstrumentT = TypeVar("InstrumentT", FastCounter, FastHistogram)
 
 
-class Family(Generic[InstrumentT]):
+class Labelled(Generic[InstrumentT]):
     """An instrument with labels, which finds those of values that came before at once."""
 
     def __init__(self, instrument: InstrumentT) -> None:
@@ -135,8 +135,8 @@ class Metrics:
         self.inter_token_seconds = self._seconds(
             "inter_token", "Between two tokens of one answer.", "model steps"
         )
-        self.batch_rows = Family(
-            Times(
+        self.batch_rows = Labelled(
+            FastHistogram(
                 "stepdial_batch_rows",
                 "Rows in a call of the runtime.",
                 ("model", "kind"),
@@ -250,7 +250,7 @@ class Metrics:
         """Forget a model that is gone."""
         self._nfe = {key: nfe for key, nfe in self._nfe.items() if key[0] != model}
 
-    def watch(self, engine: Watched, cache_limit_bytes: int) -> None:
+    def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
         """Read the gauges off an engine whenever they are asked for."""
         self._gauge("queue_depth", "Requests that wait, for a model or to be read.").set_function(
             lambda: engine.queued
@@ -284,12 +284,14 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, about: str, labels: str) -> Family[Count]:
-        return Family(Count(f"stepdial_{name}", about, labels.split(), registry=self.registry))
+    def _counter(self, name: str, about: str, labels: str) -> Labelled[FastCounter]:
+        return Labelled(
+            FastCounter(f"stepdial_{name}", about, labels.split(), registry=self.registry)
+        )
 
-    def _seconds(self, name: str, about: str, labels: str) -> Family[Times]:
-        return Family(
-            Times(
+    def _seconds(self, name: str, about: str, labels: str) -> Labelled[FastHistogram]:
+        return Labelled(
+            FastHistogram(
                 f"stepdial_{name}_seconds",
                 about,
                 labels.split(),
