@@ -68,9 +68,9 @@ class FastHistogram(Histogram):
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         """Count a value. There are no exemplars here."""
-        self.observe_many(amount, 1)
+        self.observe_all(amount, 1)
 
-    def observe_many(self, amount: float, times: int) -> None:
+    def observe_all(self, amount: float, times: int) -> None:
         """Count a value that came so many times."""
         self._sum.inc(amount * times)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)

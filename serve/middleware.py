@@ -234,7 +234,7 @@ class AccessLog:
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
         if self.traces is not None and scope["path"] not in WATCHED:
-            request = _visit(scope, method, status, arrived_s, ended_s, fields)
+            request = _finished(scope, method, status, arrived_s, ended_s, fields)
             fields["trace_id"] = self.traces.record(request)
         if self.log:
             path, milliseconds = _path_as_sent(scope), (ended_s - arrived_s) * 1000
@@ -247,7 +247,7 @@ class AccessLog:
             )
 
 
-def _visit(
+def _finished(
     scope: Scope,
     method: str,
     status: int,
