@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from serve.api.submission import Manner, drawn_seed, positions_held, wish_in
-from serve.budget import Ask, decide
+from serve.budget import BudgetRequest, decide
 from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
 from serve.engine.engine import Engine
@@ -92,7 +92,7 @@ class LocalModel:
     ) -> list[Label]:
         """A label for each text, image or cloud of points, in their order."""
         self._check_task("classify")
-        decision = decide(Ask(steps=steps, effort=effort), self._served.manifest)
+        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         kind = _kind_of(self._served)
         items = tuple(Item(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
@@ -135,7 +135,7 @@ class LocalModel:
     ) -> str:
         """What follows a prompt, or its translation."""
         self._check_task("generate", "translate")
-        decision = decide(Ask(steps=steps, effort=effort), self._served.manifest)
+        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         manner = Manner(
             max_tokens=max_tokens,
             temperature=temperature,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
-from serve.budget import Ask, Decision, Reason
+from serve.budget import BudgetRequest, Decision, Reason
 from serve.bundle import Method, Metric
 from serve.engine.sampling import MAX_SEED
 from serve.inputs.values import MAX_INPUTS, Items, Text
@@ -356,8 +356,8 @@ class BudgetFields(BaseModel):
         return whole(value)
 
     @property
-    def ask(self) -> Ask:
-        return Ask(
+    def budget_request(self) -> BudgetRequest:
+        return BudgetRequest(
             self.steps,
             self.effort,
             self.max_disagreement,

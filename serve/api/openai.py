@@ -58,7 +58,7 @@ from serve.api.submission import (
     timing,
     wish_in,
 )
-from serve.budget import Ask, Decision
+from serve.budget import BudgetRequest, Decision
 from serve.bundle import Effort
 from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
@@ -658,8 +658,8 @@ class OpenAIFields(BudgetFields):
     user: str | None = Field(None, description="Accepted, and without meaning here.")
 
     @property
-    def ask(self) -> Ask:
-        asked = super().ask
+    def budget_request(self) -> BudgetRequest:
+        asked = super().budget_request
         if self.reasoning_effort is None:
             return asked
         return asked._replace(effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)

@@ -438,7 +438,7 @@ def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Deci
     """The rung for a request, or those that may serve it."""
     use_model(request.scope, served.users)
     request.scope[SERVED_KEY] = (served.name, None)
-    return decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
+    return decide_within(asked.budget_request, served.manifest, steps_allowed(request.scope))
 
 
 def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
