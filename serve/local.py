@@ -26,7 +26,7 @@ from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
 from serve.engine.work import Classification, Generation, Work
 from serve.errors import ServeError
-from serve.inputs.rows import Intake, check_kinds, read_items, row_length
+from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
 from serve.inputs.values import Item, Kind
 from serve.metrics import Metrics
 from serve.runtime import Place
@@ -96,15 +96,15 @@ class LocalModel:
         kind = _kind_of(self._served)
         items = tuple(Item(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
-        taken = read_items(items, self._served.manifest, self._served.text, truncate)
-        lengths = [row_length(one.row, self._served.manifest) for one in taken]
-        order = sorted(range(len(taken)), key=lengths.__getitem__)
+        inputs_read = read_items(items, self._served.manifest, self._served.text, truncate)
+        lengths = [row_length(one.row, self._served.manifest) for one in inputs_read]
+        order = sorted(range(len(inputs_read)), key=lengths.__getitem__)
         lane = LaneKey(self._served.key, "classify", decision.steps)
         found: dict[int, Label] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
             with self._event() as (deliver, take):
-                work = Classification([taken[i].row for i in at], deliver)
+                work = Classification([inputs_read[i].row for i in at], deliver)
                 self._engine.submit(
                     Job(
                         lane=lane,
@@ -117,8 +117,8 @@ class LocalModel:
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
                 assert not isinstance(labelled.found, Tags)  # a classifier, see above
-                found[i] = self._label(labelled.found, taken_steps, taken[i])
-        return [found[i] for i in range(len(taken))]
+                found[i] = self._label(labelled.found, taken_steps, inputs_read[i])
+        return [found[i] for i in range(len(inputs_read))]
 
     def generate(
         self,
@@ -158,10 +158,10 @@ class LocalModel:
         assert isinstance(event, GeneratedEvent)
         return event.text
 
-    def _label(self, scores: Sequence[float], steps: int, taken: Intake) -> Label:
+    def _label(self, scores: Sequence[float], steps: int, inputs_read: InputRow) -> Label:
         best = max(range(len(scores)), key=scores.__getitem__)
         every = dict(zip(self.labels, scores, strict=True))
-        return Label(self.labels[best], scores[best], every, steps, taken.truncated)
+        return Label(self.labels[best], scores[best], every, steps, inputs_read.truncated)
 
     def _check_task(self, *tasks: str) -> None:
         task = self._served.manifest.task

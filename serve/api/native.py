@@ -68,7 +68,7 @@ from serve.engine.job import (
     TokenLogprob,
 )
 from serve.errors import InvalidField, Unprocessable
-from serve.inputs.rows import Intake, check_kinds, read_items
+from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
 
 _STREAM_ABOUT = (
@@ -229,20 +229,20 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
-        taken = await reader.read(
+        inputs_read = await reader.read(
             request,
             _characters(asked),
             deadline_of(request, asked),
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
         event = await labelled(
-            request, engine, served, asked, decision, taken, traced=asked.trace is True
+            request, engine, served, asked, decision, inputs_read, traced=asked.trace is True
         )
         spent = timing(request, engine, event.span)
         response: ClassifyResponse = {
             "id": request_id(request),
             "model": served.name,
-            "results": _results(event, taken, manifest, top, decision),
+            "results": _results(event, inputs_read, manifest, top, decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
@@ -296,12 +296,16 @@ def _characters(asked: ClassifyRequest) -> int | None:
 
 
 def _results(
-    event: ClassifiedEvent, taken: list[Intake], manifest: Manifest, top: int, decision: Decision
+    event: ClassifiedEvent,
+    inputs_read: list[InputRow],
+    manifest: Manifest,
+    top: int,
+    decision: Decision,
 ) -> list[ClassifyResult] | list[TagResult]:
     answered = [
         (labelled, one, budget_of(decision.served_at(steps), evaluations))
         for labelled, steps, evaluations, one in zip(
-            event.rows, event.steps, event.evaluations, taken, strict=True
+            event.rows, event.steps, event.evaluations, inputs_read, strict=True
         )
     ]
     if manifest.task == "tag":
@@ -310,7 +314,7 @@ def _results(
 
 
 def _classified(
-    labelled: Labelled, one: Intake, budget: Budget, labels: tuple[str, ...], top: int
+    labelled: Labelled, one: InputRow, budget: Budget, labels: tuple[str, ...], top: int
 ) -> ClassifyResult:
     scores = labelled.found
     assert not isinstance(scores, Tags)
@@ -334,7 +338,7 @@ def _classified(
     return result
 
 
-def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest) -> TagResult:
+def _tagged(labelled: Labelled, one: InputRow, budget: Budget, manifest: Manifest) -> TagResult:
     tags = labelled.found
     assert isinstance(tags, Tags)
     result: TagResult = {
@@ -353,7 +357,7 @@ def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest)
     return result
 
 
-def _readout(step: int, tags: Tags, one: Intake, manifest: Manifest) -> Readout:
+def _readout(step: int, tags: Tags, one: InputRow, manifest: Manifest) -> Readout:
     tokens = token_labels(tags, one, manifest)
     readout: Readout = {
         "steps": step,

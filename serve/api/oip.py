@@ -74,7 +74,7 @@ from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span,
 from serve.engine.sampling import MAX_SEED
 from serve.engine.work import Wish
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
-from serve.inputs.rows import Intake, cloud_rows, image_rows, read_items
+from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
 from serve.inputs.values import Item, check_finite, number_rows
 from serve.settings import Settings
 
@@ -720,14 +720,18 @@ def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
 
 def metadata_of(manifest: Manifest) -> ModelMetadata:
     """What clients learn of a model."""
-    taken = InputSpec.of(manifest)
+    inputs_read = InputSpec.of(manifest)
     calibrated = () if manifest.calibration is None else manifest.calibration.levels
     return ModelMetadata(
         name=manifest.name,
         versions=[VERSION],
         platform=PLATFORM,
         inputs=[
-            TensorMetadata(name=taken.name, datatype=taken.datatypes[0], shape=list(taken.shape))
+            TensorMetadata(
+                name=inputs_read.name,
+                datatype=inputs_read.datatypes[0],
+                shape=list(inputs_read.shape),
+            )
         ],
         outputs=[
             TensorMetadata(name=name, datatype=datatype, shape=[_ANY])
@@ -1127,33 +1131,34 @@ class InferSubmission:
         decision = decide_budget(self.request, self.served, asked)
         rows = self.body.asked.inputs[0].shape[0]
         refuse_early(self.request, self.engine, self.served, asked, decision, rows)
-        taken = await self.reader.read(
+        inputs_read = await self.reader.read(
             self.request,
             self._characters(),
             deadline_of(self.request, asked),
             lambda: self._rows(asked.truncate is not False),
         )
-        event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
+        event = await labelled(self.request, self.engine, self.served, asked, decision, inputs_read)
         budgets = [
             budget_of(decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
-        columns = self._labels(event, taken)
+        columns = self._labels(event, inputs_read)
         columns["steps"] = [budget["steps"] for budget in budgets]
         texts = isinstance(self.served.manifest.input, TextInput)
-        truncated = sum(one.truncated for one in taken) if texts else None
+        truncated = sum(one.truncated for one in inputs_read) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
         self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
 
-    def _labels(self, event: ClassifiedEvent, taken: Sequence[Intake]) -> dict[str, Values]:
+    def _labels(self, event: ClassifiedEvent, inputs_read: Sequence[InputRow]) -> dict[str, Values]:
         """A label and its score for each row; of tokens, as JSON, with the least score of any."""
         manifest = self.served.manifest
         tagged = [row.found for row in event.rows if isinstance(row.found, Tags)]
         if tagged:
             tokens = [
-                token_labels(tags, one, manifest) for tags, one in zip(tagged, taken, strict=True)
+                token_labels(tags, one, manifest)
+                for tags, one in zip(tagged, inputs_read, strict=True)
             ]
             return {
                 "tokens": [json.dumps(row, ensure_ascii=False) for row in tokens],
@@ -1222,7 +1227,7 @@ class InferSubmission:
         codec = self.served.codec
         return [codec.encode_prompt(text, f"text[{row}]") for row, text in enumerate(self._texts())]
 
-    def _rows(self, truncate: bool) -> list[Intake]:
+    def _rows(self, truncate: bool) -> list[InputRow]:
         """What the tensor holds, as the rows that the model takes."""
         spec = self.served.manifest.input
         if isinstance(spec, TextInput):

@@ -48,7 +48,7 @@ from serve.engine.predict import Asked
 from serve.engine.sampling import Sampling
 from serve.engine.work import Classification, Generation, Translation, Wish, Work
 from serve.errors import InternalError, InvalidField
-from serve.inputs.rows import Intake, greatest_length, row_length
+from serve.inputs.rows import InputRow, greatest_length, row_length
 from serve.middleware import (
     ARRIVED_KEY,
     COMPUTED_KEY,
@@ -673,13 +673,13 @@ async def labelled(
     served: Served,
     asked: BudgetFields,
     decision: Decision,
-    taken: Sequence[Intake],
+    inputs_read: Sequence[InputRow],
     traced: bool = False,
 ) -> ClassifiedEvent:
     """The labels of these rows; raises what kept them from being answered."""
     manifest = served.manifest
     events: EventQueue[Event] = EventQueue()
-    rows = [one.row for one in taken]
+    rows = [one.row for one in inputs_read]
     job: Job[Work] = Job(
         lane=_lane(served, decision)._replace(traced=traced),
         work=Classification(rows, events.deliver),
@@ -702,7 +702,7 @@ def ranked(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 
 
-def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel]:
+def token_labels(tags: Tags, one: InputRow, manifest: Manifest) -> list[TokenLabel]:
     """What the tokens label, with the labels; those inside a word label nothing."""
     labels = manifest.labels or ()
     return [
@@ -718,7 +718,7 @@ def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel
     ]
 
 
-def filled(tags: Tags, one: Intake, manifest: Manifest) -> str:
+def filled(tags: Tags, one: InputRow, manifest: Manifest) -> str:
     """The text with the label of each character in its place."""
     labels, text = manifest.labels or (), list(one.text)
     for (start, _), label in zip(one.spans, tags.labels, strict=True):

@@ -57,7 +57,7 @@ _SHOWS = {
 }
 
 
-class Intake(NamedTuple):
+class InputRow(NamedTuple):
     """One row, and whether some of the text was left out to make it fit."""
 
     row: Row
@@ -80,24 +80,24 @@ def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
 
 def read_items(
     items: tuple[Item, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
-) -> list[Intake]:
+) -> list[InputRow]:
     """The rows of items whose kinds have been checked; only texts need a codec."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         count = PixelCount()
-        return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
+        return [InputRow(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
-        return [Intake(read_points(item.value, spec, item.param)) for item in items]
+        return [InputRow(read_points(item.value, spec, item.param)) for item in items]
     assert codec is not None, "texts are read by a codec"
     if manifest.task == "tag":
         return [_positions(item, codec, truncate) for item in items]
     encoded = [codec.encode_input(item.value, truncate, item.param) for item in items]
-    return [Intake(one.tokens, one.truncated) for one in encoded]
+    return [InputRow(one.tokens, one.truncated) for one in encoded]
 
 
-def _positions(item: Item, codec: TextCodec, truncate: bool) -> Intake:
+def _positions(item: Item, codec: TextCodec, truncate: bool) -> InputRow:
     encoded = codec.encode_positions(item.value, truncate, item.param)
-    return Intake(encoded.tokens, encoded.truncated, item.value, encoded.spans)
+    return InputRow(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 
 def greatest_length(manifest: Manifest) -> int:
@@ -126,7 +126,7 @@ def _image_length(spec: ImageInput) -> int:
 Numbers = npt.NDArray[np.float64]
 
 
-def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[Intake]:
+def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[InputRow]:
     """Rows of images (B, C, H, W) of the model's size: from 0 to 255 if whole, else to 1."""
     if not whole and (tensor.min() < 0 or tensor.max() > 1):
         worst = tensor.min() if tensor.min() < 0 else tensor.max()
@@ -134,9 +134,9 @@ def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> li
             f"{param} has the value {worst:g}: send FP32 from 0 to 1, or UINT8", param=param
         )
     pixels = (tensor.astype(np.float32) / np.float32(255 if whole else 1)).transpose(0, 2, 3, 1)
-    return [Intake(normalised(one, spec)) for one in pixels]  # (H, W, C) each
+    return [InputRow(normalised(one, spec)) for one in pixels]  # (H, W, C) each
 
 
-def cloud_rows(tensor: Numbers) -> list[Intake]:
+def cloud_rows(tensor: Numbers) -> list[InputRow]:
     """Rows of clouds (B, N, dimensions)."""
-    return [Intake(unit_cloud(cloud)) for cloud in tensor]
+    return [InputRow(unit_cloud(cloud)) for cloud in tensor]
