@@ -27,7 +27,7 @@ from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent
 from serve.engine.work import Classification, Generation, Work
 from serve.errors import ServeError
 from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
-from serve.inputs.values import Item, Kind
+from serve.inputs.values import Input, Kind
 from serve.metrics import Metrics
 from serve.runtime import Place
 from serve.settings import Settings
@@ -94,7 +94,7 @@ class LocalModel:
         self._check_task("classify")
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         kind = _kind_of(self._served)
-        items = tuple(Item(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
+        items = tuple(Input(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
         inputs_read = read_items(items, self._served.manifest, self._served.text, truncate)
         lengths = [row_length(one.row, self._served.manifest) for one in inputs_read]

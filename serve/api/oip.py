@@ -75,7 +75,7 @@ from serve.engine.sampling import MAX_SEED
 from serve.engine.work import Wish
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
 from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
-from serve.inputs.values import Item, check_finite, number_rows
+from serve.inputs.values import Input, check_finite, number_rows
 from serve.settings import Settings
 
 # Tensors of the Open Inference Protocol, in JSON and as bytes, in both directions. Bytes are
@@ -1232,7 +1232,7 @@ class InferSubmission:
         spec = self.served.manifest.input
         if isinstance(spec, TextInput):
             texts = enumerate(self._texts())
-            items = tuple(Item("text", text, f"text[{row}]") for row, text in texts)
+            items = tuple(Input("text", text, f"text[{row}]") for row, text in texts)
             return read_items(items, self.served.manifest, self.served.text, truncate)
         tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
         numbers = (

@@ -10,7 +10,7 @@ from serve.bundle import ImageInput, Manifest, PointsInput
 from serve.errors import Unprocessable, WrongInput
 from serve.inputs.images import PixelCount, normalised, read_image
 from serve.inputs.text import Span, TextCodec
-from serve.inputs.values import Item, check_list, number_rows
+from serve.inputs.values import Input, check_list, number_rows
 from serve.runtime.protocol import FloatArray, Row
 
 # Clouds of points that requests send, as the model was trained on them.
@@ -66,7 +66,7 @@ class InputRow(NamedTuple):
     spans: tuple[Span, ...] = ()  # what each of them labels of it
 
 
-def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
+def check_kinds(items: tuple[Input, ...], manifest: Manifest) -> None:
     """WrongInput, naming what the model takes, unless every item is of its kind."""
     kind = manifest.input.kind
     for item in items:
@@ -79,7 +79,7 @@ def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
 
 
 def read_items(
-    items: tuple[Item, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
+    items: tuple[Input, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
 ) -> list[InputRow]:
     """The rows of items whose kinds have been checked; only texts need a codec."""
     spec = manifest.input
@@ -95,7 +95,7 @@ def read_items(
     return [InputRow(one.tokens, one.truncated) for one in encoded]
 
 
-def _positions(item: Item, codec: TextCodec, truncate: bool) -> InputRow:
+def _positions(item: Input, codec: TextCodec, truncate: bool) -> InputRow:
     encoded = codec.encode_positions(item.value, truncate, item.param)
     return InputRow(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 

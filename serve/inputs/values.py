@@ -108,7 +108,7 @@ class PointsItem(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Input:
     """One input, not read yet."""
 
     kind: Kind
@@ -121,7 +121,7 @@ class Item:
         return len(self.value) if self.kind == "text" else None
 
 
-def check_items(value: object) -> tuple[Item, ...]:
+def check_items(value: object) -> tuple[Input, ...]:
     """The inputs of a request, in their order; InvalidField unless they have the right shape."""
     if not isinstance(value, list):
         return (_item(value, "input", f"{_SAYS}, or a list of these"),)
@@ -134,21 +134,21 @@ def check_items(value: object) -> tuple[Item, ...]:
     return tuple(_item(one, f"input[{index}]", _SAYS) for index, one in enumerate(value))
 
 
-def _item(value: object, param: str, says: str) -> Item:
+def _item(value: object, param: str, says: str) -> Input:
     if isinstance(value, str):
         if not value:
             raise InvalidField(f"{param} is empty: send some text", param=param)
-        return Item("text", value, param)
+        return Input("text", value, param)
     if isinstance(value, dict) and len(value) == 1:
         if "image" in value:
-            return Item("image", value["image"], f"{param}.image")
+            return Input("image", value["image"], f"{param}.image")
         if "points" in value:
-            return Item("points", value["points"], f"{param}.points")
+            return Input("points", value["points"], f"{param}.points")
     raise InvalidField(f"{param} must be {says}", param=param)
 
 
 Items = Annotated[
-    tuple[Item, ...],
+    tuple[Input, ...],
     PlainValidator(
         check_items,
         json_schema_input_type=Text
