@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
-from serve.api.submission import Manner, drawn_seed, positions_held, wish_in
+from serve.api.submission import GenerateOptions, drawn_seed, positions_held, wish_in
 from serve.budget import BudgetRequest, decide
 from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
@@ -136,7 +136,7 @@ class LocalModel:
         """What follows a prompt, or its translation."""
         self._check_task("generate", "translate")
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
-        manner = Manner(
+        options = GenerateOptions(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -144,7 +144,7 @@ class LocalModel:
             seed=drawn_seed() if seed is None else seed,
             stops=tuple(stop),
         )
-        wish = wish_in(manner, self._served, self._served.codec.encode_prompt(prompt))
+        wish = wish_in(options, self._served, self._served.codec.encode_prompt(prompt))
         with self._event() as (deliver, take):
             job: Job[Work] = Job(
                 lane=LaneKey(self._served.key, "generate", decision.steps),

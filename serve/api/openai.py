@@ -40,7 +40,7 @@ from serve.api.submission import (
     RUN_PROBLEMS,
     Each,
     EventStream,
-    Manner,
+    GenerateOptions,
     RunningJobs,
     Submission,
     Written,
@@ -1105,7 +1105,7 @@ def wishes_of(
     seed = drawn_seed() if asked.seed is None else asked.seed
     return [
         wish_in(
-            Manner(
+            GenerateOptions(
                 max_tokens=max_tokens,
                 temperature=asked.temperature,
                 top_k=asked.top_k,

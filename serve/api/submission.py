@@ -98,7 +98,7 @@ def check_beams(asked: GenerateRequest, served: Served) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class GenerateOptions:
     """How to write, whatever protocol asked."""
 
     max_tokens: int
@@ -116,7 +116,7 @@ def wish_of(
     asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
 ) -> Wish:
     """What to write; the drawn seed stands in for a missing one."""
-    manner = Manner(
+    options = GenerateOptions(
         max_tokens=max_tokens,
         temperature=asked.temperature,
         top_k=asked.top_k,
@@ -127,27 +127,27 @@ def wish_of(
         stream=bool(asked.stream),
         num_beams=asked.num_beams or 1,
     )
-    return wish_in(manner, served, prompt)
+    return wish_in(options, served, prompt)
 
 
-def wish_in(manner: Manner, served: Served, prompt: list[int]) -> Wish:
+def wish_in(options: GenerateOptions, served: Served, prompt: list[int]) -> Wish:
     """What to write in this manner, for the task of the model."""
     manifest = served.manifest
     limit = manifest.target_max_tokens
-    temperature = manner.temperature
+    temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if manifest.task == "translate" else 1.0
     return Wish(
         prompt=prompt,
-        max_tokens=manner.max_tokens if limit is None else min(manner.max_tokens, limit),
+        max_tokens=options.max_tokens if limit is None else min(options.max_tokens, limit),
         window=manifest.text_input.max_tokens if limit is None else limit,
         sampling=Sampling(
-            temperature=temperature, top_k=manner.top_k, top_p=manner.top_p, seed=manner.seed
+            temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
-        stops=manner.stops,
-        logprobs=manner.logprobs,
-        stream=manner.stream,
-        num_beams=manner.num_beams,
+        stops=options.stops,
+        logprobs=options.logprobs,
+        stream=options.stream,
+        num_beams=options.num_beams,
     )
 
 
