@@ -33,9 +33,9 @@ from serve.api.submission import (
     Each,
     EventStream,
     NamedEvents,
+    StreamChunk,
     Submission,
     TextEvent,
-    Written,
     answer,
     answer_of,
     check_answer,
@@ -118,7 +118,7 @@ class AnswerWriter:
             "timing": spent,
         }
 
-    def written(self, events: Sequence[TextEvent]) -> Written:
+    def written(self, events: Sequence[TextEvent]) -> StreamChunk:
         return NamedEvents(self.chunk, self.done).write([event for _, event in events])
 
     def _usage(self, event: GeneratedEvent) -> Usage:

@@ -42,8 +42,8 @@ from serve.api.submission import (
     EventStream,
     GenerateOptions,
     RunningJobs,
+    StreamChunk,
     Submission,
-    Written,
     answer_of,
     check_answer,
     check_max_tokens,
@@ -921,7 +921,7 @@ class ChunkWriter:
         self._opened: set[int] = set()
         self._ends: dict[int, GeneratedEvent] = {}
 
-    def write(self, events: Sequence[tuple[int, Event]]) -> Written:
+    def write(self, events: Sequence[tuple[int, Event]]) -> StreamChunk:
         """What these events become; nothing comes behind an error."""
         body = b""
         for index, event in events:
@@ -932,11 +932,11 @@ class ChunkWriter:
                 case GeneratedEvent():
                     body += self._open(index) + b"".join(self._end(index, event))
                 case FailedEvent():
-                    return Written(body + self._error(event.error), over=True)
+                    return StreamChunk(body + self._error(event.error), over=True)
                 case _:
                     bug = InternalError("an event that no generation has")
-                    return Written(body + self._error(bug), over=True)
-        return Written(body, over=len(self._ends) == self._answers)
+                    return StreamChunk(body + self._error(bug), over=True)
+        return StreamChunk(body, over=len(self._ends) == self._answers)
 
     def _open(self, index: int) -> bytes:
         if index in self._opened:

@@ -317,7 +317,7 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class StreamChunk:
     """What events become on the wire, and whether the last of them ends the stream."""
 
     body: bytes
@@ -334,7 +334,7 @@ class EventStream(Response, Generic[EventT]):
         first: Sequence[EventT],
         events: EventQueue[EventT],
         work: AsyncExitStack,
-        write: Callable[[Sequence[EventT]], Written],
+        write: Callable[[Sequence[EventT]], StreamChunk],
         headers: dict[str, str],
     ) -> None:
         """`work` ends with the stream; `first` has come already."""
@@ -385,9 +385,9 @@ class NamedEvents:
     chunk: Callable[[TokenEvent], Answer]
     done: Callable[[GeneratedEvent], Answer]
 
-    def write(self, events: Sequence[Event]) -> Written:
+    def write(self, events: Sequence[Event]) -> StreamChunk:
         over = not isinstance(events[-1], TokenEvent)
-        return Written(b"".join(map(self._one, events)), over)
+        return StreamChunk(b"".join(map(self._one, events)), over)
 
     def _one(self, event: Event) -> bytes:
         match event:
