@@ -96,15 +96,15 @@ class LocalModel:
         kind = _kind_of(self._served)
         items = tuple(Input(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
-        inputs_read = read_items(items, self._served.manifest, self._served.text, truncate)
-        lengths = [row_length(one.row, self._served.manifest) for one in inputs_read]
-        order = sorted(range(len(inputs_read)), key=lengths.__getitem__)
+        rows = read_items(items, self._served.manifest, self._served.text, truncate)
+        lengths = [row_length(one.row, self._served.manifest) for one in rows]
+        order = sorted(range(len(rows)), key=lengths.__getitem__)
         lane = LaneKey(self._served.key, "classify", decision.steps)
         found: dict[int, Label] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
             with self._event() as (deliver, take):
-                work = Classification([inputs_read[i].row for i in at], deliver)
+                work = Classification([rows[i].row for i in at], deliver)
                 self._engine.submit(
                     Job(
                         lane=lane,
@@ -117,8 +117,8 @@ class LocalModel:
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
                 assert not isinstance(labelled.found, Tags)  # a classifier, see above
-                found[i] = self._label(labelled.found, taken_steps, inputs_read[i])
-        return [found[i] for i in range(len(inputs_read))]
+                found[i] = self._label(labelled.found, taken_steps, rows[i])
+        return [found[i] for i in range(len(rows))]
 
     def generate(
         self,
@@ -158,10 +158,10 @@ class LocalModel:
         assert isinstance(event, GeneratedEvent)
         return event.text
 
-    def _label(self, scores: Sequence[float], steps: int, inputs_read: InputRow) -> Label:
+    def _label(self, scores: Sequence[float], steps: int, row: InputRow) -> Label:
         best = max(range(len(scores)), key=scores.__getitem__)
         every = dict(zip(self.labels, scores, strict=True))
-        return Label(self.labels[best], scores[best], every, steps, inputs_read.truncated)
+        return Label(self.labels[best], scores[best], every, steps, row.truncated)
 
     def _check_task(self, *tasks: str) -> None:
         task = self._served.manifest.task

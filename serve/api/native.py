@@ -229,20 +229,20 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
-        inputs_read = await reader.read(
+        inputs = await reader.read(
             request,
             _characters(asked),
             deadline_of(request, asked),
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
         event = await labelled(
-            request, engine, served, asked, decision, inputs_read, traced=asked.trace is True
+            request, engine, served, asked, decision, inputs, traced=asked.trace is True
         )
         spent = timing(request, engine, event.span)
         response: ClassifyResponse = {
             "id": request_id(request),
             "model": served.name,
-            "results": _results(event, inputs_read, manifest, top, decision),
+            "results": _results(event, inputs, manifest, top, decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
@@ -297,7 +297,7 @@ def _characters(asked: ClassifyRequest) -> int | None:
 
 def _results(
     event: ClassifiedEvent,
-    inputs_read: list[InputRow],
+    inputs: list[InputRow],
     manifest: Manifest,
     top: int,
     decision: Decision,
@@ -305,7 +305,7 @@ def _results(
     answered = [
         (labelled, one, budget_of(decision.served_at(steps), evaluations))
         for labelled, steps, evaluations, one in zip(
-            event.rows, event.steps, event.evaluations, inputs_read, strict=True
+            event.rows, event.steps, event.evaluations, inputs, strict=True
         )
     ]
     if manifest.task == "tag":

@@ -720,7 +720,7 @@ def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
 
 def metadata_of(manifest: Manifest) -> ModelMetadata:
     """What clients learn of a model."""
-    inputs_read = InputSpec.of(manifest)
+    spec = InputSpec.of(manifest)
     calibrated = () if manifest.calibration is None else manifest.calibration.levels
     return ModelMetadata(
         name=manifest.name,
@@ -728,9 +728,9 @@ def metadata_of(manifest: Manifest) -> ModelMetadata:
         platform=PLATFORM,
         inputs=[
             TensorMetadata(
-                name=inputs_read.name,
-                datatype=inputs_read.datatypes[0],
-                shape=list(inputs_read.shape),
+                name=spec.name,
+                datatype=spec.datatypes[0],
+                shape=list(spec.shape),
             )
         ],
         outputs=[
@@ -1131,34 +1131,33 @@ class InferSubmission:
         decision = decide_budget(self.request, self.served, asked)
         rows = self.body.asked.inputs[0].shape[0]
         refuse_early(self.request, self.engine, self.served, asked, decision, rows)
-        inputs_read = await self.reader.read(
+        inputs = await self.reader.read(
             self.request,
             self._characters(),
             deadline_of(self.request, asked),
             lambda: self._rows(asked.truncate is not False),
         )
-        event = await labelled(self.request, self.engine, self.served, asked, decision, inputs_read)
+        event = await labelled(self.request, self.engine, self.served, asked, decision, inputs)
         budgets = [
             budget_of(decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
-        columns = self._labels(event, inputs_read)
+        columns = self._labels(event, inputs)
         columns["steps"] = [budget["steps"] for budget in budgets]
         texts = isinstance(self.served.manifest.input, TextInput)
-        truncated = sum(one.truncated for one in inputs_read) if texts else None
+        truncated = sum(one.truncated for one in inputs) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
         self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
 
-    def _labels(self, event: ClassifiedEvent, inputs_read: Sequence[InputRow]) -> dict[str, Values]:
+    def _labels(self, event: ClassifiedEvent, inputs: Sequence[InputRow]) -> dict[str, Values]:
         """A label and its score for each row; of tokens, as JSON, with the least score of any."""
         manifest = self.served.manifest
         tagged = [row.found for row in event.rows if isinstance(row.found, Tags)]
         if tagged:
             tokens = [
-                token_labels(tags, one, manifest)
-                for tags, one in zip(tagged, inputs_read, strict=True)
+                token_labels(tags, one, manifest) for tags, one in zip(tagged, inputs, strict=True)
             ]
             return {
                 "tokens": [json.dumps(row, ensure_ascii=False) for row in tokens],

@@ -673,13 +673,13 @@ async def labelled(
     served: Served,
     asked: BudgetFields,
     decision: Decision,
-    inputs_read: Sequence[InputRow],
+    inputs: Sequence[InputRow],
     traced: bool = False,
 ) -> ClassifiedEvent:
     """The labels of these rows; raises what kept them from being answered."""
     manifest = served.manifest
     events: EventQueue[Event] = EventQueue()
-    rows = [one.row for one in inputs_read]
+    rows = [one.row for one in inputs]
     job: Job[Work] = Job(
         lane=_lane(served, decision)._replace(traced=traced),
         work=Classification(rows, events.deliver),
