@@ -293,7 +293,7 @@ _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """What every part of one answer repeats."""
 
     id: str
@@ -302,48 +302,52 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class ResponseEnd:
     """What is known at the end."""
 
     usage: Usage
     report: DialReport
 
 
-class Shape(Protocol):
+class ResponseFormat(Protocol):
     """How answers look. `index` is the number of an answer, None a chunk without one."""
 
     @property
     def prefix(self) -> str:
         """What ids begin with."""
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
         """All of it, as the documented shape has it: not made of that, since it may be large."""
 
-    def opening(self, head: Head, index: int) -> Answer | None:
+    def opening(self, head: ResponseHead, index: int) -> Answer | None:
         """What comes before the first token, if anything does."""
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> Answer: ...
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> Answer: ...
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
     ) -> Answer: ...
 
-    def count(self, head: Head, tail: Tail) -> Answer: ...
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionShape:
+class CompletionFormat:
     """Of /v1/completions."""
 
     echoes: Sequence[str]  # what comes before each answer
     logprobs: bool
     prefix: str = "cmpl-"
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
         choices: list[dict[str, object]] = [
             {
                 "index": index,
@@ -355,17 +359,17 @@ class CompletionShape:
         ]
         return _whole("text_completion", head, choices, tail)
 
-    def opening(self, head: Head, index: int) -> CompletionChunk | None:
+    def opening(self, head: ResponseHead, index: int) -> CompletionChunk | None:
         echo = self.echoes[index]
         return self._chunk(head, self._piece(index, echo)) if echo else None
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> CompletionChunk:
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> CompletionChunk:
         scores = None if event.logprob is None else _legacy(event.logprob)
         return self._chunk(head, self._piece(index, event.text, scores))
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
@@ -375,7 +379,7 @@ class CompletionShape:
         )
         return self._chunk(head, piece, report=report)
 
-    def count(self, head: Head, tail: Tail) -> CompletionChunk:
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> CompletionChunk:
         return self._chunk(head, usage=tail.usage, report=tail.report)
 
     def _piece(
@@ -385,7 +389,7 @@ class CompletionShape:
 
     def _chunk(
         self,
-        head: Head,
+        head: ResponseHead,
         *pieces: CompletionPiece,
         usage: Usage | None = None,
         report: DialReport | None = None,
@@ -401,13 +405,15 @@ class CompletionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatShape:
+class ChatFormat:
     """Of /v1/chat/completions."""
 
     logprobs: bool
     prefix: str = "chatcmpl-"
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
         choices: list[dict[str, object]] = [
             {
                 "index": index,
@@ -419,23 +425,23 @@ class ChatShape:
         ]
         return _whole("chat.completion", head, choices, tail)
 
-    def opening(self, head: Head, index: int) -> ChatChunk:
+    def opening(self, head: ResponseHead, index: int) -> ChatChunk:
         return self._chunk(head, index, ChatDelta(role="assistant", content=""))
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> ChatChunk:
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> ChatChunk:
         scores = None if event.logprob is None else _scores(event.logprob)
         return self._chunk(head, index, ChatDelta(content=event.text), scores)
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
     ) -> ChatChunk:
         return self._chunk(head, index, ChatDelta(), None, event.finish_reason, report)
 
-    def count(self, head: Head, tail: Tail) -> ChatChunk:
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> ChatChunk:
         return ChatChunk(
             id=head.id,
             created=head.created,
@@ -447,7 +453,7 @@ class ChatShape:
 
     def _chunk(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         delta: ChatDelta,
         scores: ChatLogprobs | None = None,
@@ -461,7 +467,7 @@ class ChatShape:
 
 
 def _whole(
-    kind: str, head: Head, choices: Sequence[dict[str, object]], tail: Tail
+    kind: str, head: ResponseHead, choices: Sequence[dict[str, object]], tail: ResponseEnd
 ) -> dict[str, object]:
     return {
         "id": head.id,
@@ -904,15 +910,15 @@ class ChunkWriter:
 
     def __init__(
         self,
-        shape: Shape,
-        head: Head,
+        response_format: ResponseFormat,
+        head: ResponseHead,
         answers: int,
-        tail: Callable[[Sequence[GeneratedEvent]], Tail],
+        tail: Callable[[Sequence[GeneratedEvent]], ResponseEnd],
         path: str,
         counts: bool,
     ) -> None:
         """`tail` tells the end from those of all answers; `counts`: a last chunk has the usage."""
-        self._shape = shape
+        self._format = response_format
         self._head = head
         self._answers = answers
         self._tail = tail
@@ -928,7 +934,7 @@ class ChunkWriter:
             match event:
                 case TokenEvent():
                     body += self._open(index)
-                    body += self._event(self._shape.piece(self._head, index, event))
+                    body += self._event(self._format.piece(self._head, index, event))
                 case GeneratedEvent():
                     body += self._open(index) + b"".join(self._end(index, event))
                 case FailedEvent():
@@ -942,7 +948,7 @@ class ChunkWriter:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        opening = self._shape.opening(self._head, index)
+        opening = self._format.opening(self._head, index)
         return b"" if opening is None else self._event(opening)
 
     def _end(self, index: int, event: GeneratedEvent) -> Iterator[bytes]:
@@ -951,10 +957,10 @@ class ChunkWriter:
         tail = self._tail([self._ends[one] for one in range(self._answers)]) if last else None
         # Clients that did not ask for a chunk without choices do not expect one.
         report = None if tail is None or self._counts else tail.report
-        yield self._event(self._shape.end(self._head, index, event, report))
+        yield self._event(self._format.end(self._head, index, event, report))
         if tail is not None:
             if self._counts:
-                yield self._event(self._shape.count(self._head, tail))
+                yield self._event(self._format.count(self._head, tail))
             yield DONE
 
     def _event(self, chunk: Answer) -> bytes:
@@ -982,8 +988,8 @@ class OpenAISubmission:
     """One request, decided and ready to run."""
 
     submission: Submission
-    shape: Shape
-    head: Head
+    response_format: ResponseFormat
+    head: ResponseHead
     prompts: int
     answers: int  # to each prompt
     counts: bool  # whether a stream ends with a chunk that counts
@@ -1008,14 +1014,14 @@ class OpenAISubmission:
             events = await _ends(running)
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
-        body = self.shape.whole(self.head, [events[index] for index in chosen], tail)
+        body = self.response_format.whole(self.head, [events[index] for index in chosen], tail)
         entries = sum(entries_of(events[index]) for index in chosen)
         return answer_of(body, entries, server_timing(tail.report.timing))
 
     def _writer(self) -> ChunkWriter:
         everything = range(len(self.submission.wishes))
         return ChunkWriter(
-            self.shape,
+            self.response_format,
             self.head,
             len(self.submission.wishes),
             lambda events: self._tail(events, everything),
@@ -1034,7 +1040,7 @@ class OpenAISubmission:
             chosen += indices[: self.answers]
         return chosen
 
-    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> Tail:
+    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> ResponseEnd:
         submission = self.submission
         spans = [event.span for event in events]
         whole = Span(
@@ -1048,7 +1054,7 @@ class OpenAISubmission:
             seed=submission.wishes[0].sampling.seed,
             choices=self._work(spans, chosen) if len(submission.wishes) > 1 else None,
         )
-        return Tail(self._usage(events), report)
+        return ResponseEnd(self._usage(events), report)
 
     def _work(self, spans: Sequence[Span], chosen: Sequence[int]) -> list[ChoiceWork]:
         return [
@@ -1075,12 +1081,14 @@ def submission_of(
     decision: Decision,
     wishes: Sequence[Wish],
     prompts: int,
-    shape: Shape,
+    response_format: ResponseFormat,
 ) -> OpenAISubmission:
     """Ready to run, at the steps that are chosen now."""
-    head = Head(shape.prefix + request_id(request), int(time.time()), served.name)
+    head = ResponseHead(response_format.prefix + request_id(request), int(time.time()), served.name)
     submission = Submission.of(request, engine, served, asked, decision, wishes)
-    return OpenAISubmission(submission, shape, head, prompts, asked.answers, asked.counts_in_stream)
+    return OpenAISubmission(
+        submission, response_format, head, prompts, asked.answers, asked.counts_in_stream
+    )
 
 
 def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
@@ -1176,9 +1184,9 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
             lambda: _prompt(asked, served),
         )
         wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)
-        shape = ChatShape(asked.alternatives is not None)
+        response_format = ChatFormat(asked.alternatives is not None)
         return await submission_of(
-            request, engine, served, asked, decision, wishes, 1, shape
+            request, engine, served, asked, decision, wishes, 1, response_format
         ).respond()
 
     return router
@@ -1243,9 +1251,9 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
             max_tokens,
             0 if ranks and asked.logprobs is None else asked.logprobs,
         )
-        shape = CompletionShape(_echoes(asked, served), asked.logprobs is not None)
+        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
         return await submission_of(
-            request, engine, served, asked, decision, wishes, len(prompts), shape
+            request, engine, served, asked, decision, wishes, len(prompts), response_format
         ).respond()
 
     return router
