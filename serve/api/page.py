@@ -153,7 +153,7 @@ _FRESH = {"cache-control": "no-cache"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedFile:
     """A file as it was when it was read."""
 
     changed_ns: int
@@ -162,13 +162,13 @@ class Kept:
     etag: str
 
 
-class KeptFiles(StaticFiles):
+class CachedFiles(StaticFiles):
     """Files in memory: a page of many small ones comes at once, and not one thread later each."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(directory=folder)
         self._folder = folder
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, CachedFile] = {}
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file that browsers check before they use what they have."""
@@ -181,7 +181,7 @@ class KeptFiles(StaticFiles):
             return NotModifiedResponse(response.headers)
         return response
 
-    def _read(self, name: str) -> Kept | None:
+    def _read(self, name: str) -> CachedFile | None:
         path = self._folder / name
         if Path(name).name != name or not path.is_file():
             return None
@@ -191,14 +191,14 @@ class KeptFiles(StaticFiles):
             content = path.read_bytes()
             media_type = guess_type(name)[0] or "application/octet-stream"
             etag = f'"{sha256(content).hexdigest()[:32]}"'
-            kept = self._kept[name] = Kept(changed_ns, content, media_type, etag)
+            kept = self._kept[name] = CachedFile(changed_ns, content, media_type, etag)
         return kept
 
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
     router = APIRouter(include_in_schema=False)
-    files = KeptFiles(_WEB) if _WEB.is_dir() else None
+    files = CachedFiles(_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
