@@ -30,8 +30,8 @@ from serve.api.fields import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    Each,
     EventStream,
+    LazyList,
     NamedEvents,
     StreamChunk,
     Submission,
@@ -112,7 +112,7 @@ class AnswerWriter:
             "text": event.text,
             "finish_reason": event.finish_reason,
             "seed": wish.sampling.seed,
-            "logprobs": None if wish.logprobs is None else Each(map(_score, event.logprobs)),
+            "logprobs": None if wish.logprobs is None else LazyList(map(_score, event.logprobs)),
             "usage": self._usage(event),
             "budget": budget_of(self.submission.decision),
             "timing": spent,

@@ -38,9 +38,9 @@ from serve.api.fields import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    Each,
     EventStream,
     GenerateOptions,
+    LazyList,
     RunningJobs,
     StreamChunk,
     Submission,
@@ -483,16 +483,16 @@ def _whole(
 def _columns(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
     """CompletionLogprobs of a whole answer."""
     return {
-        "tokens": Each(one.token for one in logprobs),
-        "token_logprobs": Each(one.logprob for one in logprobs),
-        "top_logprobs": Each(map(_by_token, logprobs)),
-        "text_offset": Each(one.offset for one in logprobs),
+        "tokens": LazyList(one.token for one in logprobs),
+        "token_logprobs": LazyList(one.logprob for one in logprobs),
+        "top_logprobs": LazyList(map(_by_token, logprobs)),
+        "text_offset": LazyList(one.offset for one in logprobs),
     }
 
 
 def _content(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
     """ChatLogprobs of a whole answer."""
-    return {"content": Each(map(_place, logprobs)), "refusal": None}
+    return {"content": LazyList(map(_place, logprobs)), "refusal": None}
 
 
 def _place(one: EngineLogprob) -> dict[str, object]:

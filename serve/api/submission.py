@@ -745,7 +745,7 @@ PIECE_BYTES = 2**16
 
 
 @final
-class Each:
+class LazyList:
     """A list in an answer, whose items are made when they are written."""
 
     def __init__(self, items: Iterable[object]) -> None:
@@ -763,7 +763,7 @@ class Each:
 
 def written(value: object) -> Iterator[bytes]:
     """The JSON of this, in parts of any size."""
-    if isinstance(value, Each):
+    if isinstance(value, LazyList):
         yield from value.written()
     elif isinstance(value, Mapping):
         before = b"{"

@@ -25,9 +25,9 @@ from serve.api.openai import (
 from serve.api.submission import (
     FEW_ENTRIES,
     PIECE_BYTES,
-    Each,
     EventQueue,
     EventStream,
+    LazyList,
     PiecewiseAnswer,
     ReadyAnswer,
     TextEvent,
@@ -109,7 +109,7 @@ def test_plain_values_are_written_as_json(value: Any) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 def test_lists_are_written_item_by_item(count: int) -> None:
-    text = b"".join(written({"some": Each({"at": at} for at in range(count))}))
+    text = b"".join(written({"some": LazyList({"at": at} for at in range(count))}))
     assert json.loads(text) == {"some": [{"at": at} for at in range(count)]}
 
 
