@@ -35,11 +35,11 @@ _LETTERS = {code: _FIRST_LETTER + place for place, code in enumerate([*range(33)
 _MOST_WORDS, _MOST_CHARACTERS = 32_768, 32
 
 
-class Words:
+class WordCache:
     """The tokens of plain texts."""
 
     def __init__(self, tokenizer: Tokenizer, rewrites: tuple[Rewrite, ...], spaced: bool) -> None:
-        self._known = _Known(tokenizer)
+        self._known = _CachedWords(tokenizer)
         self._rewrites = rewrites
         self._spaced = spaced
 
@@ -76,7 +76,7 @@ class Words:
         return [*chain.from_iterable(map(self._known.__getitem__, _WORDS.findall(text)))]
 
 
-class _Known(dict[str, tuple[int, ...]]):
+class _CachedWords(dict[str, tuple[int, ...]]):
     """Tokens of words, found when they are first asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -146,7 +146,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words = Words.of(tokenizer)
+        self._words = WordCache.of(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """All tokens; while the library encodes a text that is not short, other threads run."""
