@@ -557,7 +557,7 @@ EFFORT_OF: dict[str, Effort] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class NeutralOnly:
     """A field that this server takes only where it asks for nothing."""
 
     field: str
@@ -652,13 +652,13 @@ class OpenAIFields(BudgetFields):
         "an error.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    presence_penalty: Annotated[Any, Only("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
+    presence_penalty: Annotated[Any, NeutralOnly("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
         None, description="Not supported: only 0."
     )
-    frequency_penalty: Annotated[Any, Only("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: only 0."
+    frequency_penalty: Annotated[Any, NeutralOnly("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = (
+        Field(None, description="Not supported: only 0.")
     )
-    logit_bias: Annotated[Any, Only("logit_bias", ({},), "leave it out")] = Field(
+    logit_bias: Annotated[Any, NeutralOnly("logit_bias", ({},), "leave it out")] = Field(
         None, description="Not supported: only empty."
     )
     user: str | None = Field(None, description="Accepted, and without meaning here.")
@@ -758,7 +758,7 @@ class CompletionRequest(OpenAIFields):
         "under the model itself: without temperature and filters.",
     )
     suffix: Annotated[
-        Any, Only("suffix", ("",), "the models here write forwards only; leave it out")
+        Any, NeutralOnly("suffix", ("",), "the models here write forwards only; leave it out")
     ] = Field(None, description="Not supported: only empty.")
 
     def limit(self, most: int) -> int:
@@ -829,42 +829,44 @@ class ChatRequest(OpenAIFields):
         description="With `logprobs`, so many of the likeliest tokens at each place.",
     )
     response_format: Annotated[
-        Any, Only("response_format", ({"type": "text"},), "send text, or leave it out")
+        Any, NeutralOnly("response_format", ({"type": "text"},), "send text, or leave it out")
     ] = Field(None, description="Only text.")
-    tools: Annotated[Any, Only("tools", ([],), _NO_TOOLS)] = Field(
+    tools: Annotated[Any, NeutralOnly("tools", ([],), _NO_TOOLS)] = Field(
         None, description="Not supported: only empty."
     )
-    tool_choice: Annotated[Any, Only("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
+    tool_choice: Annotated[Any, NeutralOnly("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
         None, description="Not supported: there are no tools."
     )
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
-    functions: Annotated[Any, Only("functions", ([],), _NO_TOOLS)] = Field(
+    functions: Annotated[Any, NeutralOnly("functions", ([],), _NO_TOOLS)] = Field(
         None, description="Not supported: only empty."
     )
-    function_call: Annotated[Any, Only("function_call", ("none", "auto"), _NO_TOOLS)] = Field(
-        None, description="Not supported: there are no functions."
+    function_call: Annotated[Any, NeutralOnly("function_call", ("none", "auto"), _NO_TOOLS)] = (
+        Field(None, description="Not supported: there are no functions.")
     )
-    modalities: Annotated[Any, Only("modalities", (["text"],), _TEXT_ONLY)] = Field(
+    modalities: Annotated[Any, NeutralOnly("modalities", (["text"],), _TEXT_ONLY)] = Field(
         None, description="Only text."
     )
-    audio: Annotated[Any, Only("audio", (), _TEXT_ONLY)] = Field(None, description="Not supported.")
-    prediction: Annotated[Any, Only("prediction", (), "leave it out")] = Field(
+    audio: Annotated[Any, NeutralOnly("audio", (), _TEXT_ONLY)] = Field(
         None, description="Not supported."
     )
-    web_search_options: Annotated[Any, Only("web_search_options", (), _NO_TOOLS)] = Field(
+    prediction: Annotated[Any, NeutralOnly("prediction", (), "leave it out")] = Field(
         None, description="Not supported."
     )
-    moderation: Annotated[Any, Only("moderation", (), "leave it out")] = Field(
+    web_search_options: Annotated[Any, NeutralOnly("web_search_options", (), _NO_TOOLS)] = Field(
         None, description="Not supported."
     )
-    verbosity: Annotated[Any, Only("verbosity", ("medium",), "send max_tokens")] = Field(
+    moderation: Annotated[Any, NeutralOnly("moderation", (), "leave it out")] = Field(
+        None, description="Not supported."
+    )
+    verbosity: Annotated[Any, NeutralOnly("verbosity", ("medium",), "send max_tokens")] = Field(
         None, description="Not supported: only `medium`, which is the default."
     )
-    store: Annotated[Any, Only("store", (False,), "nothing is stored here; leave it out")] = Field(
-        None, description="Not supported: nothing is stored."
-    )
+    store: Annotated[
+        Any, NeutralOnly("store", (False,), "nothing is stored here; leave it out")
+    ] = Field(None, description="Not supported: nothing is stored.")
     service_tier: Annotated[
-        Any, Only("service_tier", ("auto", "default"), "there is one tier; leave it out")
+        Any, NeutralOnly("service_tier", ("auto", "default"), "there is one tier; leave it out")
     ] = Field(None, description="Only `auto` and `default`.")
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
