@@ -64,7 +64,7 @@ _HALF = (
 )
 
 
-def problem_in_words(problem: ErrorDetails) -> str:
+def describe_problem(problem: ErrorDetails) -> str:
     """What to say behind the name of the field."""
     words = _WORDS.get(problem["type"])
     if words is None:
@@ -72,7 +72,7 @@ def problem_in_words(problem: ErrorDetails) -> str:
     return words.format_map(problem.get("ctx", {}))
 
 
-def json_problem_in_words(reason: str) -> str:
+def describe_json_problem(reason: str) -> str:
     """Why a body is not JSON."""
     return f"{_HALF} ({reason})" if "hex escape" in reason or "surrogate" in reason else reason
 
@@ -325,7 +325,7 @@ def parse(
             value = from_json(body, cache_strings="keys")
         except ValueError as error:
             raise BadRequest(
-                f"the body is not JSON that can be read: {json_problem_in_words(str(error))}"
+                f"the body is not JSON that can be read: {describe_json_problem(str(error))}"
             ) from None
         if not isinstance(value, dict):
             del value  # an error keeps what is named where it was raised
@@ -500,7 +500,7 @@ def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Iterable[str])
         return f"unknown field {param!r}: {hint}"
     if first["type"] == "missing":
         return f"{param} is missing: send it"
-    return f"{param} {', or '.join(dict.fromkeys(map(problem_in_words, reasons)))}"
+    return f"{param} {', or '.join(dict.fromkeys(map(describe_problem, reasons)))}"
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:

@@ -21,8 +21,8 @@ from serve.api.body import (
     Reader,
     checked_json,
     close_names,
+    describe_problem,
     explain,
-    problem_in_words,
     read_body,
     shown,
 )
@@ -625,7 +625,7 @@ def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing: send it"
     if problem["type"] != "extra_forbidden":
-        return f"{path} {problem_in_words(problem)}"
+        return f"{path} {describe_problem(problem)}"
     parts = _PARTS if schema in _PARTS else (schema,)
     known = sorted({name for part in parts for name in part.model_fields})
     close = close_names(str(problem["loc"][-1]), known)
