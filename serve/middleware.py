@@ -81,7 +81,7 @@ def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | No
     return _PREFLIGHT
 
 
-def cross_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
+def check_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
     """The refusal of a request whose Origin is neither the host that it came to nor allowed."""
     if b"origin" not in dict(scope["headers"]):  # as of every program
         return None
@@ -119,23 +119,23 @@ def _without_port(host: str, scheme: str) -> str:
 
 HOLDER_KEY = "stepdial.holder"
 # Guarded by the routes themselves, with keys of their own.
-OWN_KEYS = "/admin/"
+ADMIN_PREFIX = "/admin/"
 # How browsers mark what a script of a page asks for.
 _OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
 PROBES = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
 # What is there at the port of probes, and leaves no traces.
-WATCHED = PROBES | {"/metrics"}
+PROBE_PORT_PATHS = PROBES | {"/metrics"}
 
 
-def enter(scope: Scope, keys: Keys) -> Holder | None:
+def authenticate(scope: Scope, keys: Keys) -> Holder | None:
     """Whoever sends this request, counted in; None for probes.
 
     Unauthorized without a key that is known; RateLimited or ConcurrencyLimited with one that has
     spent what it has.
     """
-    if scope["path"] in PROBES or scope["path"].startswith(OWN_KEYS):
+    if scope["path"] in PROBES or scope["path"].startswith(ADMIN_PREFIX):
         return None
     secret = secret_of(scope["headers"])
     of_script = any(header in _OF_SCRIPTS for header in scope["headers"])
@@ -233,7 +233,7 @@ class AccessLog:
                 fields["steps"] = steps
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
-        if self.traces is not None and scope["path"] not in WATCHED:
+        if self.traces is not None and scope["path"] not in PROBE_PORT_PATHS:
             request = _finished(scope, method, status, arrived_s, ended_s, fields)
             fields["trace_id"] = self.traces.record(request)
         if self.log:
@@ -427,7 +427,7 @@ class RequestMiddleware:
                 await _send_empty(send_with_headers, preflight)
                 return
             try:
-                holder = self._let_in(scope)
+                holder = self._admit(scope)
             except ServeError as refusal:
                 self._metrics.rejected.labels(refusal.code).inc()
                 await _send_error(send_with_headers, refusal, scope["path"])
@@ -452,18 +452,18 @@ class RequestMiddleware:
                 users.count -= 1
             self._count(scope, method, status or CLIENT_GONE, arrived_s)
 
-    def _let_in(self, scope: Scope) -> Holder | None:
+    def _admit(self, scope: Scope) -> Holder | None:
         """Whoever holds the key of this request, if keys are needed; a ServeError refuses it."""
         if CROWDED_KEY in scope and scope["path"] not in PROBES:
             raise Crowded("too many connections are open to this server: try again in a moment")
-        if PROBING_KEY in scope and scope["path"] not in WATCHED:
+        if PROBING_KEY in scope and scope["path"] not in PROBE_PORT_PATHS:
             raise NotFound("this port has the probes and /metrics only")
         if scope["method"] not in _LOOKING and not self._takes(scope[ARRIVED_KEY]):
             raise Draining("the server is shutting down: send the request to another")
-        refusal = cross_origin(scope, self._origins)
+        refusal = check_origin(scope, self._origins)
         if refusal is not None:
             raise refusal
-        return enter(scope, self._keys) if self._keys else None
+        return authenticate(scope, self._keys) if self._keys else None
 
     def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
         ended_s = time.perf_counter()

@@ -44,7 +44,7 @@ class WordCache:
         self._spaced = spaced
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Words | None":
+    def of(cls, tokenizer: Tokenizer) -> "WordCache | None":
         """For this tokenizer; None unless it cuts and rewrites text in ways that are known here."""
         parts = json.loads(tokenizer.to_str())
         cut, model = parts["pre_tokenizer"] or {}, parts["model"]
