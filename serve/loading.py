@@ -35,7 +35,7 @@ _PROMPT_TOKENS = 16
 _MOST_ROWS = 16  # of a call that is timed
 
 
-class Timed(NamedTuple):
+class TimedCall(NamedTuple):
     """A call."""
 
     series: Series
@@ -51,14 +51,14 @@ def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None
             latency.share_rows(served.key, served.model.most_parts)
         if served.bundle.latency is not None:
             latency.learn(served.key, served.bundle.latency)
-        timed: dict[int, list[Timed]] = {}
+        timed: dict[int, list[TimedCall]] = {}
         for one in _timed(served):
             timed.setdefault(one.rows, []).append(one)
         for alike in timed.values():
             _rescale(alike, latency)
 
 
-def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
+def _rescale(timed: Sequence[TimedCall], latency: LatencyModel) -> None:
     known = {one: latency.call_s(one.series, one.rows, one.length) for one in timed}
     ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
     for one, before_s in known.items():
@@ -66,7 +66,7 @@ def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
         latency.rescale(one.series, one.rows, one.length, seconds)
 
 
-def _timed(served: Served) -> Iterator[Timed]:
+def _timed(served: Served) -> Iterator[TimedCall]:
     for steps in served.manifest.steps:
         if served.manifest.labelled:
             yield _timed_classifier(served, steps, 1)
@@ -76,28 +76,28 @@ def _timed(served: Served) -> Iterator[Timed]:
             yield from _timed_decoder(served, steps)
 
 
-def _timed_classifier(served: Served, steps: int, rows: int) -> Timed:
+def _timed_classifier(served: Served, steps: int, rows: int) -> TimedCall:
     row = largest_row(served.manifest)
     batch = row[None].repeat(rows, axis=0)
     classifier = served.model.classifier(steps)
     seconds = _least_s(lambda: classifier.run(batch))
     length = row_length(row, served.manifest)
-    return Timed(Series(served.key, "classify", steps), length, seconds, rows)
+    return TimedCall(Series(served.key, "classify", steps), length, seconds, rows)
 
 
-def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
+def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
     tokens = largest_tokens(served.manifest)[:_PROMPT_TOKENS]
     if len(tokens) < 2:
         return
     decoder = served.model.decoder(steps)
     seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
-    yield Timed(Series(served.key, "prefill", steps), len(tokens) - 1, seconds)
+    yield TimedCall(Series(served.key, "prefill", steps), len(tokens) - 1, seconds)
     batch = decoder.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield Timed(Series(served.key, "decode", steps), len(tokens), seconds)
+    yield TimedCall(Series(served.key, "decode", steps), len(tokens), seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:
@@ -114,7 +114,7 @@ _log = logging.getLogger("stepdial")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ModelChange:
     """A model that was loaded, and the one whose place it took."""
 
     loaded: Served
@@ -163,7 +163,7 @@ class Loading:
             )
         return path
 
-    async def load(self, folder: Path) -> Change:
+    async def load(self, folder: Path) -> ModelChange:
         """Serve the bundle in this folder, in the place of another of its name if there is one.
 
         BrokenBundle if it cannot be served; what was served then goes on.
@@ -223,7 +223,7 @@ class Loading:
                 file=str(bundle.folder),
             )
 
-    async def _load(self, folder: Path) -> Change:
+    async def _load(self, folder: Path) -> ModelChange:
         begun_s = time.perf_counter()
         served = await asyncio.to_thread(self._open, folder, next(self._editions))
         replaced = self._engine.catalog.get(served.name)
@@ -233,7 +233,7 @@ class Loading:
         seconds = time.perf_counter() - begun_s
         _log.info("%s was loaded from %s in %.2f s", served.name, folder, seconds)
         self._changed()
-        return Change(served, replaced, seconds)
+        return ModelChange(served, replaced, seconds)
 
     def _open(self, folder: Path, edition: int) -> Served:
         """A model that is warm, and of which the first calls were measured."""
