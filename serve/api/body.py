@@ -99,7 +99,7 @@ _TRY_AGAIN_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _Waiting:
     """One request that waits for the thread, or has it."""
 
     work: Callable[[], Any]
@@ -108,13 +108,13 @@ class _Turn:
 
 
 @final
-class _Worker:
+class _ReaderThread:
     """A thread, and those that wait for it."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._turns: deque[_Turn] = deque()
-        self._current: _Turn | None = None
+        self._turns: deque[_Waiting] = deque()
+        self._current: _Waiting | None = None
         self._usual_s = 0.0
 
     @property
@@ -136,11 +136,11 @@ class _Worker:
         """How long all that is here will take."""
         return (self.waiting + self.running) * self._usual_s
 
-    def add(self, turn: _Turn) -> None:
+    def add(self, turn: _Waiting) -> None:
         self._turns.append(turn)
         self._begin()
 
-    def drop(self, turn: _Turn) -> None:
+    def drop(self, turn: _Waiting) -> None:
         """Nobody waits for this any more; what has begun ends by itself."""
         with suppress(ValueError):
             self._turns.remove(turn)
@@ -160,7 +160,7 @@ class _Worker:
 
         self._thread.submit(turn.work).add_done_callback(end)
 
-    def _end(self, turn: _Turn, done: "Future[Any]", seconds: float) -> None:
+    def _end(self, turn: _Waiting, done: "Future[Any]", seconds: float) -> None:
         self._current = None
         self._usual_s += _NEWEST * (seconds - self._usual_s)
         if not turn.outcome.done() and not done.cancelled():
@@ -179,8 +179,8 @@ class Reader:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self._engine = engine
-        self._checks = _Worker("check")
-        self._reads = _Worker("read")
+        self._checks = _ReaderThread("check")
+        self._reads = _ReaderThread("read")
         engine.unread = self
 
     @property
@@ -222,7 +222,7 @@ class Reader:
 
     async def _turn(
         self,
-        worker: _Worker,
+        worker: _ReaderThread,
         request: Request,
         work: Callable[[], T],
         weight: int,
@@ -231,7 +231,7 @@ class Reader:
         self._check_place(worker, weight, deadline)
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
-        turn = _Turn(work, weight, outcome)
+        turn = _Waiting(work, weight, outcome)
         worker.add(turn)
         unwatch = watch_disconnect(request, partial(_fail, outcome, ClientGone()))
         timer = None
@@ -254,7 +254,7 @@ class Reader:
             if timer is not None:
                 timer.cancel()
 
-    def _check_place(self, worker: _Worker, weight: int, deadline: Deadline | None) -> None:
+    def _check_place(self, worker: _ReaderThread, weight: int, deadline: Deadline | None) -> None:
         """QueueFull, TooBusy or DeadlineLapsed unless a request may wait for this worker."""
         self._engine.check_unread(worker.wait_s, deadline)
         here = self._checks.weight + self._reads.weight
