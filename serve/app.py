@@ -42,8 +42,8 @@ from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, S
 from serve.keys import Keys
 from serve.loading import Loading
 from serve.middleware import (
+    ADMIN_PREFIX,
     CLIENT_GONE,
-    OWN_KEYS,
     PROBES,
     WRITE_KEY,
     AccessLog,
@@ -74,7 +74,7 @@ class DirectApplication(FastAPI):
         self._direct: dict[tuple[str, str], APIRoute] = {}
         self._layer: ASGIApp = self._run
 
-    def lead(
+    def add_direct_routes(
         self, routes: Iterable[BaseRoute], handle: Handle, layer: Callable[[ASGIApp], ASGIApp]
     ) -> None:
         """To these routes, through one layer; `handle` turns the errors of endpoints to answers."""
@@ -140,7 +140,7 @@ def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
             )
             for code, about in _REASONS.items():
                 responses.setdefault(code, {"description": about, "content": shape})
-            if needs_key and not path.startswith(OWN_KEYS):
+            if needs_key and not path.startswith(ADMIN_PREFIX):
                 operation["security"] = [{name: []} for name in _SCHEMES]
 
 
@@ -209,7 +209,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
         middleware=[Middleware(envelope)],
     )
-    app.lead((route for router in posts for route in router.routes), handle, envelope)
+    app.add_direct_routes((route for router in posts for route in router.routes), handle, envelope)
     app.state.keys, app.state.admin_keys = keys, admin_keys
     for router in posts:
         app.include_router(router)

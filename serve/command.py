@@ -145,7 +145,7 @@ def _serve(
         models = [served.name for served in catalog]
         banner = serving(catalog, url, health_url)
         where = {"url": url} | ({"health_url": health_url} if health_url else {})
-        logs.say(logs.line(settings.log_format, banner, **where, models=models))
+        logs.write_stdout(logs.line(settings.log_format, banner, **where, models=models))
 
     def begin(url: str) -> None:
         changed()

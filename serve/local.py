@@ -282,7 +282,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             )
         target = sys.stdout if arguments.output is None else _open_output(arguments.output)
         try:
-            write = _Writer(target, separator)
+            write = _TableWriter(target, separator)
             waiting = [first]
             for row in rows:
                 waiting.append(row)
@@ -364,7 +364,7 @@ def _open_output(path: Path) -> Any:
     return path.open("w", encoding="utf-8", newline="")
 
 
-class _Writer:
+class _TableWriter:
     """Rows of the kind of table that was read."""
 
     def __init__(self, target: Any, separator: str) -> None:

@@ -105,7 +105,7 @@ def tell_dropped(told: Callable[[int], None]) -> None:
     _tell_dropped = told
 
 
-def say(text: str) -> None:
+def write_stdout(text: str) -> None:
     """To standard output, as soon as it takes it."""
     _output.put(text)
 

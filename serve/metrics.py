@@ -43,7 +43,7 @@ class EngineGauges(Protocol):
     def readiness(self) -> Mapping[str, bool]: ...
 
 
-class Readiness(Collector):
+class ReadinessCollector(Collector):
     """Which models answer, read off an engine whenever it is asked for."""
 
     _labelnames = ("model",)  # as the library's own instruments have them
@@ -87,7 +87,7 @@ class FastCounter(Counter):
 InstrumentT = TypeVar("InstrumentT", FastCounter, FastHistogram)
 
 
-class Labelled(Generic[InstrumentT]):
+class LabelledMetric(Generic[InstrumentT]):
     """An instrument with labels, which finds those of values that came before at once."""
 
     def __init__(self, instrument: InstrumentT) -> None:
@@ -135,7 +135,7 @@ class Metrics:
         self.inter_token_seconds = self._seconds(
             "inter_token", "Between two tokens of one answer.", "model steps"
         )
-        self.batch_rows = Labelled(
+        self.batch_rows = LabelledMetric(
             FastHistogram(
                 "stepdial_batch_rows",
                 "Rows in a call of the runtime.",
@@ -261,7 +261,7 @@ class Metrics:
         self._gauge("cache_bytes", "Cache memory of generations.").set_function(
             lambda: engine.cache_bytes
         )
-        self.registry.register(Readiness(engine))
+        self.registry.register(ReadinessCollector(engine))
         self._gauge("cache_limit_bytes", "The limit of stepdial_cache_bytes.").set(
             cache_limit_bytes
         )
@@ -284,13 +284,13 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, about: str, labels: str) -> Labelled[FastCounter]:
-        return Labelled(
+    def _counter(self, name: str, about: str, labels: str) -> LabelledMetric[FastCounter]:
+        return LabelledMetric(
             FastCounter(f"stepdial_{name}", about, labels.split(), registry=self.registry)
         )
 
-    def _seconds(self, name: str, about: str, labels: str) -> Labelled[FastHistogram]:
-        return Labelled(
+    def _seconds(self, name: str, about: str, labels: str) -> LabelledMetric[FastHistogram]:
+        return LabelledMetric(
             FastHistogram(
                 f"stepdial_{name}_seconds",
                 about,
