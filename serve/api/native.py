@@ -63,9 +63,9 @@ from serve.engine.job import (
     ClassifiedEvent,
     GeneratedEvent,
     Labelled,
+    ScoredToken,
     Tags,
     TokenEvent,
-    TokenLogprob,
 )
 from serve.errors import InvalidField, Unprocessable
 from serve.inputs.rows import InputRow, check_kinds, read_items
@@ -184,7 +184,7 @@ async def _run(writer: AnswerWriter) -> Response:
     return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
-def _score(logprob: TokenLogprob) -> dict[str, object]:
+def _score(logprob: ScoredToken) -> dict[str, object]:
     """TokenScore of a whole answer."""
     return {
         "token": logprob.token,
@@ -193,7 +193,7 @@ def _score(logprob: TokenLogprob) -> dict[str, object]:
     }
 
 
-def _token_score(logprob: TokenLogprob) -> TokenScore:
+def _token_score(logprob: ScoredToken) -> TokenScore:
     return TokenScore(
         token=logprob.token,
         logprob=logprob.logprob,

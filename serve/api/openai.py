@@ -62,8 +62,7 @@ from serve.budget import BudgetRequest, Decision
 from serve.bundle import Effort
 from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, FailedEvent, GeneratedEvent, Span, TokenEvent
-from serve.engine.job import TokenLogprob as EngineLogprob
+from serve.engine.job import Event, FailedEvent, GeneratedEvent, ScoredToken, Span, TokenEvent
 from serve.engine.sampling import MAX_SEED
 from serve.engine.work import Wish
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
@@ -480,7 +479,7 @@ def _whole(
     }
 
 
-def _columns(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
+def _columns(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
     """CompletionLogprobs of a whole answer."""
     return {
         "tokens": LazyList(one.token for one in logprobs),
@@ -490,12 +489,12 @@ def _columns(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
     }
 
 
-def _content(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
+def _content(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
     """ChatLogprobs of a whole answer."""
     return {"content": LazyList(map(_place, logprobs)), "refusal": None}
 
 
-def _place(one: EngineLogprob) -> dict[str, object]:
+def _place(one: ScoredToken) -> dict[str, object]:
     return _alternative(one.token, one.logprob) | {
         "top_logprobs": [_alternative(token, logprob) for token, logprob in one.top]
     }
@@ -505,7 +504,7 @@ def _alternative(token: str, logprob: float) -> dict[str, object]:
     return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
 
 
-def _legacy(one: EngineLogprob) -> CompletionLogprobs:
+def _legacy(one: ScoredToken) -> CompletionLogprobs:
     return CompletionLogprobs(
         tokens=[one.token],
         token_logprobs=[one.logprob],
@@ -514,7 +513,7 @@ def _legacy(one: EngineLogprob) -> CompletionLogprobs:
     )
 
 
-def _by_token(one: EngineLogprob) -> dict[str, float]:
+def _by_token(one: ScoredToken) -> dict[str, float]:
     """Of tokens that look alike, as parts of characters do, the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in (*one.top, (one.token, one.logprob)):
@@ -522,7 +521,7 @@ def _by_token(one: EngineLogprob) -> dict[str, float]:
     return found
 
 
-def _scores(one: EngineLogprob) -> ChatLogprobs:
+def _scores(one: ScoredToken) -> ChatLogprobs:
     return ChatLogprobs(
         content=[
             TokenLogprob(

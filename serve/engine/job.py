@@ -257,7 +257,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class ScoredToken:
     """How likely the model itself found a token, and what else it found likely."""
 
     token: str
@@ -272,7 +272,7 @@ class TokenEvent:
 
     index: int
     text: str
-    logprob: TokenLogprob | None = None
+    logprob: ScoredToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class GeneratedEvent:
     finish_reason: FinishReason
     text: str
     completion_tokens: int
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[ScoredToken, ...]
     span: Span
 
 

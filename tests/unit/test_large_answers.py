@@ -36,7 +36,7 @@ from serve.api.submission import (
 )
 from serve.app import create_app
 from serve.engine.engine import Engine
-from serve.engine.job import GeneratedEvent, Span, TokenEvent, TokenLogprob
+from serve.engine.job import GeneratedEvent, ScoredToken, Span, TokenEvent
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
@@ -60,9 +60,9 @@ TAIL = ResponseEnd(
 HEAD = ResponseHead("id-1", 1, "m")
 
 
-def scored(tokens: int, alternatives: int) -> tuple[TokenLogprob, ...]:
+def scored(tokens: int, alternatives: int) -> tuple[ScoredToken, ...]:
     top = tuple((f"t{number}", -1.5 - number) for number in range(alternatives))
-    return tuple(TokenLogprob("é\ufffd"[at % 2], -0.25, top, at) for at in range(tokens))
+    return tuple(ScoredToken("é\ufffd"[at % 2], -0.25, top, at) for at in range(tokens))
 
 
 def ended(tokens: int, alternatives: int) -> GeneratedEvent:

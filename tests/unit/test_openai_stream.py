@@ -23,9 +23,9 @@ from serve.engine.job import (
     ClassifiedEvent,
     FailedEvent,
     GeneratedEvent,
+    ScoredToken,
     Span,
     TokenEvent,
-    TokenLogprob,
 )
 from serve.errors import InternalError
 from tests.fake_server import FakeServer, fake_server
@@ -157,7 +157,7 @@ def test_nothing_comes_behind_an_error(event: FailedEvent | ClassifiedEvent) -> 
 
 
 def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
-    half = TokenLogprob("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
+    half = ScoredToken("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
     response_format = CompletionFormat([""], logprobs=True)
     event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
     whole = b"".join(written(response_format.whole(ResponseHead("cmpl-1", 1, "m"), [event], TAIL)))
