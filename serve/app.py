@@ -1,6 +1,6 @@
-"""The application: routes, errors and middleware put together around an engine.
+"""The application: routes, errors and middleware around an engine.
 
-There is none at module level: `create_app` makes one.
+`create_app` makes one; there is none at module level.
 """
 
 import asyncio
@@ -55,19 +55,18 @@ from serve.middleware import (
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
 from serve.tracing import open_traces
 
-# A short way to the routes that most requests take, past what a framework does for all others.
-# The routes stay registered as usual, so that they are documented and that every other method and
-# path finds its answer; this only saves their requests the search and the dependencies that none
-# of them has.
+# The routes that most requests take are called directly, without the framework's search for a route
+# and its dependency injection. They stay registered as usual, so that they are documented and other
+# methods and paths get the usual answers.
 
 
-# Whose body is there, and which do nothing afterwards.
+# Responses that have their body and no background task.
 _WHOLE = (ReadyAnswer, JSONResponse, Response)
 Handle = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DirectApplication(FastAPI):
-    """A FastAPI application whose routes have a short way, if they are told to `lead`."""
+    """A FastAPI application that calls some routes directly."""
 
     def __init__(self, **chosen: Any) -> None:
         super().__init__(**chosen)
@@ -77,7 +76,9 @@ class DirectApplication(FastAPI):
     def add_direct_routes(
         self, routes: Iterable[BaseRoute], handle: Handle, layer: Callable[[ASGIApp], ASGIApp]
     ) -> None:
-        """To these routes, through one layer; `handle` turns the errors of endpoints to answers."""
+        """Call these routes directly, through one middleware; `handle` turns their errors into
+        answers.
+        """
         self._direct = {
             (method, route.path): route
             for route in routes
@@ -107,26 +108,30 @@ class DirectApplication(FastAPI):
             await response(scope, receive, send)
 
 
-# The part of the OpenAPI document on what is refused before any route hears of it.
+# Errors that any route can give, added to the OpenAPI document.
 
 
 _REASONS = {
-    "401": "The server needs an API key, and there was none, or one that it does not know.",
-    "403": "A page of another address sent the request, or the API key forbids it.",
-    "429": "The API key has sent too many requests, or too many of them run; `Retry-After` says "
+    "401": "The API key is missing or unknown.",
+    "403": "A web page of another origin sent the request, or the API key forbids it.",
+    "429": "The API key has sent too many requests, or too many of them run. `Retry-After` says "
     "when to try again.",
-    "431": "The headers are too large, or too many.",
+    "431": "The headers are too large or too many.",
     "503": "Too many connections are open.",
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    "basic": {"type": "http", "scheme": "basic", "description": "For browsers: any name, the key."},
+    "basic": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "For browsers: any user name, with the key as password.",
+    },
 }
 
 
 def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
-    """Add to every operation what any request can be told, where it does not say so itself."""
+    """Add the errors that any request can get to every operation that does not document them."""
     if needs_key:
         document["components"]["securitySchemes"] = _SCHEMES
     for path, methods in document["paths"].items():
@@ -149,10 +154,10 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 _ABOUT = (
-    "Answers of transformers whose depth is a dial: `steps` or `effort` of each request set how "
-    "much work it gets, and every answer says what it got."
+    "Serves transformers that can run at several step counts. `steps` or `effort` of each "
+    "request say how much work its answer should get, and every answer says what it got."
 )
-# Shapes that routes read or stream themselves, so that the framework does not find them.
+# Schemas that routes read or stream themselves, so that the framework does not find them.
 _OWN_SHAPES = (
     ClassifyRequest,
     GenerateRequest,
@@ -202,8 +207,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
-        openapi_url=None,  # it would be made while others wait: see serve.api.page
-        docs_url=None,  # it would load scripts from another host: see serve.api.page
+        openapi_url=None,  # made on another thread instead: see serve.api.page
+        docs_url=None,  # FastAPI's page loads scripts from another host: see serve.api.page
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
@@ -227,7 +232,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
 
 
 def _error_handler(engine: Engine) -> Handle:
-    """Every error leaves in the one shape that is documented."""
+    """Turns every error into a response in the documented format."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
@@ -266,7 +271,7 @@ def _headers(error: Exception, request: Request) -> dict[str, str]:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path takes; the framework tells only those of the first route."""
+    """The methods that a path takes; the framework names only those of the first route."""
     methods: set[str] = set()
     for context in iter_route_contexts(request.app.routes):
         if context.original_route.matches(request.scope)[0] is Match.PARTIAL:
@@ -275,7 +280,7 @@ def _allowed(request: Request) -> str:
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI document, with the shapes that routes handle themselves."""
+    """The OpenAPI document, with the schemas that routes handle themselves."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=_ABOUT, routes=app.routes
@@ -292,7 +297,7 @@ def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
 
 
 def _drop_foreign_errors(document: dict[str, Any]) -> None:
-    """The framework documents a 422 of its own shape, which no route here ever sends."""
+    """Remove the framework's own 422, which no route here sends."""
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     for methods in document["paths"].values():

@@ -15,7 +15,7 @@ from serve.bundle import Method, Metric
 from serve.engine.sampling import MAX_SEED
 from serve.inputs.values import MAX_INPUTS, Items, Text
 
-METRIC = "`loss` (nats a token; lower is better), `accuracy`, or `bleu` (0 to 100)."
+METRIC = "`loss` (nats per token, lower is better), `accuracy`, or `bleu` (0 to 100)."
 _FINISH = (
     "`stop`: a stop string was reached, or a translation was complete. `length`: max_tokens "
     "were generated."
@@ -78,7 +78,7 @@ class Budget(TypedDict):
 
 
 def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
-    """The budget of this decision; `evaluations` is given if the row took fewer than its rung has."""
+    """The budget of this decision; `evaluations` if the row took fewer than its rung has."""
     rung, full = decision.rung, decision.full
     nfe = rung.nfe if evaluations is None else evaluations
     budget: Budget = {

@@ -72,9 +72,9 @@ from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
 
 _STREAM_ABOUT = (
-    "The answer; with `stream`, server-sent events: one without a name for each token "
-    "(TokenChunk), then exactly one, `done` (DoneChunk) or `error` (ErrorResponse). A connection "
-    "that breaks without one means that the answer is not complete."
+    "The answer. With `stream`: server-sent events, one without a name per token (TokenChunk), "
+    "then exactly one `done` (DoneChunk) or `error` (ErrorResponse). If the connection breaks "
+    "before that, the answer is incomplete."
 )
 
 
@@ -213,9 +213,9 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
 
     @router.post(
         "/v1/classify",
-        summary="Label one text, image or cloud of points, or several, or every token of texts",
+        summary="Classify texts, images or clouds of points, or label the tokens of texts",
         response_model=ClassifyResponse,
-        response_description="A result for each input.",
+        response_description="One result per input.",
         responses=RUN_PROBLEMS,
         openapi_extra=takes(ClassifyRequest),
     )

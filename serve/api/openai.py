@@ -71,53 +71,56 @@ from serve.inputs.values import MAX_TEXTS, Prompts
 from serve.middleware import error_body
 from serve.settings import Settings
 
-# What clients of OpenAI's API get: every field of every answer, documented.
+# Response fields.
 
 
 _FINISH = (
-    "`stop`: a stop string came, or a translation was complete; `length`: the most tokens were "
-    "written."
+    "`stop`: a stop string was reached, or a translation was complete. `length`: max_tokens "
+    "were generated."
 )
-_WHEN = "When the answer was begun, in Unix seconds."
+_WHEN = "When the answer was started, in Unix seconds."
 _MODEL = "The model that answered."
-_INDEX = "Number of the answer, from 0: all to the first prompt, then all to the next."
+_INDEX = "Index of the answer, from 0: first all answers to the first prompt, then all to the "
+"next."
 FinishReason = Literal["stop", "length"]
 
 
 class ChoiceWork(Answer):
-    """What one of several answers took."""
+    """Seed and time of one of several answers."""
 
     index: int = Field(description=_INDEX)
-    seed: int = Field(description="The seed that was used for it.")
-    queue_ms: float = Field(description="Waiting for the first call of the model.")
-    compute_ms: float = Field(description="From the first call to the end of the last.")
+    seed: int = Field(description="Seed of this answer.")
+    queue_ms: float = Field(description="Waiting in the queue, until the first model call.")
+    compute_ms: float = Field(
+        description="From the start of the first model call to the end of the last."
+    )
 
 
 class DialReport(Answer):
-    """What this server did: not a part of OpenAI's API."""
+    """What this server did for the answer. Not part of OpenAI's API."""
 
     budget: Budget = Field(description="The work that was done, the same for every answer.")
     timing: Timing = Field(description="Where the time of the request went.")
-    seed: int = Field(description="The seed of the first answer; send it to get all of them again.")
+    seed: int = Field(description="Seed of the first answer. Send it to get all of them again.")
     choices: list[ChoiceWork] | None = Field(
         default=None,
         exclude_if=lambda choices: choices is None,
-        description="What each answer took; left out if there is one.",
+        description="Seed and time of each answer. Left out if there is only one.",
     )
 
 
 class CompletionLogprobs(Answer):
-    """How likely the model found the tokens of an answer, each list in their order."""
+    """Log-probabilities of the tokens of an answer. All lists are in token order."""
 
-    tokens: list[str] = Field(description="Their texts; U+FFFD for a part of a character.")
-    token_logprobs: list[float] = Field(description="Their log-probabilities.")
+    tokens: list[str] = Field(description="Texts of the tokens; U+FFFD for part of a character.")
+    token_logprobs: list[float] = Field(description="Log-probabilities of the tokens.")
     top_logprobs: list[dict[str, float]] = Field(
-        description="At each place the likeliest tokens and the one that came, with their "
+        description="Per token, the most likely tokens and the one that was chosen, with their "
         "log-probabilities."
     )
     text_offset: list[int] = Field(
-        description="Where the text of each begins in the answer, in characters. What a stop "
-        "string cut off has offsets beyond its end."
+        description="Start of each token's text in the answer, in characters. Tokens cut off by "
+        "a stop string have offsets beyond the end."
     )
 
 
@@ -125,8 +128,10 @@ class CompletionChoice(Answer):
     """One answer."""
 
     index: int = Field(description=_INDEX)
-    text: str = Field(description="The answer; with `echo`, behind its prompt.")
-    logprobs: CompletionLogprobs | None = Field(description="If asked for.")
+    text: str = Field(description="The answer; with `echo`, after its prompt.")
+    logprobs: CompletionLogprobs | None = Field(
+        description="Log-probabilities, if `logprobs` was set."
+    )
     finish_reason: FinishReason = Field(description=_FINISH)
 
 
@@ -135,74 +140,79 @@ class CompletionResponse(Answer):
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
-        default="text_completion", description="What this is."
+        default="text_completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
     choices: list[CompletionChoice] = Field(description="The answers.")
     usage: Usage = Field(
-        description="Tokens of all prompts and of all that was written, with `best_of` also of "
-        "answers that are not returned."
+        description="Tokens of all prompts and all answers, including those that `best_of` does "
+        "not return."
     )
-    stepdial: DialReport = Field(description="The steps that were taken.")
+    stepdial: DialReport = Field(description="Steps, time and seed.")
 
 
 class CompletionPiece(Answer):
     """What one chunk adds to an answer."""
 
     index: int = Field(description=_INDEX)
-    text: str = Field(description="Text to append; often that of one token, sometimes empty.")
+    text: str = Field(description="Text to append: usually that of one token, sometimes empty.")
     logprobs: CompletionLogprobs | None = Field(
-        description="Of the token of this chunk, if asked for."
+        description="Log-probability of this token, if `logprobs` was set."
     )
-    finish_reason: FinishReason | None = Field(description=f"Null before the end. {_FINISH}")
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
 
 
 class CompletionChunk(Answer):
-    """The data of one event of a stream; the last is `[DONE]`, or an error."""
+    """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
-        default="text_completion", description="What this is."
+        default="text_completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
-    choices: list[CompletionPiece] = Field(description="One; none in a chunk that counts tokens.")
+    choices: list[CompletionPiece] = Field(
+        description="One entry; none in the chunk that carries the usage."
+    )
     usage: Usage | None = Field(
-        default=None, description="With `include_usage`: null, and the tokens in the last chunk."
+        default=None,
+        description="Only with `include_usage`: null, and the token counts in the last chunk.",
     )
     stepdial: DialReport | None = Field(
         default=None,
         exclude_if=lambda report: report is None,
-        description="The steps that were taken: in the last chunk.",
+        description="Steps, time and seed, in the last chunk.",
     )
 
 
 class TopLogprob(Answer):
-    """A token that could have come."""
+    """A token that could have been chosen."""
 
-    token: str = Field(description="Its text; U+FFFD for a part of a character.")
-    logprob: float = Field(description="Its log-probability under the model.")
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
     bytes: list[int] | None = Field(
-        description="The text in UTF-8; null for a part of a character."
+        description="UTF-8 bytes of the text; null if the token is part of a character."
     )
 
 
 class TokenLogprob(TopLogprob):
-    """How likely the model found a token of an answer."""
+    """Log-probability of a token of the answer, and of its alternatives."""
 
-    top_logprobs: list[TopLogprob] = Field(description="The likeliest there, likeliest first.")
+    top_logprobs: list[TopLogprob] = Field(
+        description="Most likely tokens at this position, the most likely first."
+    )
 
 
 class ChatLogprobs(Answer):
-    """How likely the model found an answer."""
+    """Log-probabilities of an answer."""
 
-    content: list[TokenLogprob] = Field(description="Its tokens, in their order.")
+    content: list[TokenLogprob] = Field(description="The tokens of the answer, in order.")
     refusal: None = Field(default=None, description="Always null.")
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"] = Field(default="assistant", description="Always `assistant`.")
     content: str = Field(description="The answer.")
@@ -212,9 +222,9 @@ class AssistantMessage(Answer):
 class ChatChoice(Answer):
     """One answer."""
 
-    index: int = Field(description="Number of the answer, from 0.")
+    index: int = Field(description="Index of the answer, from 0.")
     message: AssistantMessage = Field(description="The answer.")
-    logprobs: ChatLogprobs | None = Field(description="If asked for.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities, if `logprobs` was set.")
     finish_reason: FinishReason = Field(description=_FINISH)
 
 
@@ -223,13 +233,13 @@ class ChatResponse(Answer):
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion"] = Field(
-        default="chat.completion", description="What this is."
+        default="chat.completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
     choices: list[ChatChoice] = Field(description="The answers.")
-    usage: Usage = Field(description="Tokens of the prompt and of all that was written.")
-    stepdial: DialReport = Field(description="The steps that were taken.")
+    usage: Usage = Field(description="Tokens of the prompt and of all answers.")
+    stepdial: DialReport = Field(description="Steps, time and seed.")
 
 
 class ChatDelta(Answer):
@@ -238,52 +248,57 @@ class ChatDelta(Answer):
     role: Literal["assistant"] | None = Field(
         default=None,
         exclude_if=lambda role: role is None,
-        description="In the first chunk of an answer.",
+        description="Only in the first chunk of an answer.",
     )
     content: str | None = Field(
         default=None,
         exclude_if=lambda content: content is None,
-        description="Text to append; not in the last chunk of an answer.",
+        description="Text to append. Not in the last chunk of an answer.",
     )
 
 
 class ChatPiece(Answer):
     """What one chunk adds to an answer."""
 
-    index: int = Field(description="Number of the answer, from 0.")
-    delta: ChatDelta = Field(description="What it adds.")
-    logprobs: ChatLogprobs | None = Field(description="Of the token of this chunk, if asked for.")
-    finish_reason: FinishReason | None = Field(description=f"Null before the end. {_FINISH}")
+    index: int = Field(description="Index of the answer, from 0.")
+    delta: ChatDelta = Field(description="What this chunk adds.")
+    logprobs: ChatLogprobs | None = Field(
+        description="Log-probability of this token, if `logprobs` was set."
+    )
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
 
 
 class ChatChunk(Answer):
-    """The data of one event of a stream; the last is `[DONE]`, or an error."""
+    """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion.chunk"] = Field(
-        default="chat.completion.chunk", description="What this is."
+        default="chat.completion.chunk", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
-    choices: list[ChatPiece] = Field(description="One; none in a chunk that counts tokens.")
+    choices: list[ChatPiece] = Field(
+        description="One entry; none in the chunk that carries the usage."
+    )
     usage: Usage | None = Field(
-        default=None, description="With `include_usage`: null, and the tokens in the last chunk."
+        default=None,
+        description="Only with `include_usage`: null, and the token counts in the last chunk.",
     )
     stepdial: DialReport | None = Field(
         default=None,
         exclude_if=lambda report: report is None,
-        description="The steps that were taken: in the last chunk.",
+        description="Steps, time and seed, in the last chunk.",
     )
 
 
 class OpenAIProblem(Problem):
-    """What went wrong, in the shape of OpenAI's API."""
+    """What went wrong, in OpenAI's format."""
 
-    type: str = Field(description="The kind of error, such as `invalid_request_error`.")
+    type: str = Field(description="Type of the error, such as `invalid_request_error`.")
 
 
 class OpenAIError(Answer):
-    """Every answer that is not a 200, and the last event of a stream that failed."""
+    """The body of every error, and the last event of a stream that failed."""
 
     error: OpenAIProblem = Field(description="What went wrong.")
 
@@ -587,80 +602,82 @@ _TEXT_AS_IT_IS = "leave it out, or send 0"
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = Field(
-        None, description="Whether a last chunk without choices counts the tokens."
+        None, description="Send a last chunk without choices that has the token counts."
     )
     include_obfuscation: bool | None = Field(
-        None, description="Accepted, and without meaning here: chunks are never padded."
+        None, description="Accepted and ignored: chunks are never padded."
     )
 
 
 class OpenAIFields(BudgetFields):
-    """A request in OpenAI's shape, with the budget fields of this server."""
+    """A request in OpenAI's format, with the budget fields of this server."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(
             None,
-            description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`, "
-            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Where no rung has that "
-            "name, the next above it, else the greatest. Not together with steps or effort.",
+            description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`; "
+            "`medium` and `high` mean themselves; `xhigh` and `max` mean `max`. If "
+            "the ladder does not have that name, the next higher one is used, else "
+            "the highest. Cannot be combined with steps or effort.",
         )
     )
     n: int | None = Field(
         None,
         ge=1,
         le=MAX_TEXTS,
-        description="How many answers to each prompt; the seed of the next is one more.",
+        description="Number of answers per prompt. Each further answer uses the next seed.",
     )
     temperature: float | None = Field(
         None,
         ge=0.0,
         le=2.0,
-        description="0 always takes the likeliest token; higher is more varied. By default 1 to "
-        "continue a prompt, and 0 to translate.",
+        description="0 always takes the most likely token; higher values are more varied. "
+        "Default: 1 to continue a prompt, 0 to translate.",
     )
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Choose among the k likeliest tokens only, after temperature. Not OpenAI's.",
+        description="Sample only from the k most likely tokens, after temperature. Not part of "
+        "OpenAI's API.",
     )
     top_p: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
-        description="Choose among the likeliest tokens that together have this probability, "
-        "after temperature and top_k; by default 1.",
+        description="Sample only from the most likely tokens that together have this "
+        "probability, after temperature and top_k. Default: 1.",
     )
     seed: int | None = Field(
         None,
         ge=0,
         le=MAX_SEED,
-        description="The same seed and steps give the same answer; if missing, one is drawn and "
-        "reported.",
+        description="The same seed and steps give the same answer. If left out, a random seed "
+        "is used and returned.",
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
-        None, description="A text, or up to 4, before the first of which an answer ends."
+        None,
+        description="A stop string, or up to 4. The answer ends before the first one that occurs.",
     )
     stream: bool | None = Field(
         None,
-        description="Send each token as it is chosen, as server-sent events, then `[DONE]`, or "
-        "an error.",
+        description="Stream each token as a server-sent event, then `[DONE]`, or an error.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     presence_penalty: Annotated[Any, NeutralOnly("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: only 0."
+        None, description="Not supported: must be 0."
     )
     frequency_penalty: Annotated[Any, NeutralOnly("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = (
-        Field(None, description="Not supported: only 0.")
+        Field(None, description="Not supported: must be 0.")
     )
     logit_bias: Annotated[Any, NeutralOnly("logit_bias", ({},), "leave it out")] = Field(
-        None, description="Not supported: only empty."
+        None, description="Not supported: must be empty."
     )
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
+    user: str | None = Field(None, description="Accepted and ignored.")
 
     @property
     def budget_request(self) -> BudgetRequest:
@@ -713,7 +730,7 @@ MAX_TOP_LOGPROBS = 20
 
 _NO_TOOLS = "the models here call no tools; leave it out"
 _TEXT_ONLY = "the models here write text only; leave it out"
-_NO_MEANING = "Accepted, and without meaning here."
+_NO_MEANING = "Accepted and ignored."
 
 _EXAMPLES_COMPLETION: list[JsonDict] = [
     {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
@@ -725,40 +742,41 @@ _EXAMPLES_CHAT: list[JsonDict] = [
 
 
 class CompletionRequest(OpenAIFields):
-    """Prompts to continue, or texts to translate, as in OpenAI's completions."""
+    """Prompts to continue, or texts to translate, as in OpenAI's completions API."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_COMPLETION]})
 
     prompt: Prompts = Field(
-        description="The text to continue or to translate, or its tokens; or a list of up to "
-        f"{MAX_TEXTS} of these, of which each gets answers of its own."
+        description="The text to continue or translate, or its tokens; or a list of up to "
+        f"{MAX_TEXTS} of these, each with answers of its own."
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"How many tokens to write at most, by default {COMPLETION_MAX_TOKENS}; a "
-        "setting of the server limits it.",
+        description=f"Most tokens to generate. Default: {COMPLETION_MAX_TOKENS}; the server's "
+        "--max-tokens is the limit.",
     )
     best_of: int | None = Field(
         None,
         ge=1,
         le=MAX_TEXTS,
-        description="Write this many answers to each prompt and return the n of the greatest mean "
-        "log-probability a token, best first. At least n; not with `stream`.",
+        description="Generate this many answers per prompt and return the n with the highest "
+        "mean log-probability per token, best first. At least n; not with `stream`.",
     )
     echo: bool | None = Field(
-        None, description="Put the prompt before each answer. Not with logprobs."
+        None, description="Return the prompt in front of each answer. Not with logprobs."
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Report the log-probability of each token, and this many of the likeliest, "
-        "under the model itself: without temperature and filters.",
+        description="Return the log-probability of each token, and of this many of the most "
+        "likely tokens. They are the model's own, before temperature, top_k and "
+        "top_p.",
     )
     suffix: Annotated[
         Any, NeutralOnly("suffix", ("",), "the models here write forwards only; leave it out")
-    ] = Field(None, description="Not supported: only empty.")
+    ] = Field(None, description="Not supported: must be empty.")
 
     def limit(self, most: int) -> int:
         """How many tokens to write at most; by default no more than a server does."""
@@ -799,52 +817,53 @@ class CompletionRequest(OpenAIFields):
 
 
 class ChatRequest(OpenAIFields):
-    """Messages to answer, as in OpenAI's chat completions."""
+    """Messages to answer, as in OpenAI's chat completions API."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_CHAT]})
 
     messages: Messages = Field(
-        description="The chat so far. The chat template of the bundle makes a prompt of it, or a "
-        "plain one: a line `Role: content` and an empty one each, then `Assistant:`."
+        description="The chat so far. The bundle's chat template turns it into a prompt. "
+        "Without one, each message becomes a line `Role: content` and an empty "
+        "line, followed by `Assistant:`."
     )
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"How many tokens to write at most, by default {DEFAULT_MAX_TOKENS}; a "
-        "setting of the server limits it.",
+        description=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}; the server's "
+        "--max-tokens is the limit.",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="The older name of max_completion_tokens: send one of them."
+        None, ge=1, description="Older name of max_completion_tokens: send only one of them."
     )
     logprobs: bool | None = Field(
         None,
-        description="Report the log-probability of each token under the model itself: without "
-        "temperature and filters.",
+        description="Return the log-probability of each token. It is the model's own, before "
+        "temperature, top_k and top_p.",
     )
     top_logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="With `logprobs`, so many of the likeliest tokens at each place.",
+        description="With `logprobs`: number of most likely tokens to return per token.",
     )
     response_format: Annotated[
         Any, NeutralOnly("response_format", ({"type": "text"},), "send text, or leave it out")
-    ] = Field(None, description="Only text.")
+    ] = Field(None, description="Must be text.")
     tools: Annotated[Any, NeutralOnly("tools", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: only empty."
+        None, description="Not supported: must be empty."
     )
     tool_choice: Annotated[Any, NeutralOnly("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
         None, description="Not supported: there are no tools."
     )
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
     functions: Annotated[Any, NeutralOnly("functions", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: only empty."
+        None, description="Not supported: must be empty."
     )
     function_call: Annotated[Any, NeutralOnly("function_call", ("none", "auto"), _NO_TOOLS)] = (
         Field(None, description="Not supported: there are no functions.")
     )
     modalities: Annotated[Any, NeutralOnly("modalities", (["text"],), _TEXT_ONLY)] = Field(
-        None, description="Only text."
+        None, description="Must be text."
     )
     audio: Annotated[Any, NeutralOnly("audio", (), _TEXT_ONLY)] = Field(
         None, description="Not supported."
@@ -859,14 +878,14 @@ class ChatRequest(OpenAIFields):
         None, description="Not supported."
     )
     verbosity: Annotated[Any, NeutralOnly("verbosity", ("medium",), "send max_tokens")] = Field(
-        None, description="Not supported: only `medium`, which is the default."
+        None, description="Not supported: must be `medium`, the default."
     )
     store: Annotated[
         Any, NeutralOnly("store", (False,), "nothing is stored here; leave it out")
     ] = Field(None, description="Not supported: nothing is stored.")
     service_tier: Annotated[
         Any, NeutralOnly("service_tier", ("auto", "default"), "there is one tier; leave it out")
-    ] = Field(None, description="Only `auto` and `default`.")
+    ] = Field(None, description="Must be `auto` or `default`.")
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
@@ -978,9 +997,9 @@ OPENAI_PROBLEMS = {
     status: documented | {"model": OpenAIError} for status, documented in RUN_PROBLEMS.items()
 }
 STREAM_ABOUT = (
-    "The answer; with `stream`, server-sent events without names: chunks, then `[DONE]`, or an "
-    "error ({chunk}, OpenAIError). A connection that breaks without one of these two means that "
-    "the answer is not complete."
+    "The answer. With `stream`: server-sent events without names, one chunk each, then `[DONE]` "
+    "or an error ({chunk}, OpenAIError). If the connection breaks before that, the answer is "
+    "incomplete."
 )
 
 
@@ -1158,7 +1177,7 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
 
     @router.post(
         "/v1/chat/completions",
-        summary="Answer a chat, in OpenAI's shape",
+        summary="OpenAI-compatible chat completion",
         response_model=ChatResponse,
         responses={
             200: {
@@ -1217,7 +1236,7 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
 
     @router.post(
         "/v1/completions",
-        summary="Continue prompts, or translate texts, in OpenAI's shape",
+        summary="OpenAI-compatible completion of prompts, or translation of texts",
         response_model=CompletionResponse,
         responses={
             200: {

@@ -489,16 +489,17 @@ def takes(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 RUN_PROBLEMS = problems(
-    e400="The body is not JSON that can be read.",
-    e403="A page of another address sent the request.",
-    e404="No such model is served.",
+    e400="The body is not valid JSON.",
+    e403="A web page of another origin sent the request.",
+    e404="No model with this name is served.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
-    e422="A field is unknown, missing, of the wrong type or impossible; `param` names it.",
-    e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and `retry-after-ms` "
+    e422="A field is unknown, missing, of the wrong type, or asks for something impossible; "
+    "`param` names it.",
+    e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and `retry-after-ms` "
     "say when to try again.",
     e503="The server is starting or shutting down, or the model failed.",
-    e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
+    e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
 )
 
 
