@@ -1,8 +1,8 @@
-"""Budgets: from what a caller asked to a rung of the ladder, or to several that may serve it.
+"""Budgets: which step counts of the ladder may serve a request.
 
-Pure: the same ask and the same ladder give the same decision. It deliberately knows neither load
-nor time: where those decide, a decision names the rungs from which the server may choose. Both are
-tuples, since every request makes one of each.
+The same request and the same ladder always give the same decision. Where load or time matter, the
+decision names the step counts from which the server chooses later. Requests and decisions are named
+tuples, because every request makes one of each.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default
 
 
 class BudgetRequest(NamedTuple):
-    """What a request says about its budget."""
+    """The budget fields of a request."""
 
     steps: int | None = None
     effort: Effort | None = None
@@ -22,17 +22,17 @@ class BudgetRequest(NamedTuple):
     deadline_ms: float | None = None
     min_steps: int | None = None
     max_steps: int | None = None
-    effort_or_more: bool = False  # where no rung has that name: the next above, else the greatest
+    effort_or_more: bool = False  # if no rung has that name: the next higher, else the highest
 
 
 class Decision(NamedTuple):
-    """The rung that serves a request, or the best of those that may, and why."""
+    """The rung that serves a request, or the best of those that may, and the reason."""
 
     rung: Rung
     full: Rung
     reason: Reason
-    level: Level | None = None  # of early answers; None: all steps of the rung are taken
-    choices: tuple[Rung, ...] = ()  # ascending, up to `rung`; empty: the server has no choice
+    level: Level | None = None  # for early answers; None: every row takes all steps
+    choices: tuple[Rung, ...] = ()  # ascending, the last is `rung`; empty: the server has no choice
 
     @property
     def steps(self) -> int:
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
     @property
     def threshold(self) -> float | None:
-        """How far ahead an early answer must be, if there may be one."""
+        """How certain an answer must be to stop early; None if none may."""
         return None if self.level is None else self.level.threshold
 
     @property
@@ -48,7 +48,7 @@ class Decision(NamedTuple):
         return tuple(rung.steps for rung in self.choices)
 
     def served_at(self, steps: int) -> "Decision":
-        """What became of it: the rung that the server chose, and why it was not the best."""
+        """The decision after the server chose a rung, with the reason if it was not the best."""
         if steps == self.steps:
             return self
         rung = next(rung for rung in self.choices if rung.steps == steps)
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
 
 
 def decide(request: BudgetRequest, manifest: Manifest) -> Decision:
-    """The rung for this ask; ImpossibleBudget, naming the ladder, where there is none."""
+    """The rung for this request; ImpossibleBudget, naming the ladder, if there is none."""
     full = manifest.rungs[-1]
     if request.steps is not None and request.effort is not None:
         raise ImpossibleBudget(
@@ -79,9 +79,9 @@ def decide(request: BudgetRequest, manifest: Manifest) -> Decision:
 
 
 def decide_within(request: BudgetRequest, manifest: Manifest, most: int | None) -> Decision:
-    """The same for a caller who may have so many steps at most; StepsForbidden beyond them.
+    """Like `decide`, for an API key with a limit on steps; StepsForbidden above it.
 
-    Where the server chooses, it chooses among those.
+    Where the server chooses, it stays below the limit.
     """
     if most is None:
         return decide(request, manifest)
@@ -156,7 +156,7 @@ def _check_limits(request: BudgetRequest) -> None:
 
 
 def _within(request: BudgetRequest, rung: Rung, named: str) -> Rung:
-    """A rung that the caller named, if the limits that came with it allow it."""
+    """The rung that the caller named, unless min_steps or max_steps forbid it."""
     for field, broken in (
         ("min_steps", request.min_steps is not None and rung.steps < request.min_steps),
         ("max_steps", request.max_steps is not None and rung.steps > request.max_steps),
@@ -171,7 +171,7 @@ def _within(request: BudgetRequest, rung: Rung, named: str) -> Rung:
 
 
 def _allowed(request: BudgetRequest, manifest: Manifest) -> tuple[Rung, ...]:
-    """The rungs between the limits, ascending."""
+    """The rungs between min_steps and max_steps, ascending."""
     if request.min_steps is None and request.max_steps is None:
         return manifest.rungs
     allowed = tuple(
@@ -192,7 +192,7 @@ def _allowed(request: BudgetRequest, manifest: Manifest) -> tuple[Rung, ...]:
 
 
 def _early(request: BudgetRequest, allowed: float, manifest: Manifest) -> Decision:
-    """Full steps, or fewer for a row whose answer is sure enough: the strictest level that fits."""
+    """Full steps, with early stopping at the strictest certified level that is allowed."""
     if request.steps is not None or request.effort is not None:
         named = "steps" if request.steps is not None else "effort"
         raise ImpossibleBudget(

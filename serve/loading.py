@@ -1,7 +1,7 @@
-"""Loads, swaps and unloads models while others answer; times the first calls of each.
+"""Loads, swaps and unloads models while the server runs.
 
-Reading, hashing, opening and warming up happen on a thread of their own. Only what puts a model in
-its place happens on the event loop, between two requests.
+Reading, hashing, opening and warming up run on another thread. Only the swap itself runs on the
+event loop, between two requests.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from serve.parts import rows_for
 from serve.runtime.protocol import largest_row, largest_tokens
 from serve.settings import Settings
 
-# Times a few calls of each rung before the first request: how fast this machine is. What was
-# measured elsewhere gives the shape of the times, these give their size, the same for all rungs
-# of a model in calls of as many rows: one that seems slow by chance would never be chosen, and so
-# never be corrected. Where rows run in parts, a call in one part and one in several are timed.
+# Before the first request, a few calls of each rung are timed. Latencies measured elsewhere give
+# the shape of the cost, these calls its scale. The scale is shared by all rungs of a model in calls
+# of as many rows: a rung that looked slow by chance would never be chosen, and so never be
+# corrected. If rows run in parts, a call in one part and one in several are timed.
 
 
 _TIMES = 3
 _PROMPT_TOKENS = 16
-_MOST_ROWS = 16  # of a call that is timed
+_MOST_ROWS = 16  # per timed call
 
 
 class TimedCall(NamedTuple):
-    """A call."""
+    """A call to time."""
 
     series: Series
     length: int
@@ -45,7 +45,7 @@ class TimedCall(NamedTuple):
 
 
 def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None:
-    """Every model must be warm."""
+    """Time the first calls of these models, which must be warm."""
     for served in models:
         if served.manifest.labelled:
             latency.share_rows(served.key, served.model.most_parts)
@@ -101,7 +101,7 @@ def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
 
 
 def _least_s(call: Callable[[], object]) -> float:
-    """The quickest of a few: whatever disturbs a call makes it longer."""
+    """The shortest time of several calls: disturbances only make a call longer."""
     times = []
     for _ in range(_TIMES):
         begun_s = time.perf_counter()
@@ -115,7 +115,7 @@ _log = logging.getLogger("stepdial")
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
-    """A model that was loaded, and the one whose place it took."""
+    """A model that was loaded, and the one that it replaced."""
 
     loaded: Served
     replaced: Served | None
@@ -123,7 +123,7 @@ class ModelChange:
 
 
 class Loading:
-    """Changes what an engine serves, one change at a time. Used on the event loop."""
+    """Changes the served models, one change at a time. Used on the event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Loading:
         zoo: Path | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`zoo` is where new bundles are looked for; `changed` is told after each change."""
+        """`zoo` is searched for new bundles; `changed` is called after each change."""
         self._engine = engine
         self._threads = settings.threads
         self._place = settings.place
@@ -140,7 +140,7 @@ class Loading:
         self._changed = changed
         self._editions = count(1)
         self._turn = asyncio.Lock()
-        # What was last read in each folder that is looked at again.
+        # The manifest last read from each folder that is checked again.
         self._given: dict[Path, Manifest] = {
             served.bundle.folder.resolve(): served.manifest for served in engine.catalog
         }
@@ -149,10 +149,10 @@ class Loading:
         )
 
     def allowed(self, folder: str) -> Path:
-        """The folder of that name; FolderForbidden unless it is one of those that may be read."""
+        """The folder with this path; FolderForbidden unless models may be loaded from it."""
         try:
             path = Path(folder).resolve()
-        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or no path at all
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or not a path
             raise InvalidField("bundle must be the path of a folder", param="bundle") from None
         if not any(path.is_relative_to(one) for one in self._allowed):
             listed = ", ".join(map(str, self._allowed))
@@ -164,19 +164,19 @@ class Loading:
         return path
 
     async def load(self, folder: Path) -> ModelChange:
-        """Serve the bundle in this folder, in the place of another of its name if there is one.
+        """Serve the bundle in this folder, replacing a model of the same name.
 
-        BrokenBundle if it cannot be served; what was served then goes on.
+        BrokenBundle if it cannot be served; nothing changes then.
         """
         async with self._turn:
             try:
                 return await self._load(folder)
             except BundleError as error:
-                _log.error("not loaded, and nothing was changed: %s", error)
+                _log.error("bundle not loaded, nothing was changed: %s", error)
                 raise BrokenBundle(f"{error}; nothing was changed", param="bundle") from None
 
     async def unload(self, name: str) -> Served:
-        """Serve no model of that name any more; UnknownModel if there is none."""
+        """Stop serving this model; UnknownModel if there is none."""
         async with self._turn:
             served = self._engine.catalog.find(name)
             self._engine.dismiss(served)
@@ -184,13 +184,13 @@ class Loading:
             return served
 
     async def reload(self) -> None:
-        """Load what has changed in the folders that were given, and what is new in the zoo."""
+        """Load the given folders that have changed, and new bundles of the zoo."""
         async with self._turn:
             for folder in await asyncio.to_thread(self._folders):
                 try:
                     await self._renew(folder)
                 except (BundleError, Draining) as error:
-                    _log.error("not loaded, and what was served before goes on: %s", error)
+                    _log.error("bundle not loaded, the models served before stay: %s", error)
 
     def _folders(self) -> list[Path]:
         folders = list(self._given)
@@ -205,7 +205,7 @@ class Loading:
 
     async def _renew(self, folder: Path) -> None:
         if not folder.is_dir():
-            _log.warning("%s has vanished; what was loaded from it goes on", folder)
+            _log.warning("%s has vanished; the model loaded from it stays", folder)
             return
         bundle = await asyncio.to_thread(read_servable, folder, self._place, verify=False)
         if bundle.manifest == self._given.get(folder):
@@ -215,7 +215,7 @@ class Loading:
         self._given[folder] = (await self._load(folder)).loaded.manifest
 
     def _check_new(self, bundle: Bundle) -> None:
-        """A folder that appears beside another takes no place that nobody meant it to."""
+        """Refuse a new folder with the name of a model from another folder that still exists."""
         served = self._engine.catalog.get(bundle.manifest.name)
         if served is not None and served.bundle.folder.is_dir():
             raise BundleError(
@@ -231,12 +231,12 @@ class Loading:
         if folder in self._given:
             self._given[folder] = served.manifest
         seconds = time.perf_counter() - begun_s
-        _log.info("%s was loaded from %s in %.2f s", served.name, folder, seconds)
+        _log.info("loaded %s from %s in %.2f s", served.name, folder, seconds)
         self._changed()
         return ModelChange(served, replaced, seconds)
 
     def _open(self, folder: Path, edition: int) -> Served:
-        """A model that is warm, and of which the first calls were measured."""
+        """A warm model whose first calls were timed."""
         self._check_open()
         bundle = read_servable(folder, self._place)
         self._check_open()
@@ -246,10 +246,10 @@ class Loading:
         except (BundleError, Draining):
             raise
         except MemoryError as error:
-            problem = "there is not enough memory: give the server more, or let it serve less"
+            problem = "there is not enough memory: give the server more, or serve fewer models"
             raise BundleError(problem, file=str(folder)) from error
         except Exception as error:  # onnxruntime has no base class of its own
-            _log.error("%s cannot be run", folder, exc_info=error)
+            _log.error("the model in %s cannot be run", folder, exc_info=error)
             problem = f"cannot be run ({type(error).__name__}: {error})"
             raise BundleError(problem, file=str(folder)) from error
         return served

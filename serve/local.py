@@ -1,4 +1,4 @@
-"""A bundle used from Python or from the command line: the engine that serves, without HTTP.
+"""A bundle used from Python or the command line, with the server's engine but without HTTP.
 
     with load("zoo/topics") as model:
         model.classify(["Stocks fell on Monday."], steps=2)
@@ -32,14 +32,14 @@ from serve.metrics import Metrics
 from serve.runtime import Place
 from serve.settings import Settings
 
-ROWS_AT_ONCE = 64  # of one job
+ROWS_AT_ONCE = 64  # per job
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a classifier says of one input."""
+    """The label of one input."""
 
     label: str
     score: float
@@ -49,7 +49,7 @@ class Label:
 
 
 class LocalModel:
-    """One bundle, open and warm. Close it, or use it in a `with`."""
+    """One open, warm bundle. Close it, or use it in a `with` statement."""
 
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
         self._catalog: Catalog = open_catalog([Path(folder)], threads, Place())
@@ -64,7 +64,7 @@ class LocalModel:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread and let the model go."""
+        """Stop the engine and release the model."""
         self._engine.stop()
         self._served.model.close()
 
@@ -74,12 +74,12 @@ class LocalModel:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The step counts that there are."""
+        """The step counts of the model."""
         return self._served.manifest.steps
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Those of a classifier."""
+        """The labels of a classifier."""
         return self._served.manifest.labels or ()
 
     def classify(
@@ -90,7 +90,7 @@ class LocalModel:
         effort: Effort | None = None,
         truncate: bool = True,
     ) -> list[Label]:
-        """A label for each text, image or cloud of points, in their order."""
+        """The label of each text, image or cloud of points, in order."""
         self._check_task("classify")
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         kind = _kind_of(self._served)
@@ -116,7 +116,7 @@ class LocalModel:
                 event = take()
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
-                assert not isinstance(labelled.found, Tags)  # a classifier, see above
+                assert not isinstance(labelled.found, Tags)  # checked above
                 found[i] = self._label(labelled.found, taken_steps, rows[i])
         return [found[i] for i in range(len(rows))]
 
@@ -133,7 +133,7 @@ class LocalModel:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> str:
-        """What follows a prompt, or its translation."""
+        """The continuation of a prompt, or the translation of a text."""
         self._check_task("generate", "translate")
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         options = GenerateOptions(
@@ -170,7 +170,7 @@ class LocalModel:
 
     @contextmanager
     def _event(self) -> Iterator[tuple[Any, Any]]:
-        """Where the engine puts the end of a job, and how to wait for it."""
+        """Where the engine delivers the result of a job, and how to wait for it."""
         box: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
         def deliver(event: Event) -> None:
@@ -187,7 +187,7 @@ class LocalModel:
 
 
 def load(folder: Path | str, threads: int | None = None) -> LocalModel:
-    """Open a bundle to use it in this process."""
+    """Open a bundle to use in this process."""
     return LocalModel(folder, threads)
 
 
@@ -327,7 +327,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 
 def _trained_on(model: LocalModel) -> list[str]:
-    """The columns of the texts in training, as the bundle notes them."""
+    """The text columns used in training, as the bundle records them."""
     recipe = model._served.manifest.provenance.get("recipe")
     try:
         return [str(column) for column in cast(Any, recipe)["data"]["text"]]
@@ -336,7 +336,7 @@ def _trained_on(model: LocalModel) -> list[str]:
 
 
 def _separator(path: Path) -> str:
-    """What stands between cells; "" for a line of JSON each."""
+    """The cell separator; "" for JSON lines."""
     separators = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
     if path.suffix.lower() not in separators:
         raise ValueError(f"{path}: expected .csv, .tsv or .jsonl")
@@ -365,7 +365,7 @@ def _open_output(path: Path) -> Any:
 
 
 class _TableWriter:
-    """Rows of the kind of table that was read."""
+    """Writes rows in the format of the table that was read."""
 
     def __init__(self, target: Any, separator: str) -> None:
         self._target, self._separator = target, separator
