@@ -791,8 +791,7 @@ def oip_problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
 
 
 _UNKNOWN = "No model with this name or version is served."
-_NOT_READY = "The server is starting or shutting down, a model call is stuck, or the model "
-"fails."
+_NOT_READY = "The server is starting or shutting down, a model call is stuck, or the model fails."
 
 
 def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:

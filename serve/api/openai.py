@@ -80,8 +80,7 @@ _FINISH = (
 )
 _WHEN = "When the answer was started, in Unix seconds."
 _MODEL = "The model that answered."
-_INDEX = "Index of the answer, from 0: first all answers to the first prompt, then all to the "
-"next."
+_INDEX = "Index of the answer, from 0: first all answers to the first prompt, then all to the next."
 FinishReason = Literal["stop", "length"]
 
 
