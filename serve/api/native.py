@@ -1,4 +1,4 @@
-"""POST /v1/classify and POST /v1/generate."""
+"""The routes POST /v1/classify and POST /v1/generate."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -80,7 +80,7 @@ _STREAM_ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerWriter:
-    """One request, decided and ready to run; writes the parts of its answer."""
+    """Writes the answer to a generate request, whole or as a stream."""
 
     submission: Submission
 
@@ -104,7 +104,7 @@ class AnswerWriter:
         )
 
     def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
-        """GenerateResponse: not made of that, since it may be large."""
+        """The fields of GenerateResponse, as a dictionary because it may be large."""
         wish = self.submission.wishes[0]
         return {
             "id": request_id(self.submission.request),
@@ -185,7 +185,7 @@ async def _run(writer: AnswerWriter) -> Response:
 
 
 def _score(logprob: ScoredToken) -> dict[str, object]:
-    """TokenScore of a whole answer."""
+    """The fields of TokenScore."""
     return {
         "token": logprob.token,
         "logprob": logprob.logprob,
@@ -201,7 +201,7 @@ def _token_score(logprob: ScoredToken) -> TokenScore:
     )
 
 
-# POST /v1/classify: texts, images or points in, labels out: of each input, or of its tokens.
+# POST /v1/classify
 
 
 _DEFAULT_LABELS = 5
@@ -286,7 +286,7 @@ def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
 
 
 def _characters(asked: ClassifyRequest) -> int | None:
-    """How much text there is to encode; None where there is something else to read."""
+    """The length of the texts to encode; None for other inputs."""
     total = 0
     for item in asked.input:
         if item.characters is None:

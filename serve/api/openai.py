@@ -1,4 +1,4 @@
-"""OpenAI's dialect: completions and chats, whole or as streams."""
+"""OpenAI's API: completions and chat completions, whole or as streams."""
 
 import json
 import time
@@ -307,7 +307,7 @@ _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every part of one answer repeats."""
+    """The fields that every part of a response repeats."""
 
     id: str
     created: int
@@ -316,26 +316,26 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class ResponseEnd:
-    """What is known at the end."""
+    """What is known when all answers are complete."""
 
     usage: Usage
     report: DialReport
 
 
 class ResponseFormat(Protocol):
-    """How answers look. `index` is the number of an answer, None a chunk without one."""
+    """How responses look. `index` is the number of an answer, None for a chunk without one."""
 
     @property
     def prefix(self) -> str:
-        """What ids begin with."""
+        """The prefix of ids."""
 
     def whole(
         self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
     ) -> dict[str, object]:
-        """All of it, as the documented shape has it: not made of that, since it may be large."""
+        """A whole response with the documented fields, as a dictionary because it may be large."""
 
     def opening(self, head: ResponseHead, index: int) -> Answer | None:
-        """What comes before the first token, if anything does."""
+        """The chunk before the first token, if there is one."""
 
     def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> Answer: ...
 
@@ -352,9 +352,9 @@ class ResponseFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormat:
-    """Of /v1/completions."""
+    """Responses of /v1/completions."""
 
-    echoes: Sequence[str]  # what comes before each answer
+    echoes: Sequence[str]  # text in front of each answer
     logprobs: bool
     prefix: str = "cmpl-"
 
@@ -419,7 +419,7 @@ class CompletionFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     logprobs: bool
     prefix: str = "chatcmpl-"
@@ -494,7 +494,7 @@ def _whole(
 
 
 def _columns(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
-    """CompletionLogprobs of a whole answer."""
+    """The fields of CompletionLogprobs."""
     return {
         "tokens": LazyList(one.token for one in logprobs),
         "token_logprobs": LazyList(one.logprob for one in logprobs),
@@ -504,7 +504,7 @@ def _columns(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
 
 
 def _content(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
-    """ChatLogprobs of a whole answer."""
+    """The fields of ChatLogprobs."""
     return {"content": LazyList(map(_place, logprobs)), "refusal": None}
 
 
@@ -528,7 +528,7 @@ def _legacy(one: ScoredToken) -> CompletionLogprobs:
 
 
 def _by_token(one: ScoredToken) -> dict[str, float]:
-    """Of tokens that look alike, as parts of characters do, the likeliest."""
+    """One entry per text: of tokens that look alike (parts of characters), the most likely."""
     found: dict[str, float] = {}
     for token, logprob in (*one.top, (one.token, one.logprob)):
         found.setdefault(token, logprob)
@@ -555,7 +555,7 @@ def _bytes(token: str) -> list[int] | None:
     return None if _PART_OF_A_CHARACTER in token else [*token.encode()]
 
 
-# What requests in OpenAI's shape share: sampling, streaming, budgets; and what is refused.
+# Request fields that completions and chats share, and fields that are not supported.
 
 
 EFFORT_OF: dict[str, Effort] = {
@@ -571,11 +571,11 @@ EFFORT_OF: dict[str, Effort] = {
 
 @dataclass(frozen=True, slots=True)
 class NeutralOnly:
-    """A field that this server takes only where it asks for nothing."""
+    """An unsupported field: accepted only with a value that has no effect."""
 
     field: str
     neutral: tuple[Any, ...]
-    instead: str  # what to do
+    instead: str  # what to do instead
 
     def check(self, value: Any) -> Any:
         if value is None or any(_same(value, one) for one in self.neutral):
@@ -687,7 +687,7 @@ class OpenAIFields(BudgetFields):
 
     @property
     def answers(self) -> int:
-        """How many answers to each prompt."""
+        """Answers per prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -702,7 +702,7 @@ class OpenAIFields(BudgetFields):
 
     @property
     def counts_in_stream(self) -> bool:
-        """Whether the stream shall end with the usage."""
+        """Whether the stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
@@ -721,7 +721,7 @@ class OpenAIFields(BudgetFields):
         return self
 
 
-# What clients of OpenAI's API may send here: every field, its type, its limits.
+# Requests.
 
 
 COMPLETION_MAX_TOKENS = 16
@@ -778,12 +778,12 @@ class CompletionRequest(OpenAIFields):
     ] = Field(None, description="Not supported: must be empty.")
 
     def limit(self, most: int) -> int:
-        """How many tokens to write at most; by default no more than a server does."""
+        """Most tokens to generate: as asked, else the default, at most the server's limit."""
         return min(COMPLETION_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
     @property
     def candidates(self) -> int:
-        """How many answers to write to each prompt."""
+        """Answers to generate per prompt."""
         return self.answers if self.best_of is None else self.best_of
 
     @model_validator(mode="after")
@@ -890,17 +890,17 @@ class ChatRequest(OpenAIFields):
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
 
     def limit(self, most: int) -> int:
-        """How many tokens to write at most; by default no more than a server does."""
+        """Most tokens to generate: as asked, else the default, at most the server's limit."""
         return self.max_completion_tokens or self.max_tokens or min(DEFAULT_MAX_TOKENS, most)
 
     @property
     def limit_field(self) -> str:
-        """Which field said so."""
+        """The field that set the limit."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens to report; None: no log-probability at all."""
+        """How many of the most likely tokens to return; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -917,7 +917,7 @@ class ChatRequest(OpenAIFields):
         return self
 
 
-# The stream of an answer in OpenAI's shape: chunks, then `[DONE]` or an error, once.
+# Streams: chunks, then `[DONE]` or an error, once.
 
 
 DONE = b"data: [DONE]\n\n"
@@ -925,7 +925,7 @@ DONE = b"data: [DONE]\n\n"
 
 @final
 class ChunkWriter:
-    """Writes what comes of the answers to one request, in the order in which it comes."""
+    """Writes the events of all answers to one request, in the order in which they arrive."""
 
     def __init__(
         self,
@@ -936,7 +936,7 @@ class ChunkWriter:
         path: str,
         counts: bool,
     ) -> None:
-        """`tail` tells the end from those of all answers; `counts`: a last chunk has the usage."""
+        """`tail` makes the end of the stream; with `counts` a last chunk has the usage."""
         self._format = response_format
         self._head = head
         self._answers = answers
@@ -947,7 +947,7 @@ class ChunkWriter:
         self._ends: dict[int, GeneratedEvent] = {}
 
     def write(self, events: Sequence[tuple[int, Event]]) -> StreamChunk:
-        """What these events become; nothing comes behind an error."""
+        """The bytes for these events. Nothing follows an error."""
         body = b""
         for index, event in events:
             match event:
@@ -989,7 +989,7 @@ class ChunkWriter:
         return event_of(json.dumps(error_body(error, self._path)))
 
 
-# What the routes in OpenAI's shape share: from a request to its answers, whole or in pieces.
+# From a request to its response, for both routes.
 
 
 OPENAI_PROBLEMS = {
@@ -1004,22 +1004,22 @@ STREAM_ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class OpenAISubmission:
-    """One request, decided and ready to run."""
+    """A request of OpenAI's API that is ready to run."""
 
     submission: Submission
     response_format: ResponseFormat
     head: ResponseHead
     prompts: int
-    answers: int  # to each prompt
-    counts: bool  # whether a stream ends with a chunk that counts
+    answers: int  # per prompt
+    counts: bool  # whether a stream ends with a chunk that has the usage
 
     @property
     def candidates(self) -> int:
-        """The answers that are written to each prompt."""
+        """Answers generated per prompt."""
         return len(self.submission.wishes) // self.prompts
 
     async def respond(self) -> Response:
-        """The response, or the stream of it."""
+        """Run it, and return the response or the stream."""
         async with AsyncExitStack() as work:
             running = await work.enter_async_context(self.submission.running())
             if self.submission.wishes[0].stream:
@@ -1049,7 +1049,7 @@ class OpenAISubmission:
         )
 
     def _chosen(self, events: Sequence[GeneratedEvent]) -> list[int]:
-        """Which answers are returned: to each prompt the first, or the best of more, best first."""
+        """The answers to return: per prompt the first, or the best of several, best first."""
         chosen: list[int] = []
         for prompt in range(self.prompts):
             first = prompt * self.candidates
@@ -1102,7 +1102,7 @@ def submission_of(
     prompts: int,
     response_format: ResponseFormat,
 ) -> OpenAISubmission:
-    """Ready to run, at the steps that are chosen now."""
+    """A submission; where the server chooses the step count, it does so now."""
     head = ResponseHead(response_format.prefix + request_id(request), int(time.time()), served.name)
     submission = Submission.of(request, engine, served, asked, decision, wishes)
     return OpenAISubmission(
@@ -1111,7 +1111,7 @@ def submission_of(
 
 
 def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
-    """The rung for a request; what is wrong is said of the field that was sent."""
+    """The budget decision for a request. Errors name the field that was sent."""
     try:
         return decide_budget(request, served, asked)
     except ImpossibleBudget as error:
@@ -1128,7 +1128,7 @@ def wishes_of(
     max_tokens: int,
     logprobs: int | None,
 ) -> list[Wish]:
-    """What to write: to each prompt so many answers, whose seeds follow each other."""
+    """What to generate: several answers per prompt, with consecutive seeds."""
     seed = drawn_seed() if asked.seed is None else asked.seed
     return [
         wish_in(
@@ -1151,7 +1151,7 @@ def wishes_of(
 
 
 async def _ends(running: RunningJobs) -> list[GeneratedEvent]:
-    """The ends of all texts; raises what kept one of them from being complete."""
+    """The complete answers; raises the error of the first one that failed."""
     ends: dict[int, GeneratedEvent] = {}
     while len(ends) < len(running.jobs):
         for index, event in await running.events.take():
@@ -1163,11 +1163,11 @@ async def _ends(running: RunningJobs) -> list[GeneratedEvent]:
 
 
 def _likelihood(event: GeneratedEvent) -> float:
-    """The mean log-probability of a token."""
+    """The mean log-probability per token."""
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-# POST /v1/chat/completions: messages in, the next one out, in OpenAI's shape.
+# POST /v1/chat/completions
 
 
 def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1226,7 +1226,7 @@ def _prompt(asked: ChatRequest, served: Served) -> list[int]:
     return served.codec.encode_prompt(served.chat.prompt(asked.messages), "messages")
 
 
-# POST /v1/completions: prompts in, their continuations or translations out, in OpenAI's shape.
+# POST /v1/completions
 
 
 def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1279,7 +1279,7 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
-    """What comes before each answer."""
+    """The text in front of each answer."""
     return [
         prompt.text(served.codec) if asked.echo else ""
         for prompt in asked.prompt

@@ -1,4 +1,4 @@
-"""From items and tensors to the rows that a model takes."""
+"""Request inputs and tensors, turned into the rows that a model takes."""
 
 from collections.abc import Sized
 from typing import NamedTuple
@@ -13,11 +13,13 @@ from serve.inputs.text import Span, TextCodec
 from serve.inputs.values import Input, check_list, number_rows
 from serve.runtime.protocol import FloatArray, Row
 
-# Clouds of points that requests send, as the model was trained on them.
+# Clouds of points, normalised as in training.
 
 
 def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
-    """Points (N, dimensions) around their mean, the farthest at distance 1."""
+    """Points (N, dimensions) centred on their mean and scaled so that the farthest is at distance
+    1.
+    """
     rows = check_list(value, param)
     if len(rows) > spec.max_points:
         raise Unprocessable(
@@ -37,18 +39,18 @@ def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
 
 
 def unit_cloud(points: npt.NDArray[np.float64]) -> FloatArray:
-    """The same points (N, dimensions) around their mean, the farthest at distance 1."""
-    if (points == points[0]).all():  # the mean of equal numbers may differ from them
+    """The points (N, dimensions) centred on their mean and scaled to distance 1."""
+    if (points == points[0]).all():  # rounding can make the mean of equal numbers differ from them
         return np.zeros(points.shape, dtype=np.float32)
     points = points - points.mean(axis=0)
-    # In two steps, so that the square of a very small number does not vanish.
+    # In two steps, so that the square of a tiny number does not become 0.
     points /= np.abs(points).max()
     points /= np.sqrt((points**2).sum(axis=1)).max()
     cloud: FloatArray = points.astype(np.float32)
     return cloud
 
 
-# What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
+# The size of an image in a batch, compared with texts: one token per so many pixels.
 _PIXELS_PER_TOKEN = 256
 _SHOWS = {
     "text": "text: send a string",
@@ -58,16 +60,16 @@ _SHOWS = {
 
 
 class InputRow(NamedTuple):
-    """One row, and whether some of the text was left out to make it fit."""
+    """One row, and whether its text was cut to fit."""
 
     row: Row
     truncated: bool = False
-    text: str = ""  # of a model that labels its positions
-    spans: tuple[Span, ...] = ()  # what each of them labels of it
+    text: str = ""  # for models that label tokens
+    spans: tuple[Span, ...] = ()  # the part of the text that each token labels
 
 
 def check_kinds(items: tuple[Input, ...], manifest: Manifest) -> None:
-    """WrongInput, naming what the model takes, unless every item is of its kind."""
+    """WrongInput, naming what the model takes, if an input is of another kind."""
     kind = manifest.input.kind
     for item in items:
         if item.kind != kind:
@@ -81,7 +83,7 @@ def check_kinds(items: tuple[Input, ...], manifest: Manifest) -> None:
 def read_items(
     items: tuple[Input, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
 ) -> list[InputRow]:
-    """The rows of items whose kinds have been checked; only texts need a codec."""
+    """The rows of inputs whose kinds were checked; only texts need a codec."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         count = PixelCount()
@@ -101,7 +103,7 @@ def _positions(item: Input, codec: TextCodec, truncate: bool) -> InputRow:
 
 
 def greatest_length(manifest: Manifest) -> int:
-    """What `row_length` says of the largest row that there may be."""
+    """`row_length` of the largest possible row."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         return _image_length(spec)
@@ -109,7 +111,7 @@ def greatest_length(manifest: Manifest) -> int:
 
 
 def row_length(row: Sized, manifest: Manifest) -> int:
-    """How much of a call a row fills, in tokens or points."""
+    """The size of a row in a batch, in tokens or points."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         return _image_length(spec)
@@ -120,14 +122,14 @@ def _image_length(spec: ImageInput) -> int:
     return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)
 
 
-# Images and clouds of points that come as tensors, as the rows that a model takes.
+# Images and clouds of points that were sent as tensors.
 
 
 Numbers = npt.NDArray[np.float64]
 
 
 def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[InputRow]:
-    """Rows of images (B, C, H, W) of the model's size: from 0 to 255 if whole, else to 1."""
+    """Rows from images (B, C, H, W) of the model's size, from 0 to 255 if integers, else to 1."""
     if not whole and (tensor.min() < 0 or tensor.max() > 1):
         worst = tensor.min() if tensor.min() < 0 else tensor.max()
         raise Unprocessable(
@@ -138,5 +140,5 @@ def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> li
 
 
 def cloud_rows(tensor: Numbers) -> list[InputRow]:
-    """Rows of clouds (B, N, dimensions)."""
+    """Rows from clouds (B, N, dimensions)."""
     return [InputRow(unit_cloud(cloud)) for cloud in tensor]
