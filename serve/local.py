@@ -226,13 +226,25 @@ def _parser() -> argparse.ArgumentParser:
         description="Label the rows of a table with a bundle, without a server.",
     )
     predict.set_defaults(run=_predict)
-    predict.add_argument("bundle", type=Path, metavar="BUNDLE")
+    predict.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     predict.add_argument(
-        "--input", type=Path, required=True, metavar="FILE", help="csv, tsv or jsonl"
+        "--input",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="table to read: .csv, .tsv or .jsonl",
     )
-    predict.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     predict.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of the texts (default: as in training)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the labelled table (default: standard output)",
+    )
+    predict.add_argument(
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column with the text; repeat it for several (default: the columns used in training)",
     )
     sample = commands.add_parser(
         "sample",
@@ -240,22 +252,43 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a prompt, or translate a text, with a bundle and without a server.",
     )
     sample.set_defaults(run=_sample)
-    sample.add_argument("bundle", type=Path, metavar="BUNDLE")
-    sample.add_argument("--prompt", required=True, metavar="TEXT")
+    sample.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     sample.add_argument(
-        "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
+        "--prompt", required=True, metavar="TEXT", help="text to continue or translate"
     )
     sample.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="most tokens to generate (default: %(default)s)",
     )
-    sample.add_argument("--top-k", type=int, metavar="K")
-    sample.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sample.add_argument("--seed", type=int, metavar="N")
+    sample.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 always takes the most likely token; "
+        "higher is more varied (default: 1, or 0 "
+        "to translate)",
+    )
+    sample.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
+    )
+    sample.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens that together have probability P",
+    )
+    sample.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     for each in (predict, sample):
         budget = each.add_mutually_exclusive_group()
-        budget.add_argument("--steps", type=int, metavar="N", help="(default: the bundle's)")
-        budget.add_argument("--effort", choices=EFFORTS)
-        each.add_argument("--threads", type=int, help="threads a call (default: all cores)")
+        budget.add_argument(
+            "--steps", type=int, metavar="N", help="step count (default: the bundle's default)"
+        )
+        budget.add_argument("--effort", choices=EFFORTS, help="step count by name")
+        each.add_argument("--threads", type=int, help="threads per model call (default: all cores)")
     return parser
 
 
