@@ -261,8 +261,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._trailers = self._trailer_bytes = 0
         self._between_bytes = 0  # since the last byte of the body
         self._table = self.everybody
-        self._crowded = False
-        self._deaf = False  # nothing more is read
+        self._over_limit = False
+        self._stopped_reading = False  # nothing more is read
         self._problem: ServeError | None = None  # set by a callback of the parser
         self._answering: RequestResponseCycle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
@@ -275,8 +275,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self.health_port is not None and self.server and self.server[1] == self.health_port:
             self._table = self.probing
-        self._crowded = not self._table.enter(self, self.client[0] if self.client else None)
-        if self._crowded and self._table.spare > _FOR_PROBES:
+        self._over_limit = not self._table.enter(self, self.client[0] if self.client else None)
+        if self._over_limit and self._table.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
             self._await_bytes(self.limits.header_timeout_s)
@@ -294,7 +294,7 @@ class LimitedProtocol(HttpToolsProtocol):
             cast(dict[str, Any], self._answering.scope)[DISCONNECT_KEY].happen()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._stopped_reading:
             return
         self._unset_keepalive_if_required()
         self._chunk_bytes = len(data)
@@ -349,7 +349,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope[ARRIVED_KEY] = time.perf_counter()
         scope[DISCONNECT_KEY] = Disconnect()
         scope[WHOLE_KEY] = self._write_whole
-        if self._crowded:
+        if self._over_limit:
             scope[CROWDED_KEY] = True
         if self._table is self.probing:
             scope[PROBING_KEY] = True
@@ -501,7 +501,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Whether a request that had begun to arrive at that time is still unanswered."""
         if self._table is self.probing:
             return False
-        if self._reading is _HEAD and not self._deaf:
+        if self._reading is _HEAD and not self._stopped_reading:
             begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
             if begun_s <= since_s:
                 return True
@@ -567,14 +567,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close()
 
     def _end_after_answer(self) -> None:
-        self._deaf = True
+        self._stopped_reading = True
         if self._idle:
             self._close()
         else:
             self.cycle.keep_alive = False
 
     def _close(self) -> None:
-        self._deaf = True
+        self._stopped_reading = True
         self._stop_reading_timer()
         self.transport.close()
         self._await_reader()
