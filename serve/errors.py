@@ -271,10 +271,10 @@ class InternalError(ServeError):
 class Unavailable(ServeError):
     status = 503
     code = "unavailable"
-    come_back: ClassVar[Mapping[str, str]] = {}
+    retry_headers: ClassVar[Mapping[str, str]] = {}
 
     def headers(self) -> dict[str, str]:
-        return dict(self.come_back)
+        return dict(self.retry_headers)
 
 
 class NotReady(Unavailable):
@@ -296,22 +296,22 @@ class Stalled(NotReady):
 
 class Draining(Unavailable):
     code = "draining"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
 class Crowded(Unavailable):
     code = "too_many_connections"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
 class ModelGone(Unavailable):
     code = "model_gone"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
 
 class OutOfMemory(Unavailable):
     code = "out_of_memory"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
     def __init__(self) -> None:
         super().__init__("the server has no memory left for this request: send it again later")
