@@ -195,7 +195,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         for make in (classify_routes, generate_routes, completion_routes, chat_routes)
     ]
     handle = _error_handler(engine)
-    envelope = partial(
+    middleware = partial(
         RequestMiddleware,
         metrics=engine.metrics,
         keys=keys,
@@ -212,9 +212,11 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
-        middleware=[Middleware(envelope)],
+        middleware=[Middleware(middleware)],
     )
-    app.add_direct_routes((route for router in posts for route in router.routes), handle, envelope)
+    app.add_direct_routes(
+        (route for router in posts for route in router.routes), handle, middleware
+    )
     app.state.keys, app.state.admin_keys = keys, admin_keys
     for router in posts:
         app.include_router(router)
