@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._hurried = False
+        self._grace_over = False
         self._reload = reload
         self._leave = leave
         self._reloads: set[asyncio.Task[None]] = set()
@@ -106,11 +106,11 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends the grace period, the third exits at once."""
-        if self._loop is None or self._hurried:
+        if self._loop is None or self._grace_over:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
         elif self._engine.draining:
-            self._hurried = True
+            self._grace_over = True
         else:
             self._engine.drain()
             self._loop.call_soon_threadsafe(self._begin_drain)
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         loop, begun_s = asyncio.get_running_loop(), self._engine.clock()
         late = Draining("the server has shut down before the answer was complete: send it again")
         end_s = loop.time() + self._drain_s
-        await self._answered(begun_s, lambda: self._hurried or loop.time() >= end_s)
+        await self._answered(begun_s, lambda: self._grace_over or loop.time() >= end_s)
         self._engine.close(late)
         # Routes know best what became of their requests, but those still reading a body cannot
         # answer.
