@@ -450,7 +450,7 @@ def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
     if members is not None:
         param = ".".join(shown(str(part)) for part in first["loc"])
         return InvalidField(_sentence(param, [first], members), param=param)
-    to_blame = _to_blame(problems, first["loc"][0])
+    to_blame = _most_informative(problems, first["loc"][0])
     param = _param(to_blame[0]["loc"])
     return InvalidField(_sentence(param, to_blame, schema.model_fields), param=param)
 
@@ -475,7 +475,7 @@ def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[st
     return None
 
 
-def _to_blame(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorDetails]:
+def _most_informative(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorDetails]:
     """The most informative reasons why this field is wrong.
 
     A field of several types has a reason for each: "must be a string" says little about a list
