@@ -239,7 +239,7 @@ def _error_handler(engine: Engine) -> Handle:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_GONE)
-        shown = _own(error, request)
+        shown = _as_serve_error(error, request)
         if shown.status in (429, 503):
             engine.metrics.rejected.labels(shown.code).inc()
         path = request.scope["path"]
@@ -253,7 +253,7 @@ def _error_handler(engine: Engine) -> Handle:
     return handle
 
 
-def _own(error: Exception, request: Request) -> ServeError:
+def _as_serve_error(error: Exception, request: Request) -> ServeError:
     if isinstance(error, ServeError):
         return error
     if isinstance(error, HTTPException):
