@@ -141,11 +141,12 @@ class Loading:
         self._editions = count(1)
         self._turn = asyncio.Lock()
         # The manifest last read from each folder that is checked again.
-        self._given: dict[Path, Manifest] = {
+        self._manifests: dict[Path, Manifest] = {
             served.bundle.folder.resolve(): served.manifest for served in engine.catalog
         }
         self._allowed = tuple(
-            folder.resolve() for folder in settings.admin_folders or (*self._given, settings.zoo)
+            folder.resolve()
+            for folder in settings.admin_folders or (*self._manifests, settings.zoo)
         )
 
     def allowed(self, folder: str) -> Path:
@@ -193,14 +194,14 @@ class Loading:
                     _log.error("bundle not loaded, the models served before stay: %s", error)
 
     def _folders(self) -> list[Path]:
-        folders = list(self._given)
+        folders = list(self._manifests)
         if self._zoo is not None:
             try:
                 found = [folder.resolve() for folder in find_bundles(self._zoo)]
             except BundleError as error:
                 _log.warning("%s", error)
                 found = []
-            folders += [folder for folder in found if folder not in self._given]
+            folders += [folder for folder in found if folder not in self._manifests]
         return folders
 
     async def _renew(self, folder: Path) -> None:
@@ -208,11 +209,11 @@ class Loading:
             _log.warning("%s has vanished; the model loaded from it stays", folder)
             return
         bundle = await asyncio.to_thread(read_servable, folder, self._place, verify=False)
-        if bundle.manifest == self._given.get(folder):
+        if bundle.manifest == self._manifests.get(folder):
             return
-        if folder not in self._given:
+        if folder not in self._manifests:
             self._check_new(bundle)
-        self._given[folder] = (await self._load(folder)).loaded.manifest
+        self._manifests[folder] = (await self._load(folder)).loaded.manifest
 
     def _check_new(self, bundle: Bundle) -> None:
         """Refuse a new folder with the name of a model from another folder that still exists."""
@@ -228,8 +229,8 @@ class Loading:
         served = await asyncio.to_thread(self._open, folder, next(self._editions))
         replaced = self._engine.catalog.get(served.name)
         self._engine.serve(served)
-        if folder in self._given:
-            self._given[folder] = served.manifest
+        if folder in self._manifests:
+            self._manifests[folder] = served.manifest
         seconds = time.perf_counter() - begun_s
         _log.info("loaded %s from %s in %.2f s", served.name, folder, seconds)
         self._changed()
