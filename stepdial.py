@@ -1,8 +1,7 @@
-"""The `stepdial` command: finds the package that owns a subcommand and hands it the arguments.
+"""The `stepdial` command: finds the package of a subcommand and passes the arguments on.
 
-It deliberately knows none of the options of those packages, and imports a package only when its
-command is used, so that `stepdial serve` never pays for torch and `stepdial --help` for nothing.
-The one command of its own is `demo`, which only strings others together.
+A package is imported only when its command is used, so that `stepdial serve` never loads torch and
+`stepdial --help` loads nothing.
 """
 
 import difflib
@@ -24,23 +23,40 @@ class Command:
 
     package: str
     extra: str
-    takes_name: bool  # the package has several commands, so it is told which one was meant
+    takes_name: bool  # the package has several commands, so it gets the name too
     summary: str
     module: str = "__main__"
 
 
 COMMANDS = {
     "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
-    "convert": Command("train", "train", True, "make a dial of a pretrained encoder"),
-    "retrofit": Command("train", "train", True, "make a fixed-step run good at any step count"),
-    "evaluate": Command("train", "train", True, "quality of a run or a bundle against steps"),
-    "export": Command("export", "export", True, "turn a run into a bundle that the server loads"),
-    "inspect": Command("export", "export", True, "show a bundle and its quality-latency frontier"),
-    "calibrate": Command("export", "export", True, "measure a bundle's latency on this machine"),
-    "predict": Command("serve", "serve", True, "label the rows of a table with a bundle", "local"),
+    "convert": Command(
+        "train",
+        "train",
+        True,
+        "convert a pretrained encoder into a model with a choice of step counts",
+    ),
+    "retrofit": Command(
+        "train", "train", True, "fine-tune a fixed-step run so that any step count works"
+    ),
+    "evaluate": Command(
+        "train", "train", True, "measure the quality of a run or a bundle at several step counts"
+    ),
+    "export": Command("export", "export", True, "export a run to a bundle for the server"),
+    "inspect": Command(
+        "export", "export", True, "show a bundle: its facts, and quality against latency"
+    ),
+    "calibrate": Command(
+        "export", "export", True, "measure the latency of a bundle on this machine"
+    ),
+    "predict": Command(
+        "serve", "serve", True, "label the rows of a CSV, TSV or JSONL file with a bundle", "local"
+    ),
     "sample": Command("serve", "serve", True, "continue a prompt with a bundle", "local"),
-    "serve": Command("serve", "serve", False, "answer HTTP requests; without a bundle, the zoo"),
-    "loadtest": Command("loadtest", "loadtest", False, "load a running server and report"),
+    "serve": Command("serve", "serve", False, "serve bundles over HTTP; without a bundle, the zoo"),
+    "loadtest": Command(
+        "loadtest", "loadtest", False, "load-test a running server and write a report"
+    ),
 }
 _DEMO_SUMMARY = "serve the zoo; with --train: train, export and serve a small model"
 
@@ -76,7 +92,7 @@ def _forward(name: str, arguments: list[str]) -> int:
         command = replace(command, package="export", extra="export")  # a bundle, not a run
     forwarded = [name, *arguments] if command.takes_name else arguments
     try:
-        # Inside the `try` too: a package may import its heavy dependencies only when it runs.
+        # Inside the `try` too: a package may import its heavy dependencies when it runs.
         entry = importlib.import_module(f"{command.package}.{command.module}")
         status = entry.main(forwarded)
     except ModuleNotFoundError as error:
@@ -118,7 +134,7 @@ def _demo(arguments: list[str]) -> int:
         ["export", run, "--out", bundle, "--steps", "1,2,4"],
     ):
         print(f"\n$ stepdial {' '.join(stage)}", flush=True)
-        # Processes of their own, so that the one which goes on to serve never holds torch.
+        # Separate processes, so that the one that goes on to serve never loads torch.
         status = subprocess.run([sys.executable, "-m", "stepdial", *stage], check=False).returncode
         if status:
             print(f"stepdial demo stopped: `stepdial {stage[0]}` failed.", file=sys.stderr)

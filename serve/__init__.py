@@ -1,4 +1,4 @@
-"""Serving: bundles, their runtime, the scheduler, the engine, the HTTP contract; never torch."""
+"""The server: bundles, their runtime, the engine and the HTTP API. It never imports torch."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def load(folder: "Path | str", threads: int | None = None) -> "LocalModel":
-    """Open a bundle to use it in this process: `classify` and `generate`, without HTTP."""
-    from serve import local  # here, not above: it brings the runtime and the engine
+    """Open a bundle to use in this process, without HTTP: `classify` and `generate`."""
+    from serve import local  # imported late: it brings the runtime and the engine
 
     return local.load(folder, threads)

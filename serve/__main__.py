@@ -1,6 +1,6 @@
 """The command `stepdial serve`, also `python -m serve`.
 
-What it does is in serve.command, which takes a moment to load; signals may come before that.
+The server itself is imported late, because that takes a moment and a signal may come before.
 """
 
 import os
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class EarlySignals:
-    """Those that come before there is a server: SIGTERM ends the process, SIGHUP is kept for it."""
+    """Signals before there is a server: SIGTERM ends the process, SIGHUP is kept for later."""
 
     def __enter__(self) -> "EarlySignals":
         self._hung_up = False
@@ -39,13 +39,13 @@ class EarlySignals:
             signal.signal(number, before)
 
     def repeat(self) -> None:
-        """There is a server now: tell it what came before."""
+        """Hand the signals that came before to the server."""
         if self._hung_up:
             self._hung_up = False
             signal.raise_signal(signal.SIGHUP)
 
     def _end(self, sig: int, frame: FrameType | None) -> None:
-        # Nobody was promised anything yet, and threads that load could not be told to end.
+        # Nothing was accepted yet, and threads that load models cannot be told to end.
         os._exit(_ENDED)
 
     def _keep(self, sig: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""The application: routes, errors and middleware put together around an engine.
+"""The application: routes, errors and middleware around an engine.
 
-There is none at module level: `create_app` makes one.
+`create_app` makes one; there is none at module level.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, S
 from serve.keys import Keys
 from serve.loading import Loading
 from serve.middleware import (
+    ADMIN_PREFIX,
     CLIENT_GONE,
-    OWN_KEYS,
     PROBES,
     WRITE_KEY,
-    Access,
-    Envelope,
+    AccessLog,
+    RequestMiddleware,
     error_body,
     error_status,
     speaks_oip,
@@ -55,29 +55,30 @@ from serve.middleware import (
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
 from serve.tracing import open_traces
 
-# A short way to the routes that most requests take, past what a framework does for all others.
-# The routes stay registered as usual, so that they are documented and that every other method and
-# path finds its answer; this only saves their requests the search and the dependencies that none
-# of them has.
+# The routes that most requests take are called directly, without the framework's search for a route
+# and its dependency injection. They stay registered as usual, so that they are documented and other
+# methods and paths get the usual answers.
 
 
-# Whose body is there, and which do nothing afterwards.
+# Responses that have their body and no background task.
 _WHOLE = (ReadyAnswer, JSONResponse, Response)
 Handle = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DirectApplication(FastAPI):
-    """A FastAPI application whose routes have a short way, if they are told to `lead`."""
+    """A FastAPI application that calls some routes directly."""
 
     def __init__(self, **chosen: Any) -> None:
         super().__init__(**chosen)
         self._direct: dict[tuple[str, str], APIRoute] = {}
         self._layer: ASGIApp = self._run
 
-    def lead(
+    def add_direct_routes(
         self, routes: Iterable[BaseRoute], handle: Handle, layer: Callable[[ASGIApp], ASGIApp]
     ) -> None:
-        """To these routes, through one layer; `handle` turns the errors of endpoints to answers."""
+        """Call these routes directly, through one middleware; `handle` turns their errors into
+        answers.
+        """
         self._direct = {
             (method, route.path): route
             for route in routes
@@ -107,26 +108,30 @@ class DirectApplication(FastAPI):
             await response(scope, receive, send)
 
 
-# The part of the OpenAPI document on what is refused before any route hears of it.
+# Errors that any route can give, added to the OpenAPI document.
 
 
 _REASONS = {
-    "401": "The server needs an API key, and there was none, or one that it does not know.",
-    "403": "A page of another address sent the request, or the API key forbids it.",
-    "429": "The API key has sent too many requests, or too many of them run; `Retry-After` says "
+    "401": "The API key is missing or unknown.",
+    "403": "A web page of another origin sent the request, or the API key forbids it.",
+    "429": "The API key has sent too many requests, or too many of them run. `Retry-After` says "
     "when to try again.",
-    "431": "The headers are too large, or too many.",
+    "431": "The headers are too large or too many.",
     "503": "Too many connections are open.",
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer KEY`"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    "basic": {"type": "http", "scheme": "basic", "description": "For browsers: any name, the key."},
+    "basic": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "For browsers: any user name, with the key as password.",
+    },
 }
 
 
 def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
-    """Add to every operation what any request can be told, where it does not say so itself."""
+    """Add the errors that any request can get to every operation that does not document them."""
     if needs_key:
         document["components"]["securitySchemes"] = _SCHEMES
     for path, methods in document["paths"].items():
@@ -140,7 +145,7 @@ def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
             )
             for code, about in _REASONS.items():
                 responses.setdefault(code, {"description": about, "content": shape})
-            if needs_key and not path.startswith(OWN_KEYS):
+            if needs_key and not path.startswith(ADMIN_PREFIX):
                 operation["security"] = [{name: []} for name in _SCHEMES]
 
 
@@ -149,10 +154,10 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 _ABOUT = (
-    "Answers of transformers whose depth is a dial: `steps` or `effort` of each request set how "
-    "much work it gets, and every answer says what it got."
+    "Serves transformers that can run at several step counts. `steps` or `effort` of each "
+    "request say how much work its answer should get, and every answer says what it got."
 )
-# Shapes that routes read or stream themselves, so that the framework does not find them.
+# Schemas that routes read or stream themselves, so that the framework does not find them.
 _OWN_SHAPES = (
     ClassifyRequest,
     GenerateRequest,
@@ -190,26 +195,28 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         for make in (classify_routes, generate_routes, completion_routes, chat_routes)
     ]
     handle = _error_handler(engine)
-    envelope = partial(
-        Envelope,
+    middleware = partial(
+        RequestMiddleware,
         metrics=engine.metrics,
         keys=keys,
         origins=settings.cors_origins,
-        access=Access(settings.access_log, traces),
+        access=AccessLog(settings.access_log, traces),
         takes=engine.takes,
     )
     app = DirectApplication(
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
-        openapi_url=None,  # it would be made while others wait: see serve.api.page
-        docs_url=None,  # it would load scripts from another host: see serve.api.page
+        openapi_url=None,  # made on another thread instead: see serve.api.page
+        docs_url=None,  # FastAPI's page loads scripts from another host: see serve.api.page
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
-        middleware=[Middleware(envelope)],
+        middleware=[Middleware(middleware)],
     )
-    app.lead((route for router in posts for route in router.routes), handle, envelope)
+    app.add_direct_routes(
+        (route for router in posts for route in router.routes), handle, middleware
+    )
     app.state.keys, app.state.admin_keys = keys, admin_keys
     for router in posts:
         app.include_router(router)
@@ -227,12 +234,12 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
 
 
 def _error_handler(engine: Engine) -> Handle:
-    """Every error leaves in the one shape that is documented."""
+    """Turns every error into a response in the documented format."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_GONE)
-        shown = _own(error, request)
+        shown = _as_serve_error(error, request)
         if shown.status in (429, 503):
             engine.metrics.rejected.labels(shown.code).inc()
         path = request.scope["path"]
@@ -246,7 +253,7 @@ def _error_handler(engine: Engine) -> Handle:
     return handle
 
 
-def _own(error: Exception, request: Request) -> ServeError:
+def _as_serve_error(error: Exception, request: Request) -> ServeError:
     if isinstance(error, ServeError):
         return error
     if isinstance(error, HTTPException):
@@ -266,7 +273,7 @@ def _headers(error: Exception, request: Request) -> dict[str, str]:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path takes; the framework tells only those of the first route."""
+    """The methods that a path takes; the framework names only those of the first route."""
     methods: set[str] = set()
     for context in iter_route_contexts(request.app.routes):
         if context.original_route.matches(request.scope)[0] is Match.PARTIAL:
@@ -275,7 +282,7 @@ def _allowed(request: Request) -> str:
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI document, with the shapes that routes handle themselves."""
+    """The OpenAPI document, with the schemas that routes handle themselves."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=_ABOUT, routes=app.routes
@@ -292,7 +299,7 @@ def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
 
 
 def _drop_foreign_errors(document: dict[str, Any]) -> None:
-    """The framework documents a 422 of its own shape, which no route here ever sends."""
+    """Remove the framework's own 422, which no route here sends."""
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     for methods in document["paths"].values():

@@ -1,8 +1,8 @@
-"""Budgets: from what a caller asked to a rung of the ladder, or to several that may serve it.
+"""Budgets: which step counts of the ladder may serve a request.
 
-Pure: the same ask and the same ladder give the same decision. It deliberately knows neither load
-nor time: where those decide, a decision names the rungs from which the server may choose. Both are
-tuples, since every request makes one of each.
+The same request and the same ladder always give the same decision. Where load or time matter, the
+decision names the step counts from which the server chooses later. Requests and decisions are named
+tuples, because every request makes one of each.
 """
 
 from typing import Literal, NamedTuple
@@ -13,8 +13,8 @@ from serve.errors import ImpossibleBudget, NotCalibrated, StepsForbidden
 Reason = Literal["exact", "effort", "disagreement", "deadline", "load", "default"]
 
 
-class Ask(NamedTuple):
-    """What a request says about its budget."""
+class BudgetRequest(NamedTuple):
+    """The budget fields of a request."""
 
     steps: int | None = None
     effort: Effort | None = None
@@ -22,17 +22,17 @@ class Ask(NamedTuple):
     deadline_ms: float | None = None
     min_steps: int | None = None
     max_steps: int | None = None
-    effort_or_more: bool = False  # where no rung has that name: the next above, else the greatest
+    effort_or_more: bool = False  # if no rung has that name: the next higher, else the highest
 
 
 class Decision(NamedTuple):
-    """The rung that serves a request, or the best of those that may, and why."""
+    """The rung that serves a request, or the best of those that may, and the reason."""
 
     rung: Rung
     full: Rung
     reason: Reason
-    level: Level | None = None  # of early answers; None: all steps of the rung are taken
-    choices: tuple[Rung, ...] = ()  # ascending, up to `rung`; empty: the server has no choice
+    level: Level | None = None  # for early answers; None: every row takes all steps
+    choices: tuple[Rung, ...] = ()  # ascending, the last is `rung`; empty: the server has no choice
 
     @property
     def steps(self) -> int:
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
     @property
     def threshold(self) -> float | None:
-        """How far ahead an early answer must be, if there may be one."""
+        """How certain an answer must be to stop early; None if none may."""
         return None if self.level is None else self.level.threshold
 
     @property
@@ -48,7 +48,7 @@ class Decision(NamedTuple):
         return tuple(rung.steps for rung in self.choices)
 
     def served_at(self, steps: int) -> "Decision":
-        """What became of it: the rung that the server chose, and why it was not the best."""
+        """The decision after the server chose a rung, with the reason if it was not the best."""
         if steps == self.steps:
             return self
         rung = next(rung for rung in self.choices if rung.steps == steps)
@@ -56,47 +56,47 @@ class Decision(NamedTuple):
         return self._replace(rung=rung, reason=reason)
 
 
-def decide(ask: Ask, manifest: Manifest) -> Decision:
-    """The rung for this ask; ImpossibleBudget, naming the ladder, where there is none."""
+def decide(request: BudgetRequest, manifest: Manifest) -> Decision:
+    """The rung for this request; ImpossibleBudget, naming the ladder, if there is none."""
     full = manifest.rungs[-1]
-    if ask.steps is not None and ask.effort is not None:
+    if request.steps is not None and request.effort is not None:
         raise ImpossibleBudget(
             "steps and effort both name a rung: send one of them", param="effort"
         )
-    _check_limits(ask)
-    if ask.max_disagreement is not None:
-        return _early(ask, ask.max_disagreement, manifest)
-    if ask.steps is not None:
-        return Decision(_within(ask, _rung_of(ask.steps, manifest), "steps"), full, "exact")
-    if ask.effort is not None:
-        named = _rung_named(ask.effort, manifest, ask.effort_or_more)
-        return Decision(_within(ask, named, "effort"), full, "effort")
-    allowed = _allowed(ask, manifest)
-    if ask.deadline_ms is not None:
+    _check_limits(request)
+    if request.max_disagreement is not None:
+        return _early(request, request.max_disagreement, manifest)
+    if request.steps is not None:
+        return Decision(_within(request, _rung_of(request.steps, manifest), "steps"), full, "exact")
+    if request.effort is not None:
+        named = _rung_named(request.effort, manifest, request.effort_or_more)
+        return Decision(_within(request, named, "effort"), full, "effort")
+    allowed = _allowed(request, manifest)
+    if request.deadline_ms is not None:
         return Decision(allowed[-1], full, "deadline", choices=allowed)
     usual = [rung for rung in allowed if rung.steps <= manifest.default_steps] or allowed[:1]
     return Decision(usual[-1], full, "default", choices=tuple(usual))
 
 
-def decide_within(ask: Ask, manifest: Manifest, most: int | None) -> Decision:
-    """The same for a caller who may have so many steps at most; StepsForbidden beyond them.
+def decide_within(request: BudgetRequest, manifest: Manifest, most: int | None) -> Decision:
+    """Like `decide`, for an API key with a limit on steps; StepsForbidden above it.
 
-    Where the server chooses, it chooses among those.
+    Where the server chooses, it stays below the limit.
     """
     if most is None:
-        return decide(ask, manifest)
-    capped = ask
-    if ask.steps is None and ask.effort is None and ask.max_disagreement is None:
-        limit = most if ask.max_steps is None else min(most, ask.max_steps)
-        if any((ask.min_steps or 1) <= rung.steps <= limit for rung in manifest.rungs):
-            capped = ask._replace(max_steps=limit)
+        return decide(request, manifest)
+    capped = request
+    if request.steps is None and request.effort is None and request.max_disagreement is None:
+        limit = most if request.max_steps is None else min(most, request.max_steps)
+        if any((request.min_steps or 1) <= rung.steps <= limit for rung in manifest.rungs):
+            capped = request._replace(max_steps=limit)
     decision = decide(capped, manifest)
     if decision.steps > most:
         named = next(
             (
                 field
                 for field in ("steps", "effort", "max_disagreement", "min_steps")
-                if getattr(ask, field) is not None
+                if getattr(request, field) is not None
             ),
             "steps",
         )
@@ -142,20 +142,24 @@ def _rung_named(effort: Effort, manifest: Manifest, or_more: bool) -> Rung:
     )
 
 
-def _check_limits(ask: Ask) -> None:
-    if ask.min_steps is not None and ask.max_steps is not None and ask.min_steps > ask.max_steps:
+def _check_limits(request: BudgetRequest) -> None:
+    if (
+        request.min_steps is not None
+        and request.max_steps is not None
+        and request.min_steps > request.max_steps
+    ):
         raise ImpossibleBudget(
-            f"min_steps is {ask.min_steps} and max_steps {ask.max_steps}: the least is above the "
-            "most",
+            f"min_steps is {request.min_steps} and max_steps {request.max_steps}: the least is "
+            "above the most",
             param="min_steps",
         )
 
 
-def _within(ask: Ask, rung: Rung, named: str) -> Rung:
-    """A rung that the caller named, if the limits that came with it allow it."""
+def _within(request: BudgetRequest, rung: Rung, named: str) -> Rung:
+    """The rung that the caller named, unless min_steps or max_steps forbid it."""
     for field, broken in (
-        ("min_steps", ask.min_steps is not None and rung.steps < ask.min_steps),
-        ("max_steps", ask.max_steps is not None and rung.steps > ask.max_steps),
+        ("min_steps", request.min_steps is not None and rung.steps < request.min_steps),
+        ("max_steps", request.max_steps is not None and rung.steps > request.max_steps),
     ):
         if broken:
             raise ImpossibleBudget(
@@ -166,15 +170,15 @@ def _within(ask: Ask, rung: Rung, named: str) -> Rung:
     return rung
 
 
-def _allowed(ask: Ask, manifest: Manifest) -> tuple[Rung, ...]:
-    """The rungs between the limits, ascending."""
-    if ask.min_steps is None and ask.max_steps is None:
+def _allowed(request: BudgetRequest, manifest: Manifest) -> tuple[Rung, ...]:
+    """The rungs between min_steps and max_steps, ascending."""
+    if request.min_steps is None and request.max_steps is None:
         return manifest.rungs
     allowed = tuple(
         rung
         for rung in manifest.rungs
-        if (ask.min_steps is None or rung.steps >= ask.min_steps)
-        and (ask.max_steps is None or rung.steps <= ask.max_steps)
+        if (request.min_steps is None or rung.steps >= request.min_steps)
+        and (request.max_steps is None or rung.steps <= request.max_steps)
     )
     if allowed:
         return allowed
@@ -182,15 +186,15 @@ def _allowed(ask: Ask, manifest: Manifest) -> tuple[Rung, ...]:
     raise ImpossibleBudget(
         f"{manifest.name} has no rung within min_steps and max_steps; its ladder has "
         f"{_listed(ladder)}",
-        param="max_steps" if ask.min_steps is None else "min_steps",
+        param="max_steps" if request.min_steps is None else "min_steps",
         ladder=ladder,
     )
 
 
-def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
-    """Full steps, or fewer for a row whose answer is sure enough: the strictest level that fits."""
-    if ask.steps is not None or ask.effort is not None:
-        named = "steps" if ask.steps is not None else "effort"
+def _early(request: BudgetRequest, allowed: float, manifest: Manifest) -> Decision:
+    """Full steps, with early stopping at the strictest certified level that is allowed."""
+    if request.steps is not None or request.effort is not None:
+        named = "steps" if request.steps is not None else "effort"
         raise ImpossibleBudget(
             f"max_disagreement lets the server choose the steps, and {named} names them: send one "
             "of them",
@@ -203,15 +207,15 @@ def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
             param="max_disagreement",
         )
     full = manifest.rungs[-1]
-    if ask.max_steps is not None and ask.max_steps < full.steps:
+    if request.max_steps is not None and request.max_steps < full.steps:
         raise ImpossibleBudget(
             f"max_disagreement is measured against {full.steps} steps, which an answer that is "
             f"not sure must take: max_steps cannot be below {full.steps}",
             param="max_steps",
         )
-    if ask.min_steps is not None and ask.min_steps > full.steps:
-        _allowed(ask, manifest)
-    if ask.min_steps is not None and 1 < ask.min_steps < full.steps:
+    if request.min_steps is not None and request.min_steps > full.steps:
+        _allowed(request, manifest)
+    if request.min_steps is not None and 1 < request.min_steps < full.steps:
         raise ImpossibleBudget(
             "max_disagreement is certified for answers that may stop after any step: send "
             f"min_steps as 1 or {full.steps}, or leave it out",
@@ -222,7 +226,7 @@ def _early(ask: Ask, allowed: float, manifest: Manifest) -> Decision:
         for level in manifest.calibration.levels
         if level.max_disagreement <= allowed and level.threshold is not None
     ]
-    if ask.min_steps == full.steps > 1:
+    if request.min_steps == full.steps > 1:
         fitting = []
     return Decision(full, full, "disagreement", fitting[-1] if fitting else None)
 

@@ -1,6 +1,6 @@
-"""The models that are served, found by name or by task.
+"""The served models, found by name or by task.
 
-Knows bundles and how to open them; deliberately neither requests nor the engine.
+A change replaces the whole mapping, so a reader sees all of it or nothing.
 """
 
 import time
@@ -37,27 +37,27 @@ _CPU = Place()
 
 
 @dataclass(slots=True)
-class Guests:
-    """How many requests are with a model. Counted on the event loop alone, read from anywhere."""
+class ModelUsers:
+    """The number of requests that use a model. Changed only on the event loop."""
 
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One model, ready to answer. Whoever has asked one stays with it when another replaces it."""
+    """A loaded model. A request that has picked it keeps it when another replaces it."""
 
     bundle: Bundle
     model: Model
-    text: TextCodec | None  # None where the model reads no text
-    edition: int = 0  # no two models of one name have the same
+    text: TextCodec | None  # None if the model takes no text
+    edition: int = 0  # unique among the models of one name
     loaded_at_s: float = field(default_factory=time.time)
-    guests: Guests = field(default_factory=Guests, compare=False)
-    chat: ChatTemplate | None = None  # of a generator
-    # Looked at several times for every request, hence no properties.
+    users: ModelUsers = field(default_factory=ModelUsers, compare=False)
+    chat: ChatTemplate | None = None  # for generators
+    # Read several times per request, so they are attributes, not properties.
     manifest: Manifest = field(init=False, repr=False)
     name: str = field(init=False)
-    key: str = field(init=False)  # what the engine calls it
+    key: str = field(init=False)  # the engine's name for it
 
     def __post_init__(self) -> None:
         manifest = self.bundle.manifest
@@ -67,7 +67,7 @@ class Served:
 
     @classmethod
     def open(cls, bundle: Bundle, model: Model, edition: int = 0) -> "Served":
-        """A model with the tokenizer of its bundle, if it has one."""
+        """A model with its tokenizer and chat template, if it has them."""
         text = None if bundle.manifest.tokenizer is None else TextCodec(bundle)
         chat = ChatTemplate.of(bundle) if bundle.manifest.task == "generate" else None
         _check_texts(bundle)
@@ -75,12 +75,12 @@ class Served:
 
     @property
     def codec(self) -> TextCodec:
-        """The tokenizer of a model that is known to read text."""
+        """The tokenizer, for a model that takes text."""
         assert self.text is not None, f"{self.name} reads no text"
         return self.text
 
     def measured(self, steps: int) -> LatencyEntry | None:
-        """The measured time of one call at these steps: one row, the greatest length there is."""
+        """The measured latency of one call at these steps: one row of the greatest length."""
         if self.bundle.latency is None:
             return None
         kind = "classify" if self.manifest.labelled else "decode"
@@ -93,7 +93,7 @@ class Served:
 
 
 def _check_texts(bundle: Bundle) -> None:
-    """Refuse a tokenizer or template that has changed since the bundle was verified."""
+    """Refuse a tokenizer or template that changed after the bundle was verified."""
     tokenizer = bundle.manifest.tokenizer
     if tokenizer is not None:
         for name in filter(None, (tokenizer.file, tokenizer.chat_template)):
@@ -101,10 +101,7 @@ def _check_texts(bundle: Bundle) -> None:
 
 
 class Catalog:
-    """All models that are served, in the order in which they were named.
-
-    A change replaces the whole mapping: whoever reads sees all of it or nothing.
-    """
+    """The served models, in the order in which they were named."""
 
     def __init__(self, served: Iterable[Served]) -> None:
         self._served: Mapping[str, Served] = {one.name: one for one in served}
@@ -113,19 +110,19 @@ class Catalog:
         return iter(self._served.values())
 
     def get(self, name: str) -> Served | None:
-        """The model of that name, if there is one."""
+        """The model with this name, if there is one."""
         return self._served.get(name)
 
     def put(self, served: Served) -> None:
-        """Serve this model, in the place of another of its name if there is one."""
+        """Serve this model, replacing one of the same name."""
         self._served = {**self._served, served.name: served}
 
     def remove(self, name: str) -> None:
-        """Serve no model of that name any more."""
+        """Stop serving the model with this name."""
         self._served = {key: one for key, one in self._served.items() if key != name}
 
     def find(self, name: str) -> Served:
-        """The model of that name."""
+        """The model with this name; UnknownModel if there is none."""
         found = self.get(name)
         if found is not None:
             return found
@@ -139,9 +136,9 @@ class Catalog:
     def pick(
         self, name: str | None, tasks: tuple[Task, ...], kind: InputKind | None = None
     ) -> Served:
-        """The model of that name; if none is named, the first that has the first of these tasks.
+        """The model with this name; without a name, the first one for the first of these tasks.
 
-        Among several, one that takes this kind of input is preferred.
+        Models that take this kind of input are preferred.
         """
         if name is not None:
             found = self.find(name)
@@ -168,9 +165,9 @@ class Catalog:
 
 
 def find_bundles(zoo: Path) -> list[Path]:
-    """The bundles of a zoo, by name; BundleError if there is none.
+    """The bundles of a zoo, by name; BundleError if there are none.
 
-    Hidden folders are left out: an export that was cut short leaves such a one.
+    Hidden folders are skipped: an interrupted export leaves one behind.
     """
     found = (path.parent for path in zoo.glob("*/manifest.json"))
     folders = sorted(folder for folder in found if not folder.name.startswith("."))
@@ -183,7 +180,7 @@ def find_bundles(zoo: Path) -> list[Path]:
 
 
 def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _CPU) -> Catalog:
-    """Read, open and warm up these bundles; BundleError naming the file that is wrong."""
+    """Read, open and warm up these bundles; BundleError names the file that is wrong."""
     bundles = [read_servable(folder, place) for folder in folders]
     seen: dict[str, Bundle] = {}
     for bundle in bundles:
@@ -198,16 +195,16 @@ def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _C
 
 
 def read_servable(folder: Path, place: Place, verify: bool = True) -> Bundle:
-    """The bundle as it is served there; without `verify` nothing but its sizes is checked."""
+    """The bundle, as this device serves it. Without `verify` only file sizes are checked."""
     bundle = read_bundle(folder, verify)
     if place.runs_single_steps:
         return bundle
-    # No row can stop between steps that do not run one by one.
+    # Without single steps no row can stop early.
     return replace(bundle, manifest=replace(bundle.manifest, calibration=None))
 
 
 def open_served(bundle: Bundle, threads: int | None, place: Place, edition: int = 0) -> Served:
-    """Open a bundle, and run each rung once."""
+    """Open a bundle and run every rung once."""
     served = Served.open(bundle, open_model(bundle, threads, place), edition)
     try:
         served.model.warm_up()

@@ -1,7 +1,4 @@
-"""From the command line of `stepdial serve` to a running server.
-
-Knows how the parts are put together; what they do is theirs.
-"""
+"""From the command line of `stepdial serve` to a running server."""
 
 import gc
 import json
@@ -33,11 +30,11 @@ from serve.server import (
 )
 from serve.settings import Settings, SettingsError, parse, read_config
 
-# What the server says it serves: the models, where, and a request to try.
+# The text printed at start: the models, the address, and a request to try.
 
 
 def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
-    """All of it, for people."""
+    """The text printed at start."""
     models = list(catalog)
     lines = ["", "Stepdial serves" if models else "Stepdial serves no model"]
     width = max((len(served.name) for served in models), default=0)
@@ -46,17 +43,17 @@ def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
         lines.append(f"  {served.name:<{width}}  {served.manifest.task:<8}  steps {steps}")
     lines += [f"on {url} (API: {url}/docs)"]
     if health_url is not None:
-        lines += [f"probes and metrics also on {health_url}"]
+        lines += [f"health probes and metrics also on {health_url}"]
     lines += [""]
     if models:
         shown = min(models, key=lambda served: served.manifest.input.kind != "text")
         path, example = _example(shown)
         lines += ["Try:", f"  curl {url}{path} -d {shlex.quote(json.dumps(example))}", ""]
-    return "\n".join([*lines, "Ctrl-C ends it.", ""])
+    return "\n".join([*lines, "Press Ctrl-C to stop.", ""])
 
 
 def _example(served: Served) -> tuple[str, dict[str, object]]:
-    """A request that this model answers."""
+    """An example request for this model."""
     given = served.manifest.card.get("examples")
     text = given[0] if isinstance(given, list) and given else "Hello"
     steps = served.manifest.steps[0]
@@ -86,7 +83,7 @@ _log = logging.getLogger("stepdial")
 def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
     """Serve until a signal comes; returns the exit status of the process.
 
-    `listening` is told when there is a server, which takes signals.
+    `listening` is called when there is a server to take signals.
     """
     line = parse(argv)
     keep_memory_low()
@@ -98,7 +95,7 @@ def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
         config = read_config(line.config) if line.config else None
         settings = Settings.read(line.flags, config=config)
         log_format = settings.log_format
-        # First, so that a port in use is known before anything is loaded.
+        # Bound first, so that a port in use is noticed before models are loaded.
         with ExitStack() as bound:
             listeners = [bound.enter_context(bind(settings.host, settings.port))]
             if settings.health_port is not None:
@@ -112,7 +109,7 @@ def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
     except (SettingsError, BundleError, AddressError) as error:
         print(logs.line(log_format, f"stepdial serve: {error}", "CRITICAL"), file=sys.stderr)
         return _UNUSABLE
-    except KeyboardInterrupt:  # while the bundles were loading; later a signal drains
+    except KeyboardInterrupt:  # while models were loading; later a signal drains
         return _INTERRUPTED
     return 0
 
@@ -124,7 +121,7 @@ def _serve(
     zoo: Path | None,
     listening: Callable[[], None],
 ) -> None:
-    """`zoo` is looked through again on SIGHUP; the second listener, if any, is for probes."""
+    """Run the server. SIGHUP reads `zoo` again; the second listener, if any, is for probes."""
     _set_up(settings)
     metrics = Metrics()
     logs.tell_dropped(metrics.log_lines_dropped.inc)
@@ -141,11 +138,11 @@ def _serve(
     health_url = others[0] if others else None
 
     def changed() -> None:
-        answer_first(settings.engine_nice)  # loading has started threads
+        answer_first(settings.engine_nice)  # loading started threads
         models = [served.name for served in catalog]
         banner = serving(catalog, url, health_url)
         where = {"url": url} | ({"health_url": health_url} if health_url else {})
-        logs.say(logs.line(settings.log_format, banner, **where, models=models))
+        logs.write_stdout(logs.line(settings.log_format, banner, **where, models=models))
 
     def begin(url: str) -> None:
         changed()
@@ -159,7 +156,7 @@ def _serve(
             try:
                 keys.read_again()
             except SettingsError as error:
-                _log.error("the keys stay as they were: %s", error)
+                _log.error("the API keys were not changed: %s", error)
         await loading.reload()
 
     for listener, flags in zip(listeners, ("--host and --port", _HEALTH_FLAGS), strict=False):
@@ -168,11 +165,11 @@ def _serve(
 
 
 def _show_new_key(name: str) -> None:
-    """The key to the terminal, what is kept of it to wherever standard output leads."""
+    """Print the key to the terminal, and its entry for the keys file to standard output."""
     key = NewKey.draw(name)
     print(
-        f"The key of {name}, shown this once: {key.secret}\n"
-        "What follows belongs into the file that --api-keys-file names:",
+        f"API key for {name}, shown only once: {key.secret}\nAdd the following to the file that "
+        "--api-keys-file names:",
         file=sys.stderr,
     )
     print(key.block)
@@ -180,9 +177,9 @@ def _show_new_key(name: str) -> None:
 
 def _set_up(settings: Settings) -> None:
     logs.set_up(settings.log_format, settings.log_level, settings.access_log)
-    # The engine's thread and the event loop take turns at the interpreter: short turns keep
-    # either from waiting 5 ms, the default, for the other.
+    # The engine's thread and the event loop share the interpreter: with short turns neither waits
+    # the default of 5 ms for the other.
     sys.setswitchinterval(_SWITCH_S)
-    # What is loaded now stays; looking through it again and again would only cause pauses.
+    # What is loaded now stays, so the garbage collector need not look at it again.
     gc.collect()
     gc.freeze()

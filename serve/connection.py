@@ -1,7 +1,7 @@
-"""One connection of a client: what it may send, and how long it may take.
+"""Client connections: limits on what a client may send and how long it may take.
 
-uvicorn reads the protocol; this adds the limits that it has none of, so that no client can hold
-memory or a connection without end. A disconnect is noticed here.
+uvicorn parses HTTP; this adds limits, so that no client can hold memory or a connection for ever,
+and notices a disconnect.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from serve.api.body import WHOLE_BODY_KEY
-from serve.api.submission import DEPARTURE_KEY, Departure
+from serve.api.submission import DISCONNECT_KEY, Disconnect
 from serve.errors import (
     BadHttp,
     Crowded,
@@ -47,7 +47,7 @@ from serve.middleware import (
 )
 from serve.settings import Settings
 
-# What clients may send, how long they may take, and how many of them there may be at once.
+# Limits.
 
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -55,18 +55,18 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The limits of each connection; `connections` is how many there may be."""
+    """The limits of each connection, and how many connections there may be."""
 
     connections: int
-    address_connections: int  # of one client address
-    proxies: tuple[Network, ...]  # addresses that this does not hold for
+    address_connections: int  # per client address
+    proxies: tuple[Network, ...]  # exempt from the limit per address
     headers: int
     header_bytes: int
     header_timeout_s: float
     body_bytes: int
     body_timeout_s: float
     send_timeout_s: float
-    count_refusal: Callable[[str], None]  # told the code of the error
+    count_refusal: Callable[[str], None]  # called with the code of the error
     count_eviction: Callable[[], None] = field(default=lambda: None)
 
     @classmethod
@@ -77,7 +77,7 @@ class ConnectionLimits:
         count_refusal: Callable[[str], None],
         count_eviction: Callable[[], None] = lambda: None,
     ) -> "ConnectionLimits":
-        """The part of the settings that concerns connections."""
+        """The limits that the settings give."""
         return cls(
             connections=connections,
             address_connections=settings.max_address_connections or max(1, connections // 2),
@@ -93,7 +93,7 @@ class ConnectionLimits:
         )
 
     def problem_of_head(self, url: bytes, headers: Sized, size: int) -> ServeError | None:
-        """What is too much in a head of so many bytes; None if nothing is."""
+        """What is too large in a request head of this many bytes; None if nothing is."""
         if len(headers) > self.headers:
             return HeadersTooLarge(f"a request may have {self.headers} headers: send fewer")
         if size <= self.header_bytes:
@@ -103,7 +103,7 @@ class ConnectionLimits:
         return HeadersTooLarge(f"the headers are larger than {self.header_bytes} bytes: send less")
 
     def problem_of_trailers(self, number: int, size: int) -> ServeError | None:
-        """What is too much in so many trailers of so many bytes; None if nothing is."""
+        """What is too large in trailers of this many bytes; None if nothing is."""
         if number <= self.headers and size <= self.header_bytes:
             return None
         return HeadersTooLarge(
@@ -112,7 +112,7 @@ class ConnectionLimits:
 
 
 def problem_of_headers(version: str, headers: Sequence[Header]) -> ServeError | None:
-    """What is wrong with the host that is asked for, or with how the body is sent, if anything."""
+    """What is wrong with the Host header or the transfer coding, if anything is."""
     hosts, codings = 0, []
     for name, value in headers:
         if name == b"host":
@@ -126,40 +126,40 @@ def problem_of_headers(version: str, headers: Sequence[Header]) -> ServeError | 
     return BadHttp(f"a request needs one Host header: this one has {hosts or 'none'}")
 
 
-class Guest(Protocol):
-    """A connection, as Crowd sees it."""
+class TrackedConnection(Protocol):
+    """A connection, as the ConnectionTable sees it."""
 
     def may_go(self) -> bool:
-        """Whether nothing is lost that it was sent."""
+        """Whether it can be closed without losing a request."""
 
     def make_room(self) -> None:
-        """Close it for another."""
+        """Close it to make room for another."""
 
 
-class Crowd:
-    """The connections there are. Where there are too many, those idle longest make room.
+class ConnectionTable:
+    """The open connections. When there are too many, those idle longest are closed.
 
-    A connection is idle while no request on it waits for its answer.
+    A connection is idle while no request on it waits for an answer.
     """
 
     def __init__(self, most: int, of_address: int, proxies: Sequence[Network]) -> None:
         self._most = most
         self._of_address = of_address
         self._proxies = proxies
-        self._addresses: dict[Guest, str | None] = {}  # None: as many as there may be at all
+        self._addresses: dict[TrackedConnection, str | None] = {}  # None: no limit per address
         self._held: dict[str, int] = {}
-        self._idle: dict[Guest, None] = {}  # longest first
-        self._spare: set[Guest] = set()
+        self._idle: dict[TrackedConnection, None] = {}  # longest first
+        self._spare: set[TrackedConnection] = set()
 
     @property
     def spare(self) -> int:
-        """How many there are for whom no other made room."""
+        """The number of connections above the limit."""
         return len(self._spare)
 
-    def enter(self, guest: Guest, host: str | None) -> bool:
-        """Whether there is room for a new connection of this address."""
+    def enter(self, connection: TrackedConnection, host: str | None) -> bool:
+        """Add a connection of this address; False if there is no room for it."""
         address = self._counted(host)
-        self._addresses[guest] = address
+        self._addresses[connection] = address
         room = True
         if address is not None:
             self._held[address] = self._held.get(address, 0) + 1
@@ -167,134 +167,134 @@ class Crowd:
                 room = self._make_room(address)
         if room and len(self._addresses) > self._most:
             room = self._make_room(None)
-        self._idle[guest] = None
+        self._idle[connection] = None
         if not room:
-            self._spare.add(guest)
+            self._spare.add(connection)
         return room
 
-    def busy(self, guest: Guest) -> None:
-        """A request came on this connection."""
-        self._idle.pop(guest, None)
+    def busy(self, connection: TrackedConnection) -> None:
+        """A request arrived on this connection."""
+        self._idle.pop(connection, None)
 
-    def idle(self, guest: Guest) -> None:
-        """All requests of this connection were answered."""
-        if guest in self._addresses:
-            self._idle[guest] = None
+    def idle(self, connection: TrackedConnection) -> None:
+        """Every request of this connection is answered."""
+        if connection in self._addresses:
+            self._idle[connection] = None
 
-    def leave(self, guest: Guest) -> None:
-        """The connection is over. This may be told twice."""
-        if guest not in self._addresses:
+    def leave(self, connection: TrackedConnection) -> None:
+        """The connection is closed. May be called twice."""
+        if connection not in self._addresses:
             return
-        address = self._addresses.pop(guest)
-        self._idle.pop(guest, None)
-        self._spare.discard(guest)
+        address = self._addresses.pop(connection)
+        self._idle.pop(connection, None)
+        self._spare.discard(connection)
         if address is not None:
             self._held[address] -= 1
             if not self._held[address]:
                 del self._held[address]
 
     def _make_room(self, address: str | None) -> bool:
-        """Close the one that has been idle longest, of this address if one is given."""
-        for guest in self._idle:
-            if address is not None and self._addresses[guest] != address:
+        """Close the connection idle longest, of this address if one is given."""
+        for connection in self._idle:
+            if address is not None and self._addresses[connection] != address:
                 continue
-            if guest.may_go():
-                self.leave(guest)
-                guest.make_room()
+            if connection.may_go():
+                self.leave(connection)
+                connection.make_room()
                 return True
         return False
 
     def _counted(self, host: str | None) -> str | None:
         try:
             address = ipaddress.ip_address(host or "")
-        except ValueError:  # of no network
+        except ValueError:  # not an IP address
             return None
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or address
         if any(address in network for network in self._proxies):
             return None
-        if isinstance(address, ipaddress.IPv6Address):  # one client usually has a whole network
+        if isinstance(address, ipaddress.IPv6Address):  # one client usually has a whole /64
             return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
         return str(address)
 
 
-# Connections beyond the limit on which probes are answered all the same.
+# Connections above the limit that still get answers to probes.
 _FOR_PROBES = 64
-# Connections of the port that is for probes only.
+# Connections of the port for probes.
 _PROBING = 64
-# Requests that may wait behind another on one connection; no client that is known sends so many.
+# Pipelined requests that may wait on one connection; no known client sends as many.
 _MAX_PIPELINED = 64
-# What has no body that could still be on its way, and asks no model.
+# Methods without a body, which run no model.
 _LOOKING = ("GET", "HEAD")
-# When the server ends, for what was answered to reach clients; less than uvicorn waits.
+# At shutdown, time for answers to reach clients; less than uvicorn waits.
 _LAST_READ_S = 1.5
-# On, for no time: closing drops what was not sent.
+# SO_LINGER on, with time 0: closing drops what was not sent.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
-class _Reading(Enum):
-    """What comes next from the client."""
+class _ParserState(Enum):
+    """What the client sends next."""
 
-    NOTHING = auto()  # no request has begun
+    NOTHING = auto()  # no request has started
     HEAD = auto()
     BODY = auto()
 
 
-# Looked up several times a request, which an enumeration is slow at.
-_NOTHING, _HEAD, _BODY = _Reading
+# Module constants, since enum lookups are slow and happen several times per request.
+_NOTHING, _HEAD, _BODY = _ParserState
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection within limits; a subclass made by `limited` sets them."""
+    """A connection within limits; `limited` makes a subclass that sets them."""
 
     limits: ClassVar[ConnectionLimits]
-    everybody: ClassVar[Crowd]
-    probing: ClassVar[Crowd]  # on a port of their own
+    everybody: ClassVar[ConnectionTable]
+    probing: ClassVar[ConnectionTable]  # on the port for probes
     health_port: ClassVar[int | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reading = _NOTHING
-        self._chunk_bytes = 0  # that came last
-        self._head_bytes = 0  # that came since the head began, without the chunk it began in
+        self._chunk_bytes = 0  # the latest
+        self._head_bytes = 0  # since the head began, without the chunk it began in
         self._ignored_bytes = 0
         self._trailers = self._trailer_bytes = 0
-        self._between_bytes = 0  # that came since the last byte of the body
-        self._crowd = self.everybody
-        self._crowded = False
-        self._deaf = False  # nothing that still comes is read
-        self._problem: ServeError | None = None  # what a callback of the parser found
+        self._between_bytes = 0  # since the last byte of the body
+        self._table = self.everybody
+        self._over_limit = False
+        self._stopped_reading = False  # nothing more is read
+        self._problem: ServeError | None = None  # set by a callback of the parser
         self._answering: RequestResponseCycle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
     # Connection
 
-    # uvicorn narrows the type of asyncio's protocol in the same way.
+    # uvicorn narrows the type of asyncio's protocol as well.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.health_port is not None and self.server and self.server[1] == self.health_port:
-            self._crowd = self.probing
-        self._crowded = not self._crowd.enter(self, self.client[0] if self.client else None)
-        if self._crowded and self._crowd.spare > _FOR_PROBES:
+            self._table = self.probing
+        self._over_limit = not self._table.enter(self, self.client[0] if self.client else None)
+        if self._over_limit and self._table.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
             self._await_bytes(self.limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
+        self._table.leave(self)
         self._stop_reading_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()
         super().connection_lost(exc)
-        # uvicorn tells only the last request of a pipeline that its client has gone.
+        # uvicorn reports a disconnect only to the last request of a pipeline.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-            cast(dict[str, Any], self._answering.scope)[DEPARTURE_KEY].happen()
+            cast(dict[str, Any], self._answering.scope)[DISCONNECT_KEY].happen()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._stopped_reading:
             return
         self._unset_keepalive_if_required()
         self._chunk_bytes = len(data)
@@ -305,7 +305,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._end_after_answer()  # the request is answered as if it had not asked for that
+            self._end_after_answer()  # the request is answered without the upgrade
             return
         except httptools.HttpParserError:
             self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
@@ -317,7 +317,7 @@ class LimitedProtocol(HttpToolsProtocol):
             elif self._read_timer is None:
                 self._await_bytes(self.limits.header_timeout_s)
         elif self._reading is _BODY:
-            # What the parser keeps until it is whole: a trailer, or what a chunk says of itself.
+            # Trailers and chunk extensions, which the parser buffers until they are complete.
             problem = self.limits.problem_of_trailers(self._trailers, self._between_bytes)
             if problem is not None:
                 self._refuse(problem)
@@ -327,8 +327,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
         """Whether to stay open for a client that sends no more.
 
-        One that left looks the same, so no model works for either; to look something up costs
-        next to nothing, and is answered.
+        A client that disconnected looks the same, so requests that run a model are cancelled; cheap
+        ones are answered.
         """
         unanswered = [self._answering, *(cycle for cycle, _ in self.pipeline)]
         stay = not self._idle and all(
@@ -345,20 +345,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _HEAD
         self._head_bytes = 0
         scope = cast(dict[str, object], self.scope)
-        # The application is told later: after whatever else the loop has read by then.
+        # The application starts later, after what the loop has already read.
         scope[ARRIVED_KEY] = time.perf_counter()
-        scope[DEPARTURE_KEY] = Departure()
+        scope[DISCONNECT_KEY] = Disconnect()
         scope[WHOLE_KEY] = self._write_whole
-        if self._crowded:
+        if self._over_limit:
             scope[CROWDED_KEY] = True
-        if self._crowd is self.probing:
+        if self._table is self.probing:
             scope[PROBING_KEY] = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is not _BODY:
             super().on_header(name, value)
             return
-        # A trailer, which is not for whoever reads headers.
+        # A trailer, which is not passed on as a header.
         self._trailers += 1
         self._trailer_bytes += len(name) + len(value)
         self._problem = self.limits.problem_of_trailers(self._trailers, self._trailer_bytes)
@@ -367,7 +367,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         size = self._head_bytes + self._chunk_bytes
-        if size > self.limits.header_bytes:  # perhaps, since a chunk may hold other things too
+        if size > self.limits.header_bytes:  # perhaps: the chunk may hold other bytes too
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         self._problem = self.limits.problem_of_head(self.url, self.headers, size)
         if self._problem is None:
@@ -381,7 +381,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._reading = _BODY
         self._trailers = self._trailer_bytes = self._between_bytes = 0
-        self._crowd.busy(self)
+        self._table.busy(self)
         if not waits:
             self._answering = self.cycle
 
@@ -404,13 +404,13 @@ class LimitedProtocol(HttpToolsProtocol):
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if following is None:
-            self._crowd.idle(self)
+            self._table.idle(self)
         if self.transport.is_closing():
             self._await_reader()
         elif following is not None:
             self._answering = following
         elif self._reading is _BODY:
-            # Answered before its body had come, which nobody reads any more.
+            # Answered before its body arrived, so the body is not read.
             self._await_bytes(self.limits.body_timeout_s)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -419,7 +419,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _take_body(self) -> bytes | None:
-        """A body that has come as a whole; None if the client has left meanwhile."""
+        """A body that has arrived whole; None if the client has disconnected."""
         cycle = self._answering
         assert cycle is not None  # an application asks
         if cycle.disconnected or cycle.response_complete:
@@ -434,11 +434,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _write_whole(
         self, status: int, headers: Sequence[Header], always: HeaderList, body: bytes
     ) -> bool:
-        """Write an answer in one piece, its head and its body together.
+        """Write a whole answer, head and body in one call.
 
-        uvicorn writes the two one after the other, which takes a system call and a packet more,
-        and looks through every header that the server itself made. False if the answer has to go
-        that way all the same. `always` are headers that other answers have as well.
+        uvicorn writes the two separately, which costs a system call and a packet, and checks every
+        header that we made. False if this answer has to be written by uvicorn. `always` are the
+        headers that every answer has.
         """
         cycle = self._answering
         assert cycle is not None  # an application asks
@@ -458,18 +458,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @staticmethod
     def _undivided(cycle: RequestResponseCycle, app: Any) -> Any:
-        """The application, for a client of HTTP/1.0: it has no chunks, which uvicorn sends to all.
+        """The application, for HTTP/1.0 clients: they know no chunks, which uvicorn always sends.
 
-        The end of the connection ends its body.
+        The end of the connection ends the body instead.
         """
         cycle.chunked_encoding = False
-        # Such a client sends its body anyway, and takes what is told meanwhile for the answer.
+        # Such a client sends its body without waiting, and would take `100 Continue` for the
+        # answer.
         cycle.waiting_for_100_continue = False
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_undivided(message: Any) -> None:
                 if message["type"] == "http.response.body":
-                    # As uvicorn counts down how much is still to come.
+                    # uvicorn counts down the bytes that are still to come.
                     cycle.expected_content_length = len(message.get("body", b""))
                 await send(message)
 
@@ -494,23 +495,23 @@ class LimitedProtocol(HttpToolsProtocol):
         super().shutdown()
         self.loop.call_later(_LAST_READ_S, self._cut)
 
-    # The end of the server
+    # Shutdown
 
     def unfinished(self, since_s: float) -> bool:
-        """Whether a client still waits for something that had begun to come at that time."""
-        if self._crowd is self.probing:
+        """Whether a request that had begun to arrive at that time is still unanswered."""
+        if self._table is self.probing:
             return False
-        if self._reading is _HEAD and not self._deaf:
+        if self._reading is _HEAD and not self._stopped_reading:
             begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
             if begun_s <= since_s:
                 return True
-        if not self._idle and self._answering is not None:  # those behind it came later still
+        if not self._idle and self._answering is not None:  # those behind it arrived later
             arrived_s: float = cast(dict[str, Any], self._answering.scope)[ARRIVED_KEY]
             return arrived_s <= since_s
         return self.transport.get_write_buffer_size() > 0
 
     def end(self, problem: ServeError) -> None:
-        """Answer with this error what is unanswered; what has half been answered is cut off."""
+        """Answer unanswered requests with this error, and cut off half-written answers."""
         cycle = self._answering
         if self.transport.is_closing():
             return
@@ -519,7 +520,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(problem)
             return
         scope = cast(dict[str, Any], cycle.scope)
-        scope[ENDED_KEY] = True  # before the application hears of it
+        scope[ENDED_KEY] = True  # before the application starts
         if not cycle.response_started:
             self.limits.count_refusal(problem.code)
             self.transport.write(refusal(problem, scope["path"]))
@@ -527,7 +528,7 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         self._close()
 
-    # Room for others
+    # Making room
 
     def may_go(self) -> bool:
         return self.transport.get_write_buffer_size() == 0
@@ -539,15 +540,15 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._close()
 
-    # Ends
+    # Errors and the end
 
     @property
     def _idle(self) -> bool:
-        """Whether every request that came is answered."""
+        """Whether every request is answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, problem: ServeError) -> None:
-        """Say what is wrong with what came, after the answers to what came before, and close."""
+        """Answer with this error, after the answers to earlier requests, and close."""
         self.limits.count_refusal(problem.code)
         behind = self._reading is _BODY and self._answering is not self.cycle
         if behind:  # of a request that waits for its turn, which never comes
@@ -557,7 +558,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if behind or (not self._idle and self._reading is not _BODY):
             self._end_after_answer()
             return
-        # What is wrong is in a body: nothing may be written into another answer that has begun.
+        # The error is in a body: nothing may be written into an answer that has begun.
         begun = self._answering is not None and self._answering.response_started
         unasked = self._idle and self._reading is not _BODY
         if unasked or (self._answering is self.cycle and not begun):
@@ -566,14 +567,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close()
 
     def _end_after_answer(self) -> None:
-        self._deaf = True
+        self._stopped_reading = True
         if self._idle:
             self._close()
         else:
             self.cycle.keep_alive = False
 
     def _close(self) -> None:
-        self._deaf = True
+        self._stopped_reading = True
         self._stop_reading_timer()
         self.transport.close()
         self._await_reader()
@@ -601,14 +602,14 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _await_reader(self, always: bool = False) -> None:
-        """Cut the connection if the client does not read what is still to be sent."""
+        """Close the connection if the client does not read what was sent."""
         if self._send_timer is None and (always or self.transport.get_write_buffer_size()):
             self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self._cut)
 
     def _cut(self) -> None:
-        if self not in self.connections:  # it is gone
+        if self not in self.connections:  # the client has gone
             return
-        # Otherwise the system would go on holding what it has taken for this client.
+        # Otherwise the system would keep the unsent bytes in memory.
         own: socket.socket = self.transport.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
@@ -620,18 +621,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
-    """The kind of connection that uvicorn makes for each client."""
-    everybody = Crowd(limits.connections, limits.address_connections, limits.proxies)
+    """The protocol class that uvicorn makes for each client."""
+    everybody = ConnectionTable(limits.connections, limits.address_connections, limits.proxies)
     shared = {
         "limits": limits,
         "everybody": everybody,
-        "probing": Crowd(_PROBING, _PROBING, ()),
+        "probing": ConnectionTable(_PROBING, _PROBING, ()),
     }
     return type("Connection", (LimitedProtocol,), shared)
 
 
 def refusal(problem: ServeError, path: str) -> bytes:
-    """A whole answer, for clients that no application ever hears of."""
+    """A whole error response, for clients that never reach the application."""
     body = json.dumps(error_body(problem, path)).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -1,47 +1,47 @@
-"""Every error a client can see, with its status, code and what to do about it.
+"""Every error that a client can get, with its status and code. Messages say what to do.
 
     ServeError
     ├── BadRequest            400  the body is not JSON
     ├── BadHttp               400  the bytes are not a request of HTTP/1.1
-    ├── Unauthorized          401  no API key, or one that is not known
-    ├── CrossOrigin           403  a page of another address sent the request
-    ├── AdminOff              403  nobody may change what is served
-    ├── FolderForbidden       403  a folder that models may not be loaded from
-    ├── StepsForbidden        403  more steps than the API key may have
-    ├── TokensForbidden       403  more tokens than the API key may have in a minute
+    ├── Unauthorized          401  the API key is missing or unknown
+    ├── CrossOrigin           403  a web page of another origin sent the request
+    ├── AdminOff              403  the server has no admin key
+    ├── FolderForbidden       403  models may not be loaded from this folder
+    ├── StepsForbidden        403  more steps than the API key allows
+    ├── TokensForbidden       403  more tokens than the API key allows per minute
     ├── NotFound              404  no such path
-    │   └── UnknownModel      404  no model of that name is served
+    │   └── UnknownModel      404  no model with this name is served
     ├── MethodNotAllowed      405  the path exists, the method does not
     ├── RequestTimeout        408  the body did not arrive in time
     ├── PayloadTooLarge       413  the body is larger than the limit
-    ├── UrlTooLong            414  the address is longer than the limit
+    ├── UrlTooLong            414  the URL is longer than the limit
     ├── Unprocessable         422  the request can never be answered as it stands
     │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
-    │   ├── ImpossibleBudget  422  the ladder has no such rung
+    │   ├── ImpossibleBudget  422  the model's ladder has no such step count
     │   │   └── ImpossibleDeadline  422  an idle server would take longer, `least_ms`
-    │   ├── NotCalibrated     422  the model cannot promise how often early answers differ
+    │   ├── NotCalibrated     422  the model was not calibrated for max_disagreement
     │   ├── BrokenBundle      422  a bundle that cannot be served
     │   ├── WrongInput        422  the model takes another kind of input
-    │   └── WrongTask         422  the model serves the other endpoint
-    ├── QueueFull             429  try again after `retry_after_s`
-    │   ├── TooBusy           429  the deadline cannot be met behind what waits
-    │   ├── RateLimited       429  the API key has sent too many requests of late
-    │   ├── TokensLimited     429  the API key has had too many tokens of late
-    │   └── ConcurrencyLimited 429  too many requests of the API key run
+    │   └── WrongTask         422  the model is served by another endpoint
+    ├── QueueFull             429  the queue is full; try again after `retry_after_s`
+    │   ├── TooBusy           429  the queue is too long for the deadline
+    │   ├── RateLimited       429  the API key has sent too many requests
+    │   ├── TokensLimited     429  the API key has used too many tokens
+    │   └── ConcurrencyLimited 429  too many requests of the API key are running
     ├── HeadersTooLarge       431  too many headers, or too many bytes of them
-    ├── UnsupportedCoding     501  the body is sent in a coding other than chunked
-    ├── InternalError         500  our own bug; never caused by input that a client may send
-    ├── DeadlineLapsed        504  the request was taken in, and its deadline passed
-    └── Unavailable           503  nothing is wrong with the request
+    ├── UnsupportedCoding     501  a transfer coding other than chunked
+    ├── InternalError         500  our bug; never caused by valid input
+    ├── DeadlineLapsed        504  the request was accepted, but its deadline passed
+    └── Unavailable           503  nothing is wrong with the request itself
         ├── NotReady          503  the engine is starting or has stopped, or a model fails
-        │   └── Stalled       503  a call of a model hangs; try again after `retry_after_s`
-        ├── ModelGone         503  the model was replaced between two steps of the request
-        ├── OutOfMemory       503  the server has no memory left for it
+        │   └── Stalled       503  a model call is stuck; try again after `retry_after_s`
+        ├── ModelGone         503  the model was replaced while the request ran
+        ├── OutOfMemory       503  the server is out of memory
         ├── Draining          503  the server is shutting down
         ├── Crowded           503  too many connections are open
-        └── ModelFailure      503  the runtime failed on this batch, or gave numbers that are not
+        └── ModelFailure      503  the model call failed, or returned NaN or infinity
 
-Data that routes write, whole or as the end of a stream. Knows neither frameworks nor the engine.
+Routes send them as a whole response or as the last event of a stream.
 """
 
 import math
@@ -50,7 +50,7 @@ from typing import Any, ClassVar
 
 from serve.bundle import steps_in_words
 
-# Of a message: numbers and names in it are the client's, and as long as it likes.
+# Longest message: numbers and names in it come from the client, in any length.
 _MOST_CHARACTERS = 2000
 
 
@@ -68,12 +68,12 @@ class ServeError(Exception):
         self.details = details
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON body."""
         public = {"code": self.code, "message": self.message, "param": self.param}
         return {"error": public | self.details}
 
     def headers(self) -> dict[str, str]:
-        """Headers that belong to this error."""
+        """Headers of this error."""
         return {}
 
 
@@ -96,7 +96,7 @@ class Unauthorized(ServeError):
         self._of_script = of_script
 
     def headers(self) -> dict[str, str]:
-        # Basic makes a browser ask; scripts ask their reader, programs send a token unasked.
+        # Basic makes a browser ask for the key; scripts of a page get Bearer and ask themselves.
         basic = 'Basic realm="Stepdial", charset="UTF-8"'
         return {"www-authenticate": 'Bearer realm="Stepdial"' if self._of_script else basic}
 
@@ -153,7 +153,7 @@ class PayloadTooLarge(ServeError):
     code = "payload_too_large"
 
     def headers(self) -> dict[str, str]:
-        # The rest of the body is never read, so the connection cannot carry another request.
+        # The rest of the body is not read, so the connection cannot carry another request.
         return {"connection": "close"}
 
 
@@ -215,7 +215,7 @@ class WrongTask(Unprocessable):
 
 
 class QueueFull(ServeError):
-    """The queue has no place; says when it is worth trying again."""
+    """The queue is full; says when to try again."""
 
     status = 429
     code = "queue_full"
@@ -248,7 +248,7 @@ class ConcurrencyLimited(QueueFull):
 
 
 class DeadlineLapsed(ServeError):
-    """The deadline passed after the request was taken in; none of its work goes on."""
+    """The deadline of an accepted request passed; its work was stopped."""
 
     status = 504
     code = "deadline_lapsed"
@@ -271,10 +271,10 @@ class InternalError(ServeError):
 class Unavailable(ServeError):
     status = 503
     code = "unavailable"
-    come_back: ClassVar[Mapping[str, str]] = {}
+    retry_headers: ClassVar[Mapping[str, str]] = {}
 
     def headers(self) -> dict[str, str]:
-        return dict(self.come_back)
+        return dict(self.retry_headers)
 
 
 class NotReady(Unavailable):
@@ -282,7 +282,7 @@ class NotReady(Unavailable):
 
 
 class Stalled(NotReady):
-    """A call takes far too long; it has ended, or the process has, after `retry_after_s`."""
+    """A model call is stuck. After `retry_after_s` it has ended, or the process has."""
 
     code = "stalled"
 
@@ -296,22 +296,22 @@ class Stalled(NotReady):
 
 class Draining(Unavailable):
     code = "draining"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
 class Crowded(Unavailable):
     code = "too_many_connections"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1", "connection": "close"}
 
 
 class ModelGone(Unavailable):
     code = "model_gone"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
 
 class OutOfMemory(Unavailable):
     code = "out_of_memory"
-    come_back: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
+    retry_headers: ClassVar[Mapping[str, str]] = {"retry-after": "1"}
 
     def __init__(self) -> None:
         super().__init__("the server has no memory left for this request: send it again later")

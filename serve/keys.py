@@ -1,7 +1,6 @@
-"""API keys: who may send requests, and how much each of them may ask for.
+"""API keys: who may send requests, and how much each key may use.
 
-Knows digests, limits and the file that holds them; deliberately not how a request carries a key.
-A key itself is never kept: only its SHA-256, which is enough for keys that are drawn at random.
+Keys are kept only as SHA-256 digests, which is enough because keys are random.
 """
 
 import hashlib
@@ -23,24 +22,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from serve.errors import ConcurrencyLimited, RateLimited, TokensForbidden, TokensLimited
 from serve.settings import KEYS_VARIABLE, SettingsError
 
-# What is written in front of a key, so that people and scanners of source code know one.
+# Prefix of every key, so that people and secret scanners recognise one.
 _PREFIX = "sd-"
 _SECRET_BYTES = 32
-# Shorter ones could be guessed from their digest.
+# Shorter keys could be guessed from their digest.
 _MIN_CHARACTERS = 20
 _MAX_CHARACTERS = 256
 _VISIBLE = re.compile(r"[!-~]+")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# A client whose requests all run cannot know when one will end.
+# Retry-After for a key whose requests all run, since the time when one will end is not known.
 _TRY_AGAIN_S = 1.0
 
 
 class KeysError(SettingsError):
-    """Keys that cannot be used; the message says where and why, and never shows one."""
+    """Keys that cannot be used. The message says where and why, and never shows a key."""
 
 
 class Key(BaseModel):
-    """What is kept of a key, and what its holder may do."""
+    """What is kept of a key, and its limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -48,15 +47,15 @@ class Key(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     max_steps: Annotated[int, Field(ge=1)] | None = None
     requests_per_s: Annotated[float, Field(gt=0)] | None = None
-    # Requests that may come at once after a pause.
+    # Requests that may arrive at once after a pause.
     burst: Annotated[int, Field(ge=1)] = 10
-    # Tokens read and written; those of a minute may go at once after a pause.
+    # Tokens read and generated; a minute's worth may be used at once after a pause.
     tokens_per_min: Annotated[int, Field(ge=1)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
 
 
-class Allowance:
-    """So much of something at once, and so much more of it a second."""
+class TokenBucket:
+    """A rate limit: it holds up to `most` and gains `each_s` per second."""
 
     def __init__(self, most: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -64,10 +63,7 @@ class Allowance:
         self._counted_s = clock()
 
     def take(self, amount: float, most: float, each_s: float) -> float:
-        """0 if that much is there, which is then gone; else the seconds until it is there.
-
-        There is `most` at most, and `each_s` more of it comes a second.
-        """
+        """Take this much: 0 if it was there, else the seconds until it will be."""
         now_s = self._clock()
         self._left = min(most, self._left + (now_s - self._counted_s) * each_s)
         self._counted_s = now_s
@@ -77,21 +73,21 @@ class Allowance:
         return 0.0
 
     def give_back(self, amount: float) -> None:
-        """That much was not used."""
+        """Return what was not used."""
         self._left += amount
 
 
 class Holder:
-    """Who has a key: what runs for them, and how much they may ask for now."""
+    """The user of a key: running requests and remaining limits."""
 
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._running = 0
-        self._requests = Allowance(float(key.burst), clock)
-        self._tokens = Allowance(float(key.tokens_per_min or 0), clock)
+        self._requests = TokenBucket(float(key.burst), clock)
+        self._tokens = TokenBucket(float(key.tokens_per_min or 0), clock)
 
     def enter(self) -> None:
-        """Take a request in; RateLimited or ConcurrencyLimited where it is one too many."""
+        """Count a request in; RateLimited or ConcurrencyLimited if it is one too many."""
         most = self.key.max_concurrent
         if most is not None and self._running >= most:
             raise ConcurrencyLimited(
@@ -103,11 +99,11 @@ class Holder:
         self._running += 1
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Count a request out."""
         self._running -= 1
 
     def spend_tokens(self, tokens: int) -> None:
-        """Take what a request may read and write; TokensLimited or TokensForbidden."""
+        """Reserve the tokens of a request; TokensLimited or TokensForbidden if that is too many."""
         most = self.key.tokens_per_min
         if most is None:
             return
@@ -126,7 +122,7 @@ class Holder:
             )
 
     def return_tokens(self, tokens: int) -> None:
-        """So many of those were not used."""
+        """Return reserved tokens that were not used."""
         if self.key.tokens_per_min is not None:
             self._tokens.give_back(tokens)
 
@@ -147,7 +143,7 @@ class _Entry:
 
 
 class Keys:
-    """Those who may use the server; where there are none, everybody may."""
+    """The known keys. Without any, everybody may use the server."""
 
     def __init__(
         self,
@@ -164,20 +160,20 @@ class Keys:
         return bool(self._entries)
 
     def read_again(self) -> None:
-        """Read the file once more; KeysError, and the keys that were, if it cannot be used."""
+        """Read the file again; KeysError, and no change, if it cannot be used."""
         listed = [*self._fixed, *(_from_file(self._path) if self._path is not None else ())]
         _check_alike(listed)
         known = {entry.holder.key.sha256: entry.holder for entry in self._entries}
         entries = []
         for key in listed:
-            # Whoever stays keeps count of what runs for them.
+            # Keys that stay keep their counts.
             holder = known.get(key.sha256) or Holder(key)
             holder.key = key
             entries.append(_Entry(bytes.fromhex(key.sha256), holder))
         self._entries = tuple(entries)
 
     def holder_of(self, secret: bytes) -> Holder | None:
-        """Who holds this key; compared with all, so that the time says nothing of any."""
+        """The holder of this key. Every key is compared, so that timing reveals nothing."""
         if len(secret) > _MAX_CHARACTERS:
             return None
         digest = hashlib.sha256(secret).digest()
@@ -190,14 +186,14 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key that was just drawn, and what the file of keys has to say of it."""
+    """A new random key, and its entry for the keys file."""
 
     secret: str
     block: str
 
     @classmethod
     def draw(cls, name: str) -> Self:
-        """A new key; KeysError where the name is none."""
+        """A new key; KeysError if the name is not usable."""
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         key = _checked({"name": name, "sha256": _digest(secret)}, "the new key")
         return cls(secret, f'[[key]]\nname = "{key.name}"\nsha256 = "{key.sha256}"\n')
@@ -237,7 +233,7 @@ def _from_file(path: Path) -> list[Key]:
         raise
     except OSError as error:
         raise KeysError(f"cannot read the API keys in {path}: {error.strerror}") from None
-    except ValueError as error:  # neither UTF-8 nor TOML
+    except ValueError as error:  # not UTF-8, or not TOML
         raise KeysError(f"the API keys in {path} are not TOML: {_first_line(error)}") from None
     listed = document.pop("key", None)
     if document or not isinstance(listed, list) or not listed:
@@ -252,7 +248,7 @@ def _checked(given: Any, where: str) -> Key:
     try:
         return Key.model_validate(given)
     except ValidationError as error:
-        # Without the input: someone may have put a key where its digest belongs.
+        # Without the input: it may be a key put in place of its digest.
         problem = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"])) or "it"
         raise KeysError(
@@ -274,5 +270,5 @@ def _check_alike(keys: list[Key]) -> None:
 
 
 def _first_line(error: ValueError) -> str:
-    # Of TOML only where it goes wrong: the line itself may hold a key.
+    # Only where the TOML error is: the line itself may hold a key.
     return str(error).splitlines()[0]

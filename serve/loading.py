@@ -1,7 +1,7 @@
-"""Loads, swaps and unloads models while others answer; times the first calls of each.
+"""Loads, swaps and unloads models while the server runs.
 
-Reading, hashing, opening and warming up happen on a thread of their own. Only what puts a model in
-its place happens on the event loop, between two requests.
+Reading, hashing, opening and warming up run on another thread. Only the swap itself runs on the
+event loop, between two requests.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from serve.parts import rows_for
 from serve.runtime.protocol import largest_row, largest_tokens
 from serve.settings import Settings
 
-# Times a few calls of each rung before the first request: how fast this machine is. What was
-# measured elsewhere gives the shape of the times, these give their size, the same for all rungs
-# of a model in calls of as many rows: one that seems slow by chance would never be chosen, and so
-# never be corrected. Where rows run in parts, a call in one part and one in several are timed.
+# Before the first request, a few calls of each rung are timed. Latencies measured elsewhere give
+# the shape of the cost, these calls its scale. The scale is shared by all rungs of a model in calls
+# of as many rows: a rung that looked slow by chance would never be chosen, and so never be
+# corrected. If rows run in parts, a call in one part and one in several are timed.
 
 
 _TIMES = 3
 _PROMPT_TOKENS = 16
-_MOST_ROWS = 16  # of a call that is timed
+_MOST_ROWS = 16  # per timed call
 
 
-class Timed(NamedTuple):
-    """A call."""
+class TimedCall(NamedTuple):
+    """A call to time."""
 
     cost_key: CostKey
     length: int
@@ -45,20 +45,20 @@ class Timed(NamedTuple):
 
 
 def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None:
-    """Every model must be warm."""
+    """Time the first calls of these models, which must be warm."""
     for served in models:
         if served.manifest.labelled:
             latency.share_rows(served.key, served.model.most_parts)
         if served.bundle.latency is not None:
             latency.learn(served.key, served.bundle.latency)
-        timed: dict[int, list[Timed]] = {}
+        timed: dict[int, list[TimedCall]] = {}
         for one in _timed(served):
             timed.setdefault(one.rows, []).append(one)
         for alike in timed.values():
             _rescale(alike, latency)
 
 
-def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
+def _rescale(timed: Sequence[TimedCall], latency: LatencyModel) -> None:
     known = {one: latency.call_s(one.cost_key, one.rows, one.length) for one in timed}
     ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
     for one, before_s in known.items():
@@ -66,7 +66,7 @@ def _rescale(timed: Sequence[Timed], latency: LatencyModel) -> None:
         latency.rescale(one.cost_key, one.rows, one.length, seconds)
 
 
-def _timed(served: Served) -> Iterator[Timed]:
+def _timed(served: Served) -> Iterator[TimedCall]:
     for steps in served.manifest.steps:
         if served.manifest.labelled:
             yield _timed_classifier(served, steps, 1)
@@ -76,32 +76,32 @@ def _timed(served: Served) -> Iterator[Timed]:
             yield from _timed_decoder(served, steps)
 
 
-def _timed_classifier(served: Served, steps: int, rows: int) -> Timed:
+def _timed_classifier(served: Served, steps: int, rows: int) -> TimedCall:
     row = largest_row(served.manifest)
     batch = row[None].repeat(rows, axis=0)
     classifier = served.model.classifier(steps)
     seconds = _least_s(lambda: classifier.run(batch))
     length = row_length(row, served.manifest)
-    return Timed(CostKey(served.key, "classify", steps), length, seconds, rows)
+    return TimedCall(CostKey(served.key, "classify", steps), length, seconds, rows)
 
 
-def _timed_decoder(served: Served, steps: int) -> Iterator[Timed]:
+def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
     tokens = largest_tokens(served.manifest)[:_PROMPT_TOKENS]
     if len(tokens) < 2:
         return
     decoder = served.model.decoder(steps)
     seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
-    yield Timed(CostKey(served.key, "prefill", steps), len(tokens) - 1, seconds)
+    yield TimedCall(CostKey(served.key, "prefill", steps), len(tokens) - 1, seconds)
     batch = decoder.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield Timed(CostKey(served.key, "decode", steps), len(tokens), seconds)
+    yield TimedCall(CostKey(served.key, "decode", steps), len(tokens), seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:
-    """The quickest of a few: whatever disturbs a call makes it longer."""
+    """The shortest time of several calls: disturbances only make a call longer."""
     times = []
     for _ in range(_TIMES):
         begun_s = time.perf_counter()
@@ -114,8 +114,8 @@ _log = logging.getLogger("stepdial")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A model that was loaded, and the one whose place it took."""
+class ModelChange:
+    """A model that was loaded, and the one that it replaced."""
 
     loaded: Served
     replaced: Served | None
@@ -123,7 +123,7 @@ class Change:
 
 
 class Loading:
-    """Changes what an engine serves, one change at a time. Used on the event loop."""
+    """Changes the served models, one change at a time. Used on the event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Loading:
         zoo: Path | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`zoo` is where new bundles are looked for; `changed` is told after each change."""
+        """`zoo` is searched for new bundles; `changed` is called after each change."""
         self._engine = engine
         self._threads = settings.threads
         self._place = settings.place
@@ -140,19 +140,20 @@ class Loading:
         self._changed = changed
         self._editions = count(1)
         self._turn = asyncio.Lock()
-        # What was last read in each folder that is looked at again.
-        self._given: dict[Path, Manifest] = {
+        # The manifest last read from each folder that is checked again.
+        self._manifests: dict[Path, Manifest] = {
             served.bundle.folder.resolve(): served.manifest for served in engine.catalog
         }
         self._allowed = tuple(
-            folder.resolve() for folder in settings.admin_folders or (*self._given, settings.zoo)
+            folder.resolve()
+            for folder in settings.admin_folders or (*self._manifests, settings.zoo)
         )
 
     def allowed(self, folder: str) -> Path:
-        """The folder of that name; FolderForbidden unless it is one of those that may be read."""
+        """The folder with this path; FolderForbidden unless models may be loaded from it."""
         try:
             path = Path(folder).resolve()
-        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or no path at all
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or not a path
             raise InvalidField("bundle must be the path of a folder", param="bundle") from None
         if not any(path.is_relative_to(one) for one in self._allowed):
             listed = ", ".join(map(str, self._allowed))
@@ -163,20 +164,20 @@ class Loading:
             )
         return path
 
-    async def load(self, folder: Path) -> Change:
-        """Serve the bundle in this folder, in the place of another of its name if there is one.
+    async def load(self, folder: Path) -> ModelChange:
+        """Serve the bundle in this folder, replacing a model of the same name.
 
-        BrokenBundle if it cannot be served; what was served then goes on.
+        BrokenBundle if it cannot be served; nothing changes then.
         """
         async with self._turn:
             try:
                 return await self._load(folder)
             except BundleError as error:
-                _log.error("not loaded, and nothing was changed: %s", error)
+                _log.error("bundle not loaded, nothing was changed: %s", error)
                 raise BrokenBundle(f"{error}; nothing was changed", param="bundle") from None
 
     async def unload(self, name: str) -> Served:
-        """Serve no model of that name any more; UnknownModel if there is none."""
+        """Stop serving this model; UnknownModel if there is none."""
         async with self._turn:
             served = self._engine.catalog.find(name)
             self._engine.dismiss(served)
@@ -184,38 +185,38 @@ class Loading:
             return served
 
     async def reload(self) -> None:
-        """Load what has changed in the folders that were given, and what is new in the zoo."""
+        """Load the given folders that have changed, and new bundles of the zoo."""
         async with self._turn:
             for folder in await asyncio.to_thread(self._folders):
                 try:
                     await self._renew(folder)
                 except (BundleError, Draining) as error:
-                    _log.error("not loaded, and what was served before goes on: %s", error)
+                    _log.error("bundle not loaded, the models served before stay: %s", error)
 
     def _folders(self) -> list[Path]:
-        folders = list(self._given)
+        folders = list(self._manifests)
         if self._zoo is not None:
             try:
                 found = [folder.resolve() for folder in find_bundles(self._zoo)]
             except BundleError as error:
                 _log.warning("%s", error)
                 found = []
-            folders += [folder for folder in found if folder not in self._given]
+            folders += [folder for folder in found if folder not in self._manifests]
         return folders
 
     async def _renew(self, folder: Path) -> None:
         if not folder.is_dir():
-            _log.warning("%s has vanished; what was loaded from it goes on", folder)
+            _log.warning("%s has vanished; the model loaded from it stays", folder)
             return
         bundle = await asyncio.to_thread(read_servable, folder, self._place, verify=False)
-        if bundle.manifest == self._given.get(folder):
+        if bundle.manifest == self._manifests.get(folder):
             return
-        if folder not in self._given:
+        if folder not in self._manifests:
             self._check_new(bundle)
-        self._given[folder] = (await self._load(folder)).loaded.manifest
+        self._manifests[folder] = (await self._load(folder)).loaded.manifest
 
     def _check_new(self, bundle: Bundle) -> None:
-        """A folder that appears beside another takes no place that nobody meant it to."""
+        """Refuse a new folder with the name of a model from another folder that still exists."""
         served = self._engine.catalog.get(bundle.manifest.name)
         if served is not None and served.bundle.folder.is_dir():
             raise BundleError(
@@ -223,20 +224,20 @@ class Loading:
                 file=str(bundle.folder),
             )
 
-    async def _load(self, folder: Path) -> Change:
+    async def _load(self, folder: Path) -> ModelChange:
         begun_s = time.perf_counter()
         served = await asyncio.to_thread(self._open, folder, next(self._editions))
         replaced = self._engine.catalog.get(served.name)
         self._engine.serve(served)
-        if folder in self._given:
-            self._given[folder] = served.manifest
+        if folder in self._manifests:
+            self._manifests[folder] = served.manifest
         seconds = time.perf_counter() - begun_s
-        _log.info("%s was loaded from %s in %.2f s", served.name, folder, seconds)
+        _log.info("loaded %s from %s in %.2f s", served.name, folder, seconds)
         self._changed()
-        return Change(served, replaced, seconds)
+        return ModelChange(served, replaced, seconds)
 
     def _open(self, folder: Path, edition: int) -> Served:
-        """A model that is warm, and of which the first calls were measured."""
+        """A warm model whose first calls were timed."""
         self._check_open()
         bundle = read_servable(folder, self._place)
         self._check_open()
@@ -246,10 +247,10 @@ class Loading:
         except (BundleError, Draining):
             raise
         except MemoryError as error:
-            problem = "there is not enough memory: give the server more, or let it serve less"
+            problem = "there is not enough memory: give the server more, or serve fewer models"
             raise BundleError(problem, file=str(folder)) from error
         except Exception as error:  # onnxruntime has no base class of its own
-            _log.error("%s cannot be run", folder, exc_info=error)
+            _log.error("the model in %s cannot be run", folder, exc_info=error)
             problem = f"cannot be run ({type(error).__name__}: {error})"
             raise BundleError(problem, file=str(folder)) from error
         return served

@@ -1,4 +1,4 @@
-"""A bundle used from Python or from the command line: the engine that serves, without HTTP.
+"""A bundle used from Python or the command line, with the server's engine but without HTTP.
 
     with load("zoo/topics") as model:
         model.classify(["Stocks fell on Monday."], steps=2)
@@ -18,28 +18,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
-from serve.api.submission import Manner, drawn_seed, positions_held, wish_in
-from serve.budget import Ask, decide
+from serve.api.submission import GenerateOptions, drawn_seed, positions_held, wish_in
+from serve.budget import BudgetRequest, decide
 from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
 from serve.engine.work import Classification, Generation, Work
 from serve.errors import ServeError
-from serve.inputs.rows import Intake, check_kinds, read_items, row_length
-from serve.inputs.values import Item, Kind
+from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
+from serve.inputs.values import Input, Kind
 from serve.metrics import Metrics
 from serve.runtime import Place
 from serve.settings import Settings
 
-ROWS_AT_ONCE = 64  # of one job
+ROWS_AT_ONCE = 64  # per job
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a classifier says of one input."""
+    """The label of one input."""
 
     label: str
     score: float
@@ -49,7 +49,7 @@ class Label:
 
 
 class LocalModel:
-    """One bundle, open and warm. Close it, or use it in a `with`."""
+    """One open, warm bundle. Close it, or use it in a `with` statement."""
 
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
         self._catalog: Catalog = open_catalog([Path(folder)], threads, Place())
@@ -64,7 +64,7 @@ class LocalModel:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread and let the model go."""
+        """Stop the engine and release the model."""
         self._engine.stop()
         self._served.model.close()
 
@@ -74,12 +74,12 @@ class LocalModel:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The step counts that there are."""
+        """The step counts of the model."""
         return self._served.manifest.steps
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Those of a classifier."""
+        """The labels of a classifier."""
         return self._served.manifest.labels or ()
 
     def classify(
@@ -90,21 +90,21 @@ class LocalModel:
         effort: Effort | None = None,
         truncate: bool = True,
     ) -> list[Label]:
-        """A label for each text, image or cloud of points, in their order."""
+        """The label of each text, image or cloud of points, in order."""
         self._check_task("classify")
-        decision = decide(Ask(steps=steps, effort=effort), self._served.manifest)
+        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         kind = _kind_of(self._served)
-        items = tuple(Item(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
+        items = tuple(Input(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
         check_kinds(items, self._served.manifest)
-        taken = read_items(items, self._served.manifest, self._served.text, truncate)
-        lengths = [row_length(one.row, self._served.manifest) for one in taken]
-        order = sorted(range(len(taken)), key=lengths.__getitem__)
+        rows = read_items(items, self._served.manifest, self._served.text, truncate)
+        lengths = [row_length(one.row, self._served.manifest) for one in rows]
+        order = sorted(range(len(rows)), key=lengths.__getitem__)
         lane = LaneKey(self._served.key, "classify", decision.steps)
         found: dict[int, Label] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
             with self._event() as (deliver, take):
-                work = Classification([taken[i].row for i in at], deliver)
+                work = Classification([rows[i].row for i in at], deliver)
                 self._engine.submit(
                     Job(
                         lane=lane,
@@ -116,9 +116,9 @@ class LocalModel:
                 event = take()
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
-                assert not isinstance(labelled.found, Tags)  # a classifier, see above
-                found[i] = self._label(labelled.found, taken_steps, taken[i])
-        return [found[i] for i in range(len(taken))]
+                assert not isinstance(labelled.found, Tags)  # checked above
+                found[i] = self._label(labelled.found, taken_steps, rows[i])
+        return [found[i] for i in range(len(rows))]
 
     def generate(
         self,
@@ -133,10 +133,10 @@ class LocalModel:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> str:
-        """What follows a prompt, or its translation."""
+        """The continuation of a prompt, or the translation of a text."""
         self._check_task("generate", "translate")
-        decision = decide(Ask(steps=steps, effort=effort), self._served.manifest)
-        manner = Manner(
+        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
+        options = GenerateOptions(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -144,7 +144,7 @@ class LocalModel:
             seed=drawn_seed() if seed is None else seed,
             stops=tuple(stop),
         )
-        wish = wish_in(manner, self._served, self._served.codec.encode_prompt(prompt))
+        wish = wish_in(options, self._served, self._served.codec.encode_prompt(prompt))
         with self._event() as (deliver, take):
             job: Job[Work] = Job(
                 lane=LaneKey(self._served.key, "generate", decision.steps),
@@ -158,10 +158,10 @@ class LocalModel:
         assert isinstance(event, GeneratedEvent)
         return event.text
 
-    def _label(self, scores: Sequence[float], steps: int, taken: Intake) -> Label:
+    def _label(self, scores: Sequence[float], steps: int, row: InputRow) -> Label:
         best = max(range(len(scores)), key=scores.__getitem__)
         every = dict(zip(self.labels, scores, strict=True))
-        return Label(self.labels[best], scores[best], every, steps, taken.truncated)
+        return Label(self.labels[best], scores[best], every, steps, row.truncated)
 
     def _check_task(self, *tasks: str) -> None:
         task = self._served.manifest.task
@@ -170,7 +170,7 @@ class LocalModel:
 
     @contextmanager
     def _event(self) -> Iterator[tuple[Any, Any]]:
-        """Where the engine puts the end of a job, and how to wait for it."""
+        """Where the engine delivers the result of a job, and how to wait for it."""
         box: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
         def deliver(event: Event) -> None:
@@ -187,7 +187,7 @@ class LocalModel:
 
 
 def load(folder: Path | str, threads: int | None = None) -> LocalModel:
-    """Open a bundle to use it in this process."""
+    """Open a bundle to use in this process."""
     return LocalModel(folder, threads)
 
 
@@ -226,13 +226,25 @@ def _parser() -> argparse.ArgumentParser:
         description="Label the rows of a table with a bundle, without a server.",
     )
     predict.set_defaults(run=_predict)
-    predict.add_argument("bundle", type=Path, metavar="BUNDLE")
+    predict.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     predict.add_argument(
-        "--input", type=Path, required=True, metavar="FILE", help="csv, tsv or jsonl"
+        "--input",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="table to read: .csv, .tsv or .jsonl",
     )
-    predict.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     predict.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of the texts (default: as in training)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the labelled table (default: standard output)",
+    )
+    predict.add_argument(
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column with the text; repeat it for several (default: the columns used in training)",
     )
     sample = commands.add_parser(
         "sample",
@@ -240,22 +252,43 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a prompt, or translate a text, with a bundle and without a server.",
     )
     sample.set_defaults(run=_sample)
-    sample.add_argument("bundle", type=Path, metavar="BUNDLE")
-    sample.add_argument("--prompt", required=True, metavar="TEXT")
+    sample.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     sample.add_argument(
-        "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
+        "--prompt", required=True, metavar="TEXT", help="text to continue or translate"
     )
     sample.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="most tokens to generate (default: %(default)s)",
     )
-    sample.add_argument("--top-k", type=int, metavar="K")
-    sample.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sample.add_argument("--seed", type=int, metavar="N")
+    sample.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 always takes the most likely token; "
+        "higher is more varied (default: 1, or 0 "
+        "to translate)",
+    )
+    sample.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
+    )
+    sample.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens that together have probability P",
+    )
+    sample.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     for each in (predict, sample):
         budget = each.add_mutually_exclusive_group()
-        budget.add_argument("--steps", type=int, metavar="N", help="(default: the bundle's)")
-        budget.add_argument("--effort", choices=EFFORTS)
-        each.add_argument("--threads", type=int, help="threads a call (default: all cores)")
+        budget.add_argument(
+            "--steps", type=int, metavar="N", help="step count (default: the bundle's default)"
+        )
+        budget.add_argument("--effort", choices=EFFORTS, help="step count by name")
+        each.add_argument("--threads", type=int, help="threads per model call (default: all cores)")
     return parser
 
 
@@ -282,7 +315,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             )
         target = sys.stdout if arguments.output is None else _open_output(arguments.output)
         try:
-            write = _Writer(target, separator)
+            write = _TableWriter(target, separator)
             waiting = [first]
             for row in rows:
                 waiting.append(row)
@@ -327,7 +360,7 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 
 def _trained_on(model: LocalModel) -> list[str]:
-    """The columns of the texts in training, as the bundle notes them."""
+    """The text columns used in training, as the bundle records them."""
     recipe = model._served.manifest.provenance.get("recipe")
     try:
         return [str(column) for column in cast(Any, recipe)["data"]["text"]]
@@ -336,7 +369,7 @@ def _trained_on(model: LocalModel) -> list[str]:
 
 
 def _separator(path: Path) -> str:
-    """What stands between cells; "" for a line of JSON each."""
+    """The cell separator; "" for JSON lines."""
     separators = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
     if path.suffix.lower() not in separators:
         raise ValueError(f"{path}: expected .csv, .tsv or .jsonl")
@@ -364,8 +397,8 @@ def _open_output(path: Path) -> Any:
     return path.open("w", encoding="utf-8", newline="")
 
 
-class _Writer:
-    """Rows of the kind of table that was read."""
+class _TableWriter:
+    """Writes rows in the format of the table that was read."""
 
     def __init__(self, target: Any, separator: str) -> None:
         self._target, self._separator = target, separator

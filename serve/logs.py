@@ -1,8 +1,7 @@
-"""Logs: one line a record, for people to read or, as JSON, for programs.
+"""Logs: one line per record, as text for people or as JSON for programs.
 
-Whoever logs never waits for whoever reads: lines go through a queue, and those that do not fit are
-dropped and counted. A record may carry `fields`, which only JSON shows: the message says as much
-as people need.
+Logging never waits for the reader: lines go through a queue, and lines that do not fit are dropped
+and counted. A record may carry `fields`, which only the JSON format shows.
 """
 
 import atexit
@@ -20,20 +19,20 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# That wait to be written to one file; a pipe takes 64 KiB more.
+# Bytes that may wait for one file; a pipe takes 64 KiB more.
 _MOST_BYTES = 2**20
 _AT_ONCE_BYTES = 2**16
 _BLOCKED_S = 0.05
-# At the end of the process, for what still waits.
+# How long the end of the process waits for unwritten lines.
 _LAST_LINES_S = 1.0
 _log = logging.getLogger("stepdial")
 
 
-class Outlet:
-    """Lines on their way to a file of this process, written by a thread of their own."""
+class LineWriter:
+    """Writes lines to a file descriptor on a thread of its own."""
 
     def __init__(self, descriptor: int, failed: Callable[[OSError], None]) -> None:
-        """`failed` is told when the file takes nothing more, once until it does again."""
+        """`failed` is called when writing fails, once until it works again."""
         self._descriptor = descriptor
         self._failed = failed
         self._waiting: deque[bytes] = deque()
@@ -44,12 +43,12 @@ class Outlet:
         self._fails = False
 
     def open(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         if not self._thread.is_alive():
             self._thread.start()
 
     def put(self, lines: str) -> None:
-        """Write this when there is room for it; drop it if much waits."""
+        """Queue these lines; drop them if the queue is full."""
         text = lines.encode("utf-8", "backslashreplace") + b"\n"
         with self._changed:
             if self._bytes + len(text) > _MOST_BYTES:
@@ -60,7 +59,7 @@ class Outlet:
             self._changed.notify_all()
 
     def flush(self, within_s: float) -> None:
-        """Wait until all is written, but no longer than this."""
+        """Wait until everything is written, at most this long."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._waiting or self._writing), within_s)
 
@@ -79,7 +78,7 @@ class Outlet:
                 while lines:
                     try:
                         lines = lines[os.write(self._descriptor, lines) :]
-                    except BlockingIOError:  # another process has made it so
+                    except BlockingIOError:  # another process made it non-blocking
                         time.sleep(_BLOCKED_S)
                 self._fails = False
             except OSError as error:
@@ -90,28 +89,28 @@ class Outlet:
 
 
 def _standard_output_failed(error: OSError) -> None:
-    _log.warning("standard output takes nothing more (%s)", error)
+    _log.warning("cannot write to standard output: %s", error)
 
 
-# Standard error has nobody who could be told.
-_errors = Outlet(2, lambda error: None)
-_output = Outlet(1, _standard_output_failed)
+# If standard error fails there is nowhere to report it.
+_errors = LineWriter(2, lambda error: None)
+_output = LineWriter(1, _standard_output_failed)
 _tell_dropped: Callable[[int], None] | None = None
 
 
 def tell_dropped(told: Callable[[int], None]) -> None:
-    """Tell this how many lines were dropped, whenever some are."""
+    """Call this with the number of lines whenever some are dropped."""
     global _tell_dropped
     _tell_dropped = told
 
 
-def say(text: str) -> None:
-    """To standard output, as soon as it takes it."""
+def write_stdout(text: str) -> None:
+    """Queue text for standard output."""
     _output.put(text)
 
 
 def flush() -> None:
-    """Wait for what is still to be written, for a moment: whoever should read it may not."""
+    """Wait a moment for what is not written yet: the reader may be stuck."""
     end_s = time.monotonic() + _LAST_LINES_S
     for outlet in (_output, _errors):
         outlet.flush(max(0.0, end_s - time.monotonic()))
@@ -123,12 +122,12 @@ def _count_dropped(lines: bytes) -> None:
 
 
 class QueuedLines(logging.Handler):
-    """Writes records to standard error, without waiting for it."""
+    """A log handler that writes to standard error without waiting."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # a message that does not fit its arguments: our bug, not the caller's
+        except Exception:  # the message does not fit its arguments: our bug, not the caller's
             line = f"{record.levelname} {record.name}: {record.msg!r} {record.args!r}"
         try:
             _errors.put(line)
@@ -137,7 +136,7 @@ class QueuedLines(logging.Handler):
 
 
 class JsonLines(logging.Formatter):
-    """Each record is one object on one line."""
+    """Formats each record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -149,8 +148,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(log_format: LogFormat, level: str, access_log: bool) -> None:
-    """Let every logger of the process write to standard error in this form."""
-    # Now: a process that is short of memory may not be able to start them later.
+    """Let every logger of the process write to standard error in this format."""
+    # Started now: a process short of memory may not be able to start threads later.
     _errors.open()
     _output.open()
     handler = QueuedLines()
@@ -165,7 +164,7 @@ def set_up(log_format: LogFormat, level: str, access_log: bool) -> None:
 
 
 def line(log_format: LogFormat, message: str, level: str = "INFO", **fields: Any) -> str:
-    """What is said outside of the log, such as what is served, in the form of the log."""
+    """A line outside the log, such as the list of models, in the format of the log."""
     if log_format == "text":
         return message
     return _object(level, "stepdial", message.strip(), time.time(), fields)

@@ -1,7 +1,6 @@
-"""Every instrument of the server, on a registry of its own.
+"""The Prometheus metrics of the server, on a registry of their own.
 
-Knows names, units and labels; deliberately not when things happen: whoever knows that calls in.
-Labels take few values: models, rungs, routes and codes, never anything that a client can invent.
+Label values are models, rungs, routes and codes, never anything that a client can invent.
 """
 
 from bisect import bisect_left
@@ -30,8 +29,8 @@ SECONDS = (
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Watched(Protocol):
-    """What can be read off an engine at any time."""
+class EngineGauges(Protocol):
+    """The values of an engine that gauges read at scrape time."""
 
     @property
     def queued(self) -> int: ...
@@ -43,19 +42,19 @@ class Watched(Protocol):
     def readiness(self) -> Mapping[str, bool]: ...
 
 
-class Readiness(Collector):
-    """Which models answer, read off an engine whenever it is asked for."""
+class ReadinessCollector(Collector):
+    """Whether each model is ready, read from the engine at scrape time."""
 
-    _labelnames = ("model",)  # as the library's own instruments have them
+    _labelnames = ("model",)  # the name that prometheus_client's own metrics use
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: EngineGauges) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """The metric with a value for each model."""
+        """The metric, with a value for each model."""
         family = GaugeMetricFamily(
             "stepdial_model_ready",
-            "Whether requests of a served model are welcome: 1, else 0.",
+            "1 if a served model takes requests, else 0.",
             labels=self._labelnames,
         )
         for model, ready in self._engine.readiness.items():
@@ -63,39 +62,39 @@ class Readiness(Collector):
         return [family]
 
 
-class Times(Histogram):
-    """Finds the bucket of a value at once, where the library goes through them one by one."""
+class FastHistogram(Histogram):
+    """A histogram that finds the bucket by bisection; the library's goes through all of them."""
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count a value. There are no exemplars here."""
+        """Record a value. Exemplars are not supported."""
         self.observe_all(amount, 1)
 
     def observe_all(self, amount: float, times: int) -> None:
-        """Count a value that came so many times."""
+        """Record the same value several times."""
         self._sum.inc(amount * times)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
 
 
-class Count(Counter):
-    """Counts without the library's questions, of which there is more than one for every token."""
+class FastCounter(Counter):
+    """A counter without the library's checks: there are several increments per token."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """Count so many more. There are no exemplars here, and nothing is taken back."""
+        """Add to the counter. Exemplars and negative amounts are not supported."""
         self._value.inc(amount)
 
 
-InstrumentT = TypeVar("InstrumentT", Count, Times)
+InstrumentT = TypeVar("InstrumentT", FastCounter, FastHistogram)
 
 
-class Family(Generic[InstrumentT]):
-    """An instrument with labels, which finds those of values that came before at once."""
+class LabelledMetric(Generic[InstrumentT]):
+    """A metric with labels that remembers its children."""
 
     def __init__(self, instrument: InstrumentT) -> None:
         self._instrument: InstrumentT = instrument
         self._found: dict[tuple[str, ...], InstrumentT] = {}
 
     def labels(self, *values: str) -> InstrumentT:
-        """The one of these values."""
+        """The child with these label values."""
         found = self._found.get(values)
         if found is None:
             found = self._found[values] = self._instrument.labels(*values)
@@ -103,10 +102,10 @@ class Family(Generic[InstrumentT]):
 
 
 class Metrics:
-    """All instruments, ready to be written to."""
+    """All metrics of the server."""
 
     def __init__(self) -> None:
-        # A gauge beside every counter, which nobody reads.
+        # Switches off the `_created` gauge that the library adds to every counter.
         disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=True)
         # Memory, processor time and open files of this process.
@@ -114,31 +113,33 @@ class Metrics:
         self._nfe: dict[tuple[str, int], int] = {}  # by key of the model and steps
         self._served: dict[str, tuple[str, ...]] = {}  # labels of what is served, by name
         self.requests = self._counter(
-            "requests", "Requests answered, by route, model and status code.", "route model code"
+            "requests", "Requests by route, model and status code.", "route model code"
         )
         self.request_seconds = self._seconds(
             "request",
-            "From the arrival of a request that was answered to its last byte.",
+            "Time from the arrival of a request to the last byte of its answer, if it succeeded.",
             "route model steps",
         )
         self.refused_seconds = self._seconds(
             "refused",
-            "From the arrival of a request to the error in place of its answer.",
+            "Time from the arrival of a request to its error response.",
             "route model code",
         )
         self.queue_seconds = self._seconds(
-            "queue", "From the queue to the first call of a request.", "model steps"
+            "queue",
+            "Time that a request waited in the queue before its first model call.",
+            "model steps",
         )
         self.first_token_seconds = self._seconds(
-            "time_to_first_token", "From the queue to the first token.", "model steps"
+            "time_to_first_token", "Time from entering the queue to the first token.", "model steps"
         )
         self.inter_token_seconds = self._seconds(
-            "inter_token", "Between two tokens of one answer.", "model steps"
+            "inter_token", "Time between two tokens of one answer.", "model steps"
         )
-        self.batch_rows = Family(
-            Times(
+        self.batch_rows = LabelledMetric(
+            FastHistogram(
                 "stepdial_batch_rows",
-                "Rows in a call of the runtime.",
+                "Rows (batch size) of a model call.",
                 ("model", "kind"),
                 buckets=ROWS,
                 registry=self.registry,
@@ -146,79 +147,87 @@ class Metrics:
         )
         self.tokens = self._counter("tokens", "Tokens generated.", "model")
         self.steps = self._counter(
-            "steps", "Steps taken, counted once a row and call.", "model kind"
+            "steps", "Steps taken, summed over the rows of every model call.", "model kind"
         )
         self.evaluations = self._counter(
-            "velocity_evaluations", "Velocity evaluations, once a row and call.", "model kind"
+            "velocity_evaluations",
+            "Velocity evaluations (the true cost), summed over the rows of every model call.",
+            "model kind",
         )
         self.decisions = self._counter(
-            "budget_decisions", "Budgets decided, by reason.", "model reason steps"
+            "budget_decisions",
+            "Requests by the step count that was chosen and the reason for it.",
+            "model reason steps",
         )
         self.degraded = self._counter(
-            "degraded", "Requests served with fewer steps because of load.", "model"
+            "degraded", "Requests that got fewer steps because of load.", "model"
         )
         self.rejected = self._counter("rejected", "Requests refused, by error code.", "reason")
         self.deadlines = self._counter(
-            "deadlines", "Requests taken in that came with a deadline.", "model"
+            "deadlines", "Accepted requests that had a deadline.", "model"
         )
         self.lapsed = self._counter(
-            "lapsed", "Requests taken in whose deadline passed before the answer.", "model"
+            "lapsed",
+            "Accepted requests whose deadline passed before the answer was complete.",
+            "model",
         )
         self.cancelled = Counter(
             "stepdial_cancelled",
-            "Requests dropped because their client had gone.",
+            "Requests cancelled because the client disconnected.",
             registry=self.registry,
         )
         self.evicted = Counter(
             "stepdial_connections_evicted",
-            "Idle connections that were closed to make room for others.",
+            "Idle connections closed to make room for new ones.",
             registry=self.registry,
         )
         self.log_lines_dropped = Counter(
             "stepdial_log_lines_dropped",
-            "Lines of the log that nobody took in time.",
+            "Log lines dropped because the log output was too slow.",
             registry=self.registry,
         )
         self.runtime_failures = self._counter(
-            "runtime_failures", "Calls of the runtime that threw.", "model"
+            "runtime_failures", "Model calls that failed with an exception.", "model"
         )
         self.late_calls = self._counter(
             "late_calls",
-            "Calls of the runtime that were asked to end, since they took too long.",
+            "Model calls that were stuck and therefore cancelled.",
             "model",
         )
         self.terminated_calls = self._counter(
-            "terminated_calls", "Late calls that ended when they were asked to.", "model"
+            "terminated_calls", "Stuck model calls that ended after they were cancelled.", "model"
         )
         self.drafted = self._counter(
-            "speculative_drafted", "Tokens drafted by a row that ran ahead.", "model"
+            "speculative_drafted", "Draft tokens proposed by speculation.", "model"
         )
         self.accepted = self._counter(
-            "speculative_accepted", "Drafts that the full steps confirmed.", "model"
+            "speculative_accepted", "Draft tokens that the full steps accepted.", "model"
         )
         self.rechecked = self._counter(
             "rechecked",
-            "Answers under max_disagreement that were compared with those of all steps.",
+            "max_disagreement answers that were computed again with all steps.",
             "model max_disagreement",
         )
         self.disagreed = self._counter(
-            "disagreed", "Of those, the ones that differed.", "model max_disagreement"
+            "disagreed",
+            "Answers among stepdial_rechecked that differed from those of all steps.",
+            "model max_disagreement",
         )
         self._promised = Gauge(
             "stepdial_promised_disagreement",
-            "The share of answers that may differ under max_disagreement.",
+            "Largest share of answers that may differ, as certified for max_disagreement.",
             ("model", "max_disagreement"),
             registry=self.registry,
         )
         self._model_info = Gauge(
             "stepdial_model_info",
-            "The models that are served; always 1.",
+            "A served model and its facts; always 1.",
             ("model", "task", "method", "precision", "full_steps"),
             registry=self.registry,
         )
 
     def serve(self, model: str, manifest: Manifest) -> None:
-        """Show a model, and every decision it can make, before the first one."""
+        """Show a model and its counters before the first request."""
         labels = (
             manifest.name,
             manifest.task,
@@ -243,31 +252,31 @@ class Metrics:
             self._promised.labels(manifest.name, str(promise)).set(promise)
 
     def hide(self, name: str) -> None:
-        """No model of this name is served any more. What was counted of it stays."""
+        """Stop showing a model that is no longer served. Its counters stay."""
         self._model_info.remove(*self._served.pop(name))
 
     def drop_model(self, model: str) -> None:
-        """Forget a model that is gone."""
+        """Forget a model that was unloaded."""
         self._nfe = {key: nfe for key, nfe in self._nfe.items() if key[0] != model}
 
-    def watch(self, engine: Watched, cache_limit_bytes: int) -> None:
-        """Read the gauges off an engine whenever they are asked for."""
-        self._gauge("queue_depth", "Requests that wait, for a model or to be read.").set_function(
-            lambda: engine.queued
-        )
-        self._gauge("in_flight", "Requests that run in a model, or are being read.").set_function(
-            lambda: engine.running
-        )
-        self._gauge("cache_bytes", "Cache memory of generations.").set_function(
-            lambda: engine.cache_bytes
-        )
-        self.registry.register(Readiness(engine))
-        self._gauge("cache_limit_bytes", "The limit of stepdial_cache_bytes.").set(
+    def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
+        """Read the gauges from this engine at scrape time."""
+        self._gauge(
+            "queue_depth", "Requests waiting, for a model or for their body to be read."
+        ).set_function(lambda: engine.queued)
+        self._gauge(
+            "in_flight", "Requests running in a model, or whose body is being read."
+        ).set_function(lambda: engine.running)
+        self._gauge(
+            "cache_bytes", "Memory of the KV caches of generations, in bytes."
+        ).set_function(lambda: engine.cache_bytes)
+        self.registry.register(ReadinessCollector(engine))
+        self._gauge("cache_limit_bytes", "Limit of stepdial_cache_bytes (--cache-mb).").set(
             cache_limit_bytes
         )
 
     def call(self, lane: LaneKey, kind: str, rows: int, evaluations: int | None) -> None:
-        """Count a call of the runtime, and the evaluations of its rows where they may be fewer."""
+        """Count a model call; `evaluations` is given where its rows took fewer than all."""
         self.batch_rows.labels(lane.name, kind).observe(rows)
         nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
         spent = rows * nfe if evaluations is None else evaluations
@@ -275,21 +284,23 @@ class Metrics:
         self.evaluations.labels(lane.name, kind).inc(spent)
 
     def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int) -> None:
-        """Count steps that rows of a lane took in a call."""
+        """Count the steps that rows of a lane took in a call."""
         nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
         self.steps.labels(lane.name, kind).inc(rows * steps)
         self.evaluations.labels(lane.name, kind).inc(rows * steps * nfe / lane.steps)
 
     def exposition(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, about: str, labels: str) -> Family[Count]:
-        return Family(Count(f"stepdial_{name}", about, labels.split(), registry=self.registry))
+    def _counter(self, name: str, about: str, labels: str) -> LabelledMetric[FastCounter]:
+        return LabelledMetric(
+            FastCounter(f"stepdial_{name}", about, labels.split(), registry=self.registry)
+        )
 
-    def _seconds(self, name: str, about: str, labels: str) -> Family[Times]:
-        return Family(
-            Times(
+    def _seconds(self, name: str, about: str, labels: str) -> LabelledMetric[FastHistogram]:
+        return LabelledMetric(
+            FastHistogram(
                 f"stepdial_{name}_seconds",
                 about,
                 labels.split(),

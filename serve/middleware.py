@@ -1,6 +1,6 @@
-"""What goes around every request: its origin, its key, its id, its headers, the access log.
+"""What happens around every request: origin check, API key, request id, headers, access log.
 
-Plain ASGI, so that it costs little. Routes leave in the scope which model and steps served.
+Plain ASGI, for speed. Routes leave in the scope which model and step count served the request.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.catalog import Guests
+from serve.catalog import ModelUsers
 from serve.errors import (
     CrossOrigin,
     Crowded,
@@ -34,11 +34,10 @@ from serve.errors import (
 )
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
-from serve.tracing import Traces, Visit
+from serve.tracing import FinishedRequest, Traces
 
-# Whether a page of another address sends a request: any page that a browser shows could. Those of
-# the settings may (CORS), others are refused. Programs send no Origin, so this never concerns
-# them.
+# Cross-origin requests. Any web page that a browser shows could send one, so only the origins of
+# the settings may (CORS). Programs send no Origin header and are not affected.
 
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -46,10 +45,10 @@ _MAX_SHOWN = 100
 
 Header = tuple[bytes, bytes]
 HeaderList = tuple[Header, ...]
-# Without credentials: a key is a header that the page itself sets, never one that a browser adds.
+# No credentials: the page sets the key as a header, the browser never adds it.
 _PREFLIGHT: HeaderList = (
     (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-allow-headers", b"authorization, *"),  # the star leaves that one out
+    (b"access-control-allow-headers", b"authorization, *"),  # `*` does not include that one
     (b"access-control-max-age", b"7200"),
 )
 _READABLE: HeaderList = (
@@ -62,7 +61,7 @@ _VARY = (b"vary", b"origin")
 
 
 def cross_origin_headers(scope: Scope, allowed: Collection[str]) -> HeaderList:
-    """What lets a page of an allowed origin read the answer."""
+    """The headers that let a page of an allowed origin read the answer."""
     if not allowed:
         return ()
     origin = Headers(scope=scope).get("origin")
@@ -72,7 +71,7 @@ def cross_origin_headers(scope: Scope, allowed: Collection[str]) -> HeaderList:
 
 
 def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | None:
-    """The answer to a browser that asks whether a page may send a request; None if none asks."""
+    """The answer to a CORS preflight request; None if this is not one."""
     if scope["method"] != "OPTIONS" or not allowed:
         return None
     headers = Headers(scope=scope)
@@ -81,13 +80,13 @@ def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | No
     return _PREFLIGHT
 
 
-def cross_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
-    """The refusal of a request whose Origin is neither the host that it came to nor allowed."""
-    if b"origin" not in dict(scope["headers"]):  # as of every program
+def check_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
+    """The error for a request whose Origin is neither this host nor an allowed one."""
+    if b"origin" not in dict(scope["headers"]):  # as in requests of programs
         return None
     headers = Headers(scope=scope)
     origin = headers["origin"]
-    # Behind a proxy the host may have changed on the way; a page can set neither of these.
+    # Behind a proxy the Host header may have changed. A page can set neither of these two.
     if origin in allowed or headers.get("sec-fetch-site") == "same-origin":
         return None
     hosts = [headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")]
@@ -113,29 +112,28 @@ def _without_port(host: str, scheme: str) -> str:
     return host.strip().lower().removesuffix(_DEFAULT_PORTS.get(scheme, "") or "\0")
 
 
-# Who is let in: the API key of a request, found in its headers and held against those there are.
-# Every path is guarded but those of the probes, so that a route added later is guarded too.
+# API keys. Every path needs a key except the health probes, so that a route added later does too.
 
 
 HOLDER_KEY = "stepdial.holder"
-# Guarded by the routes themselves, with keys of their own.
-OWN_KEYS = "/admin/"
-# How browsers mark what a script of a page asks for.
+# These routes check keys of their own.
+ADMIN_PREFIX = "/admin/"
+# How browsers mark requests of scripts.
 _OF_SCRIPTS = ((b"sec-fetch-mode", b"cors"), (b"sec-fetch-mode", b"same-origin"))
 PROBES = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
-# What is there at the port of probes, and leaves no traces.
-WATCHED = PROBES | {"/metrics"}
+# The paths of the port for probes; they are not traced.
+PROBE_PORT_PATHS = PROBES | {"/metrics"}
 
 
-def enter(scope: Scope, keys: Keys) -> Holder | None:
-    """Whoever sends this request, counted in; None for probes.
+def authenticate(scope: Scope, keys: Keys) -> Holder | None:
+    """The holder of the request's key, with the request counted; None for probes.
 
-    Unauthorized without a key that is known; RateLimited or ConcurrencyLimited with one that has
-    spent what it has.
+    Unauthorized without a known key; RateLimited or ConcurrencyLimited if the key's limits are used
+    up.
     """
-    if scope["path"] in PROBES or scope["path"].startswith(OWN_KEYS):
+    if scope["path"] in PROBES or scope["path"].startswith(ADMIN_PREFIX):
         return None
     secret = secret_of(scope["headers"])
     of_script = any(header in _OF_SCRIPTS for header in scope["headers"])
@@ -155,27 +153,27 @@ def enter(scope: Scope, keys: Keys) -> Holder | None:
 
 
 def steps_allowed(scope: Scope) -> int | None:
-    """The most steps that the key of this request may have, if there is such a limit."""
+    """The most steps that the request's key allows, if it has such a limit."""
     holder: Holder | None = scope.get(HOLDER_KEY)
     return None if holder is None else holder.key.max_steps
 
 
 def spend_tokens(scope: Scope, tokens: int) -> None:
-    """Take what a request may read and write from its key; TokensLimited if that is too much."""
+    """Reserve the tokens of a request from its key; TokensLimited if that is too many."""
     holder: Holder | None = scope.get(HOLDER_KEY)
     if holder is not None:
         holder.spend_tokens(tokens)
 
 
 def return_tokens(scope: Scope, tokens: int) -> None:
-    """So many of those were not used."""
+    """Return reserved tokens that were not used."""
     holder: Holder | None = scope.get(HOLDER_KEY)
     if holder is not None:
         holder.return_tokens(tokens)
 
 
 def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key that a request carries, if it carries one."""
+    """The key that a request carries, if any."""
     found = None
     for name, value in headers:
         if name == b"x-api-key":
@@ -200,22 +198,22 @@ def _authorized(value: bytes) -> bytes | None:
             return None
 
 
-# What is written down of a request when it is over: a line of the access log, and a trace.
+# The access log and traces, written when a request is over.
 
 
 ID_KEY = "stepdial.id"
-SERVED_KEY = "stepdial.served"  # (model, steps), which are None until the work was taken in
-REASON_KEY = "stepdial.reason"  # of the budget
+SERVED_KEY = "stepdial.served"  # (model, steps); None until the work was accepted
+REASON_KEY = "stepdial.reason"  # of the budget decision
 JOBS_KEY = "stepdial.jobs"
-COMPUTED_KEY = "stepdial.computed_s"  # when the last call of the model was over
+COMPUTED_KEY = "stepdial.computed_s"  # when the last model call ended
 
 _PRINTABLE = "/%:@!$&'()*+,;=-._~"
 _access = logging.getLogger("stepdial.access")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
-    """Where requests are written down."""
+class AccessLog:
+    """Where finished requests are logged and traced."""
 
     log: bool
     traces: Traces | None
@@ -223,7 +221,7 @@ class Access:
     def write(
         self, scope: Scope, method: str, status: int, arrived_s: float, ended_s: float
     ) -> None:
-        """This request is over."""
+        """Log and trace a finished request."""
         if not self.log and self.traces is None:
             return
         fields: dict[str, str | int] = {"id": scope[ID_KEY]}
@@ -233,9 +231,9 @@ class Access:
                 fields["steps"] = steps
         if REASON_KEY in scope:
             fields["reason"] = scope[REASON_KEY]
-        if self.traces is not None and scope["path"] not in WATCHED:
-            visit = _visit(scope, method, status, arrived_s, ended_s, fields)
-            fields["trace_id"] = self.traces.record(visit)
+        if self.traces is not None and scope["path"] not in PROBE_PORT_PATHS:
+            request = _finished(scope, method, status, arrived_s, ended_s, fields)
+            fields["trace_id"] = self.traces.record(request)
         if self.log:
             path, milliseconds = _path_as_sent(scope), (ended_s - arrived_s) * 1000
             of_http = {"method": method, "path": path, "status": status}
@@ -247,14 +245,14 @@ class Access:
             )
 
 
-def _visit(
+def _finished(
     scope: Scope,
     method: str,
     status: int,
     arrived_s: float,
     ended_s: float,
     fields: dict[str, str | int],
-) -> Visit:
+) -> FinishedRequest:
     route = getattr(scope.get("route"), "path", None)
     attributes: dict[str, str | int] = {
         "http.request.method": method,
@@ -264,7 +262,7 @@ def _visit(
         **({"http.route": route} if route else {}),
         **{f"stepdial.{key}": value for key, value in fields.items()},
     }
-    return Visit(
+    return FinishedRequest(
         name=f"{method} {route}" if route else method,
         headers={str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]},
         arrived_s=arrived_s,
@@ -277,17 +275,16 @@ def _visit(
 
 
 def _path_as_sent(scope: Scope) -> str:
-    """The path in printable characters only: a decoded one could forge lines of the log."""
+    """The path in printable characters: a decoded one could forge log lines."""
     return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
 
 
-# An error in the shape of the protocol that the request spoke: its status and its body.
+# Errors in the format of the protocol that the request used.
 
 
 def error_status(error: ServeError, path: str) -> int:
-    """The status for a client that sent its request to this path.
-
-    The Open Inference Protocol has 400 for whatever is wrong with a request.
+    """The status for a request to this path. The Open Inference Protocol uses 400 for every client
+    error.
     """
     if speaks_oip(path) and isinstance(error, Unprocessable):
         return 400
@@ -295,7 +292,7 @@ def error_status(error: ServeError, path: str) -> int:
 
 
 def error_body(error: ServeError, path: str) -> dict[str, Any]:
-    """What a client that sent its request to this path can read."""
+    """The error body for a request to this path."""
     if speaks_oip(path):
         return {"error": error.message}
     if path.startswith(("/v1/completions", "/v1/chat/")):
@@ -306,7 +303,7 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
 
 
 def speaks_oip(path: str) -> bool:
-    """Whether the Open Inference Protocol is spoken there."""
+    """Whether this path belongs to the Open Inference Protocol."""
     return path == "/v2" or path.startswith("/v2/")
 
 
@@ -325,14 +322,14 @@ def _openai_type(status: int) -> str:
 
 
 ARRIVED_KEY = "stepdial.arrived_s"
-GUESTS_KEY = "stepdial.guests"  # of the models that the request is with
-CROWDED_KEY = "stepdial.crowded"  # the connection is one more than there may be
-PROBING_KEY = "stepdial.probing"  # it came at the port of probes
-ENDED_KEY = "stepdial.ended"  # the connection has answered it, since the server ends
-WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer in one piece
-# How a route writes one; False if it has to go the usual way.
+USERS_KEY = "stepdial.users"  # the models that the request uses
+CROWDED_KEY = "stepdial.crowded"  # there are too many connections
+PROBING_KEY = "stepdial.probing"  # it arrived at the port for probes
+ENDED_KEY = "stepdial.ended"  # the connection has answered it during shutdown
+WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer at once
+# How a route writes a whole answer; False if the framework has to.
 WRITE_KEY = "stepdial.write"
-CLIENT_GONE = 499  # nobody reads this status; it is only counted
+CLIENT_GONE = 499  # only counted: there is no client to read it
 
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 SECURITY_HEADERS: HeaderList = (
@@ -351,16 +348,16 @@ SECURITY_HEADERS: HeaderList = (
         b"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     ),
 )
-# What asks no model for work.
+# Methods that run no model.
 _LOOKING = ("GET", "HEAD", "OPTIONS")
-_UNWRITTEN = Access(log=False, traces=None)
+_UNWRITTEN = AccessLog(log=False, traces=None)
 _log = logging.getLogger("stepdial")
-# Ids are no secrets: asking the system for each would let another thread run, and wait for it.
+# Ids are not secret, and asking the system for random bytes can make the thread wait.
 _ids = random.Random()
 
 
-class Envelope:
-    """Wraps the application."""
+class RequestMiddleware:
+    """Checks every request, sets its headers, and counts and logs it."""
 
     def __init__(
         self,
@@ -368,10 +365,10 @@ class Envelope:
         metrics: Metrics,
         keys: Keys,
         origins: Collection[str] = (),
-        access: Access = _UNWRITTEN,
+        access: AccessLog = _UNWRITTEN,
         takes: Callable[[float], bool] = lambda _: True,
     ) -> None:
-        """`takes` tells whether work that came at this time is still taken in."""
+        """`takes` tells whether a request that arrived at this time is still accepted."""
         self._app = app
         self._takes = takes
         self._metrics = metrics
@@ -383,16 +380,16 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Whoever took the request in before this process may have said when.
+        # A server in front of this one may have set the time of arrival.
         arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
         request_id = scope[ID_KEY] = request_id_of(scope)
         own: HeaderList = ((b"x-request-id", request_id.encode()),)
         if self._origins:
             own += cross_origin_headers(scope, self._origins)
-        staying: list[Guests] = []
-        scope[GUESTS_KEY] = staying
+        used: list[ModelUsers] = []
+        scope[USERS_KEY] = used
         method, status = scope["method"], 0
-        if method == "HEAD":  # the same answer as to GET, without its body
+        if method == "HEAD":  # the same answer as for GET, without the body
             scope = {**scope, "method": "GET"}
 
         write_whole = scope.get(WHOLE_KEY)
@@ -423,11 +420,11 @@ class Envelope:
         holder: Holder | None = None
         try:
             preflight = preflight_headers(scope, self._origins) if self._origins else None
-            if preflight is not None:  # before any key: browsers send none with it
+            if preflight is not None:  # before the key check: browsers send no key with it
                 await _send_empty(send_with_headers, preflight)
                 return
             try:
-                holder = self._let_in(scope)
+                holder = self._admit(scope)
             except ServeError as refusal:
                 self._metrics.rejected.labels(refusal.code).inc()
                 await _send_error(send_with_headers, refusal, scope["path"])
@@ -439,31 +436,31 @@ class Envelope:
         except Exception as error:
             short = isinstance(error, MemoryError)
             _log.exception(
-                "%s in request %s", "no memory" if short else "a bug of ours", request_id
+                "%s in request %s", "out of memory" if short else "internal error", request_id
             )
             if status:
-                raise  # the response has begun: only breaking the connection tells the client
+                raise  # the response has started: only closing the connection tells the client
             bug = InternalError(f"this is our bug; please report it with the id {request_id}")
             await _send_error(send_with_headers, OutOfMemory() if short else bug, scope["path"])
         finally:
             if holder is not None:
                 holder.leave()
-            for guests in staying:
-                guests.count -= 1
+            for users in used:
+                users.count -= 1
             self._count(scope, method, status or CLIENT_GONE, arrived_s)
 
-    def _let_in(self, scope: Scope) -> Holder | None:
-        """Whoever holds the key of this request, if keys are needed; a ServeError refuses it."""
+    def _admit(self, scope: Scope) -> Holder | None:
+        """The holder of the request's key, if keys are used; a ServeError refuses the request."""
         if CROWDED_KEY in scope and scope["path"] not in PROBES:
             raise Crowded("too many connections are open to this server: try again in a moment")
-        if PROBING_KEY in scope and scope["path"] not in WATCHED:
+        if PROBING_KEY in scope and scope["path"] not in PROBE_PORT_PATHS:
             raise NotFound("this port has the probes and /metrics only")
         if scope["method"] not in _LOOKING and not self._takes(scope[ARRIVED_KEY]):
             raise Draining("the server is shutting down: send the request to another")
-        refusal = cross_origin(scope, self._origins)
+        refusal = check_origin(scope, self._origins)
         if refusal is not None:
             raise refusal
-        return enter(scope, self._keys) if self._keys else None
+        return authenticate(scope, self._keys) if self._keys else None
 
     def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
         ended_s = time.perf_counter()
@@ -473,20 +470,20 @@ class Envelope:
         if status < 400:
             rung = "" if steps is None else str(steps)
             self._metrics.request_seconds.labels(route, model, rung).observe(ended_s - arrived_s)
-        else:  # it had no rung, or no answer of it
+        else:  # errors have no step count
             refused = self._metrics.refused_seconds.labels(route, model, str(status))
             refused.observe(ended_s - arrived_s)
         self._access.write(scope, method, status, arrived_s, ended_s)
 
 
-def stay(scope: Scope, guests: Guests) -> None:
-    """The request is with this model until it ends, though another may replace it meanwhile."""
-    guests.count += 1
-    scope[GUESTS_KEY].append(guests)
+def use_model(scope: Scope, users: ModelUsers) -> None:
+    """Count the request as a user of this model until it ends, even if the model is replaced."""
+    users.count += 1
+    scope[USERS_KEY].append(users)
 
 
 def request_id_of(scope: Scope) -> str:
-    """The caller's own id where it sent one that can be repeated safely, else a new one."""
+    """The request's own id if it is safe to repeat, else a new one."""
     sent: bytes | None = dict(scope["headers"]).get(b"x-request-id")
     if sent is not None and _SENT_ID.fullmatch(sent):
         return str(sent, "ascii")

@@ -1,22 +1,22 @@
-"""How the rows of one call are cut into parts, which run side by side. Knows numbers only."""
+"""How the rows of one model call are split into parts that run in parallel."""
 
-_LEAST = 2  # rows of a part: one row alone is multiplied otherwise, and its last bits differ
-# A thread that has as many rows leaves some to whoever is done first, of four one.
+_LEAST = 2  # rows in a part: one row alone is multiplied differently, which changes its last bits
+# A thread with this many rows leaves a quarter to whichever thread is done first.
 _SHARED_FROM, _SHARED = 8, 4
 
 
 def count_parts(rows: int, most: int) -> int:
-    """The threads that share a call, as equally as they can; the largest share tells its time."""
+    """The number of threads that share a call; the largest share determines its time."""
     return max(1, min(most, rows // _LEAST))
 
 
 def rows_for(threads: int) -> int:
-    """The fewest rows that so many threads share."""
+    """The fewest rows that this many threads share."""
     return threads * _LEAST if threads > 1 else 1
 
 
 def cut_rows(rows: int, most: int) -> list[int]:
-    """The rows of each part, in the order in which threads take them, the next that is free."""
+    """The rows of each part, in the order in which free threads take them."""
     count = count_parts(rows, most)
     if count == 1:
         return [rows]

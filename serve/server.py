@@ -1,6 +1,4 @@
-"""The process: an event loop, a listening socket, memory and priority, an orderly end on
-SIGTERM.
-"""
+"""The process: event loop, sockets, memory and thread priority, and a graceful shutdown."""
 
 import asyncio
 import ctypes
@@ -24,30 +22,30 @@ from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
 
-# The exit status of a process in which a call hung for ever.
+# Exit status after a model call hung for ever.
 HUNG = 70
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 128 * 2**10
-# Models, their caches, logs and connections that are let in for probes.
+# Open files besides connections: models, caches, logs, and connections for probes.
 _OTHER_FILES = 256
-# The share of all files that those may have at most.
+# The largest share of all files for those.
 _OTHERS_SHARE = 0.5
 _POLL_S = 0.02
-# For what has been answered to reach clients that read slowly.
+# How long answers may take to reach slow clients.
 _FLUSH_S = 2
 _LAST_ANSWERS_S = 1.0
-# When the grace is over: for routes to answer what the engine has given up.
+# After the grace period, time for routes to answer requests that were given up.
 _GIVEN_UP_S = 0.5
-# Then, for threads that cannot be told to end; with _FLUSH_S in it.
+# Then, time for threads that cannot be told to end; includes _FLUSH_S.
 _LEAVE_S = 4.0
 _log = logging.getLogger("stepdial")
 
 
 class Server(uvicorn.Server):
-    """Takes no more requests on the first signal, and ends when those that had begun are answered.
+    """A uvicorn server that drains on the first signal and ends when running requests are done.
 
-    It goes on listening meanwhile, so that probes and balancers are told rather than refused.
+    Meanwhile it keeps listening, so that probes and load balancers get an answer.
     """
 
     def __init__(
@@ -59,9 +57,9 @@ class Server(uvicorn.Server):
         reload: Callable[[], Coroutine[None, None, None]] | None = None,
         leave: Callable[[int, float], None] = lambda status, in_s: None,
     ) -> None:
-        """`listening` is told the address; `reload` is run on SIGHUP.
+        """`listening` is called with the address; `reload` runs on SIGHUP.
 
-        `leave` is to end the process with this status in so many seconds, whatever still runs.
+        `leave` ends the process with this status after some seconds, whatever still runs.
         """
         limits = ConnectionLimits.of(
             settings,
@@ -77,7 +75,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nothing here depends on them
+                proxy_headers=False,  # not needed here
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=75,
@@ -89,30 +87,30 @@ class Server(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._hurried = False
+        self._grace_over = False
         self._reload = reload
         self._leave = leave
         self._reloads: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The second socket, if there is one, is for probes."""
+        """Start listening. The second socket, if there is one, is for probes."""
         assert sockets
         if len(sockets) > 1:
             self._connection.health_port = sockets[1].getsockname()[1]
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         if self._reload is not None:
-            # Not by the loop, which would have the signal end the process once it is closed.
+            # Not through the loop: after it is closed the signal would end the process.
             signal.signal(signal.SIGHUP, self._hang_up)
         self._listening(url_of(sockets[0]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second one ends the grace; a third one waits for nothing."""
-        if self._loop is None or self._hurried:
+        """The first signal drains, the second ends the grace period, the third exits at once."""
+        if self._loop is None or self._grace_over:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
         elif self._engine.draining:
-            self._hurried = True
+            self._grace_over = True
         else:
             self._engine.drain()
             self._loop.call_soon_threadsafe(self._begin_drain)
@@ -135,9 +133,10 @@ class Server(uvicorn.Server):
         loop, begun_s = asyncio.get_running_loop(), self._engine.clock()
         late = Draining("the server has shut down before the answer was complete: send it again")
         end_s = loop.time() + self._drain_s
-        await self._answered(begun_s, lambda: self._hurried or loop.time() >= end_s)
+        await self._answered(begun_s, lambda: self._grace_over or loop.time() >= end_s)
         self._engine.close(late)
-        # Routes say best what became of their requests. Those that are still reading one cannot.
+        # Routes know best what became of their requests, but those still reading a body cannot
+        # answer.
         end_s = loop.time() + _GIVEN_UP_S
         await self._answered(begun_s, lambda: loop.time() >= end_s)
         for connection in self._connections():
@@ -148,7 +147,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _answered(self, begun_s: float, too_late: Callable[[], bool]) -> None:
-        """Wait for every request that had begun at this time, until it is too late."""
+        """Wait for every request that had begun at this time, until the grace period is over."""
         while (
             self._engine.queued
             or self._engine.running
@@ -165,9 +164,10 @@ class Server(uvicorn.Server):
 
 
 def allow_files(connections: int) -> int:
-    """Let this process open a file for each connection; how many it may have.
+    """Raise the limit of open files to one per connection; returns the possible number of
+    connections.
 
-    Beyond that a client is told so: where files have run out, it is only cut off.
+    Above that a client gets an error, while without files it would only be cut off.
     """
     wanted = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -186,7 +186,7 @@ def allow_files(connections: int) -> int:
 
 
 def leave(status: int = HUNG, in_s: float = _LAST_ANSWERS_S) -> None:
-    """End the process soon, whatever its threads do: one that hangs can never be joined."""
+    """End the process soon, whatever its threads do: a stuck thread cannot be joined."""
 
     def end() -> None:
         logs.flush()
@@ -198,11 +198,11 @@ def leave(status: int = HUNG, in_s: float = _LAST_ANSWERS_S) -> None:
 
 
 class AddressError(OSError):
-    """An address that cannot be listened on; the message says what to do."""
+    """An address that cannot be bound. The message says what to do."""
 
 
 def bind(host: str, port: int, flags: str = "--host and --port") -> socket.socket:
-    """A socket at this address, which does not listen yet; `flags` say where it came from."""
+    """A bound socket that does not listen yet; `flags` name the settings of the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -210,7 +210,8 @@ def bind(host: str, port: int, flags: str = "--host and --port") -> socket.socke
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # For every connection; unset, the system holds megabytes for a client that never reads.
+            # Inherited by every connection. Otherwise the system buffers megabytes for a client
+            # that never reads.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listener.bind(address)
         except BaseException:
@@ -222,7 +223,7 @@ def bind(host: str, port: int, flags: str = "--host and --port") -> socket.socke
 
 
 def listen(listener: socket.socket, flags: str = "--host and --port") -> None:
-    """Let clients connect. Another server may have bound the same address, and listened first."""
+    """Start listening. Another server may have bound the same address and listened first."""
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(_BACKLOG)
@@ -231,7 +232,7 @@ def listen(listener: socket.socket, flags: str = "--host and --port") -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """How to reach a listening socket from this machine."""
+    """The URL of a listening socket, for this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -245,53 +246,52 @@ def _address_error(host: str, port: int, error: OSError, flags: str) -> AddressE
     )
 
 
-# How the C library keeps freed memory: set before a server allocates, given back while it runs.
-# Cache buffers of megabytes come and go in all sizes. Left alone, glibc soon takes them from its
-# heap instead of mapping each, where they leave holes, and spreads them over an arena a thread:
-# three models and 64 clients took 532 MB where they take 442 with these settings, and kept 33 MB
-# more after each load where they now keep none (benchmarks/soak.py). What is smaller leaves holes
-# all the same: after a burst 250 MB stayed 270 to 374, and 249 to 258 where holes are given back.
+# Memory: glibc's settings before a server allocates, and returning freed memory while it runs.
+# Cache buffers of megabytes come and go in all sizes. By default glibc soon takes them from its
+# heap, where they leave holes, in one arena per thread: three models and 64 clients took 532 MB,
+# and take 442 with these settings; each load kept 33 MB more, and now keeps none
+# (benchmarks/soak.py). Smaller buffers still leave holes: after a burst, 250 MB became 270 to 374,
+# and 249 to 258 where holes are returned.
 
 
-_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # of glibc's malloc.h
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # from glibc's malloc.h
 MAPPED_BYTES = 256 * 1024
 ARENAS = 2
-GIVE_BACK_S = 10.0  # between two times; each takes a millisecond or two
+GIVE_BACK_S = 10.0  # between two rounds; each takes a millisecond or two
 
 
 def keep_memory_low() -> bool:
-    """Map large buffers, so that freeing them gives them back; False where it cannot be set."""
+    """Map large buffers, so that freeing returns them; False if that cannot be set."""
     if any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")):
-        return False  # somebody has chosen otherwise
+        return False  # set by the user
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False  # not glibc
     both_set = all([mallopt(_MMAP_THRESHOLD, MAPPED_BYTES), mallopt(_ARENA_MAX, ARENAS)])
-    if both_set:  # by glibc, which alone can give back
+    if both_set:  # only glibc can return holes
         threading.Thread(target=_give_back, name="memory", daemon=True).start()
     return both_set
 
 
 def _give_back() -> None:
-    """Again and again, whatever lies free between what is in use."""
+    """Again and again, return free memory between buffers in use."""
     trim = ctypes.CDLL(None).malloc_trim
     while True:
         time.sleep(GIVE_BACK_S)
         trim(0)
 
 
-# Which threads the system runs first: the one that answers, before those that compute. While
-# models run they keep every core busy, and whoever asks waits until the system takes one away
-# from them. In a container, or another group of processes with a share of its own, what computes
-# loses nothing by it: requests take little time. Elsewhere every other program of the machine
-# goes before it as well, so that whoever runs the server says it.
+# Thread priority. While models run they keep every core busy, and the thread that answers HTTP has
+# to wait for one. With niceness for computing threads it goes first. In a container, or another
+# group of processes with a CPU share of its own, computing loses nothing, because requests take
+# little time. Elsewhere every other program goes first too, so it is a setting.
 
 
 _THREADS = Path("/proc/self/task")
 
 
 def answer_first(nice: int) -> None:
-    """Let all threads that there are now but the main one be nicer by so much; on Linux only."""
+    """Add this niceness to all current threads except the main one; Linux only."""
     own = os.getpid()
     if not nice or not _THREADS.is_dir():
         return

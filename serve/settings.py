@@ -1,6 +1,6 @@
 """Settings of the server: each is a flag, an environment variable and a key of the settings file.
 
-The flags of `stepdial serve` are made from the class `Settings`; misspelt names fail at start.
+The flags of `stepdial serve` are made from the class `Settings`. Unknown names fail at start.
 """
 
 import argparse
@@ -22,29 +22,29 @@ from serve.engine.watchdog import StallLimits
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
 
-# What settings are called on the command line and in the environment, and what was meant instead.
+# Names of settings as flags and as environment variables.
 
 
 PREFIX = "STEPDIAL_"
 CONFIG_VARIABLE = "STEPDIAL_CONFIG"
 KEYS_VARIABLE = "STEPDIAL_API_KEYS"
 ADMIN_KEY_VARIABLE = "STEPDIAL_ADMIN_KEY"
-# No settings: one names the file of settings, the others are nothing to show on a command line.
+# Variables without a flag: the file of settings, and secrets, which a command line would show.
 OTHER_VARIABLES = {
-    CONFIG_VARIABLE: "file of settings, as --config names it",
-    KEYS_VARIABLE: "API keys themselves, separated by commas; only their digests are kept",
-    ADMIN_KEY_VARIABLE: "the same for whoever may load and unload models",
+    CONFIG_VARIABLE: "TOML file of settings, the same as --config",
+    KEYS_VARIABLE: "API keys, separated by commas; only their digests are kept in memory",
+    ADMIN_KEY_VARIABLE: "admin keys, separated by commas; they may load and unload models",
 }
-# Named like settings, but read by the tests: the browser that drives the page, and the description
-# of the Open Inference Protocol.
+# Variables that only the tests read: the browser for the page, and the description of the Open
+# Inference Protocol.
 _NOT_SETTINGS = frozenset({*OTHER_VARIABLES, "STEPDIAL_CHROMIUM", "STEPDIAL_OIP_DESCRIPTION"})
 
-# What Kubernetes tells every pod of a Service that is named stepdial.
+# Variables that Kubernetes sets in every pod beside a Service named stepdial.
 _OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the message says which, and what it may be."""
+    """A setting that cannot be used. The message names it and says what is allowed."""
 
 
 def variable(field: str) -> str:
@@ -58,15 +58,15 @@ def flag(field: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """What a misspelt name was probably meant to be."""
+    """The known name that is most like a misspelt one, if any is."""
     close = difflib.get_close_matches(name, known, n=1)
     return close[0] if close else None
 
 
 def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Refuse STEPDIAL_ variables that are no setting: a misspelt one would do nothing, silently."""
+    """Refuse unknown STEPDIAL_ variables: a misspelt one would silently do nothing."""
     known = {variable(field) for field in settings} | _NOT_SETTINGS
-    # Without the prefix, which would make any two names alike.
+    # Compared without the prefix, which would make any two names alike.
     rests = [field.upper() for field in settings]
     rests += [other.removeprefix(PREFIX) for other in OTHER_VARIABLES]
     for name in environ:
@@ -104,114 +104,149 @@ class Settings(BaseSettings):
         Field(
             ge=0,
             le=65535,
-            description="a port more for /health, /health/live, /health/ready and /metrics alone, "
-            "which connections of clients cannot crowd out; 0 takes a free one",
+            description="second port that answers only /health, /health/live, /health/ready and "
+            "/metrics, with connection limits of its own, so that clients cannot "
+            "crowd out probes; 0 takes a free one",
         ),
     ] = None
     health_host: Annotated[
-        str | None, Field(description="address of that port (default: that of --host)")
+        str | None, Field(description="address of --health-port (default: the one of --host)")
     ] = None
     zoo: Annotated[
-        Path, Field(description="folder whose bundles are served when none is named")
+        Path,
+        Field(description="folder whose bundles are served when none is named on the command line"),
     ] = _PROJECT / "zoo"
     threads: Annotated[
         int | None,
-        Field(ge=1, le=1024, description="most threads of a runtime call (default: every core)"),
+        Field(
+            ge=1,
+            le=1024,
+            description="threads that one model call may use, at most (default: every core)",
+        ),
     ] = None
     device: Annotated[
-        Device, Field(description="what runs the graphs: cpu, or cuda or tensorrt of onnxruntime")
+        Device, Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt")
     ] = "cpu"
     allow_cpu_fallback: Annotated[
-        bool, Field(description="run on the CPU where the device cannot be used, and say so")
+        bool, Field(description="if the device cannot be used, run on the CPU and log a warning")
     ] = False
     engines: Annotated[
         Path | None,
-        Field(description="native TensorRT engines to run: a folder, or one of a folder a model"),
+        Field(
+            description="native TensorRT engines to run instead of the graphs: a folder of "
+            "engines, or a folder with one such folder per model"
+        ),
     ] = None
     engine_nice: Annotated[
         int,
         Field(
             ge=0,
             le=19,
-            description="how much nicer threads that compute are than the one that answers; "
-            "elsewhere than in a container all other programs go before them too",
+            description="niceness added to the threads that run models, so that the thread that "
+            "answers HTTP goes first; outside a container every other program on "
+            "the machine goes before them too",
         ),
     ] = 0
     queue_limit: Annotated[
-        int, Field(ge=1, le=1_000_000, description="requests that may wait before 429")
+        int,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="queue length: requests that may wait before the next one gets 429",
+        ),
     ] = 256
     queue_wait_s: Annotated[
         float,
         Field(
             gt=0,
             le=86400,
-            description="predicted wait of the queue before 429, but for deadlines that are met",
+            description="longest predicted wait in the queue: beyond it a request gets 429, "
+            "unless it has a deadline that can be met",
         ),
     ] = 60.0
     degrade: Annotated[
         bool,
-        Field(description="give requests that name no exact steps fewer while much waits"),
+        Field(description="under load, give fewer steps to requests that set no exact steps"),
     ] = True
     degrade_wait_ms: Annotated[
-        float, Field(gt=0, le=86_400_000, description="predicted wait at which steps fall")
+        float,
+        Field(
+            gt=0,
+            le=86_400_000,
+            description="predicted wait in the queue from which on --degrade lowers steps",
+        ),
     ] = 500.0
     recheck_share: Annotated[
         float,
         Field(
             ge=0,
             le=1,
-            description="share of the answers under max_disagreement that are compared with those "
-            "of all steps, in idle time",
+            description="share of max_disagreement answers that are computed again with all "
+            "steps while the server is idle, to measure how often they differ",
         ),
     ] = 0.02
     batch_rows: Annotated[
-        int, Field(ge=1, le=4096, description="rows in one classification call")
+        int, Field(ge=1, le=4096, description="rows in one classification batch, at most")
     ] = 16
     batch_tokens: Annotated[
         int,
         Field(
-            ge=1, le=100_000_000, description="rows times the longest, in one classification call"
+            ge=1,
+            le=100_000_000,
+            description="tokens in one classification batch, at most: rows x the longest row",
         ),
     ] = 8192
     decode_rows: Annotated[
         int,
-        Field(ge=1, le=4096, description="generations that decode together, per model and steps"),
+        Field(
+            ge=1,
+            le=4096,
+            description="generations decoded in one batch, at most, per model and step count",
+        ),
     ] = 16
     max_wait_ms: Annotated[
         float,
-        Field(ge=0, le=10_000, description="how long a classification may wait to share a call"),
+        Field(
+            ge=0,
+            le=10_000,
+            description="how long a classification may wait for others to share its batch",
+        ),
     ] = 0.0
     cache_mb: Annotated[
-        int, Field(ge=1, le=1_000_000, description="MiB of memory for the caches of generations")
+        int,
+        Field(
+            ge=1, le=1_000_000, description="memory for the KV caches of all generations, in MiB"
+        ),
     ] = 128
     api_keys_file: Annotated[
         Path | None,
         Field(
-            description="TOML file of API keys, made with --make-key; with it, or with "
-            f"{KEYS_VARIABLE}, every route but the probes needs a key"
+            description="TOML file of API keys, made with --make-key. With this file, or with "
+            f"{KEYS_VARIABLE}, every route except the health probes needs a key"
         ),
     ] = None
     admin_keys_file: Annotated[
         Path | None,
         Field(
-            description="TOML file of keys, made with --make-key, for those who may load and "
-            f"unload models; without it and {ADMIN_KEY_VARIABLE} nobody may"
+            description="TOML file of admin keys, made with --make-key, which may load and "
+            f"unload models. Without this file and without {ADMIN_KEY_VARIABLE} "
+            "those routes are off"
         ),
     ] = None
     admin_folders: Annotated[
         tuple[Path, ...],
         NoDecode,
         Field(
-            description="folders that models may be loaded from while the server runs, separated "
-            "by commas (default: those served at the start, and the zoo)"
+            description="folders from which models may be loaded while the server runs, "
+            "separated by commas (default: the folders served at start, and the zoo)"
         ),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
         NoDecode,
         Field(
-            description="web pages of other addresses that may call, such as "
-            "https://app.example.org; several are separated by commas"
+            description="origins of other web pages that may call this server (CORS), such as "
+            "https://app.example.org, separated by commas"
         ),
     ] = ()
     max_connections: Annotated[
@@ -219,8 +254,8 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=100_000,
-            description="connections that may be open; for one more, that which has been idle "
-            "longest is closed, or 503 where none is idle",
+            description="open connections, at most. One more closes the connection that has "
+            "been idle longest, or gets 503 if none is idle",
         ),
     ] = 1000
     max_address_connections: Annotated[
@@ -228,84 +263,113 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=100_000,
-            description="connections that one client address may have (default: half of all); "
-            "trusted proxies may have all",
+            description="open connections per client address, at most (default: half of "
+            "--max-connections); trusted proxies are exempt",
         ),
     ] = None
     trusted_proxies: Annotated[
         tuple[str, ...],
         NoDecode,
         Field(
-            description="addresses or networks of proxies, each of which stands for many clients, "
-            "such as 10.0.0.0/8; several are separated by commas"
+            description="addresses or networks of proxies that forward many clients, such as "
+            "10.0.0.0/8, separated by commas; --max-address-connections does not "
+            "apply to them"
         ),
     ] = ("127.0.0.0/8", "::1/128")
     max_headers: Annotated[
-        int, Field(ge=8, le=10_000, description="headers that a request may have before 431")
+        int, Field(ge=8, le=10_000, description="headers per request, at most; more get 431")
     ] = 100
     max_header_bytes: Annotated[
         int,
-        Field(ge=1024, le=2**24, description="size of all headers before 431, of a URL before 414"),
+        Field(
+            ge=1024,
+            le=2**24,
+            description="size of all headers of a request, at most: more "
+            "get 431, a longer URL gets 414",
+        ),
     ] = 2**15
     header_timeout_s: Annotated[
-        float, Field(gt=0, le=3600, description="time for the headers to arrive before 408")
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="time in which the headers must arrive; after it the client gets 408",
+        ),
     ] = 10.0
     send_timeout_s: Annotated[
         float,
         Field(
             gt=0,
             le=3600,
-            description="time that a client may leave what was sent unread before the connection "
-            "is cut",
+            description="time in which a client must read what was sent to it; after it the "
+            "connection is closed",
         ),
     ] = 60.0
     max_body_bytes: Annotated[
-        int, Field(ge=1024, le=2**30, description="size of a request body before 413")
+        int, Field(ge=1024, le=2**30, description="size of a request body, at most; more gets 413")
     ] = 2**20
     body_timeout_s: Annotated[
-        float, Field(gt=0, le=3600, description="time for a request body to arrive before 408")
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="time in which a request body must arrive; after it the client gets 408",
+        ),
     ] = 30.0
     max_tokens: Annotated[
-        int, Field(ge=1, le=1_000_000, description="the most max_tokens that a request may ask for")
+        int, Field(ge=1, le=1_000_000, description="largest max_tokens that a request may send")
     ] = 4096
     max_answer_tokens: Annotated[
         int,
         Field(
             ge=1,
             le=1_000_000_000,
-            description="the most tokens in one answer of several texts, or with logprobs, which "
-            "are included: texts x max_tokens x (1 + logprobs)",
+            description="tokens in one answer, at most, if it has several texts or logprobs: "
+            "texts x max_tokens x (1 + logprobs)",
         ),
     ] = 2**17
     max_inputs: Annotated[
-        int, Field(ge=1, le=64, description="the most inputs in one classify request")
+        int, Field(ge=1, le=64, description="inputs in one classify request, at most")
     ] = 64
     drain_s: Annotated[
-        float, Field(ge=0, le=3600, description="time for running requests to finish on SIGTERM")
+        float, Field(ge=0, le=3600, description="on SIGTERM, time for running requests to finish")
     ] = 30.0
     stall_s: Annotated[
         float,
         Field(
             gt=0,
             le=3600,
-            description="the least time after which a runtime call, if it has also taken 10 times "
-            "as long as usual, is asked to end and /health/ready fails",
+            description="shortest time after which a model call counts as stuck; it must also "
+            "have taken 10 times as long as usual. A stuck call is cancelled, and "
+            "/health/ready fails until it has ended",
         ),
     ] = 1.5
     stall_unknown_s: Annotated[
         float,
-        Field(gt=0, le=3600, description="the same while nobody knows how long it usually takes"),
+        Field(
+            gt=0,
+            le=3600,
+            description="time after which a model call counts as stuck while "
+            "its usual time is not known yet",
+        ),
     ] = 10.0
     stall_exit_s: Annotated[
         float,
-        Field(gt=0, le=3600, description="time for such a call to end before the process does"),
+        Field(
+            gt=0,
+            le=3600,
+            description="time that a stuck call has to end after it was "
+            "cancelled; then the process exits, so that it can be "
+            "restarted",
+        ),
     ] = 5.0
-    access_log: Annotated[bool, Field(description="log every request")] = False
+    access_log: Annotated[bool, Field(description="write a log line for every request")] = False
     log_format: Annotated[
-        LogFormat, Field(description="lines of text, or one JSON object a line")
+        LogFormat, Field(description="log format: text lines, or one JSON object per line")
     ] = "text"
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="what to log")
+        Literal["debug", "info", "warning", "error"],
+        Field(description="lowest level that is logged"),
     ] = "warning"
 
     @field_validator("host", "health_host")
@@ -349,17 +413,17 @@ class Settings(BaseSettings):
 
     @property
     def place(self) -> Place:
-        """The part that concerns the runtime."""
+        """The device settings, for the runtime."""
         return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
     def patience(self) -> StallLimits:
-        """The part that concerns calls that hang."""
+        """The limits for stuck calls, for the watchdog."""
         return StallLimits(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
 
     @property
     def limits(self) -> Limits:
-        """The part that concerns the scheduler."""
+        """The limits of the scheduler."""
         return Limits(
             queue_requests=self.queue_limit,
             batch_rows=self.batch_rows,
@@ -378,9 +442,9 @@ class Settings(BaseSettings):
         environ: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Settings from flags, then the environment, then a file, then defaults.
+        """Settings from flags, else the environment, else a file, else defaults.
 
-        SettingsError where one of them is unusable.
+        SettingsError if one of them cannot be used.
         """
         environ, flags = os.environ if environ is None else environ, flags or {}
         check_names(environ, cls.model_fields)
@@ -408,12 +472,12 @@ def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[st
     return "; ".join(lines)
 
 
-# The command line of `stepdial serve`, made from the settings.
+# The command line, made from the settings.
 
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What was typed: folders of bundles, and the settings that have a flag."""
+    """The parsed command line: bundle folders, and the settings that were given as flags."""
 
     bundles: tuple[Path, ...]
     flags: dict[str, Any]
@@ -422,7 +486,7 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Read the command line; unknown flags end the process with status 2, as usual."""
+    """Parse the command line. Unknown flags end the process with status 2."""
     parser = _parser()
     known, unknown = parser.parse_known_args(list(argv))
     options = vars(known)
@@ -441,17 +505,18 @@ def parse(argv: Sequence[str]) -> CommandLine:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stepdial serve",
-        description="Answer HTTP requests with the models of these bundles; without one, with "
-        "every bundle of the zoo.",
-        epilog="Every setting has an environment variable, named in brackets, and may stand in "
-        "the file that --config names, without dashes. Flags come before the environment, that "
-        "before the file. Other variables: "
+        description="Serve the models of these bundles over HTTP. Without a bundle, every "
+        "bundle of the zoo is served.",
+        epilog="Every setting can be given as a flag, as the environment variable named in "
+        "brackets, or as a key of the --config file, named like the flag without the "
+        "leading dashes and with underscores. Flags win over the environment, the "
+        "environment over the file. Other variables: "
         + "; ".join(f"{name}: {about}" for name, about in OTHER_VARIABLES.items())
         + ".",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "bundles", nargs="*", type=Path, metavar="BUNDLE", help="folder of a bundle to serve"
+        "bundles", nargs="*", type=Path, metavar="BUNDLE", help="bundle folder to serve"
     )
     parser.add_argument(
         "--config", metavar="FILE", help=f"read settings from this TOML file [{CONFIG_VARIABLE}]"
@@ -459,8 +524,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--make-key",
         metavar="NAME",
-        help="show a new API key of this name, write what --api-keys-file needs to know of it to "
-        "standard output, and end",
+        help="make a new API key of this name: print the key to the terminal and the entry for "
+        "--api-keys-file to standard output, then exit",
     )
     for name, field in Settings.model_fields.items():
         about = f"{field.description} [{variable(name)}]"
@@ -472,16 +537,16 @@ def _parser() -> argparse.ArgumentParser:
                 flag(name), action=argparse.BooleanOptionalAction, default=None, help=about
             )
         else:
-            # Text as it is: the settings know what it may be, and say so.
+            # Kept as text: `Settings` parses it and explains what is wrong.
             parser.add_argument(flag(name), default=None, metavar=_metavar(name), help=about)
     return parser
 
 
 def _unknown_text(unknown: Sequence[str], options: Collection[str]) -> str:
-    """What argparse says, and what misspelt flags were probably meant to be."""
+    """The message of argparse, and the flags that were probably meant."""
     fields = Settings.model_fields.items()
     switches = [f"no_{name}" for name, field in fields if field.annotation is bool]
-    # Without the dashes, which would make short names more alike than they are.
+    # Compared without the dashes, which would make short names look alike.
     names = [flag(name).removeprefix("--") for name in (*options, *switches) if name != "bundles"]
     typed = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
     meant = [f"--{close}" for close in (nearest(word, names) for word in typed) if close]
@@ -496,11 +561,11 @@ def _metavar(name: str) -> str:
     )
 
 
-# The settings file: TOML, one key a setting, named as the setting is.
+# The settings file: TOML, one key per setting.
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What the file sets; SettingsError where it cannot be read or sets what is no setting."""
+    """The settings in the file; SettingsError if it cannot be read or has an unknown key."""
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

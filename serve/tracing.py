@@ -1,8 +1,7 @@
-"""Traces for OpenTelemetry: a span a request, with what it waited for and what was computed below.
+"""OpenTelemetry traces: one span per request, with its wait and its computation inside.
 
-Off, and no SDK imported, unless the standard variables of OpenTelemetry name an endpoint. Spans
-are made when the request is over, of times that were noted anyway. Knows that library; deliberately
-neither routes nor models.
+Off, and no SDK is imported, unless OpenTelemetry's standard variables name an endpoint. Spans are
+made when a request is over, from times that are recorded anyway.
 """
 
 import logging
@@ -31,8 +30,8 @@ _log = logging.getLogger("stepdial")
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """One request that is over; times are those of the performance counter."""
+class FinishedRequest:
+    """A finished request; times are of the performance counter."""
 
     name: str
     headers: Mapping[str, str]
@@ -41,7 +40,7 @@ class Visit:
     status: int
     attributes: Mapping[str, str | int]
     jobs: Sequence[Job[Any]]
-    computed_s: float | None  # when the last call of the model was over, if that is known
+    computed_s: float | None  # when the last model call ended, if known
 
 
 class Traces:
@@ -52,31 +51,31 @@ class Traces:
         self._exporter = exporter
         self._tracer = provider.get_tracer(_NAME)
 
-    def record(self, visit: Visit) -> str:
-        """Make the spans of a request; returns the id of its trace."""
+    def record(self, request: FinishedRequest) -> str:
+        """Make the spans of a request; returns the trace id."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         clock = _Clock()
         span = self._tracer.start_span(
-            visit.name,
-            extract(visit.headers),  # the client's own span is the parent
+            request.name,
+            extract(request.headers),  # the client's span is the parent
             SpanKind.SERVER,
-            visit.attributes,
-            start_time=clock.ns(visit.arrived_s),
+            request.attributes,
+            start_time=clock.ns(request.arrived_s),
         )
         if span.is_recording():
             inside = set_span_in_context(span)
-            for job in visit.jobs:
-                self._record_job(job, visit.computed_s or visit.ended_s, inside, clock)
-        if visit.status >= 500:
+            for job in request.jobs:
+                self._record_job(job, request.computed_s or request.ended_s, inside, clock)
+        if request.status >= 500:
             span.set_status(StatusCode.ERROR)
-        span.end(clock.ns(visit.ended_s))
+        span.end(clock.ns(request.ended_s))
         return f"{span.get_span_context().trace_id:032x}"
 
     def close(self) -> None:
-        """Send what has not been sent yet, unless that takes too long."""
-        # Else it would be tried again and again where nobody listens.
+        """Send what is left, within a time limit."""
+        # Otherwise it is tried again and again if nobody listens.
         timer = threading.Timer(_FLUSH_S, self._exporter.shutdown)
         timer.start()
         self._provider.shutdown()
@@ -104,7 +103,7 @@ class Traces:
 
 
 class _Clock:
-    """The performance counter as nanoseconds since 1970."""
+    """Converts the performance counter to nanoseconds since 1970."""
 
     def __init__(self) -> None:
         self._now_ns, self._now_s = time.time_ns(), time.perf_counter()
@@ -114,7 +113,7 @@ class _Clock:
 
 
 def open_traces(environ: Mapping[str, str]) -> Traces | None:
-    """Traces as the variables ask for them; None where they name no endpoint or switch it off."""
+    """Traces as the variables ask; None if they name no endpoint or switch it off."""
     if (
         not any(environ.get(name) for name in _ENDPOINTS)
         or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
@@ -124,8 +123,8 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
     protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
         raise SettingsError(
-            f"traces leave as http/protobuf only, not {protocol}: unset {_PROTOCOLS[-1]}, and name "
-            "a port of the collector that takes HTTP, which is usually 4318"
+            f"traces are sent as http/protobuf only, not {protocol}: unset {_PROTOCOLS[-1]}, and "
+            "name an HTTP port of the collector, usually 4318"
         )
     if not all(map(_installed, _PACKAGES)):
         _log.warning(
@@ -151,5 +150,5 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even what it lies in
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,1 +1,1 @@
-"""The HTTP contract: one file a dialect, over one way to submit work to the engine."""
+"""The HTTP API: one file per protocol, over one way to submit work to the engine."""

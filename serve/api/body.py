@@ -1,6 +1,6 @@
-"""Reading a request body: its size, its time, its JSON, its schema.
+"""Reading request bodies, within limits on size and time, and checking them against a schema.
 
-Whatever is wrong becomes an error that names the field and says what to send instead.
+Every problem becomes an error that names the field and says what to send instead.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from serve.api.submission import ClientGone, watch_departure
+from serve.api.submission import ClientGone, watch_disconnect
 from serve.engine.engine import Engine
 from serve.engine.job import Deadline
 from serve.errors import (
@@ -35,7 +35,7 @@ from serve.errors import (
 from serve.middleware import SERVED_KEY
 from serve.settings import Settings
 
-# What is wrong with a field, in words that say what to send instead.
+# Error messages for fields.
 
 
 _WORDS = {
@@ -64,43 +64,42 @@ _HALF = (
 )
 
 
-def problem_in_words(problem: ErrorDetails) -> str:
-    """What to say behind the name of the field."""
+def describe_problem(problem: ErrorDetails) -> str:
+    """The message after the name of the field."""
     words = _WORDS.get(problem["type"])
     if words is None:
         return problem["msg"][0].lower() + problem["msg"][1:]
     return words.format_map(problem.get("ctx", {}))
 
 
-def json_problem_in_words(reason: str) -> str:
-    """Why a body is not JSON."""
+def describe_json_problem(reason: str) -> str:
+    """Why a body is not valid JSON."""
     return f"{_HALF} ({reason})" if "hex escape" in reason or "surrogate" in reason else reason
 
 
-# What requests send, read and checked: quickly on the event loop, or on a thread where it takes
-# longer. A large body waits for its turn to be checked, and a picture or a long text for its turn
-# to be read, one request at a time each, so that many cost the memory of one. Whoever waits here
-# is in the one queue of the server: counted with those that wait for a model, within the same
-# limits, dropped at its deadline, or when its client leaves.
+# Bodies and inputs are read on the event loop if that is quick, else on a thread. Large bodies wait
+# to be checked, and pictures and long texts wait to be read, one request at a time, so that many
+# need the memory of one. Waiting here counts as waiting in the server's queue: the same limits
+# hold, and a request leaves at its deadline or when its client disconnects.
 
 
 T = TypeVar("T")
 
-# Texts of more characters are encoded on the thread.
+# Longer texts are encoded on the thread.
 LONG_CHARACTERS = 4_000
-# Bodies of more bytes are checked on the thread: smaller ones take the loop 2 ms at most.
+# Larger bodies are checked on the thread; smaller ones take the event loop 2 ms at most.
 LARGE_BODY_BYTES = 2**15
-# That all that waits here may take together, unless one alone is larger.
+# Memory of all that waits here, unless a single request is larger.
 UNREAD_BYTES = 2**28
-WEIGHT_KEY = "stepdial.weight"  # bytes that a request takes until it has been read
-# The part that the last turn has in what the next is thought to take.
+WEIGHT_KEY = "stepdial.weight"  # memory of a request until it has been read
+# Weight of the newest time in the moving average.
 _NEWEST = 0.2
 _TRY_AGAIN_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    """One request that waits for the thread, or has it."""
+class _Waiting:
+    """A request that waits for the thread, or runs on it."""
 
     work: Callable[[], Any]
     weight: int
@@ -108,13 +107,13 @@ class _Turn:
 
 
 @final
-class _Worker:
-    """A thread, and those that wait for it."""
+class _ReaderThread:
+    """A thread, and the requests that wait for it."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._turns: deque[_Turn] = deque()
-        self._current: _Turn | None = None
+        self._turns: deque[_Waiting] = deque()
+        self._current: _Waiting | None = None
         self._usual_s = 0.0
 
     @property
@@ -127,21 +126,21 @@ class _Worker:
 
     @property
     def weight(self) -> int:
-        """Bytes of all that is here."""
+        """Bytes of all requests here."""
         current = 0 if self._current is None else self._current.weight
         return current + sum(turn.weight for turn in self._turns)
 
     @property
     def wait_s(self) -> float:
-        """How long all that is here will take."""
+        """How long all requests here will take."""
         return (self.waiting + self.running) * self._usual_s
 
-    def add(self, turn: _Turn) -> None:
+    def add(self, turn: _Waiting) -> None:
         self._turns.append(turn)
         self._begin()
 
-    def drop(self, turn: _Turn) -> None:
-        """Nobody waits for this any more; what has begun ends by itself."""
+    def drop(self, turn: _Waiting) -> None:
+        """Stop waiting for this request. If it runs already, its result is ignored."""
         with suppress(ValueError):
             self._turns.remove(turn)
 
@@ -155,12 +154,12 @@ class _Worker:
         loop, began_s = asyncio.get_running_loop(), time.perf_counter()
 
         def end(done: "Future[Any]") -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._end, turn, done, time.perf_counter() - began_s)
 
         self._thread.submit(turn.work).add_done_callback(end)
 
-    def _end(self, turn: _Turn, done: "Future[Any]", seconds: float) -> None:
+    def _end(self, turn: _Waiting, done: "Future[Any]", seconds: float) -> None:
         self._current = None
         self._usual_s += _NEWEST * (seconds - self._usual_s)
         if not turn.outcome.done() and not done.cancelled():
@@ -174,27 +173,27 @@ class _Worker:
 
 @final
 class Reader:
-    """Reads for all routes of one application."""
+    """Reads bodies and inputs for all routes of an application."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self._engine = engine
-        self._checks = _Worker("check")
-        self._reads = _Worker("read")
+        self._checks = _ReaderThread("check")
+        self._reads = _ReaderThread("read")
         engine.unread = self
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be checked or read."""
+        """Requests waiting to be checked or read."""
         return self._checks.waiting + self._reads.waiting
 
     @property
     def running(self) -> int:
-        """Requests that are being checked or read."""
+        """Requests being checked or read."""
         return self._checks.running + self._reads.running
 
     async def checked(self, request: Request, body: bytes, work: Callable[[], T]) -> T:
-        """What `work` makes of a body."""
+        """The result of `work` on a body."""
         if len(body) <= LARGE_BODY_BYTES:
             return work()
         return await self._turn(self._checks, request, work, len(body), None)
@@ -206,9 +205,9 @@ class Reader:
         deadline: Deadline | None,
         work: Callable[[], T],
     ) -> T:
-        """What `work` makes of the inputs of a request.
+        """The result of `work` on the inputs of a request.
 
-        `characters` is how much text there is to read, None if it is something else.
+        `characters` is the length of the text to read, None for other inputs.
         """
         if characters is not None and characters <= LONG_CHARACTERS:
             return work()
@@ -216,13 +215,13 @@ class Reader:
         return await self._turn(self._reads, request, work, weight, deadline)
 
     def close(self) -> None:
-        """Nobody is left to read for."""
+        """Stop the threads."""
         self._checks.close()
         self._reads.close()
 
     async def _turn(
         self,
-        worker: _Worker,
+        worker: _ReaderThread,
         request: Request,
         work: Callable[[], T],
         weight: int,
@@ -231,9 +230,9 @@ class Reader:
         self._check_place(worker, weight, deadline)
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
-        turn = _Turn(work, weight, outcome)
+        turn = _Waiting(work, weight, outcome)
         worker.add(turn)
-        unwatch = watch_departure(request, partial(_fail, outcome, ClientGone()))
+        unwatch = watch_disconnect(request, partial(_fail, outcome, ClientGone()))
         timer = None
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())
@@ -254,8 +253,8 @@ class Reader:
             if timer is not None:
                 timer.cancel()
 
-    def _check_place(self, worker: _Worker, weight: int, deadline: Deadline | None) -> None:
-        """QueueFull, TooBusy or DeadlineLapsed unless a request may wait for this worker."""
+    def _check_place(self, worker: _ReaderThread, weight: int, deadline: Deadline | None) -> None:
+        """QueueFull, TooBusy or DeadlineLapsed if the request may not wait for this thread."""
         self._engine.check_unread(worker.wait_s, deadline)
         here = self._checks.weight + self._reads.weight
         if here and here + weight > UNREAD_BYTES:
@@ -273,25 +272,25 @@ def _fail(outcome: "asyncio.Future[Any]", error: Exception) -> None:
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-# Takes a body that has come already; None if the client has left. There is nothing to wait for.
+# Returns a body that arrived whole; None if the client has disconnected.
 WHOLE_BODY_KEY = "stepdial.whole_body"
 MAX_SHOWN = 80
-# Of a body. A chat of the most messages with some parts each has fewer; the rest is hostile.
+# Per body. The largest documented chat has fewer; more is an attack.
 MAX_OBJECTS = 8192
-# Of one object: more than any has that is documented.
+# Per object: more than any documented one has.
 MAX_MEMBERS = 64
-# Lists that are pixels of one number each are one in 4 bytes; the rest is hostile.
+# One-channel pixels are one list in 4 bytes; more lists than that are an attack.
 _BYTES_A_LIST = 4
 _FEW_LISTS = 1024
-# Strings are looked at one by one only where braces may stand in them.
+# Strings are skipped one by one only if they may contain braces.
 _MAX_STRINGS = 32_768
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-# What the parts of a body take as Python objects, at most.
+# Memory of the parts of a body as Python objects, at most.
 _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 
 
 async def read_json(request: Request, schema: type[BodyT], reader: Reader) -> BodyT:
-    """The body as the schema has it, whatever content type the client claims."""
+    """The body, checked against the schema, whatever content type the client claims."""
     body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
     return await checked_json(request, body, schema, reader, explain)
 
@@ -303,8 +302,8 @@ async def checked_json(
     reader: Reader,
     explain: Callable[[ValidationError, type[BaseModel]], ServeError],
 ) -> BodyT:
-    """JSON as the schema has it; `explain` says what is wrong with it."""
-    # Numbers in lists take more than their text; texts do not, commas in them notwithstanding.
+    """A JSON body checked against the schema; `explain` makes the error."""
+    # Numbers in lists need more memory than their text. Texts do not, even if they contain commas.
     request.scope[WEIGHT_KEY] = (
         len(body) + _LIST_BYTES * body.count(b"[") + _ELEMENT_BYTES * body.count(b",")
     )
@@ -316,7 +315,7 @@ def parse(
     schema: type[BodyT],
     explain: Callable[[ValidationError, type[BaseModel]], ServeError],
 ) -> BodyT:
-    """JSON as the schema has it; `explain` says what is wrong with it."""
+    """JSON checked against the schema; `explain` makes the error."""
     if not body.strip():
         raise BadRequest("the body is empty: send a JSON object")
     _check_parts(body)
@@ -325,10 +324,10 @@ def parse(
             value = from_json(body, cache_strings="keys")
         except ValueError as error:
             raise BadRequest(
-                f"the body is not JSON that can be read: {json_problem_in_words(str(error))}"
+                f"the body is not JSON that can be read: {describe_json_problem(str(error))}"
             ) from None
         if not isinstance(value, dict):
-            del value  # an error keeps what is named where it was raised
+            del value  # a traceback keeps the variables of its frames
             raise InvalidField("the body must be a JSON object")
         _check_members(value, schema)
         try:
@@ -340,7 +339,7 @@ def parse(
 
 
 def _check_parts(body: bytes) -> None:
-    """BadRequest if there are more objects or lists in it than any request needs."""
+    """BadRequest if the body has more objects or lists than any request needs."""
     most_lists = max(_FEW_LISTS, len(body) // _BYTES_A_LIST)
     if body.count(b"{") <= MAX_OBJECTS and body.count(b"[") <= most_lists:
         return
@@ -364,7 +363,7 @@ def _check_parts(body: bytes) -> None:
 
 
 def _check_members(value: dict[str, Any], schema: type[BaseModel]) -> None:
-    """InvalidField if an object has more members than any that is documented."""
+    """InvalidField if an object has more members than any documented one."""
     if len(value) > MAX_MEMBERS:
         unknown = next(name for name in value if name not in schema.model_fields)
         raise InvalidField(
@@ -382,7 +381,7 @@ def _check_members(value: dict[str, Any], schema: type[BaseModel]) -> None:
 
 @contextmanager
 def _no_collection(large: bool) -> Iterator[None]:
-    """No search for cycles: there are none in JSON, and it takes longer than all the rest."""
+    """Pause garbage collection: JSON has no cycles, and looking for them takes most of the time."""
     if not (large and gc.isenabled()):
         yield
         return
@@ -444,27 +443,29 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 
 
 def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
-    """What is wrong with the first field that is, in words."""
+    """The error for the first field that is wrong."""
     problems = error.errors(include_url=False, include_input=False)
     first = _worst(problems)
     members = _members(schema, first["loc"])
     if members is not None:
         param = ".".join(shown(str(part)) for part in first["loc"])
         return InvalidField(_sentence(param, [first], members), param=param)
-    to_blame = _to_blame(problems, first["loc"][0])
+    to_blame = _most_informative(problems, first["loc"][0])
     param = _param(to_blame[0]["loc"])
     return InvalidField(_sentence(param, to_blame, schema.model_fields), param=param)
 
 
 def _worst(problems: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first problem; but a field that is missing may have come under another name."""
+    """The first problem; a missing field may have been sent under a wrong name, so that one goes
+    first.
+    """
     if problems[0]["type"] != "missing":
         return problems[0]
     return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
 def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[str] | None:
-    """If what is wrong lies within a field that is an object: the names that it may have there."""
+    """If the problem is inside a field that is an object: the names allowed in it."""
     field = schema.model_fields.get(str(loc[0])) if len(loc) > 1 else None
     for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -474,11 +475,11 @@ def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[st
     return None
 
 
-def _to_blame(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorDetails]:
-    """Of what is wrong with this field, the reasons that say most.
+def _most_informative(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorDetails]:
+    """The most informative reasons why this field is wrong.
 
-    A field that takes several types has a reason for each: that it is not a string says little
-    of a list whose third item is wrong.
+    A field of several types has a reason for each: "must be a string" says little about a list
+    whose third item is wrong.
     """
     reasons = [problem for problem in problems if problem["loc"][0] == field]
     inner = [one for one in reasons if any(isinstance(part, int) for part in one["loc"][1:])]
@@ -487,7 +488,7 @@ def _to_blame(problems: Sequence[ErrorDetails], field: int | str) -> list[ErrorD
 
 
 def _param(loc: tuple[int | str, ...]) -> str:
-    """The path to the field; what lies between field and index only names a type."""
+    """The path to the field. Parts that only name a type are left out."""
     indices = "".join(f"[{part}]" for part in loc[1:] if isinstance(part, int))
     return f"{shown(str(loc[0]))}{indices}"
 
@@ -500,14 +501,14 @@ def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Iterable[str])
         return f"unknown field {param!r}: {hint}"
     if first["type"] == "missing":
         return f"{param} is missing: send it"
-    return f"{param} {', or '.join(dict.fromkeys(map(problem_in_words, reasons)))}"
+    return f"{param} {', or '.join(dict.fromkeys(map(describe_problem, reasons)))}"
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """The known name that this one is like, if there is one. Long ones are like none."""
+    """The known name most like this one, if any. Long names match nothing."""
     return difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_SHOWN else []
 
 
 def shown(text: str) -> str:
-    """Of what a client sent, so much as a message repeats."""
+    """As much of a client's text as a message repeats."""
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"

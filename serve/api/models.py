@@ -1,6 +1,4 @@
-"""What is served: model cards and ladders, health and metrics, and the admin routes that change
-it.
-"""
+"""Models: cards and ladders, health and metrics, and the admin routes that load and unload."""
 
 import asyncio
 from collections.abc import Mapping
@@ -39,42 +37,42 @@ from serve.loading import Loading
 from serve.middleware import secret_of
 from serve.settings import ADMIN_KEY_VARIABLE
 
-# What clients learn of the models: their cards and their ladders, every field documented.
+# Model cards and ladders.
 
 
 _DIAL = (
-    "What `steps` turn: `resolution`, as all steps cross the same depth, more of them more finely; "
-    "or `time`, as each step is of one size, so that fewer steps end earlier."
+    "What `steps` change. `resolution`: all step counts cross the same depth, more steps in "
+    "finer detail. `time`: every step has the same size, so fewer steps end earlier."
 )
-_GRID = "With the dial `time`, the steps that the model was trained with; null otherwise."
+_GRID = "With the dial `time`, the step count that the model was trained with; else null."
 _DEPTH = (
-    "`ode`: one set of weights for every number of steps; `chain`: one ODE for each block; "
-    "`fixed`: weights that differ by depth, so that there is one rung."
+    "`ode`: one set of weights for every step count. `chain`: one ODE per block. `fixed`: "
+    "weights differ by depth, so there is one step count."
 )
 
 
 class TakesText(Answer):
-    """A model of texts."""
+    """A model for texts."""
 
     kind: Literal["text"] = Field(description="Always `text`.")
-    max_tokens: int = Field(description="The most tokens.")
+    max_tokens: int = Field(description="Most tokens of a text.")
 
 
 class TakesImage(Answer):
-    """A model of images."""
+    """A model for images."""
 
     kind: Literal["image"] = Field(description="Always `image`.")
-    channels: int = Field(description="1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.")
-    height: int = Field(description="Rows that an image is resized to.")
-    width: int = Field(description="Pixels a row that an image is resized to.")
+    channels: int = Field(description="1: grey, 2: grey and alpha, 3: RGB, 4: RGB and alpha.")
+    height: int = Field(description="Height in pixels to which an image is resized.")
+    width: int = Field(description="Width in pixels to which an image is resized.")
 
 
 class TakesPoints(Answer):
-    """A model of clouds of points."""
+    """A model for clouds of points."""
 
     kind: Literal["points"] = Field(description="Always `points`.")
-    max_points: int = Field(description="The most points of a cloud.")
-    dimensions: int = Field(description="Numbers that each point has.")
+    max_points: int = Field(description="Most points of a cloud.")
+    dimensions: int = Field(description="Coordinates per point.")
 
 
 class Interval(Answer):
@@ -83,110 +81,119 @@ class Interval(Answer):
     value: float = Field(description="Measured on held-out data.")
     low: float = Field(description="Lower end of the interval.")
     high: float = Field(description="Upper end of the interval.")
-    samples: int = Field(description="How many samples were measured.")
+    samples: int = Field(description="Number of samples that were measured.")
     exact: float | None = Field(
         None,
-        description="Of a model that labels each token: the share of texts without a wrong label.",
+        description="For a model that labels tokens: the share of texts without a wrong label.",
     )
 
 
 class LadderRung(Answer):
-    """One operating point."""
+    """One step count of a model, with its quality and latency."""
 
-    steps: int = Field(description="What to send as `steps`.")
-    method: Method = Field(description="How a step uses the velocity.")
-    nfe: int = Field(description="Velocity evaluations: the true cost.")
-    effort: Effort | None = Field(description="What to send as `effort`, if the rung has a name.")
-    quality: Interval = Field(description="On held-out data, in the metric of the ladder.")
+    steps: int = Field(description="Value of `steps` in a request.")
+    method: Method = Field(description="Integration method of a step.")
+    nfe: int = Field(description="Evaluations of the model's velocity: the true cost.")
+    effort: Effort | None = Field(
+        description="Value of `effort` in a request, if this step count has a name."
+    )
+    quality: Interval = Field(description="Quality on held-out data, in the metric of the ladder.")
     latency_ms: float | None = Field(
-        description="Measured when the bundle was made: one input of the greatest length "
-        "(classify), or one token after it (generate). Null if it was not measured."
+        description="Latency measured when the bundle was made: one input of the greatest "
+        "length (classify), or one token after it (generate). Null if it was not "
+        "measured."
     )
     predicted_ms: float | None = Field(
-        description="The same as this server would do it now, waiting included. Null while "
-        "nothing is known."
+        description="Predicted latency on this server now, including the wait in the queue. "
+        "Null until the server can tell."
     )
 
 
 class LadderResponse(Answer):
-    """All operating points of a model."""
+    """Every step count of a model."""
 
     model: str = Field(description="Name of the model.")
-    task: Task = Field(description="What the model does.")
+    task: Task = Field(description="Task of the model.")
     depth: Depth = Field(description=_DEPTH)
     dial: Dial = Field(description=_DIAL)
     grid_steps: int | None = Field(description=_GRID)
-    input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
+    input: TakesText | TakesImage | TakesPoints = Field(description="Inputs that the model takes.")
     metric: Metric = Field(description=METRIC)
-    full_steps: int = Field(description="The most steps there are.")
-    default_steps: int = Field(description="What a request without a budget gets.")
+    full_steps: int = Field(description="Largest step count.")
+    default_steps: int = Field(description="Step count of a request without budget fields.")
     caution: float = Field(
-        description="A deadline_ms has room for predicted_ms times this, since some calls take "
-        "longer; a generation's for that of all its tokens."
+        description="Safety factor of deadlines: a step count is used for `deadline_ms` only if "
+        "predicted_ms times this fits; for a generation, the time of all its "
+        "tokens. Some calls take longer than predicted."
     )
     answer_ms: float = Field(
-        description="And for this beside it: until an answer has left, once its last call is over."
+        description="Time from the end of the last model call until the answer is sent. It has "
+        "to fit into `deadline_ms` too."
     )
-    rungs: list[LadderRung] = Field(description="By steps, ascending.")
+    rungs: list[LadderRung] = Field(description="The step counts, ascending.")
 
 
 class ModelCard(Answer):
     """A model that is served."""
 
-    id: str = Field(description="What to send as `model`.")
+    id: str = Field(description="Value of `model` in a request.")
     object: Literal["model"] = Field(default="model", description="Always `model`.")
-    created: int = Field(description="When this server loaded it, in Unix seconds.")
+    created: int = Field(description="When this server loaded the model, in Unix seconds.")
     ready: bool = Field(
-        description="Whether requests of it are welcome: its last call did not fail, no call "
-        "hangs, and the server is not shutting down."
+        description="Whether the model takes requests: its last call did not fail, no call is "
+        "stuck, and the server is not shutting down."
     )
     owned_by: Literal["stepdial"] = Field(default="stepdial", description="Always `stepdial`.")
     task: Task = Field(
-        description="`classify` and `tag` (a label for each token) are answered by /v1/classify, "
-        "`generate` and `translate` by /v1/generate."
+        description="Task of the model. `classify` and `tag` (a label per token) are served by "
+        "/v1/classify, `generate` and `translate` by /v1/generate."
     )
     depth: Depth = Field(description=_DEPTH)
     dial: Dial = Field(description=_DIAL)
     grid_steps: int | None = Field(description=_GRID)
-    input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
-    method: Method = Field(description="How a step uses the velocity.")
-    steps: list[int] = Field(description="What `steps` may be.")
-    efforts: dict[str, int] = Field(description="What `effort` may be, and the steps it means.")
-    default_steps: int = Field(description="What a request without a budget gets.")
-    full_steps: int = Field(description="The most steps there are.")
+    input: TakesText | TakesImage | TakesPoints = Field(description="Inputs that the model takes.")
+    method: Method = Field(description="Integration method of a step.")
+    steps: list[int] = Field(description="Possible values of `steps`.")
+    efforts: dict[str, int] = Field(
+        description="Possible values of `effort`, and the step count of each."
+    )
+    default_steps: int = Field(description="Step count of a request without budget fields.")
+    full_steps: int = Field(description="Largest step count.")
     max_disagreement: list[float] = Field(
-        description="The levels of max_disagreement at which answers come early; none where the "
+        description="Values of `max_disagreement` at which answers can stop early; empty if the "
         "model was not calibrated for it."
     )
-    traces: bool = Field(description="Whether /v1/classify takes `trace` for this model here.")
-    metric: Metric = Field(description="What the quality of a rung is measured in.")
+    traces: bool = Field(description="Whether /v1/classify accepts `trace` for this model.")
+    metric: Metric = Field(description="Metric of the quality.")
     labels: list[str] | None = Field(
-        description="What a classifier or tagger answers; null for generators."
+        description="Labels of a classifier or tagger; null for other tasks."
     )
     max_tokens: int | None = Field(
-        description="Tokens that the model sees at once; of a translator, tokens of the text to "
-        "translate. Null for images and points."
+        description="Most tokens that the model sees at once; for a translator, tokens of the "
+        "text to translate. Null for images and points."
     )
     target_max_tokens: int | None = Field(
-        description="The most tokens of a translation; null for other tasks."
+        description="Most tokens of a translation; null for other tasks."
     )
     parameters: int = Field(description="Number of weights.")
-    precision: str = Field(description="Of the weights.")
+    precision: str = Field(description="Number format of the weights, such as `fp32` or `int8`.")
     cache: Cache = Field(
-        description="How keys and values are kept while text is written: as float numbers (`kv`) "
-        "or as bytes (`kv_int8`); `none` where no text is."
+        description="How the KV cache is stored: as floating-point numbers (`kv`) or as bytes "
+        "(`kv_int8`); `none` for models that generate no text."
     )
-    card: dict[str, Any] = Field(description="What its makers say of it.")
+    card: dict[str, Any] = Field(
+        description="The model card: facts given by the makers of the model."
+    )
 
 
 class ModelList(Answer):
     """All models that are served."""
 
     object: Literal["list"] = Field(default="list", description="Always `list`.")
-    data: list[ModelCard] = Field(description="In the order in which they were loaded.")
+    data: list[ModelCard] = Field(description="The models, in the order in which they were loaded.")
 
 
-_UNKNOWN = problems(e404="No such model is served.")
+_UNKNOWN = problems(e404="No model with this name is served.")
 
 
 def model_routes(engine: Engine) -> APIRouter:
@@ -195,7 +202,7 @@ def model_routes(engine: Engine) -> APIRouter:
 
     @router.get(
         "/v1/models",
-        summary="All models that are served",
+        summary="List the served models",
         response_model=ModelList,
         response_description="Every model, in the order in which they were loaded.",
     )
@@ -215,9 +222,9 @@ def model_routes(engine: Engine) -> APIRouter:
 
     @router.get(
         "/v1/models/{name}/ladder",
-        summary="The operating points of a model",
+        summary="Step counts of a model, with quality and latency",
         response_model=LadderResponse,
-        response_description="Every rung, with its quality and latency.",
+        response_description="Every step count, with its quality and latency.",
         responses=_UNKNOWN,
     )
     async def ladder(name: str) -> Response:
@@ -311,35 +318,39 @@ def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
     )
 
 
-# What the admin routes take and give: which models are in the server, and what changed.
+# Requests and answers of the admin routes.
 
 
 class LoadRequest(BaseModel):
-    """A bundle to serve."""
+    """A bundle to load."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     bundle: str = Field(
         min_length=1,
         max_length=4096,
-        description="Folder of the bundle, on the server, in one of the folders that it may load "
-        "from. Its manifest says how the model is named.",
+        description="Folder of the bundle on the server, inside one of the folders that it may "
+        "load from (--admin-folders). The bundle's manifest gives the model its "
+        "name.",
         examples=["/models/topics"],
     )
 
 
 class LoadedModel(Answer):
-    """A model in the server."""
+    """A model in memory."""
 
-    name: str = Field(description="What requests call it.")
-    edition: int = Field(description="0 since the start; every later load has a number of its own.")
-    task: Task = Field(description="What it does.")
-    bundle: str = Field(description="The folder that it was loaded from.")
-    loaded_at: int = Field(description="When it was loaded, in seconds since 1970.")
-    state: Literal["serving", "leaving"] = Field(
-        description="`leaving`: it gets no new requests, and is gone when its last one is answered."
+    name: str = Field(description="Name of the model, as requests send it.")
+    edition: int = Field(
+        description="0 for a model loaded at start; each later load gets a new number."
     )
-    requests: int = Field(description="Requests that are with it now.")
+    task: Task = Field(description="Task of the model.")
+    bundle: str = Field(description="Folder that it was loaded from.")
+    loaded_at: int = Field(description="When it was loaded, in Unix seconds.")
+    state: Literal["serving", "leaving"] = Field(
+        description="`serving`, or `leaving`: it gets no new requests and is unloaded when its "
+        "last one is answered."
+    )
+    requests: int = Field(description="Requests that use it now.")
 
     @classmethod
     def of(cls, served: Served, state: Literal["serving", "leaving"]) -> Self:
@@ -350,47 +361,47 @@ class LoadedModel(Answer):
             bundle=str(served.bundle.folder),
             loaded_at=int(served.loaded_at_s),
             state=state,
-            requests=served.guests.count,
+            requests=served.users.count,
         )
 
 
 class LoadedModels(Answer):
-    """Every model in the server."""
+    """Every model in memory."""
 
-    models: list[LoadedModel] = Field(description="Those that are served first.")
+    models: list[LoadedModel] = Field(description="The models, those being served first.")
 
 
 class LoadResponse(Answer):
-    """What was loaded."""
+    """The model that was loaded."""
 
-    loaded: LoadedModel = Field(description="It answers every request from now on.")
+    loaded: LoadedModel = Field(description="The new model. It answers every request from now on.")
     replaced: LoadedModel | None = Field(
-        None, description="The model whose place it took, if there was one."
+        None, description="The model that it replaced, if there was one."
     )
-    seconds: float = Field(description="From reading the bundle to serving it.")
+    seconds: float = Field(description="Time from reading the bundle to serving it.")
 
 
 class UnloadResponse(Answer):
-    """What was unloaded."""
+    """The model that was unloaded."""
 
-    unloaded: LoadedModel = Field(description="It gets no new requests.")
+    unloaded: LoadedModel = Field(description="The model. It gets no new requests.")
 
 
-# GET and POST /admin/models, DELETE /admin/models/{name}: what is served, changed while it is.
-# Only for whoever has an admin key, which is another than the API keys.
+# The admin routes. They need an admin key, which is not one of the API keys.
 
 
 _KEY_PROBLEMS = problems(
-    e401="No admin key, or one that is not known.",
-    e403="The server was started without an admin key, or a page of another address asks.",
-    e429="The admin key has sent too many requests.",
+    e401="The admin key is missing or unknown.",
+    e403="The server has no admin key, or a web page of another origin sent the request.",
+    e429="The admin key has sent too many requests; `Retry-After` says when to try again.",
 )
 _LOAD_PROBLEMS = problems(
-    e400="The body is not JSON that can be read.",
-    e403="There is no admin key, or the folder is not one that may be loaded from.",
+    e400="The body is not valid JSON.",
+    e403="The server has no admin key, or models may not be loaded from this folder.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
-    e422="The body is not as documented, or the bundle cannot be served; nothing has changed.",
+    e422="The body has an unknown or wrong field, or the bundle cannot be served. Nothing was "
+    "changed.",
     e503="The server is shutting down.",
 )
 
@@ -401,9 +412,9 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
 
     @router.get(
         "/admin/models",
-        summary="Every model in the server",
+        summary="List the models in memory",
         response_model=LoadedModels,
-        response_description="What is served, and what leaves.",
+        response_description="Models that are served, and models that are leaving.",
         responses=_KEY_PROBLEMS,
     )
     async def loaded(request: Request) -> Response:
@@ -414,9 +425,10 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
 
     @router.post(
         "/admin/models",
-        summary="Load a bundle, or swap it for the one of its name",
+        summary="Load a bundle, replacing the model of the same name",
         response_model=LoadResponse,
-        response_description="It is served; requests that were with another finish there.",
+        response_description="The model is served. Requests that use the replaced model finish "
+        "there.",
         responses={**_KEY_PROBLEMS, **_LOAD_PROBLEMS},
         openapi_extra=takes(LoadRequest),
     )
@@ -438,7 +450,7 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
         "/admin/models/{name}",
         summary="Unload a model",
         response_model=UnloadResponse,
-        response_description="It gets no new requests; those that it has go on.",
+        response_description="The model gets no new requests; running ones finish.",
         responses={**_KEY_PROBLEMS, **_UNKNOWN},
     )
     async def unload(request: Request, name: str) -> Response:
@@ -450,7 +462,7 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
 
 
 def _check_key(request: Request, keys: Keys) -> None:
-    """AdminOff where nobody may, Unauthorized for whoever may not."""
+    """AdminOff if no admin key is set, Unauthorized if the request has none that is known."""
     if not keys:
         raise AdminOff(
             f"the admin routes are off: set {ADMIN_KEY_VARIABLE} to a key of your own, or name a "
@@ -467,8 +479,7 @@ def _check_key(request: Request, keys: Keys) -> None:
     holder.leave()
 
 
-# GET /health, /health/live, /health/ready and /metrics: for whoever watches over this process.
-# They never wait for the engine's thread, so they answer under any load.
+# Health and metrics. They never wait for the engine's thread, so they answer under any load.
 
 
 def health_routes(engine: Engine) -> APIRouter:
@@ -477,10 +488,10 @@ def health_routes(engine: Engine) -> APIRouter:
 
     @router.get(
         "/health/live",
-        summary="Whether the process should go on",
+        summary="Liveness probe",
         response_model=Health,
-        response_description="It should.",
-        responses=problems(e503="The engine has stopped for good: restart the process."),
+        response_description="The process is alive.",
+        responses=problems(e503="The engine has stopped: restart the process."),
     )
     async def live() -> Response:
         if engine.dead:
@@ -489,10 +500,13 @@ def health_routes(engine: Engine) -> APIRouter:
 
     @router.get(
         "/health/ready",
-        summary="Whether to send requests here",
+        summary="Readiness probe",
         response_model=Health,
-        response_description="Requests are welcome.",
-        responses=problems(e503="Starting, shutting down, a model hangs, or every model fails."),
+        response_description="The server takes requests.",
+        responses=problems(
+            e503="The server is starting or shutting down, a model call is "
+            "stuck, or every model fails."
+        ),
     )
     async def ready() -> Response:
         check_ready(engine)
@@ -501,10 +515,13 @@ def health_routes(engine: Engine) -> APIRouter:
     @router.get(
         "/health",
         summary="The same as /health/ready",
-        description="Where load balancers, and users of other servers, look first.",
+        description="The path that many load balancers check by default.",
         response_model=Health,
-        response_description="Requests are welcome.",
-        responses=problems(e503="Starting, shutting down, a model hangs, or every model fails."),
+        response_description="The server takes requests.",
+        responses=problems(
+            e503="The server is starting or shutting down, a model call is "
+            "stuck, or every model fails."
+        ),
     )
     async def health() -> Response:
         return await ready()
@@ -516,7 +533,7 @@ def health_routes(engine: Engine) -> APIRouter:
         responses={200: {"content": {"text/plain": {}}, "description": "Prometheus text format."}},
     )
     async def metrics() -> Response:
-        # Long enough to write that streams would be seen to halt meanwhile.
+        # Takes long enough to make streams pause, so it runs on another thread.
         text = await asyncio.to_thread(engine.metrics.exposition)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -524,7 +541,7 @@ def health_routes(engine: Engine) -> APIRouter:
 
 
 def check_ready(engine: Engine) -> None:
-    """Raises unless some model that is served answers."""
+    """NotReady unless at least one served model works."""
     engine.check_open()
     served, failing = list(engine.catalog), engine.failing
     if not served:

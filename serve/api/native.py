@@ -1,4 +1,4 @@
-"""POST /v1/classify and POST /v1/generate."""
+"""The routes POST /v1/classify and POST /v1/generate."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -30,12 +30,12 @@ from serve.api.fields import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    Each,
     EventStream,
+    LazyList,
     NamedEvents,
-    Order,
+    StreamChunk,
+    Submission,
     TextEvent,
-    Written,
     answer,
     answer_of,
     check_answer,
@@ -63,66 +63,66 @@ from serve.engine.job import (
     ClassifiedEvent,
     GeneratedEvent,
     Labelled,
+    ScoredToken,
     Tags,
     TokenEvent,
-    TokenLogprob,
 )
 from serve.errors import InvalidField, Unprocessable
-from serve.inputs.rows import Intake, check_kinds, read_items
+from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
 
 _STREAM_ABOUT = (
-    "The answer; with `stream`, server-sent events: one without a name for each token "
-    "(TokenChunk), then exactly one, `done` (DoneChunk) or `error` (ErrorResponse). A connection "
-    "that breaks without one means that the answer is not complete."
+    "The answer. With `stream`: server-sent events, one without a name per token (TokenChunk), "
+    "then exactly one `done` (DoneChunk) or `error` (ErrorResponse). If the connection breaks "
+    "before that, the answer is incomplete."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One request, decided and ready to run; writes the parts of its answer."""
+class AnswerWriter:
+    """Writes the answer to a generate request, whole or as a stream."""
 
-    order: Order
+    submission: Submission
 
     def chunk(self, event: TokenEvent) -> TokenChunk:
         return TokenChunk(
             index=event.index,
             text=event.text,
-            steps=self.order.decision.steps,
+            steps=self.submission.decision.steps,
             logprob=None if event.logprob is None else _token_score(event.logprob),
         )
 
     def done(self, event: GeneratedEvent) -> DoneChunk:
         return DoneChunk(
-            id=request_id(self.order.request),
-            model=self.order.served.name,
+            id=request_id(self.submission.request),
+            model=self.submission.served.name,
             finish_reason=event.finish_reason,
-            seed=self.order.wishes[0].sampling.seed,
+            seed=self.submission.wishes[0].sampling.seed,
             usage=self._usage(event),
-            budget=budget_of(self.order.decision),
-            timing=timing(self.order.request, self.order.engine, event.span),
+            budget=budget_of(self.submission.decision),
+            timing=timing(self.submission.request, self.submission.engine, event.span),
         )
 
     def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
-        """GenerateResponse: not made of that, since it may be large."""
-        wish = self.order.wishes[0]
+        """The fields of GenerateResponse, as a dictionary because it may be large."""
+        wish = self.submission.wishes[0]
         return {
-            "id": request_id(self.order.request),
-            "model": self.order.served.name,
+            "id": request_id(self.submission.request),
+            "model": self.submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
             "seed": wish.sampling.seed,
-            "logprobs": None if wish.logprobs is None else Each(map(_score, event.logprobs)),
+            "logprobs": None if wish.logprobs is None else LazyList(map(_score, event.logprobs)),
             "usage": self._usage(event),
-            "budget": budget_of(self.order.decision),
+            "budget": budget_of(self.submission.decision),
             "timing": spent,
         }
 
-    def written(self, events: Sequence[TextEvent]) -> Written:
+    def written(self, events: Sequence[TextEvent]) -> StreamChunk:
         return NamedEvents(self.chunk, self.done).write([event for _, event in events])
 
     def _usage(self, event: GeneratedEvent) -> Usage:
-        prompt, completion = len(self.order.wishes[0].prompt), event.completion_tokens
+        prompt, completion = len(self.submission.wishes[0].prompt), event.completion_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -160,32 +160,32 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
             lambda: served.codec.encode_prompt(asked.prompt),
         )
         wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
-        order = Order.of(request, engine, served, asked, decision, (wish,))
-        return await _run(Exchange(order))
+        submission = Submission.of(request, engine, served, asked, decision, (wish,))
+        return await _run(AnswerWriter(submission))
 
     return router
 
 
-async def _run(exchange: Exchange) -> Response:
+async def _run(writer: AnswerWriter) -> Response:
     async with AsyncExitStack() as work:
-        running = await work.enter_async_context(exchange.order.running())
+        running = await work.enter_async_context(writer.submission.running())
         events = await running.first()
-        if exchange.order.wishes[0].stream:
+        if writer.submission.wishes[0].stream:
             return EventStream(
                 events,
-                running.mailbox,
+                running.events,
                 work.pop_all(),
-                exchange.written,
+                writer.written,
                 running.stream_headers,
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    spent = timing(exchange.order.request, exchange.order.engine, event.span)
-    return answer_of(exchange.whole(event, spent), entries_of(event), server_timing(spent))
+    spent = timing(writer.submission.request, writer.submission.engine, event.span)
+    return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
-def _score(logprob: TokenLogprob) -> dict[str, object]:
-    """TokenScore of a whole answer."""
+def _score(logprob: ScoredToken) -> dict[str, object]:
+    """The fields of TokenScore."""
     return {
         "token": logprob.token,
         "logprob": logprob.logprob,
@@ -193,7 +193,7 @@ def _score(logprob: TokenLogprob) -> dict[str, object]:
     }
 
 
-def _token_score(logprob: TokenLogprob) -> TokenScore:
+def _token_score(logprob: ScoredToken) -> TokenScore:
     return TokenScore(
         token=logprob.token,
         logprob=logprob.logprob,
@@ -201,7 +201,7 @@ def _token_score(logprob: TokenLogprob) -> TokenScore:
     )
 
 
-# POST /v1/classify: texts, images or points in, labels out: of each input, or of its tokens.
+# POST /v1/classify
 
 
 _DEFAULT_LABELS = 5
@@ -213,9 +213,9 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
 
     @router.post(
         "/v1/classify",
-        summary="Label one text, image or cloud of points, or several, or every token of texts",
+        summary="Classify texts, images or clouds of points, or label the tokens of texts",
         response_model=ClassifyResponse,
-        response_description="A result for each input.",
+        response_description="One result per input.",
         responses=RUN_PROBLEMS,
         openapi_extra=takes(ClassifyRequest),
     )
@@ -229,20 +229,20 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         _check_count(asked, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
-        taken = await reader.read(
+        inputs = await reader.read(
             request,
             _characters(asked),
             deadline_of(request, asked),
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
         event = await labelled(
-            request, engine, served, asked, decision, taken, traced=asked.trace is True
+            request, engine, served, asked, decision, inputs, traced=asked.trace is True
         )
         spent = timing(request, engine, event.span)
         response: ClassifyResponse = {
             "id": request_id(request),
             "model": served.name,
-            "results": _results(event, taken, manifest, top, decision),
+            "results": _results(event, inputs, manifest, top, decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
@@ -286,7 +286,7 @@ def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
 
 
 def _characters(asked: ClassifyRequest) -> int | None:
-    """How much text there is to encode; None where there is something else to read."""
+    """The length of the texts to encode; None for other inputs."""
     total = 0
     for item in asked.input:
         if item.characters is None:
@@ -296,12 +296,16 @@ def _characters(asked: ClassifyRequest) -> int | None:
 
 
 def _results(
-    event: ClassifiedEvent, taken: list[Intake], manifest: Manifest, top: int, decision: Decision
+    event: ClassifiedEvent,
+    inputs: list[InputRow],
+    manifest: Manifest,
+    top: int,
+    decision: Decision,
 ) -> list[ClassifyResult] | list[TagResult]:
     answered = [
         (labelled, one, budget_of(decision.served_at(steps), evaluations))
         for labelled, steps, evaluations, one in zip(
-            event.rows, event.steps, event.evaluations, taken, strict=True
+            event.rows, event.steps, event.evaluations, inputs, strict=True
         )
     ]
     if manifest.task == "tag":
@@ -310,7 +314,7 @@ def _results(
 
 
 def _classified(
-    labelled: Labelled, one: Intake, budget: Budget, labels: tuple[str, ...], top: int
+    labelled: Labelled, one: InputRow, budget: Budget, labels: tuple[str, ...], top: int
 ) -> ClassifyResult:
     scores = labelled.found
     assert not isinstance(scores, Tags)
@@ -334,7 +338,7 @@ def _classified(
     return result
 
 
-def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest) -> TagResult:
+def _tagged(labelled: Labelled, one: InputRow, budget: Budget, manifest: Manifest) -> TagResult:
     tags = labelled.found
     assert isinstance(tags, Tags)
     result: TagResult = {
@@ -353,7 +357,7 @@ def _tagged(labelled: Labelled, one: Intake, budget: Budget, manifest: Manifest)
     return result
 
 
-def _readout(step: int, tags: Tags, one: Intake, manifest: Manifest) -> Readout:
+def _readout(step: int, tags: Tags, one: InputRow, manifest: Manifest) -> Readout:
     tokens = token_labels(tags, one, manifest)
     readout: Readout = {
         "steps": step,

@@ -1,4 +1,4 @@
-"""KServe's Open Inference Protocol: /v2, tensors in JSON or as bytes."""
+"""KServe's Open Inference Protocol: /v2, with tensors in JSON or as bytes."""
 
 import json
 import math
@@ -21,8 +21,8 @@ from serve.api.body import (
     Reader,
     checked_json,
     close_names,
+    describe_problem,
     explain,
-    problem_in_words,
     read_body,
     shown,
 )
@@ -39,8 +39,8 @@ from serve.api.fields import (
 )
 from serve.api.models import check_ready
 from serve.api.submission import (
-    Order,
     ReadyAnswer,
+    Submission,
     answer,
     check_answer,
     check_beams,
@@ -74,12 +74,12 @@ from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span,
 from serve.engine.sampling import MAX_SEED
 from serve.engine.work import GenerationRequest
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
-from serve.inputs.rows import Intake, cloud_rows, image_rows, read_items
-from serve.inputs.values import Item, check_finite, number_rows
+from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
+from serve.inputs.values import Input, check_finite, number_rows
 from serve.settings import Settings
 
-# Tensors of the Open Inference Protocol, in JSON and as bytes, in both directions. Bytes are
-# little-endian; an element of BYTES is its length in 4 bytes, then UTF-8.
+# Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4
+# bytes, then UTF-8.
 
 
 Numbers = npt.NDArray[np.float64]
@@ -93,7 +93,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def texts_of_json(data: list[Any], shape: Sequence[int], where: str) -> list[str]:
-    """The elements of a BYTES tensor that came in JSON."""
+    """The elements of a BYTES tensor in JSON."""
     flat = _flat(data, shape, where)
     for index, element in enumerate(flat):
         if not isinstance(element, str):
@@ -102,7 +102,7 @@ def texts_of_json(data: list[Any], shape: Sequence[int], where: str) -> list[str
 
 
 def texts_of_bytes(raw: memoryview, shape: Sequence[int], where: str) -> list[str]:
-    """The elements of a BYTES tensor that came as bytes, exactly as many as the shape has."""
+    """The elements of a BYTES tensor in bytes, exactly as many as the shape says."""
     count, at, texts = math.prod(shape), 0, []
     for index in range(count):
         if at + _LENGTH.size > len(raw):
@@ -128,7 +128,7 @@ def texts_of_bytes(raw: memoryview, shape: Sequence[int], where: str) -> list[st
 
 
 def numbers_of_json(data: list[Any], datatype: str, shape: Sequence[int], where: str) -> Numbers:
-    """The elements of a tensor of numbers that came in JSON, in its shape."""
+    """The elements of a numeric tensor in JSON, in its shape."""
     array, _ = number_rows([_flat(data, shape, where)], f"{where}.data")
     if datatype == "UINT8" and ((array % 1).any() or array.min() < 0 or array.max() > 255):
         raise InvalidField(f"{where}.data is UINT8: send integers from 0 to 255")
@@ -136,7 +136,7 @@ def numbers_of_json(data: list[Any], datatype: str, shape: Sequence[int], where:
 
 
 def numbers_of_bytes(raw: memoryview, datatype: str, shape: Sequence[int], where: str) -> Numbers:
-    """The elements of a tensor of numbers that came as bytes, in its shape."""
+    """The elements of a numeric tensor in bytes, in its shape."""
     width = WIDTHS[datatype]
     wanted = math.prod(shape) * width.itemsize
     if len(raw) != wanted:
@@ -150,7 +150,7 @@ def numbers_of_bytes(raw: memoryview, datatype: str, shape: Sequence[int], where
 
 
 def bytes_of(values: Sequence[str] | Sequence[float] | Sequence[int], datatype: str) -> bytes:
-    """The elements of an output as bytes."""
+    """The elements of an output, as bytes."""
     if datatype == "BYTES":
         return b"".join(_element(str(value)) for value in values)
     return np.asarray(values, dtype=WIDTHS[datatype]).tobytes()
@@ -171,7 +171,7 @@ def _text(raw: memoryview, where: str) -> str:
 
 
 def _flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
-    """The elements in row-major order, whether they came flat or nested like the shape."""
+    """The elements in row-major order, from a flat or a nested list."""
     count = math.prod(shape)
     if len(data) == count and not isinstance(data[0], list):
         return data
@@ -186,11 +186,11 @@ def _flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
     return level
 
 
-# The `parameters` of a request of the Open Inference Protocol: the same fields that /v1 has.
+# The `parameters` of a request: the same fields as in /v1.
 
 
 BINARY_OUTPUT = "binary_data_output"
-# What the tensors, the path and the requested outputs say here.
+# Fields that the tensors, the path and the requested outputs replace.
 _SAID_ELSEWHERE = frozenset({"model", "input", "prompt", "stream", "logprobs"})
 CLASSIFY = tuple(
     name
@@ -198,51 +198,51 @@ CLASSIFY = tuple(
     if name not in _SAID_ELSEWHERE | {"top_k", "trace"}
 )
 GENERATE = tuple(name for name in GenerateRequest.model_fields if name not in _SAID_ELSEWHERE)
-# Of Triton, under another name here.
+# Triton's names for fields of ours.
 _OTHER_NAMES = {"timeout": "deadline_ms"}
 
 
 def parameter_names(task: Task) -> tuple[str, ...]:
-    """What `parameters` may hold for a model of this task."""
+    """The names that `parameters` may have for a model of this task."""
     own = CLASSIFY if task in LABELLING else GENERATE
     if task == "generate":
         own = tuple(name for name in own if name != "num_beams")
     return (*own, BINARY_OUTPUT)
 
 
-def classify_request(sent: Mapping[str, Any]) -> ClassifyRequest:
-    """What is asked of a classifier; InvalidField naming what is wrong."""
-    _check_names(sent, parameter_names("classify"))
+def classify_request(parameters: Mapping[str, Any]) -> ClassifyRequest:
+    """The parameters for a classifier; InvalidField names what is wrong."""
+    _check_names(parameters, parameter_names("classify"))
     try:
-        return ClassifyRequest.model_validate({"input": "-", **_without_format(sent)})
+        return ClassifyRequest.model_validate({"input": "-", **_without_format(parameters)})
     except ValidationError as error:
         raise explain(error, ClassifyRequest) from None
 
 
-def generate_request(sent: Mapping[str, Any], task: Task) -> GenerateRequest:
-    """What is asked of a model that writes; InvalidField naming what is wrong."""
-    _check_names(sent, parameter_names(task))
+def generate_request(parameters: Mapping[str, Any], task: Task) -> GenerateRequest:
+    """The parameters for a generator; InvalidField names what is wrong."""
+    _check_names(parameters, parameter_names(task))
     try:
-        return GenerateRequest.model_validate({"prompt": "-", **_without_format(sent)})
+        return GenerateRequest.model_validate({"prompt": "-", **_without_format(parameters)})
     except ValidationError as error:
         raise explain(error, GenerateRequest) from None
 
 
-def binary_by_default(sent: Mapping[str, Any]) -> bool:
-    """Whether outputs that do not say so themselves are to be sent as bytes."""
-    return flag_of(sent, BINARY_OUTPUT, "parameters")
+def binary_by_default(parameters: Mapping[str, Any]) -> bool:
+    """Whether outputs are sent as bytes unless they say otherwise."""
+    return flag_of(parameters, BINARY_OUTPUT, "parameters")
 
 
-def flag_of(sent: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
-    """A parameter that is true or false."""
-    found = sent.get(name, default)
+def flag_of(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+    """A parameter that must be true or false."""
+    found = parameters.get(name, default)
     if not isinstance(found, bool):
         raise InvalidField(f"{where}.{name} must be true or false", param=name)
     return found
 
 
 def parameter_schema() -> dict[str, Any]:
-    """The documentation of `parameters`: every field as /v1 documents it."""
+    """The schema of `parameters`: every field as /v1 documents it."""
     classify = ClassifyRequest.model_json_schema()["properties"]
     generate = GenerateRequest.model_json_schema()["properties"]
     documented = {name: classify[name] for name in CLASSIFY} | {
@@ -252,13 +252,13 @@ def parameter_schema() -> dict[str, Any]:
     own[BINARY_OUTPUT] = {
         "type": "boolean",
         "default": False,
-        "description": "Send outputs as bytes behind the JSON.",
+        "description": "Send outputs as bytes after the JSON.",
     }
     return {"properties": own, "additionalProperties": False}
 
 
-def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name, value in sent.items():
+def _check_names(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name, value in parameters.items():
         if name in known:
             if value is None:
                 raise InvalidField(f"{name} is null: leave it out", param=name)
@@ -269,12 +269,12 @@ def _check_names(sent: Mapping[str, Any], known: tuple[str, ...]) -> None:
         raise InvalidField(f"unknown parameter {shown(name)!r}: {hint}", param=shown(name))
 
 
-def _without_format(sent: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sent.items() if name != BINARY_OUTPUT}
+def _without_format(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name != BINARY_OUTPUT}
 
 
 def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The same schema for a protocol in which nothing is said by leaving it out."""
+    """The schema without null: in this protocol a field is left out instead."""
     kept = {key: value for key, value in schema.items() if key not in ("default", "anyOf")}
     if schema.get("default") is not None:
         kept["default"] = schema["default"]
@@ -286,11 +286,11 @@ def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"anyOf": choices} if choices else kept
 
 
-# The shapes of the Open Inference Protocol: what its requests and answers hold, documented.
+# Request and response fields.
 
 
 VERSION = "1"
-# More than any model here takes or gives; beyond it a request is refused at once.
+# Larger requests are refused at once; no model takes or returns that many.
 MAX_TENSORS = 16
 MAX_AXES = 8
 MAX_MEMBERS = 64
@@ -312,213 +312,229 @@ _EXAMPLES: list[JsonDict] = [
 ]
 
 
-class _Sent(BaseModel):
-    """A part of a request; null stands for nothing in this protocol, so no field takes it."""
+class _RequestPart(BaseModel):
+    """A part of a request. Null is not allowed in this protocol, so no field takes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class InputTensor(_Sent):
-    """A tensor that the model is to read."""
+class InputTensor(_RequestPart):
+    """An input tensor."""
 
-    name: str = Field(description="`text`, `image` or `points`: see the metadata of the model.")
-    datatype: str = Field(description="`BYTES` for texts, `FP32` or `UINT8` for images, `FP32`.")
+    name: str = Field(description="`text`, `image` or `points`, as the model's metadata says.")
+    datatype: str = Field(
+        description="`BYTES` for texts, `FP32` or `UINT8` for images, `FP32` for points."
+    )
     shape: list[Annotated[int, BeforeValidator(whole)]] = Field(
         max_length=MAX_AXES,
-        description="Rows first: [rows] texts, [rows, channels, height, width] or [rows, points, "
-        "dimensions].",
+        description="Shape, rows first: [rows] for texts, [rows, channels, height, width] for "
+        "images, [rows, points, dimensions] for points.",
     )
     parameters: dict[str, Any] = Field(
         {},
         max_length=MAX_MEMBERS,
-        description="`binary_data_size`: how many bytes behind the JSON are this tensor, in place "
+        description="`binary_data_size`: size in bytes of this tensor after the JSON, instead "
         "of `data`.",
     )
     data: list[Any] = Field(
         [],
-        description="The elements in row-major order, flat or nested like the shape: strings for "
-        "BYTES, numbers otherwise. Left out where the tensor is binary.",
+        description="The elements in row-major order, flat or nested like the shape: strings "
+        "for BYTES, else numbers. Left out if the tensor is sent as bytes.",
     )
 
 
-class RequestedOutput(_Sent):
-    """An output that is wanted."""
+class RequestedOutput(_RequestPart):
+    """An output to return."""
 
-    name: str = Field(description="One of the outputs in the metadata of the model.")
+    name: str = Field(description="Name of an output in the model's metadata.")
     parameters: dict[str, Any] = Field(
         {},
         max_length=MAX_MEMBERS,
-        description="`binary_data`: whether to send it as bytes behind the JSON.",
+        description="`binary_data`: send this output as bytes after the JSON.",
     )
 
 
-class InferRequest(_Sent):
-    """Tensors to answer."""
+class InferRequest(_RequestPart):
+    """Tensors to run the model on."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES]})
 
-    id: str = Field("", description="Comes back in the answer.")
+    id: str = Field("", description="Id of the request; the answer repeats it.")
     parameters: dict[str, Any] = Field(
         {},
-        description="The budget, how to write, and `binary_data_output`.",
+        description="The budget fields, the options of generation, and `binary_data_output`.",
         json_schema_extra=parameter_schema(),
     )
     inputs: list[InputTensor] = Field(
         min_length=1,
         max_length=MAX_TENSORS,
-        description="The one tensor that the model takes; each row gets an answer.",
+        description="The model's one input tensor. Each row gets an answer.",
     )
     outputs: list[RequestedOutput] = Field(
         [],
         max_length=MAX_TENSORS,
-        description="Which outputs to send, in which order; all where none is named.",
+        description="Outputs to return, in this order; default: all.",
     )
 
 
 class TensorMetadata(Answer):
-    """A tensor that a model takes or gives; -1 is any size."""
+    """An input or output tensor of a model."""
 
-    name: str = Field(description="Its name.")
-    datatype: Datatype = Field(description="Of its elements.")
-    shape: list[int] = Field(description="Rows first; -1 is any size.")
+    name: str = Field(description="Name.")
+    datatype: Datatype = Field(description="Type of the elements.")
+    shape: list[int] = Field(description="Shape, rows first; -1 means any size.")
 
 
 class ModelParameters(Answer):
-    """The dial of a model, and what else a request may set."""
+    """The ladder of a model, and the parameters that a request may set."""
 
-    task: Task = Field(description="What it does.")
-    steps: list[int] = Field(description="The ladder: what a request may send as `steps`.")
-    efforts: dict[str, int] = Field(description="What it may send as `effort`, with their steps.")
-    default_steps: int = Field(description="Steps where a request asks for none.")
-    full_steps: int = Field(description="The most steps.")
+    task: Task = Field(description="Task of the model.")
+    steps: list[int] = Field(description="The ladder: possible values of `steps`.")
+    efforts: dict[str, int] = Field(
+        description="Possible values of `effort`, and the step count of each."
+    )
+    default_steps: int = Field(description="Step count of a request without budget parameters.")
+    full_steps: int = Field(description="Largest step count.")
     max_disagreement: list[float] = Field(
-        description="Levels of `max_disagreement` that the model is calibrated for."
+        description="Values of `max_disagreement` at which answers can stop early."
     )
     labels: list[str] | None = Field(
-        None, exclude_if=lambda labels: labels is None, description="Of a classifier."
+        None, exclude_if=lambda labels: labels is None, description="Labels, for a classifier."
     )
     request: list[str] = Field(description="Names that `parameters` of a request may have.")
 
 
 class ModelMetadata(Answer):
-    """A model, as its requests see it."""
+    """A model, with its tensors and parameters."""
 
-    name: str = Field(description="Its name.")
-    versions: list[str] = Field(description="The versions that are served: one.")
-    platform: str = Field(description="What runs it.")
-    inputs: list[TensorMetadata] = Field(description="The tensor that it takes.")
-    outputs: list[TensorMetadata] = Field(description="The tensors that it gives.")
-    parameters: ModelParameters = Field(description="Its ladder, and what a request may set.")
+    name: str = Field(description="Name.")
+    versions: list[str] = Field(description="Versions that are served: always one.")
+    platform: str = Field(description="Platform that runs the model.")
+    inputs: list[TensorMetadata] = Field(description="Input tensor.")
+    outputs: list[TensorMetadata] = Field(description="Output tensors.")
+    parameters: ModelParameters = Field(
+        description="The ladder, and the parameters that a request may set."
+    )
 
 
 class ServerMetadata(Answer):
     """This server."""
 
     name: str = Field(description="Always `stepdial`.")
-    version: str = Field(description="Its release.")
-    extensions: list[str] = Field(description="Extensions of the protocol that it speaks.")
+    version: str = Field(description="Version of the server.")
+    extensions: list[str] = Field(description="Protocol extensions that the server supports.")
 
 
 class ServerLive(Answer):
-    """Whether the process should go on; what is wrong comes as an error."""
+    """The process is alive. If not, the answer is an error."""
 
     live: bool = Field(description="Always true.")
 
 
 class ServerReady(Answer):
-    """Whether to send requests here; what is wrong comes as an error."""
+    """The server takes requests. If not, the answer is an error."""
 
     ready: bool = Field(description="Always true.")
 
 
 class ModelReady(Answer):
-    """Whether to send requests of this model here; what is wrong comes as an error."""
+    """The model takes requests. If not, the answer is an error."""
 
-    name: str = Field(description="Its name.")
+    name: str = Field(description="Name.")
     ready: bool = Field(description="Always true.")
 
 
 class RepositoryEntry(Answer):
-    """A model in the list of all."""
+    """A model in the index."""
 
-    name: str = Field(description="Its name.")
-    version: str = Field(description="The version that is served.")
-    state: Literal["READY", "UNAVAILABLE"] = Field(description="Whether it answers.")
-    reason: str = Field(description="Why it does not, or nothing.")
+    name: str = Field(description="Name.")
+    version: str = Field(description="Version that is served.")
+    state: Literal["READY", "UNAVAILABLE"] = Field(description="Whether the model takes requests.")
+    reason: str = Field(description="Why it does not take requests; empty if it does.")
 
 
-class IndexRequest(_Sent):
+class IndexRequest(_RequestPart):
     """Which models to list."""
 
-    ready: bool = Field(False, description="Only those that answer.")
+    ready: bool = Field(False, description="List only models that take requests.")
 
 
 class OutputParameters(Answer):
-    """Where a binary tensor is."""
+    """Size of a tensor that is sent as bytes."""
 
-    binary_data_size: int = Field(description="How many bytes behind the JSON are this tensor.")
+    binary_data_size: int = Field(description="Size in bytes of this tensor after the JSON.")
 
 
 class OutputTensor(Answer):
-    """A tensor of an answer."""
+    """An output tensor."""
 
-    name: str = Field(description="Its name.")
-    datatype: Datatype = Field(description="Of its elements.")
+    name: str = Field(description="Name.")
+    datatype: Datatype = Field(description="Type of the elements.")
     shape: list[int] = Field(description="[rows].")
     parameters: OutputParameters | None = Field(
-        None, exclude_if=lambda found: found is None, description="Where it is, if it is binary."
+        None,
+        exclude_if=lambda found: found is None,
+        description="Size of the tensor, if it is sent as bytes.",
     )
     data: list[str] | list[float] | list[int] | None = Field(
-        None, exclude_if=lambda data: data is None, description="One element a row, if in JSON."
+        None,
+        exclude_if=lambda data: data is None,
+        description="One element per row, if the tensor is sent in JSON.",
     )
 
 
 class InferFacts(Answer):
-    """What was done for all rows together."""
+    """The work that was done, for all rows together."""
 
-    reason: Reason = Field(description="What decided the steps; of several, of the fewest.")
-    method: Method = Field(description="How a step uses the velocity.")
-    full_steps: int = Field(description="The most steps that the model's ladder has.")
+    reason: Reason = Field(
+        description="Why this step count; if rows differ, the reason of the "
+        "row with the fewest steps."
+    )
+    method: Method = Field(description="Integration method of a step.")
+    full_steps: int = Field(description="Largest step count on the model's ladder.")
     metric: Metric = Field(description=METRIC)
-    expected: float = Field(description="The measured quality at the fewest steps of any row.")
-    expected_full: float = Field(description="The same at the full steps.")
+    expected: float = Field(description="Measured quality at the fewest steps of any row.")
+    expected_full: float = Field(description="Measured quality at the full step count.")
     max_disagreement: float | None = Field(
         None,
         exclude_if=lambda level: level is None,
-        description="The certified level that was applied to early answers, if any could come.",
+        description="Certified level that was applied to early answers, if any could stop early.",
     )
     truncated: int | None = Field(
         None,
         exclude_if=lambda count: count is None,
-        description="How many texts to classify were cut to fit the model.",
+        description="Number of texts that were cut to fit the model, for a classifier.",
     )
     seed: int | None = Field(
         None,
         exclude_if=lambda seed: seed is None,
-        description="Of the first row that was written; each further row has the next number.",
+        description="Seed of the first row that was generated. Each further row uses the next "
+        "seed.",
     )
-    queue_ms: float = Field(description="Waiting for the first call of the model.")
-    compute_ms: float = Field(description="From the first call to the end of the last.")
+    queue_ms: float = Field(description="Waiting in the queue, until the first model call.")
+    compute_ms: float = Field(
+        description="From the start of the first model call to the end of the last."
+    )
     total_ms: float = Field(description="From the arrival of the request to this answer.")
 
 
 class InferResponse(Answer):
-    """One answer for each row."""
+    """One answer per row."""
 
     model_name: str = Field(description="The model that answered.")
-    model_version: str = Field(description="Its version.")
-    id: str = Field(description="As the request sent it, else the one of x-request-id.")
-    parameters: InferFacts = Field(description="What was done.")
-    outputs: list[OutputTensor] = Field(description="The outputs that were asked for, or all.")
+    model_version: str = Field(description="Version of the model.")
+    id: str = Field(description="Id that the request sent, else the one in x-request-id.")
+    parameters: InferFacts = Field(description="The work that was done.")
+    outputs: list[OutputTensor] = Field(description="The requested outputs, or all.")
 
 
 class OipError(Answer):
-    """Every answer under /v2 that is not a 200."""
+    """The body of every error under /v2."""
 
     error: str = Field(description="What went wrong, and what to do about it.")
 
 
-# The body of a request of the Open Inference Protocol: JSON, and tensors as bytes behind it.
+# Request bodies: JSON, then tensors as bytes.
 
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -528,32 +544,32 @@ _PARTS: tuple[type[BaseModel], ...] = (InferRequest, InputTensor, RequestedOutpu
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A request, with the bytes of each input that came as bytes."""
+class InferBody:
+    """A request body: the JSON, and the bytes of each input that was sent as bytes."""
 
     asked: InferRequest
     raw: Sequence[memoryview | None]
 
 
-async def read_inference(request: Request, reader: Reader) -> Sent:
-    """The request in a body; BadRequest or InvalidField saying what is wrong with it."""
+async def read_inference(request: Request, reader: Reader) -> InferBody:
+    """Parse a request body; BadRequest or InvalidField say what is wrong with it."""
     body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
     length = _header_length(request, len(body))
     text = body if length is None else body[:length]
     asked = await checked_json(request, text, InferRequest, reader, explain_request)
     request.scope[WEIGHT_KEY] += len(body) - len(text)
     binary = memoryview(body)[len(body) if length is None else length :]
-    return Sent(asked, _split(asked, binary, length is not None))
+    return InferBody(asked, _split(asked, binary, length is not None))
 
 
 def _header_length(request: Request, size: int) -> int | None:
-    """How many bytes of the body are JSON, where the client says so."""
-    sent = request.headers.getlist(HEADER_LENGTH)
-    if not sent:
+    """How many bytes of the body are JSON, if the client says so."""
+    lengths = request.headers.getlist(HEADER_LENGTH)
+    if not lengths:
         return None
-    text = sent[0].strip()
-    # The number of digits is limited before they are read: more of them are no length.
-    if len(sent) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
+    text = lengths[0].strip()
+    # The length is checked first: int() of very long digit strings is slow.
+    if len(lengths) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
         raise BadRequest("Inference-Header-Content-Length must be one number of bytes")
     length = int(text)
     if length > size:
@@ -565,7 +581,7 @@ def _header_length(request: Request, size: int) -> int | None:
 
 
 def _split(asked: InferRequest, binary: memoryview, announced: bool) -> list[memoryview | None]:
-    """The bytes of each input, in their order; together they are all that there are."""
+    """The bytes of each input, in order. Together they must be the whole rest of the body."""
     found: list[memoryview | None] = []
     at = 0
     for index, tensor in enumerate(asked.inputs):
@@ -595,7 +611,7 @@ def _split(asked: InferRequest, binary: memoryview, announced: bool) -> list[mem
 
 
 def _binary_size(tensor: InputTensor, where: str) -> int | None:
-    """How many bytes an input has behind the JSON; None if it is in the JSON."""
+    """How many bytes an input has after the JSON; None if it is in the JSON."""
     others = sorted(set(tensor.parameters) - {BINARY_SIZE})
     if others:
         raise InvalidField(
@@ -616,7 +632,7 @@ def _binary_size(tensor: InputTensor, where: str) -> int | None:
 
 
 def explain_request(error: ValidationError, schema: type[BaseModel]) -> ServeError:
-    """What is wrong with the first field that is, in words."""
+    """The error for the first field that is wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     return InvalidField(_sentence(first, _path(first["loc"]), schema))
 
@@ -625,7 +641,7 @@ def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing: send it"
     if problem["type"] != "extra_forbidden":
-        return f"{path} {problem_in_words(problem)}"
+        return f"{path} {describe_problem(problem)}"
     parts = _PARTS if schema in _PARTS else (schema,)
     known = sorted({name for part in parts for name in part.model_fields})
     close = close_names(str(problem["loc"][-1]), known)
@@ -639,7 +655,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-# What a model takes and gives in the Open Inference Protocol, and its metadata.
+# Model metadata.
 
 
 PLATFORM = "stepdial_bundle"
@@ -651,7 +667,7 @@ _TEXTS: dict[str, Datatype] = {"text": "BYTES", "finish_reason": "BYTES", "steps
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """The one tensor that a model takes; -1 in the shape is any size."""
+    """The one input tensor of a model; -1 in the shape is any size."""
 
     name: str
     datatypes: tuple[Datatype, ...]
@@ -670,7 +686,7 @@ class InputSpec:
                 return cls("text", ("BYTES",), (_ANY,), 0)
 
     def check(self, tensors: Sequence[InputTensor], model: str, max_rows: int) -> None:
-        """InvalidField unless this is the one tensor, of a shape that the model takes."""
+        """InvalidField unless this is the one tensor, in a shape that the model takes."""
         for index, tensor in enumerate(tensors):
             if tensor.name != self.name:
                 raise InvalidField(
@@ -712,22 +728,26 @@ class InputSpec:
 
 
 def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
-    """The outputs of a model with their datatypes; each has one element a row."""
+    """The outputs of a model with their datatypes. Each has one element per row."""
     if manifest.task == "tag":
         return _TAGS
     return _LABELS if manifest.task == "classify" else _TEXTS
 
 
 def metadata_of(manifest: Manifest) -> ModelMetadata:
-    """What clients learn of a model."""
-    taken = InputSpec.of(manifest)
+    """The metadata of a model."""
+    spec = InputSpec.of(manifest)
     calibrated = () if manifest.calibration is None else manifest.calibration.levels
     return ModelMetadata(
         name=manifest.name,
         versions=[VERSION],
         platform=PLATFORM,
         inputs=[
-            TensorMetadata(name=taken.name, datatype=taken.datatypes[0], shape=list(taken.shape))
+            TensorMetadata(
+                name=spec.name,
+                datatype=spec.datatypes[0],
+                shape=list(spec.shape),
+            )
         ],
         outputs=[
             TensorMetadata(name=name, datatype=datatype, shape=[_ANY])
@@ -753,8 +773,7 @@ def _quoted(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-# GET /v2 and below, and POST /v2/repository/index: the server and its models, in the Open
-# Inference Protocol.
+# The routes for the server and its models.
 
 
 EXTENSIONS = ["binary_tensor_data", "parameters"]
@@ -765,14 +784,14 @@ class RepositoryIndex(RootModel[list[RepositoryEntry]]):
 
 
 def oip_problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
-    """The documentation of errors in the shape of this protocol: `oip_problems(e404="...")`."""
+    """The documentation of errors in this protocol's format: `oip_problems(e404="...")`."""
     return {
         int(code[1:]): {"model": OipError, "description": about} for code, about in reasons.items()
     }
 
 
-_UNKNOWN = "No such model, or no such version of it, is served."
-_NOT_READY = "Starting, shutting down, or a model hangs or fails."
+_UNKNOWN = "No model with this name or version is served."
+_NOT_READY = "The server is starting or shutting down, a model call is stuck, or the model fails."
 
 
 def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
@@ -782,9 +801,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     @router.get("/v2/", include_in_schema=False)
     @router.get(
         "/v2",
-        summary="This server",
+        summary="Server metadata",
         response_model=ServerMetadata,
-        response_description="Its name, version and extensions.",
+        response_description="Name, version and extensions of the server.",
     )
     async def server(request: Request) -> Response:
         version = request.app.version
@@ -792,10 +811,10 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/health/live",
-        summary="Whether the process should go on",
+        summary="Liveness probe",
         response_model=ServerLive,
-        response_description="It should.",
-        responses=oip_problems(e503="The engine has stopped for good: restart the process."),
+        response_description="The process is alive.",
+        responses=oip_problems(e503="The engine has stopped: restart the process."),
     )
     async def live() -> Response:
         if engine.dead:
@@ -804,9 +823,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/health/ready",
-        summary="Whether to send requests here",
+        summary="Readiness probe",
         response_model=ServerReady,
-        response_description="Requests are welcome.",
+        response_description="The server takes requests.",
         responses=oip_problems(e503=_NOT_READY),
     )
     async def ready() -> Response:
@@ -815,9 +834,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/models/{name}/versions/{version}",
-        summary="One version of a model",
+        summary="Metadata of one version of a model",
         response_model=ModelMetadata,
-        response_description="What it takes and gives, and its ladder.",
+        response_description="Input and output tensors, and the ladder.",
         responses=oip_problems(e404=_UNKNOWN),
     )
     async def model_version(name: str, version: str) -> Response:
@@ -825,9 +844,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/models/{name}",
-        summary="One model",
+        summary="Metadata of a model",
         response_model=ModelMetadata,
-        response_description="What it takes and gives, and its ladder.",
+        response_description="Input and output tensors, and the ladder.",
         responses=oip_problems(e404=_UNKNOWN),
     )
     async def model(name: str) -> Response:
@@ -835,9 +854,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/models/{name}/versions/{version}/ready",
-        summary="Whether to send requests of this version of a model here",
+        summary="Readiness of one version of a model",
         response_model=ModelReady,
-        response_description="Requests of this model are welcome.",
+        response_description="The model takes requests.",
         responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
     )
     async def version_ready(name: str, version: str) -> Response:
@@ -848,9 +867,9 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.get(
         "/v2/models/{name}/ready",
-        summary="Whether to send requests of this model here",
+        summary="Readiness of a model",
         response_model=ModelReady,
-        response_description="Requests of this model are welcome.",
+        response_description="The model takes requests.",
         responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
     )
     async def model_ready(name: str) -> Response:
@@ -858,12 +877,12 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
     @router.post(
         "/v2/repository/index",
-        summary="All models",
+        summary="List the models",
         response_model=RepositoryIndex,
-        response_description="Every model, and whether it answers.",
+        response_description="Every model, and whether it takes requests.",
         responses=oip_problems(
-            e400="The body is not JSON that can be read, or a field of it is wrong.",
-            e403="A page of another address sent the request.",
+            e400="The body is not valid JSON, or a field of it is wrong.",
+            e403="A web page of another origin sent the request.",
             e408="The body did not arrive in time.",
             e413="The body is too large.",
         ),
@@ -892,7 +911,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
 
 
 def find_version(engine: Engine, name: str, version: str) -> Served:
-    """The model of that name; UnknownModel for any version but the one that is served."""
+    """The model of this name; UnknownModel for a version that is not served."""
     served = engine.catalog.find(name)
     if version != VERSION:
         raise UnknownModel(
@@ -917,7 +936,7 @@ def _check_ready(engine: Engine, served: Served) -> None:
         raise NotReady(f"the last call of {served.name} failed: it is tried again every second")
 
 
-# The answer of an inference in the Open Inference Protocol: which outputs, in JSON or as bytes.
+# Response bodies.
 
 
 Values = list[str] | list[float] | list[int]
@@ -926,21 +945,21 @@ _BINARY = "binary_data"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """An output to send."""
+class OutputChoice:
+    """An output to send, and how."""
 
     name: str
     datatype: Datatype
     binary: bool
 
 
-def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[Wanted]:
-    """The outputs to send, in their order; InvalidField naming what there is not."""
+def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[OutputChoice]:
+    """The outputs to send, in order; InvalidField names an unknown one."""
     known = outputs_of(manifest)
     binary = binary_by_default(asked.parameters)
     if not asked.outputs:
-        return [Wanted(name, datatype, binary) for name, datatype in known.items()]
-    wanted: dict[str, Wanted] = {}
+        return [OutputChoice(name, datatype, binary) for name, datatype in known.items()]
+    wanted: dict[str, OutputChoice] = {}
     for index, output in enumerate(asked.outputs):
         where = f"outputs[{index}]"
         if output.name not in known:
@@ -952,7 +971,7 @@ def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[Wanted]:
             raise InvalidField(f"{where} names {output.name!r} a second time: leave it out")
         _check_parameters(output, where)
         own = flag_of(output.parameters, _BINARY, f"{where}.parameters", binary)
-        wanted[output.name] = Wanted(output.name, known[output.name], own)
+        wanted[output.name] = OutputChoice(output.name, known[output.name], own)
     return list(wanted.values())
 
 
@@ -978,11 +997,11 @@ def written(
     model: str,
     request_id: str,
     facts: InferFacts,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[OutputChoice],
     columns: Mapping[str, Values],
     *headers: tuple[bytes, bytes],
 ) -> Response:
-    """The answer on the wire: JSON, and behind it the outputs that are wanted as bytes."""
+    """The response body: JSON, then the outputs that are sent as bytes."""
     tensors, binary = [], []
     for one in wanted:
         values = columns[one.name]
@@ -1008,9 +1027,9 @@ def written(
     return answered
 
 
-def _tensor(one: Wanted, values: Values, size: int | None) -> OutputTensor:
+def _tensor(one: OutputChoice, values: Values, size: int | None) -> OutputTensor:
     place = None if size is None else OutputParameters(binary_data_size=size)
-    if one.datatype == "FP32":  # the same numbers as in bytes
+    if one.datatype == "FP32":  # rounded as the bytes are
         values = np.asarray(values, dtype=np.float32).tolist()
     return OutputTensor(
         name=one.name,
@@ -1044,7 +1063,7 @@ _TAKES: dict[str, Any] = {
             "in": "header",
             "required": False,
             "schema": {"type": "integer", "minimum": 0},
-            "description": "How many bytes of the body are JSON, where tensors follow as bytes.",
+            "description": "How many bytes of the body are JSON, if tensors follow as bytes.",
         }
     ],
     "requestBody": {
@@ -1057,19 +1076,19 @@ _TAKES: dict[str, Any] = {
 }
 _GIVES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "One answer for each row; as bytes behind the JSON where that was asked.",
+        "description": "One answer per row; outputs that were requested as bytes follow the JSON.",
         "content": {"application/octet-stream": {"schema": _BYTES}},
     },
     **oip_problems(
-        e400="The body cannot be read, or a tensor or parameter of it is impossible.",
-        e403="A page of another address sent the request.",
-        e404="No such model, or no such version of it, is served.",
+        e400="The body cannot be parsed, or asks for something impossible.",
+        e403="A web page of another origin sent the request.",
+        e404="No model with this name or version is served.",
         e408="The body did not arrive in time.",
         e413="The body is too large.",
-        e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and "
+        e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and "
         "`retry-after-ms` say when to try again.",
         e503="The server is starting or shutting down, or the model failed.",
-        e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
+        e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
     ),
 }
 
@@ -1080,26 +1099,26 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
 
     @router.post(
         "/v2/models/{name}/versions/{version}/infer",
-        summary="Classify, continue or translate with one version of a model",
+        summary="Run one version of a model: classify, generate or translate",
         response_model=InferResponse,
         responses=_GIVES,
         openapi_extra=_TAKES,
     )
     async def infer_version(request: Request, name: str, version: str) -> Response:
-        find_version(engine, name, version)  # a body for nobody is not worth reading
-        sent = await read_inference(request, reader)
+        find_version(engine, name, version)  # before the body is read
+        body = await read_inference(request, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
-        InputSpec.of(manifest).check(sent.asked.inputs, served.name, settings.max_inputs)
-        wanted = wanted_outputs(sent.asked, manifest)
-        inference = Inference(request, engine, reader, served, sent, wanted)
+        InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
+        wanted = wanted_outputs(body.asked, manifest)
+        submission = InferSubmission(request, engine, reader, served, body, wanted)
         if manifest.labelled:
-            return await inference.classify()
-        return await inference.write()
+            return await submission.classify()
+        return await submission.write()
 
     @router.post(
         "/v2/models/{name}/infer",
-        summary="Classify, continue or translate",
+        summary="Run a model: classify, generate or translate",
         response_model=InferResponse,
         responses=_GIVES,
         openapi_extra=_TAKES,
@@ -1111,49 +1130,49 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
 
 
 @dataclass(frozen=True, slots=True)
-class Inference:
+class InferSubmission:
     """One request whose tensor the model can take."""
 
     request: Request
     engine: Engine
     reader: Reader
     served: Served
-    sent: Sent
-    wanted: Sequence[Wanted]
+    body: InferBody
+    wanted: Sequence[OutputChoice]
 
     async def classify(self) -> Response:
-        """Labels, their score and their steps for each row."""
-        asked = classify_request(self.sent.asked.parameters)
+        """Labels, scores and steps, per row."""
+        asked = classify_request(self.body.asked.parameters)
         decision = decide_budget(self.request, self.served, asked)
-        rows = self.sent.asked.inputs[0].shape[0]
+        rows = self.body.asked.inputs[0].shape[0]
         refuse_early(self.request, self.engine, self.served, asked, decision, rows)
-        taken = await self.reader.read(
+        inputs = await self.reader.read(
             self.request,
             self._characters(),
             deadline_of(self.request, asked),
             lambda: self._rows(asked.truncate is not False),
         )
-        event = await labelled(self.request, self.engine, self.served, asked, decision, taken)
+        event = await labelled(self.request, self.engine, self.served, asked, decision, inputs)
         budgets = [
             budget_of(decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
-        columns = self._labels(event, taken)
+        columns = self._labels(event, inputs)
         columns["steps"] = [budget["steps"] for budget in budgets]
         texts = isinstance(self.served.manifest.input, TextInput)
-        truncated = sum(one.truncated for one in taken) if texts else None
+        truncated = sum(one.truncated for one in inputs) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
         self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
 
-    def _labels(self, event: ClassifiedEvent, taken: Sequence[Intake]) -> dict[str, Values]:
-        """A label and its score for each row; of tokens, as JSON, with the least score of any."""
+    def _labels(self, event: ClassifiedEvent, inputs: Sequence[InputRow]) -> dict[str, Values]:
+        """A label and its score per row; for tokens, JSON and the lowest score of any token."""
         manifest = self.served.manifest
         tagged = [row.found for row in event.rows if isinstance(row.found, Tags)]
         if tagged:
             tokens = [
-                token_labels(tags, one, manifest) for tags, one in zip(tagged, taken, strict=True)
+                token_labels(tags, one, manifest) for tags, one in zip(tagged, inputs, strict=True)
             ]
             return {
                 "tokens": [json.dumps(row, ensure_ascii=False) for row in tokens],
@@ -1168,12 +1187,12 @@ class Inference:
         }
 
     async def write(self) -> Response:
-        """A text for each row, each written by a job of its own."""
-        asked = generate_request(self.sent.asked.parameters, self.served.manifest.task)
+        """A text per row, each generated by a job of its own."""
+        asked = generate_request(self.body.asked.parameters, self.served.manifest.task)
         decision = decide_budget(self.request, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
         check_max_tokens(max_tokens, self.reader.settings)
-        rows = self.sent.asked.inputs[0].shape[0]
+        rows = self.body.asked.inputs[0].shape[0]
         check_texts(rows, self.reader.settings)
         check_answer(rows, max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
@@ -1185,9 +1204,9 @@ class Inference:
             _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
             for row, prompt in enumerate(prompts)
         ]
-        order = Order.of(self.request, self.engine, self.served, asked, decision, wishes)
-        events = await _all_written(order)
-        steps = order.decision.steps
+        submission = Submission.of(self.request, self.engine, self.served, asked, decision, wishes)
+        events = await _all_written(submission)
+        steps = submission.decision.steps
         columns: dict[str, Values] = {
             "text": [event.text for event in events],
             "finish_reason": [str(event.finish_reason) for event in events],
@@ -1198,22 +1217,22 @@ class Inference:
             min(event.span.started_s for event in events),
             max(event.span.ended_s for event in events),
         )
-        return self._answer(budget_of(order.decision), span, columns, seed=seed)
+        return self._answer(budget_of(submission.decision), span, columns, seed=seed)
 
     def _characters(self) -> int | None:
-        """How much text there is to read, at most; None where it is something else."""
+        """At most how much text there is to read; None for images and points."""
         if not isinstance(self.served.manifest.input, TextInput):
             return None
-        raw = self.sent.raw[0]
+        raw = self.body.raw[0]
         if raw is not None:
             return len(raw)
-        data = self.sent.asked.inputs[0].data
-        if len(data) > self.reader.settings.max_inputs:  # too many: it is said which are allowed
+        data = self.body.asked.inputs[0].data
+        if len(data) > self.reader.settings.max_inputs:  # too many: refused later, with the limit
             return None
         return sum(len(text) for text in data if isinstance(text, str))
 
     def _texts(self) -> list[str]:
-        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
         if raw is None:
             return texts_of_json(tensor.data, tensor.shape, _WHERE)
         return texts_of_bytes(raw, tensor.shape, _WHERE)
@@ -1222,14 +1241,14 @@ class Inference:
         codec = self.served.codec
         return [codec.encode_prompt(text, f"text[{row}]") for row, text in enumerate(self._texts())]
 
-    def _rows(self, truncate: bool) -> list[Intake]:
-        """What the tensor holds, as the rows that the model takes."""
+    def _rows(self, truncate: bool) -> list[InputRow]:
+        """The rows of the tensor, as the model takes them."""
         spec = self.served.manifest.input
         if isinstance(spec, TextInput):
             texts = enumerate(self._texts())
-            items = tuple(Item("text", text, f"text[{row}]") for row, text in texts)
+            items = tuple(Input("text", text, f"text[{row}]") for row, text in texts)
             return read_items(items, self.served.manifest, self.served.text, truncate)
-        tensor, raw = self.sent.asked.inputs[0], self.sent.raw[0]
+        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
         numbers = (
             numbers_of_json(tensor.data, tensor.datatype, tensor.shape, _WHERE)
             if raw is None
@@ -1251,7 +1270,7 @@ class Inference:
         spent = timing(self.request, self.engine, span)
         return written(
             self.served.name,
-            self.sent.asked.id or request_id(self.request),
+            self.body.asked.id or request_id(self.request),
             facts_of(budget, spent, truncated=truncated, seed=seed),
             self.wanted,
             columns,
@@ -1259,19 +1278,19 @@ class Inference:
         )
 
 
-async def _all_written(order: Order) -> list[GeneratedEvent]:
-    """The texts in the order of their rows; raises what kept one from being written."""
+async def _all_written(submission: Submission) -> list[GeneratedEvent]:
+    """The texts in the order of their rows; raises the error of the first one that failed."""
     found: dict[int, GeneratedEvent] = {}
-    async with order.running() as running:
-        while len(found) < len(order.wishes):
-            for row, event in await running.mailbox.take():
+    async with submission.running() as running:
+        while len(found) < len(submission.wishes):
+            for row, event in await running.events.take():
                 if isinstance(event, FailedEvent):
                     raise event.error
                 assert isinstance(event, GeneratedEvent)
                 found[row] = event
-    return [found[row] for row in range(len(order.wishes))]
+    return [found[row] for row in range(len(submission.wishes))]
 
 
 def _with_seed(wish: GenerationRequest, seed: int) -> GenerationRequest:
-    """Each row has a number of its own, so that equal prompts are continued differently."""
+    """Each row has a seed of its own, so that equal prompts are continued differently."""
     return replace(wish, sampling=replace(wish.sampling, seed=seed % (MAX_SEED + 1)))

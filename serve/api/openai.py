@@ -1,4 +1,4 @@
-"""OpenAI's dialect: completions and chats, whole or as streams."""
+"""OpenAI's API: completions and chat completions, whole or as streams."""
 
 import json
 import time
@@ -38,12 +38,12 @@ from serve.api.fields import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    Each,
     EventStream,
-    Manner,
-    Order,
-    Running,
-    Written,
+    GenerateOptions,
+    LazyList,
+    RunningJobs,
+    StreamChunk,
+    Submission,
     answer_of,
     check_answer,
     check_max_tokens,
@@ -58,12 +58,11 @@ from serve.api.submission import (
     timing,
     wish_in,
 )
-from serve.budget import Ask, Decision
+from serve.budget import BudgetRequest, Decision
 from serve.bundle import Effort
 from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, FailedEvent, GeneratedEvent, Span, TokenEvent
-from serve.engine.job import TokenLogprob as EngineLogprob
+from serve.engine.job import Event, FailedEvent, GeneratedEvent, ScoredToken, Span, TokenEvent
 from serve.engine.sampling import MAX_SEED
 from serve.engine.work import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
@@ -72,53 +71,55 @@ from serve.inputs.values import MAX_TEXTS, Prompts
 from serve.middleware import error_body
 from serve.settings import Settings
 
-# What clients of OpenAI's API get: every field of every answer, documented.
+# Response fields.
 
 
 _FINISH = (
-    "`stop`: a stop string came, or a translation was complete; `length`: the most tokens were "
-    "written."
+    "`stop`: a stop string was reached, or a translation was complete. `length`: max_tokens "
+    "were generated."
 )
-_WHEN = "When the answer was begun, in Unix seconds."
+_WHEN = "When the answer was started, in Unix seconds."
 _MODEL = "The model that answered."
-_INDEX = "Number of the answer, from 0: all to the first prompt, then all to the next."
+_INDEX = "Index of the answer, from 0: first all answers to the first prompt, then all to the next."
 FinishReason = Literal["stop", "length"]
 
 
 class ChoiceWork(Answer):
-    """What one of several answers took."""
+    """Seed and time of one of several answers."""
 
     index: int = Field(description=_INDEX)
-    seed: int = Field(description="The seed that was used for it.")
-    queue_ms: float = Field(description="Waiting for the first call of the model.")
-    compute_ms: float = Field(description="From the first call to the end of the last.")
+    seed: int = Field(description="Seed of this answer.")
+    queue_ms: float = Field(description="Waiting in the queue, until the first model call.")
+    compute_ms: float = Field(
+        description="From the start of the first model call to the end of the last."
+    )
 
 
 class DialReport(Answer):
-    """What this server did: not a part of OpenAI's API."""
+    """What this server did for the answer. Not part of OpenAI's API."""
 
     budget: Budget = Field(description="The work that was done, the same for every answer.")
     timing: Timing = Field(description="Where the time of the request went.")
-    seed: int = Field(description="The seed of the first answer; send it to get all of them again.")
+    seed: int = Field(description="Seed of the first answer. Send it to get all of them again.")
     choices: list[ChoiceWork] | None = Field(
         default=None,
         exclude_if=lambda choices: choices is None,
-        description="What each answer took; left out if there is one.",
+        description="Seed and time of each answer. Left out if there is only one.",
     )
 
 
 class CompletionLogprobs(Answer):
-    """How likely the model found the tokens of an answer, each list in their order."""
+    """Log-probabilities of the tokens of an answer. All lists are in token order."""
 
-    tokens: list[str] = Field(description="Their texts; U+FFFD for a part of a character.")
-    token_logprobs: list[float] = Field(description="Their log-probabilities.")
+    tokens: list[str] = Field(description="Texts of the tokens; U+FFFD for part of a character.")
+    token_logprobs: list[float] = Field(description="Log-probabilities of the tokens.")
     top_logprobs: list[dict[str, float]] = Field(
-        description="At each place the likeliest tokens and the one that came, with their "
+        description="Per token, the most likely tokens and the one that was chosen, with their "
         "log-probabilities."
     )
     text_offset: list[int] = Field(
-        description="Where the text of each begins in the answer, in characters. What a stop "
-        "string cut off has offsets beyond its end."
+        description="Start of each token's text in the answer, in characters. Tokens cut off by "
+        "a stop string have offsets beyond the end."
     )
 
 
@@ -126,8 +127,10 @@ class CompletionChoice(Answer):
     """One answer."""
 
     index: int = Field(description=_INDEX)
-    text: str = Field(description="The answer; with `echo`, behind its prompt.")
-    logprobs: CompletionLogprobs | None = Field(description="If asked for.")
+    text: str = Field(description="The answer; with `echo`, after its prompt.")
+    logprobs: CompletionLogprobs | None = Field(
+        description="Log-probabilities, if `logprobs` was set."
+    )
     finish_reason: FinishReason = Field(description=_FINISH)
 
 
@@ -136,74 +139,79 @@ class CompletionResponse(Answer):
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
-        default="text_completion", description="What this is."
+        default="text_completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
     choices: list[CompletionChoice] = Field(description="The answers.")
     usage: Usage = Field(
-        description="Tokens of all prompts and of all that was written, with `best_of` also of "
-        "answers that are not returned."
+        description="Tokens of all prompts and all answers, including those that `best_of` does "
+        "not return."
     )
-    stepdial: DialReport = Field(description="The steps that were taken.")
+    stepdial: DialReport = Field(description="Steps, time and seed.")
 
 
 class CompletionPiece(Answer):
     """What one chunk adds to an answer."""
 
     index: int = Field(description=_INDEX)
-    text: str = Field(description="Text to append; often that of one token, sometimes empty.")
+    text: str = Field(description="Text to append: usually that of one token, sometimes empty.")
     logprobs: CompletionLogprobs | None = Field(
-        description="Of the token of this chunk, if asked for."
+        description="Log-probability of this token, if `logprobs` was set."
     )
-    finish_reason: FinishReason | None = Field(description=f"Null before the end. {_FINISH}")
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
 
 
 class CompletionChunk(Answer):
-    """The data of one event of a stream; the last is `[DONE]`, or an error."""
+    """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
-        default="text_completion", description="What this is."
+        default="text_completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
-    choices: list[CompletionPiece] = Field(description="One; none in a chunk that counts tokens.")
+    choices: list[CompletionPiece] = Field(
+        description="One entry; none in the chunk that carries the usage."
+    )
     usage: Usage | None = Field(
-        default=None, description="With `include_usage`: null, and the tokens in the last chunk."
+        default=None,
+        description="Only with `include_usage`: null, and the token counts in the last chunk.",
     )
     stepdial: DialReport | None = Field(
         default=None,
         exclude_if=lambda report: report is None,
-        description="The steps that were taken: in the last chunk.",
+        description="Steps, time and seed, in the last chunk.",
     )
 
 
 class TopLogprob(Answer):
-    """A token that could have come."""
+    """A token that could have been chosen."""
 
-    token: str = Field(description="Its text; U+FFFD for a part of a character.")
-    logprob: float = Field(description="Its log-probability under the model.")
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
     bytes: list[int] | None = Field(
-        description="The text in UTF-8; null for a part of a character."
+        description="UTF-8 bytes of the text; null if the token is part of a character."
     )
 
 
 class TokenLogprob(TopLogprob):
-    """How likely the model found a token of an answer."""
+    """Log-probability of a token of the answer, and of its alternatives."""
 
-    top_logprobs: list[TopLogprob] = Field(description="The likeliest there, likeliest first.")
+    top_logprobs: list[TopLogprob] = Field(
+        description="Most likely tokens at this position, the most likely first."
+    )
 
 
 class ChatLogprobs(Answer):
-    """How likely the model found an answer."""
+    """Log-probabilities of an answer."""
 
-    content: list[TokenLogprob] = Field(description="Its tokens, in their order.")
+    content: list[TokenLogprob] = Field(description="The tokens of the answer, in order.")
     refusal: None = Field(default=None, description="Always null.")
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"] = Field(default="assistant", description="Always `assistant`.")
     content: str = Field(description="The answer.")
@@ -213,9 +221,9 @@ class AssistantMessage(Answer):
 class ChatChoice(Answer):
     """One answer."""
 
-    index: int = Field(description="Number of the answer, from 0.")
+    index: int = Field(description="Index of the answer, from 0.")
     message: AssistantMessage = Field(description="The answer.")
-    logprobs: ChatLogprobs | None = Field(description="If asked for.")
+    logprobs: ChatLogprobs | None = Field(description="Log-probabilities, if `logprobs` was set.")
     finish_reason: FinishReason = Field(description=_FINISH)
 
 
@@ -224,13 +232,13 @@ class ChatResponse(Answer):
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion"] = Field(
-        default="chat.completion", description="What this is."
+        default="chat.completion", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
     choices: list[ChatChoice] = Field(description="The answers.")
-    usage: Usage = Field(description="Tokens of the prompt and of all that was written.")
-    stepdial: DialReport = Field(description="The steps that were taken.")
+    usage: Usage = Field(description="Tokens of the prompt and of all answers.")
+    stepdial: DialReport = Field(description="Steps, time and seed.")
 
 
 class ChatDelta(Answer):
@@ -239,52 +247,57 @@ class ChatDelta(Answer):
     role: Literal["assistant"] | None = Field(
         default=None,
         exclude_if=lambda role: role is None,
-        description="In the first chunk of an answer.",
+        description="Only in the first chunk of an answer.",
     )
     content: str | None = Field(
         default=None,
         exclude_if=lambda content: content is None,
-        description="Text to append; not in the last chunk of an answer.",
+        description="Text to append. Not in the last chunk of an answer.",
     )
 
 
 class ChatPiece(Answer):
     """What one chunk adds to an answer."""
 
-    index: int = Field(description="Number of the answer, from 0.")
-    delta: ChatDelta = Field(description="What it adds.")
-    logprobs: ChatLogprobs | None = Field(description="Of the token of this chunk, if asked for.")
-    finish_reason: FinishReason | None = Field(description=f"Null before the end. {_FINISH}")
+    index: int = Field(description="Index of the answer, from 0.")
+    delta: ChatDelta = Field(description="What this chunk adds.")
+    logprobs: ChatLogprobs | None = Field(
+        description="Log-probability of this token, if `logprobs` was set."
+    )
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
 
 
 class ChatChunk(Answer):
-    """The data of one event of a stream; the last is `[DONE]`, or an error."""
+    """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion.chunk"] = Field(
-        default="chat.completion.chunk", description="What this is."
+        default="chat.completion.chunk", description="Type of this object."
     )
     created: int = Field(description=_WHEN)
     model: str = Field(description=_MODEL)
-    choices: list[ChatPiece] = Field(description="One; none in a chunk that counts tokens.")
+    choices: list[ChatPiece] = Field(
+        description="One entry; none in the chunk that carries the usage."
+    )
     usage: Usage | None = Field(
-        default=None, description="With `include_usage`: null, and the tokens in the last chunk."
+        default=None,
+        description="Only with `include_usage`: null, and the token counts in the last chunk.",
     )
     stepdial: DialReport | None = Field(
         default=None,
         exclude_if=lambda report: report is None,
-        description="The steps that were taken: in the last chunk.",
+        description="Steps, time and seed, in the last chunk.",
     )
 
 
 class OpenAIProblem(Problem):
-    """What went wrong, in the shape of OpenAI's API."""
+    """What went wrong, in OpenAI's format."""
 
-    type: str = Field(description="The kind of error, such as `invalid_request_error`.")
+    type: str = Field(description="Type of the error, such as `invalid_request_error`.")
 
 
 class OpenAIError(Answer):
-    """Every answer that is not a 200, and the last event of a stream that failed."""
+    """The body of every error, and the last event of a stream that failed."""
 
     error: OpenAIProblem = Field(description="What went wrong.")
 
@@ -293,8 +306,8 @@ _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What every part of one answer repeats."""
+class ResponseHead:
+    """The fields that every part of a response repeats."""
 
     id: str
     created: int
@@ -302,48 +315,52 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """What is known at the end."""
+class ResponseEnd:
+    """What is known when all answers are complete."""
 
     usage: Usage
     report: DialReport
 
 
-class Shape(Protocol):
-    """How answers look. `index` is the number of an answer, None a chunk without one."""
+class ResponseFormat(Protocol):
+    """How responses look. `index` is the number of an answer, None for a chunk without one."""
 
     @property
     def prefix(self) -> str:
-        """What ids begin with."""
+        """The prefix of ids."""
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
-        """All of it, as the documented shape has it: not made of that, since it may be large."""
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
+        """A whole response with the documented fields, as a dictionary because it may be large."""
 
-    def opening(self, head: Head, index: int) -> Answer | None:
-        """What comes before the first token, if anything does."""
+    def opening(self, head: ResponseHead, index: int) -> Answer | None:
+        """The chunk before the first token, if there is one."""
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> Answer: ...
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> Answer: ...
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
     ) -> Answer: ...
 
-    def count(self, head: Head, tail: Tail) -> Answer: ...
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionShape:
-    """Of /v1/completions."""
+class CompletionFormat:
+    """Responses of /v1/completions."""
 
-    echoes: Sequence[str]  # what comes before each answer
+    echoes: Sequence[str]  # text in front of each answer
     logprobs: bool
     prefix: str = "cmpl-"
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
         choices: list[dict[str, object]] = [
             {
                 "index": index,
@@ -355,17 +372,17 @@ class CompletionShape:
         ]
         return _whole("text_completion", head, choices, tail)
 
-    def opening(self, head: Head, index: int) -> CompletionChunk | None:
+    def opening(self, head: ResponseHead, index: int) -> CompletionChunk | None:
         echo = self.echoes[index]
         return self._chunk(head, self._piece(index, echo)) if echo else None
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> CompletionChunk:
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> CompletionChunk:
         scores = None if event.logprob is None else _legacy(event.logprob)
         return self._chunk(head, self._piece(index, event.text, scores))
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
@@ -375,7 +392,7 @@ class CompletionShape:
         )
         return self._chunk(head, piece, report=report)
 
-    def count(self, head: Head, tail: Tail) -> CompletionChunk:
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> CompletionChunk:
         return self._chunk(head, usage=tail.usage, report=tail.report)
 
     def _piece(
@@ -385,7 +402,7 @@ class CompletionShape:
 
     def _chunk(
         self,
-        head: Head,
+        head: ResponseHead,
         *pieces: CompletionPiece,
         usage: Usage | None = None,
         report: DialReport | None = None,
@@ -401,13 +418,15 @@ class CompletionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatShape:
-    """Of /v1/chat/completions."""
+class ChatFormat:
+    """Responses of /v1/chat/completions."""
 
     logprobs: bool
     prefix: str = "chatcmpl-"
 
-    def whole(self, head: Head, events: Sequence[GeneratedEvent], tail: Tail) -> dict[str, object]:
+    def whole(
+        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
+    ) -> dict[str, object]:
         choices: list[dict[str, object]] = [
             {
                 "index": index,
@@ -419,23 +438,23 @@ class ChatShape:
         ]
         return _whole("chat.completion", head, choices, tail)
 
-    def opening(self, head: Head, index: int) -> ChatChunk:
+    def opening(self, head: ResponseHead, index: int) -> ChatChunk:
         return self._chunk(head, index, ChatDelta(role="assistant", content=""))
 
-    def piece(self, head: Head, index: int, event: TokenEvent) -> ChatChunk:
+    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> ChatChunk:
         scores = None if event.logprob is None else _scores(event.logprob)
         return self._chunk(head, index, ChatDelta(content=event.text), scores)
 
     def end(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         event: GeneratedEvent,
         report: DialReport | None,
     ) -> ChatChunk:
         return self._chunk(head, index, ChatDelta(), None, event.finish_reason, report)
 
-    def count(self, head: Head, tail: Tail) -> ChatChunk:
+    def count(self, head: ResponseHead, tail: ResponseEnd) -> ChatChunk:
         return ChatChunk(
             id=head.id,
             created=head.created,
@@ -447,7 +466,7 @@ class ChatShape:
 
     def _chunk(
         self,
-        head: Head,
+        head: ResponseHead,
         index: int,
         delta: ChatDelta,
         scores: ChatLogprobs | None = None,
@@ -461,7 +480,7 @@ class ChatShape:
 
 
 def _whole(
-    kind: str, head: Head, choices: Sequence[dict[str, object]], tail: Tail
+    kind: str, head: ResponseHead, choices: Sequence[dict[str, object]], tail: ResponseEnd
 ) -> dict[str, object]:
     return {
         "id": head.id,
@@ -474,22 +493,22 @@ def _whole(
     }
 
 
-def _columns(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
-    """CompletionLogprobs of a whole answer."""
+def _columns(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
+    """The fields of CompletionLogprobs."""
     return {
-        "tokens": Each(one.token for one in logprobs),
-        "token_logprobs": Each(one.logprob for one in logprobs),
-        "top_logprobs": Each(map(_by_token, logprobs)),
-        "text_offset": Each(one.offset for one in logprobs),
+        "tokens": LazyList(one.token for one in logprobs),
+        "token_logprobs": LazyList(one.logprob for one in logprobs),
+        "top_logprobs": LazyList(map(_by_token, logprobs)),
+        "text_offset": LazyList(one.offset for one in logprobs),
     }
 
 
-def _content(logprobs: Sequence[EngineLogprob]) -> dict[str, object]:
-    """ChatLogprobs of a whole answer."""
-    return {"content": Each(map(_place, logprobs)), "refusal": None}
+def _content(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
+    """The fields of ChatLogprobs."""
+    return {"content": LazyList(map(_place, logprobs)), "refusal": None}
 
 
-def _place(one: EngineLogprob) -> dict[str, object]:
+def _place(one: ScoredToken) -> dict[str, object]:
     return _alternative(one.token, one.logprob) | {
         "top_logprobs": [_alternative(token, logprob) for token, logprob in one.top]
     }
@@ -499,7 +518,7 @@ def _alternative(token: str, logprob: float) -> dict[str, object]:
     return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
 
 
-def _legacy(one: EngineLogprob) -> CompletionLogprobs:
+def _legacy(one: ScoredToken) -> CompletionLogprobs:
     return CompletionLogprobs(
         tokens=[one.token],
         token_logprobs=[one.logprob],
@@ -508,15 +527,15 @@ def _legacy(one: EngineLogprob) -> CompletionLogprobs:
     )
 
 
-def _by_token(one: EngineLogprob) -> dict[str, float]:
-    """Of tokens that look alike, as parts of characters do, the likeliest."""
+def _by_token(one: ScoredToken) -> dict[str, float]:
+    """One entry per text: of tokens that look alike (parts of characters), the most likely."""
     found: dict[str, float] = {}
     for token, logprob in (*one.top, (one.token, one.logprob)):
         found.setdefault(token, logprob)
     return found
 
 
-def _scores(one: EngineLogprob) -> ChatLogprobs:
+def _scores(one: ScoredToken) -> ChatLogprobs:
     return ChatLogprobs(
         content=[
             TokenLogprob(
@@ -536,7 +555,7 @@ def _bytes(token: str) -> list[int] | None:
     return None if _PART_OF_A_CHARACTER in token else [*token.encode()]
 
 
-# What requests in OpenAI's shape share: sampling, streaming, budgets; and what is refused.
+# Request fields that completions and chats share, and fields that are not supported.
 
 
 EFFORT_OF: dict[str, Effort] = {
@@ -551,12 +570,12 @@ EFFORT_OF: dict[str, Effort] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
-    """A field that this server takes only where it asks for nothing."""
+class NeutralOnly:
+    """An unsupported field: accepted only with a value that has no effect."""
 
     field: str
     neutral: tuple[Any, ...]
-    instead: str  # what to do
+    instead: str  # what to do instead
 
     def check(self, value: Any) -> Any:
         if value is None or any(_same(value, one) for one in self.neutral):
@@ -582,91 +601,93 @@ _TEXT_AS_IT_IS = "leave it out, or send 0"
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = Field(
-        None, description="Whether a last chunk without choices counts the tokens."
+        None, description="Send a last chunk without choices that has the token counts."
     )
     include_obfuscation: bool | None = Field(
-        None, description="Accepted, and without meaning here: chunks are never padded."
+        None, description="Accepted and ignored: chunks are never padded."
     )
 
 
 class OpenAIFields(BudgetFields):
-    """A request in OpenAI's shape, with the budget fields of this server."""
+    """A request in OpenAI's format, with the budget fields of this server."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(
             None,
-            description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`, "
-            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Where no rung has that "
-            "name, the next above it, else the greatest. Not together with steps or effort.",
+            description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`; "
+            "`medium` and `high` mean themselves; `xhigh` and `max` mean `max`. If "
+            "the ladder does not have that name, the next higher one is used, else "
+            "the highest. Cannot be combined with steps or effort.",
         )
     )
     n: int | None = Field(
         None,
         ge=1,
         le=MAX_TEXTS,
-        description="How many answers to each prompt; the seed of the next is one more.",
+        description="Number of answers per prompt. Each further answer uses the next seed.",
     )
     temperature: float | None = Field(
         None,
         ge=0.0,
         le=2.0,
-        description="0 always takes the likeliest token; higher is more varied. By default 1 to "
-        "continue a prompt, and 0 to translate.",
+        description="0 always takes the most likely token; higher values are more varied. "
+        "Default: 1 to continue a prompt, 0 to translate.",
     )
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Choose among the k likeliest tokens only, after temperature. Not OpenAI's.",
+        description="Sample only from the k most likely tokens, after temperature. Not part of "
+        "OpenAI's API.",
     )
     top_p: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
-        description="Choose among the likeliest tokens that together have this probability, "
-        "after temperature and top_k; by default 1.",
+        description="Sample only from the most likely tokens that together have this "
+        "probability, after temperature and top_k. Default: 1.",
     )
     seed: int | None = Field(
         None,
         ge=0,
         le=MAX_SEED,
-        description="The same seed and steps give the same answer; if missing, one is drawn and "
-        "reported.",
+        description="The same seed and steps give the same answer. If left out, a random seed "
+        "is used and returned.",
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
-        None, description="A text, or up to 4, before the first of which an answer ends."
+        None,
+        description="A stop string, or up to 4. The answer ends before the first one that occurs.",
     )
     stream: bool | None = Field(
         None,
-        description="Send each token as it is chosen, as server-sent events, then `[DONE]`, or "
-        "an error.",
+        description="Stream each token as a server-sent event, then `[DONE]`, or an error.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    presence_penalty: Annotated[Any, Only("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: only 0."
+    presence_penalty: Annotated[Any, NeutralOnly("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
+        None, description="Not supported: must be 0."
     )
-    frequency_penalty: Annotated[Any, Only("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: only 0."
+    frequency_penalty: Annotated[Any, NeutralOnly("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = (
+        Field(None, description="Not supported: must be 0.")
     )
-    logit_bias: Annotated[Any, Only("logit_bias", ({},), "leave it out")] = Field(
-        None, description="Not supported: only empty."
+    logit_bias: Annotated[Any, NeutralOnly("logit_bias", ({},), "leave it out")] = Field(
+        None, description="Not supported: must be empty."
     )
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
+    user: str | None = Field(None, description="Accepted and ignored.")
 
     @property
-    def ask(self) -> Ask:
-        asked = super().ask
+    def budget_request(self) -> BudgetRequest:
+        asked = super().budget_request
         if self.reasoning_effort is None:
             return asked
         return asked._replace(effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
 
     @property
     def answers(self) -> int:
-        """How many answers to each prompt."""
+        """Answers per prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -681,7 +702,7 @@ class OpenAIFields(BudgetFields):
 
     @property
     def counts_in_stream(self) -> bool:
-        """Whether the stream shall end with the usage."""
+        """Whether the stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
@@ -700,7 +721,7 @@ class OpenAIFields(BudgetFields):
         return self
 
 
-# What clients of OpenAI's API may send here: every field, its type, its limits.
+# Requests.
 
 
 COMPLETION_MAX_TOKENS = 16
@@ -708,7 +729,7 @@ MAX_TOP_LOGPROBS = 20
 
 _NO_TOOLS = "the models here call no tools; leave it out"
 _TEXT_ONLY = "the models here write text only; leave it out"
-_NO_MEANING = "Accepted, and without meaning here."
+_NO_MEANING = "Accepted and ignored."
 
 _EXAMPLES_COMPLETION: list[JsonDict] = [
     {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
@@ -720,48 +741,49 @@ _EXAMPLES_CHAT: list[JsonDict] = [
 
 
 class CompletionRequest(OpenAIFields):
-    """Prompts to continue, or texts to translate, as in OpenAI's completions."""
+    """Prompts to continue, or texts to translate, as in OpenAI's completions API."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_COMPLETION]})
 
     prompt: Prompts = Field(
-        description="The text to continue or to translate, or its tokens; or a list of up to "
-        f"{MAX_TEXTS} of these, of which each gets answers of its own."
+        description="The text to continue or translate, or its tokens; or a list of up to "
+        f"{MAX_TEXTS} of these, each with answers of its own."
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"How many tokens to write at most, by default {COMPLETION_MAX_TOKENS}; a "
-        "setting of the server limits it.",
+        description=f"Most tokens to generate. Default: {COMPLETION_MAX_TOKENS}; the server's "
+        "--max-tokens is the limit.",
     )
     best_of: int | None = Field(
         None,
         ge=1,
         le=MAX_TEXTS,
-        description="Write this many answers to each prompt and return the n of the greatest mean "
-        "log-probability a token, best first. At least n; not with `stream`.",
+        description="Generate this many answers per prompt and return the n with the highest "
+        "mean log-probability per token, best first. At least n; not with `stream`.",
     )
     echo: bool | None = Field(
-        None, description="Put the prompt before each answer. Not with logprobs."
+        None, description="Return the prompt in front of each answer. Not with logprobs."
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Report the log-probability of each token, and this many of the likeliest, "
-        "under the model itself: without temperature and filters.",
+        description="Return the log-probability of each token, and of this many of the most "
+        "likely tokens. They are the model's own, before temperature, top_k and "
+        "top_p.",
     )
     suffix: Annotated[
-        Any, Only("suffix", ("",), "the models here write forwards only; leave it out")
-    ] = Field(None, description="Not supported: only empty.")
+        Any, NeutralOnly("suffix", ("",), "the models here write forwards only; leave it out")
+    ] = Field(None, description="Not supported: must be empty.")
 
     def limit(self, most: int) -> int:
-        """How many tokens to write at most; by default no more than a server does."""
+        """Most tokens to generate: as asked, else the default, at most the server's limit."""
         return min(COMPLETION_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
 
     @property
     def candidates(self) -> int:
-        """How many answers to write to each prompt."""
+        """Answers to generate per prompt."""
         return self.answers if self.best_of is None else self.best_of
 
     @model_validator(mode="after")
@@ -794,88 +816,91 @@ class CompletionRequest(OpenAIFields):
 
 
 class ChatRequest(OpenAIFields):
-    """Messages to answer, as in OpenAI's chat completions."""
+    """Messages to answer, as in OpenAI's chat completions API."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_CHAT]})
 
     messages: Messages = Field(
-        description="The chat so far. The chat template of the bundle makes a prompt of it, or a "
-        "plain one: a line `Role: content` and an empty one each, then `Assistant:`."
+        description="The chat so far. The bundle's chat template turns it into a prompt. "
+        "Without one, each message becomes a line `Role: content` and an empty "
+        "line, followed by `Assistant:`."
     )
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"How many tokens to write at most, by default {DEFAULT_MAX_TOKENS}; a "
-        "setting of the server limits it.",
+        description=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}; the server's "
+        "--max-tokens is the limit.",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="The older name of max_completion_tokens: send one of them."
+        None, ge=1, description="Older name of max_completion_tokens: send only one of them."
     )
     logprobs: bool | None = Field(
         None,
-        description="Report the log-probability of each token under the model itself: without "
-        "temperature and filters.",
+        description="Return the log-probability of each token. It is the model's own, before "
+        "temperature, top_k and top_p.",
     )
     top_logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="With `logprobs`, so many of the likeliest tokens at each place.",
+        description="With `logprobs`: number of most likely tokens to return per token.",
     )
     response_format: Annotated[
-        Any, Only("response_format", ({"type": "text"},), "send text, or leave it out")
-    ] = Field(None, description="Only text.")
-    tools: Annotated[Any, Only("tools", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: only empty."
+        Any, NeutralOnly("response_format", ({"type": "text"},), "send text, or leave it out")
+    ] = Field(None, description="Must be text.")
+    tools: Annotated[Any, NeutralOnly("tools", ([],), _NO_TOOLS)] = Field(
+        None, description="Not supported: must be empty."
     )
-    tool_choice: Annotated[Any, Only("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
+    tool_choice: Annotated[Any, NeutralOnly("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
         None, description="Not supported: there are no tools."
     )
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
-    functions: Annotated[Any, Only("functions", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: only empty."
+    functions: Annotated[Any, NeutralOnly("functions", ([],), _NO_TOOLS)] = Field(
+        None, description="Not supported: must be empty."
     )
-    function_call: Annotated[Any, Only("function_call", ("none", "auto"), _NO_TOOLS)] = Field(
-        None, description="Not supported: there are no functions."
+    function_call: Annotated[Any, NeutralOnly("function_call", ("none", "auto"), _NO_TOOLS)] = (
+        Field(None, description="Not supported: there are no functions.")
     )
-    modalities: Annotated[Any, Only("modalities", (["text"],), _TEXT_ONLY)] = Field(
-        None, description="Only text."
+    modalities: Annotated[Any, NeutralOnly("modalities", (["text"],), _TEXT_ONLY)] = Field(
+        None, description="Must be text."
     )
-    audio: Annotated[Any, Only("audio", (), _TEXT_ONLY)] = Field(None, description="Not supported.")
-    prediction: Annotated[Any, Only("prediction", (), "leave it out")] = Field(
+    audio: Annotated[Any, NeutralOnly("audio", (), _TEXT_ONLY)] = Field(
         None, description="Not supported."
     )
-    web_search_options: Annotated[Any, Only("web_search_options", (), _NO_TOOLS)] = Field(
+    prediction: Annotated[Any, NeutralOnly("prediction", (), "leave it out")] = Field(
         None, description="Not supported."
     )
-    moderation: Annotated[Any, Only("moderation", (), "leave it out")] = Field(
+    web_search_options: Annotated[Any, NeutralOnly("web_search_options", (), _NO_TOOLS)] = Field(
         None, description="Not supported."
     )
-    verbosity: Annotated[Any, Only("verbosity", ("medium",), "send max_tokens")] = Field(
-        None, description="Not supported: only `medium`, which is the default."
+    moderation: Annotated[Any, NeutralOnly("moderation", (), "leave it out")] = Field(
+        None, description="Not supported."
     )
-    store: Annotated[Any, Only("store", (False,), "nothing is stored here; leave it out")] = Field(
-        None, description="Not supported: nothing is stored."
+    verbosity: Annotated[Any, NeutralOnly("verbosity", ("medium",), "send max_tokens")] = Field(
+        None, description="Not supported: must be `medium`, the default."
     )
+    store: Annotated[
+        Any, NeutralOnly("store", (False,), "nothing is stored here; leave it out")
+    ] = Field(None, description="Not supported: nothing is stored.")
     service_tier: Annotated[
-        Any, Only("service_tier", ("auto", "default"), "there is one tier; leave it out")
-    ] = Field(None, description="Only `auto` and `default`.")
+        Any, NeutralOnly("service_tier", ("auto", "default"), "there is one tier; leave it out")
+    ] = Field(None, description="Must be `auto` or `default`.")
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
 
     def limit(self, most: int) -> int:
-        """How many tokens to write at most; by default no more than a server does."""
+        """Most tokens to generate: as asked, else the default, at most the server's limit."""
         return self.max_completion_tokens or self.max_tokens or min(DEFAULT_MAX_TOKENS, most)
 
     @property
     def limit_field(self) -> str:
-        """Which field said so."""
+        """The field that set the limit."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens to report; None: no log-probability at all."""
+        """How many of the most likely tokens to return; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -892,7 +917,7 @@ class ChatRequest(OpenAIFields):
         return self
 
 
-# The stream of an answer in OpenAI's shape: chunks, then `[DONE]` or an error, once.
+# Streams: chunks, then `[DONE]` or an error, once.
 
 
 DONE = b"data: [DONE]\n\n"
@@ -900,19 +925,19 @@ DONE = b"data: [DONE]\n\n"
 
 @final
 class ChunkWriter:
-    """Writes what comes of the answers to one request, in the order in which it comes."""
+    """Writes the events of all answers to one request, in the order in which they arrive."""
 
     def __init__(
         self,
-        shape: Shape,
-        head: Head,
+        response_format: ResponseFormat,
+        head: ResponseHead,
         answers: int,
-        tail: Callable[[Sequence[GeneratedEvent]], Tail],
+        tail: Callable[[Sequence[GeneratedEvent]], ResponseEnd],
         path: str,
         counts: bool,
     ) -> None:
-        """`tail` tells the end from those of all answers; `counts`: a last chunk has the usage."""
-        self._shape = shape
+        """`tail` makes the end of the stream; with `counts` a last chunk has the usage."""
+        self._format = response_format
         self._head = head
         self._answers = answers
         self._tail = tail
@@ -921,28 +946,28 @@ class ChunkWriter:
         self._opened: set[int] = set()
         self._ends: dict[int, GeneratedEvent] = {}
 
-    def write(self, events: Sequence[tuple[int, Event]]) -> Written:
-        """What these events become; nothing comes behind an error."""
+    def write(self, events: Sequence[tuple[int, Event]]) -> StreamChunk:
+        """The bytes for these events. Nothing follows an error."""
         body = b""
         for index, event in events:
             match event:
                 case TokenEvent():
                     body += self._open(index)
-                    body += self._event(self._shape.piece(self._head, index, event))
+                    body += self._event(self._format.piece(self._head, index, event))
                 case GeneratedEvent():
                     body += self._open(index) + b"".join(self._end(index, event))
                 case FailedEvent():
-                    return Written(body + self._error(event.error), over=True)
+                    return StreamChunk(body + self._error(event.error), over=True)
                 case _:
                     bug = InternalError("an event that no generation has")
-                    return Written(body + self._error(bug), over=True)
-        return Written(body, over=len(self._ends) == self._answers)
+                    return StreamChunk(body + self._error(bug), over=True)
+        return StreamChunk(body, over=len(self._ends) == self._answers)
 
     def _open(self, index: int) -> bytes:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        opening = self._shape.opening(self._head, index)
+        opening = self._format.opening(self._head, index)
         return b"" if opening is None else self._event(opening)
 
     def _end(self, index: int, event: GeneratedEvent) -> Iterator[bytes]:
@@ -951,10 +976,10 @@ class ChunkWriter:
         tail = self._tail([self._ends[one] for one in range(self._answers)]) if last else None
         # Clients that did not ask for a chunk without choices do not expect one.
         report = None if tail is None or self._counts else tail.report
-        yield self._event(self._shape.end(self._head, index, event, report))
+        yield self._event(self._format.end(self._head, index, event, report))
         if tail is not None:
             if self._counts:
-                yield self._event(self._shape.count(self._head, tail))
+                yield self._event(self._format.count(self._head, tail))
             yield DONE
 
     def _event(self, chunk: Answer) -> bytes:
@@ -964,43 +989,43 @@ class ChunkWriter:
         return event_of(json.dumps(error_body(error, self._path)))
 
 
-# What the routes in OpenAI's shape share: from a request to its answers, whole or in pieces.
+# From a request to its response, for both routes.
 
 
 OPENAI_PROBLEMS = {
     status: documented | {"model": OpenAIError} for status, documented in RUN_PROBLEMS.items()
 }
 STREAM_ABOUT = (
-    "The answer; with `stream`, server-sent events without names: chunks, then `[DONE]`, or an "
-    "error ({chunk}, OpenAIError). A connection that breaks without one of these two means that "
-    "the answer is not complete."
+    "The answer. With `stream`: server-sent events without names, one chunk each, then `[DONE]` "
+    "or an error ({chunk}, OpenAIError). If the connection breaks before that, the answer is "
+    "incomplete."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One request, decided and ready to run."""
+class OpenAISubmission:
+    """A request of OpenAI's API that is ready to run."""
 
-    order: Order
-    shape: Shape
-    head: Head
+    submission: Submission
+    response_format: ResponseFormat
+    head: ResponseHead
     prompts: int
-    answers: int  # to each prompt
-    counts: bool  # whether a stream ends with a chunk that counts
+    answers: int  # per prompt
+    counts: bool  # whether a stream ends with a chunk that has the usage
 
     @property
     def candidates(self) -> int:
-        """The answers that are written to each prompt."""
-        return len(self.order.wishes) // self.prompts
+        """Answers generated per prompt."""
+        return len(self.submission.wishes) // self.prompts
 
     async def respond(self) -> Response:
-        """The response, or the stream of it."""
+        """Run it, and return the response or the stream."""
         async with AsyncExitStack() as work:
-            running = await work.enter_async_context(self.order.running())
-            if self.order.wishes[0].stream:
+            running = await work.enter_async_context(self.submission.running())
+            if self.submission.wishes[0].stream:
                 return EventStream(
                     await running.first(),
-                    running.mailbox,
+                    running.events,
                     work.pop_all(),
                     self._writer().write,
                     running.stream_headers,
@@ -1008,23 +1033,23 @@ class Exchange:
             events = await _ends(running)
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
-        body = self.shape.whole(self.head, [events[index] for index in chosen], tail)
+        body = self.response_format.whole(self.head, [events[index] for index in chosen], tail)
         entries = sum(entries_of(events[index]) for index in chosen)
         return answer_of(body, entries, server_timing(tail.report.timing))
 
     def _writer(self) -> ChunkWriter:
-        everything = range(len(self.order.wishes))
+        everything = range(len(self.submission.wishes))
         return ChunkWriter(
-            self.shape,
+            self.response_format,
             self.head,
-            len(self.order.wishes),
+            len(self.submission.wishes),
             lambda events: self._tail(events, everything),
-            self.order.request.url.path,
+            self.submission.request.url.path,
             self.counts,
         )
 
     def _chosen(self, events: Sequence[GeneratedEvent]) -> list[int]:
-        """Which answers are returned: to each prompt the first, or the best of more, best first."""
+        """The answers to return: per prompt the first, or the best of several, best first."""
         chosen: list[int] = []
         for prompt in range(self.prompts):
             first = prompt * self.candidates
@@ -1034,8 +1059,8 @@ class Exchange:
             chosen += indices[: self.answers]
         return chosen
 
-    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> Tail:
-        order = self.order
+    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> ResponseEnd:
+        submission = self.submission
         spans = [event.span for event in events]
         whole = Span(
             queued_s=min(span.queued_s for span in spans),
@@ -1043,18 +1068,18 @@ class Exchange:
             ended_s=max(span.ended_s for span in spans),
         )
         report = DialReport(
-            budget=budget_of(order.decision),
-            timing=timing(order.request, order.engine, whole),
-            seed=order.wishes[0].sampling.seed,
-            choices=self._work(spans, chosen) if len(order.wishes) > 1 else None,
+            budget=budget_of(submission.decision),
+            timing=timing(submission.request, submission.engine, whole),
+            seed=submission.wishes[0].sampling.seed,
+            choices=self._work(spans, chosen) if len(submission.wishes) > 1 else None,
         )
-        return Tail(self._usage(events), report)
+        return ResponseEnd(self._usage(events), report)
 
     def _work(self, spans: Sequence[Span], chosen: Sequence[int]) -> list[ChoiceWork]:
         return [
             ChoiceWork(
                 index=place,
-                seed=self.order.wishes[index].sampling.seed,
+                seed=self.submission.wishes[index].sampling.seed,
                 queue_ms=round(spans[index].queue_ms, 3),
                 compute_ms=round(spans[index].compute_ms, 3),
             )
@@ -1062,12 +1087,12 @@ class Exchange:
         ]
 
     def _usage(self, events: Sequence[GeneratedEvent]) -> Usage:
-        read = sum(len(wish.prompt) for wish in self.order.wishes[:: self.candidates])
+        read = sum(len(wish.prompt) for wish in self.submission.wishes[:: self.candidates])
         written = sum(event.completion_tokens for event in events)
         return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
 
-def exchange_of(
+def submission_of(
     request: Request,
     engine: Engine,
     served: Served,
@@ -1075,16 +1100,18 @@ def exchange_of(
     decision: Decision,
     wishes: Sequence[GenerationRequest],
     prompts: int,
-    shape: Shape,
-) -> Exchange:
-    """Ready to run, at the steps that are chosen now."""
-    head = Head(shape.prefix + request_id(request), int(time.time()), served.name)
-    order = Order.of(request, engine, served, asked, decision, wishes)
-    return Exchange(order, shape, head, prompts, asked.answers, asked.counts_in_stream)
+    response_format: ResponseFormat,
+) -> OpenAISubmission:
+    """A submission; where the server chooses the step count, it does so now."""
+    head = ResponseHead(response_format.prefix + request_id(request), int(time.time()), served.name)
+    submission = Submission.of(request, engine, served, asked, decision, wishes)
+    return OpenAISubmission(
+        submission, response_format, head, prompts, asked.answers, asked.counts_in_stream
+    )
 
 
 def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
-    """The rung for a request; what is wrong is said of the field that was sent."""
+    """The budget decision for a request. Errors name the field that was sent."""
     try:
         return decide_budget(request, served, asked)
     except ImpossibleBudget as error:
@@ -1101,11 +1128,11 @@ def wishes_of(
     max_tokens: int,
     logprobs: int | None,
 ) -> list[GenerationRequest]:
-    """What to write: to each prompt so many answers, whose seeds follow each other."""
+    """What to generate: several answers per prompt, with consecutive seeds."""
     seed = drawn_seed() if asked.seed is None else asked.seed
     return [
         wish_in(
-            Manner(
+            GenerateOptions(
                 max_tokens=max_tokens,
                 temperature=asked.temperature,
                 top_k=asked.top_k,
@@ -1123,11 +1150,11 @@ def wishes_of(
     ]
 
 
-async def _ends(running: Running) -> list[GeneratedEvent]:
-    """The ends of all texts; raises what kept one of them from being complete."""
+async def _ends(running: RunningJobs) -> list[GeneratedEvent]:
+    """The complete answers; raises the error of the first one that failed."""
     ends: dict[int, GeneratedEvent] = {}
     while len(ends) < len(running.jobs):
-        for index, event in await running.mailbox.take():
+        for index, event in await running.events.take():
             if isinstance(event, FailedEvent):
                 raise event.error
             assert isinstance(event, GeneratedEvent)
@@ -1136,11 +1163,11 @@ async def _ends(running: Running) -> list[GeneratedEvent]:
 
 
 def _likelihood(event: GeneratedEvent) -> float:
-    """The mean log-probability of a token."""
+    """The mean log-probability per token."""
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-# POST /v1/chat/completions: messages in, the next one out, in OpenAI's shape.
+# POST /v1/chat/completions
 
 
 def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1149,7 +1176,7 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
 
     @router.post(
         "/v1/chat/completions",
-        summary="Answer a chat, in OpenAI's shape",
+        summary="OpenAI-compatible chat completion",
         response_model=ChatResponse,
         responses={
             200: {
@@ -1176,9 +1203,9 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
             lambda: _prompt(asked, served),
         )
         wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)
-        shape = ChatShape(asked.alternatives is not None)
-        return await exchange_of(
-            request, engine, served, asked, decision, wishes, 1, shape
+        response_format = ChatFormat(asked.alternatives is not None)
+        return await submission_of(
+            request, engine, served, asked, decision, wishes, 1, response_format
         ).respond()
 
     return router
@@ -1199,7 +1226,7 @@ def _prompt(asked: ChatRequest, served: Served) -> list[int]:
     return served.codec.encode_prompt(served.chat.prompt(asked.messages), "messages")
 
 
-# POST /v1/completions: prompts in, their continuations or translations out, in OpenAI's shape.
+# POST /v1/completions
 
 
 def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1208,7 +1235,7 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
 
     @router.post(
         "/v1/completions",
-        summary="Continue prompts, or translate texts, in OpenAI's shape",
+        summary="OpenAI-compatible completion of prompts, or translation of texts",
         response_model=CompletionResponse,
         responses={
             200: {
@@ -1243,16 +1270,16 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
             max_tokens,
             0 if ranks and asked.logprobs is None else asked.logprobs,
         )
-        shape = CompletionShape(_echoes(asked, served), asked.logprobs is not None)
-        return await exchange_of(
-            request, engine, served, asked, decision, wishes, len(prompts), shape
+        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
+        return await submission_of(
+            request, engine, served, asked, decision, wishes, len(prompts), response_format
         ).respond()
 
     return router
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
-    """What comes before each answer."""
+    """The text in front of each answer."""
     return [
         prompt.text(served.codec) if asked.echo else ""
         for prompt in asked.prompt

@@ -1,4 +1,4 @@
-"""The playground at /, and the reference at /docs, made here so that it needs no other host."""
+"""The playground at / and the API reference at /docs. Both need no other host."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ from starlette.types import Scope
 
 from serve.errors import NotFound
 
-EXAMPLE_URL = "http://127.0.0.1:8000/"  # whoever serves the page knows a better one
+EXAMPLE_URL = "http://127.0.0.1:8000/"  # replaced by the server's address when the page is served
 STYLE_FILE = Path(__file__).resolve().parent / "reference.css"
 
 Document = dict[str, Any]
 
 
 def render(document: Document) -> str:
-    """The whole page."""
+    """The whole reference page."""
     title = escape(document["info"]["title"])
     parts = "".join(_operations(document))
     schemas = document.get("components", {}).get("schemas", {})
@@ -124,7 +124,7 @@ def _default(field: Document) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text with its `code` marked."""
+    """Text with `code` marked."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -144,16 +144,16 @@ def _resolve(schema: Document, document: Document) -> Document:
     return found
 
 
-# The playground at /, its files below /static, and the reference at /docs and /openapi.json.
+# The routes: / and /static, /docs and /openapi.json.
 
 
 _WEB = Path(__file__).resolve().parent.parent / "web"
-# Browsers ask again each time, and get 304 while nothing has changed.
+# Browsers revalidate each time, and get 304 if nothing changed.
 _FRESH = {"cache-control": "no-cache"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedFile:
     """A file as it was when it was read."""
 
     changed_ns: int
@@ -162,26 +162,26 @@ class Kept:
     etag: str
 
 
-class KeptFiles(StaticFiles):
-    """Files in memory: a page of many small ones comes at once, and not one thread later each."""
+class CachedFiles(StaticFiles):
+    """Files in memory: a page of many small files loads at once, not one thread hop per file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(directory=folder)
         self._folder = folder
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, CachedFile] = {}
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file that browsers check before they use what they have."""
+        """A file that browsers revalidate before they use their copy."""
         kept = self._read(path) if scope["method"] == "GET" else None
         if kept is None:
-            return await super().get_response(path, scope)  # which says why not
+            return await super().get_response(path, scope)  # which makes the error
         headers = _FRESH | {"etag": kept.etag}
         response = Response(kept.content, media_type=kept.media_type, headers=headers)
         if self.is_not_modified(response.headers, Headers(scope=scope)):
             return NotModifiedResponse(response.headers)
         return response
 
-    def _read(self, name: str) -> Kept | None:
+    def _read(self, name: str) -> CachedFile | None:
         path = self._folder / name
         if Path(name).name != name or not path.is_file():
             return None
@@ -191,14 +191,14 @@ class KeptFiles(StaticFiles):
             content = path.read_bytes()
             media_type = guess_type(name)[0] or "application/octet-stream"
             etag = f'"{sha256(content).hexdigest()[:32]}"'
-            kept = self._kept[name] = Kept(changed_ns, content, media_type, etag)
+            kept = self._kept[name] = CachedFile(changed_ns, content, media_type, etag)
         return kept
 
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
     router = APIRouter(include_in_schema=False)
-    files = KeptFiles(_WEB) if _WEB.is_dir() else None
+    files = CachedFiles(_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
@@ -214,7 +214,7 @@ def add_page(app: FastAPI) -> None:
     def reference() -> str:
         return render(app.openapi())
 
-    # Made on another thread: the first time takes so long that streams would be seen to halt.
+    # Made on another thread: the first time takes long enough to make streams pause.
     @router.get("/openapi.json")
     async def openapi() -> Response:
         return Response(await asyncio.to_thread(document), media_type="application/json")

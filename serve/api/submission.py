@@ -1,5 +1,5 @@
-"""One request on its way through the engine: its jobs, their events, a disconnect, its answer or
-stream.
+"""One request on its way through the engine: its jobs, their events, a disconnect, and its answer
+or stream.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from serve.engine.job import (
 from serve.engine.sampling import Sampling
 from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
 from serve.errors import InternalError, InvalidField
-from serve.inputs.rows import Intake, greatest_length, row_length
+from serve.inputs.rows import InputRow, greatest_length, row_length
 from serve.middleware import (
     ARRIVED_KEY,
     COMPUTED_KEY,
@@ -58,25 +58,25 @@ from serve.middleware import (
     SERVED_KEY,
     return_tokens,
     spend_tokens,
-    stay,
     steps_allowed,
+    use_model,
 )
 from serve.settings import Settings
 
-# From a generate request to what is to be written, for the task of the model that answers it.
+# What to generate, from a request.
 
 
-# A drawn seed fits a JavaScript number, so that every client can send it back as it came.
+# Drawn seeds fit a JavaScript number, so that every client can send them back unchanged.
 _DRAWN_BITS = 32
 
 
 def drawn_seed() -> int:
-    """A seed for a request that has none."""
+    """A random seed, for a request without one."""
     return secrets.randbits(_DRAWN_BITS)
 
 
 def check_beams(asked: GenerateRequest, served: Served) -> None:
-    """InvalidField where beam search is asked for and there is none, or it does not go together."""
+    """InvalidField if beam search is not possible for this model or with these fields."""
     if asked.num_beams is None:
         return
     if served.manifest.task != "translate":
@@ -98,8 +98,8 @@ def check_beams(asked: GenerateRequest, served: Served) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How to write, whatever protocol asked."""
+class GenerateOptions:
+    """How to generate, in any protocol."""
 
     max_tokens: int
     temperature: float | None = None  # None: 1 to continue a prompt, 0 to translate
@@ -115,8 +115,8 @@ class Manner:
 def wish_of(
     asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
 ) -> GenerationRequest:
-    """What to write; the drawn seed stands in for a missing one."""
-    manner = Manner(
+    """What to generate for a request; `seed` is used if it has none."""
+    options = GenerateOptions(
         max_tokens=max_tokens,
         temperature=asked.temperature,
         top_k=asked.top_k,
@@ -127,45 +127,47 @@ def wish_of(
         stream=bool(asked.stream),
         num_beams=asked.num_beams or 1,
     )
-    return wish_in(manner, served, prompt)
+    return wish_in(options, served, prompt)
 
 
-def wish_in(manner: Manner, served: Served, prompt: list[int]) -> GenerationRequest:
-    """What to write in this manner, for the task of the model."""
+def wish_in(options: GenerateOptions, served: Served, prompt: list[int]) -> GenerationRequest:
+    """What to generate with these options, for the task of the model."""
     manifest = served.manifest
     limit = manifest.target_max_tokens
-    temperature = manner.temperature
+    temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if manifest.task == "translate" else 1.0
     return GenerationRequest(
         prompt=prompt,
-        max_tokens=manner.max_tokens if limit is None else min(manner.max_tokens, limit),
+        max_tokens=options.max_tokens if limit is None else min(options.max_tokens, limit),
         window=manifest.text_input.max_tokens if limit is None else limit,
         sampling=Sampling(
-            temperature=temperature, top_k=manner.top_k, top_p=manner.top_p, seed=manner.seed
+            temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
-        stops=manner.stops,
-        logprobs=manner.logprobs,
-        stream=manner.stream,
-        num_beams=manner.num_beams,
+        stops=options.stops,
+        logprobs=options.logprobs,
+        stream=options.stream,
+        num_beams=options.num_beams,
     )
 
 
 def positions_held(wish: GenerationRequest, served: Served) -> int:
-    """The positions that a generation holds in memory at most; of a translation, the source."""
+    """The most positions of the KV cache that a generation needs; for a translation, those of the
+    source.
+    """
     if served.manifest.task == "translate":
         return len(wish.prompt)
     return min(len(wish.prompt) + wish.max_tokens, wish.window)
 
 
-# Whether the client of one request has left; told by our own connections.
+# Disconnects, which our own connections report.
 
 
-DEPARTURE_KEY = "stepdial.departure"  # in a request's scope, unless another server than ours runs
+DISCONNECT_KEY = "stepdial.disconnect"  # in the request's scope, if our own server runs
 
 
-class Departure:
-    """Tells those who watch that the client has left, and those who come later at once."""
+class Disconnect:
+    """Tells watchers, once, that the client has disconnected."""
 
     __slots__ = ("_gone", "_watchers")
 
@@ -178,7 +180,7 @@ class Departure:
         return self._gone
 
     def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
-        """Call this when the client leaves; what is returned ends that."""
+        """Call `leave` when the client disconnects, or now if it has; the result ends the watch."""
         if self._gone:
             leave()
             return _nothing
@@ -186,7 +188,7 @@ class Departure:
         return lambda: self._watchers.remove(leave)
 
     def happen(self) -> None:
-        """The client has left."""
+        """The client has disconnected."""
         if not self._gone:
             self._gone = True
             for leave in [*self._watchers]:
@@ -197,18 +199,18 @@ def _nothing() -> None:
     pass
 
 
-# Where the event loop waits for the engine, while it watches whether the client is still there.
+# Waiting for the engine.
 
 
 EventT = TypeVar("EventT")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected: nobody is left to answer."""
 
 
-class Mailbox(Generic[EventT]):
-    """Events for one request. `deliver` is called on the event loop's own thread."""
+class EventQueue(Generic[EventT]):
+    """Events for one request. `deliver` is called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
@@ -220,12 +222,12 @@ class Mailbox(Generic[EventT]):
         self._notify()
 
     def leave(self) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         self._gone = True
         self._notify()
 
     async def take(self) -> list[EventT]:
-        """All events that have come, at least one; ClientGone once the client has left."""
+        """All events that have arrived, at least one; ClientGone after a disconnect."""
         while not self._events and not self._gone:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -239,25 +241,25 @@ class Mailbox(Generic[EventT]):
             self._waiter.set_result(None)
 
 
-class Submitted:
-    """The jobs of one request, which share its deadline, are in the engine: all, or none.
+class SubmittedJobs:
+    """The jobs of one request while they are in the engine: all of them, or none.
 
-    Whatever ends this block early takes them out again.
+    They share a deadline. Leaving the block early cancels them.
     """
 
     def __init__(
         self,
         engine: Engine,
         jobs: Sequence[Job[Work]],
-        mailbox: Mailbox[Any],
+        events: EventQueue[Any],
         request: Request,
     ) -> None:
         self._engine = engine
         self._jobs = jobs
-        self._mailbox = mailbox
+        self._queue = events
         self._request = request
         self._timer: asyncio.TimerHandle | None = None
-        self._unwatch: Callable[[], object] = _mailbox_nothing
+        self._unwatch: Callable[[], object] = _nothing
 
     def __enter__(self) -> None:
         scope = self._request.scope
@@ -271,8 +273,9 @@ class Submitted:
         except BaseException:
             return_tokens(scope, tokens)
             raise
-        self._unwatch = watch_departure(self._request, self._mailbox.leave)
-        # The engine looks at deadlines between its calls; this holds even while one hangs.
+        self._unwatch = watch_disconnect(self._request, self._queue.leave)
+        # The engine checks deadlines between its calls; this timer works even while a call is
+        # stuck.
         deadline = self._jobs[0].deadline
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())
@@ -285,67 +288,63 @@ class Submitted:
         self._unwatch()
         for job in self._jobs:
             self._engine.cancel(job)
-        # Those that were to be written, and were not.
+        # Tokens that were reserved and not generated.
         return_tokens(self._request.scope, sum(job.tokens_left * job.beams for job in self._jobs))
 
 
 def _tokens(job: Job[Work]) -> int:
-    """What a job reads, and writes at most, on every beam."""
+    """The tokens that a job reads, and generates at most, over all beams."""
     return sum(job.lengths) + job.tokens_left * job.beams
 
 
-def watch_departure(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
-    """Have `leave` called when the client leaves; returns what ends that."""
-    departure: Departure | None = request.scope.get(DEPARTURE_KEY)
-    if departure is None:  # behind another server than ours
-        return asyncio.create_task(_await_departure(request, leave)).cancel
-    return departure.watch(leave)
+def watch_disconnect(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
+    """Call `leave` when the client disconnects; the result ends the watch."""
+    disconnect: Disconnect | None = request.scope.get(DISCONNECT_KEY)
+    if disconnect is None:  # with another server than ours
+        return asyncio.create_task(_await_disconnect(request, leave)).cancel
+    return disconnect.watch(leave)
 
 
-async def _await_departure(request: Request, leave: Callable[[], None]) -> None:
+async def _await_disconnect(request: Request, leave: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     leave()
 
 
-def _mailbox_nothing() -> None:
-    pass
+# Server-sent events: an answer in pieces, then exactly one terminal event.
 
 
-# Server-sent events: an answer in pieces, and exactly one terminal event.
-
-
-# Each takes up to 0.2 ms to write, with the most logprobs.
+# Events written at once. Each takes up to 0.2 ms, with the most logprobs.
 _EVENTS = 64
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What events become on the wire, and whether the last of them ends the stream."""
+class StreamChunk:
+    """Bytes of a stream, and whether they end it."""
 
     body: bytes
     over: bool
 
 
 class EventStream(Response, Generic[EventT]):
-    """Sends what comes into a mailbox, until the terminal event or until the client leaves."""
+    """Sends events from a queue, until the terminal event or a disconnect."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
         first: Sequence[EventT],
-        mailbox: Mailbox[EventT],
+        events: EventQueue[EventT],
         work: AsyncExitStack,
-        write: Callable[[Sequence[EventT]], Written],
+        write: Callable[[Sequence[EventT]], StreamChunk],
         headers: dict[str, str],
     ) -> None:
-        """`work` ends with the stream; `first` has come already."""
+        """`work` ends with the stream; `first` are the events that have arrived already."""
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self._first = first
-        self._mailbox = mailbox
+        self._queue = events
         self._work = work
         self._write_events = write
 
@@ -361,8 +360,8 @@ class EventStream(Response, Generic[EventT]):
             events = self._first
             try:
                 while True:
-                    # Tokens that came together go out together; of those that came while nobody
-                    # read, only so many that others get their turn.
+                    # Events that arrived together are sent together, but only so many at a time
+                    # that other requests get their turn.
                     written = self._write_events(events[:_EVENTS])
                     await send(
                         {
@@ -377,7 +376,7 @@ class EventStream(Response, Generic[EventT]):
                     if events:
                         await asyncio.sleep(0)
                     else:
-                        events = await self._mailbox.take()
+                        events = await self._queue.take()
             except ClientGone:
                 return
 
@@ -389,9 +388,9 @@ class NamedEvents:
     chunk: Callable[[TokenEvent], Answer]
     done: Callable[[GeneratedEvent], Answer]
 
-    def write(self, events: Sequence[Event]) -> Written:
+    def write(self, events: Sequence[Event]) -> StreamChunk:
         over = not isinstance(events[-1], TokenEvent)
-        return Written(b"".join(map(self._one, events)), over)
+        return StreamChunk(b"".join(map(self._one, events)), over)
 
     def _one(self, event: Event) -> bytes:
         match event:
@@ -408,12 +407,12 @@ class NamedEvents:
 
 
 def event_of(data: str) -> bytes:
-    """An event with this JSON: in it, a text can hold no line break that would end the event."""
+    """An event with this JSON, which has no line breaks that would end it early."""
     return b"data: " + data.encode() + b"\n\n"
 
 
-# An answer whose body and headers are there, so that nothing is left to be worked out. Made for
-# every request that is answered, hence not by the framework, which looks at each header.
+# Whole answers. Every successful request makes one, so they skip the checks that the framework
+# makes for each header.
 
 
 class ReadyAnswer(Response):
@@ -430,30 +429,30 @@ class ReadyAnswer(Response):
         ]
 
 
-# What several routes need: picking a rung, telling the time, and documenting errors.
+# Helpers that several routes share.
 
 
 def request_id(request: Request) -> str:
-    """The id that this request has, or was given."""
+    """The id of the request: its own, or a new one."""
     return str(request.scope[ID_KEY])
 
 
 def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
-    """The rung for a request, or those that may serve it."""
-    stay(request.scope, served.guests)
+    """The step count for a request, or those from which the server may choose."""
+    use_model(request.scope, served.users)
     request.scope[SERVED_KEY] = (served.name, None)
-    return decide_within(asked.ask, served.manifest, steps_allowed(request.scope))
+    return decide_within(asked.budget_request, served.manifest, steps_allowed(request.scope))
 
 
 def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
-    """The deadline, counted from when the request came."""
+    """The deadline, counted from the arrival of the request."""
     if asked.deadline_ms is None:
         return None
     return Deadline(request.scope[ARRIVED_KEY], asked.deadline_ms / 1000)
 
 
 def note_decision(request: Request, engine: Engine, served: Served, decision: Decision) -> None:
-    """Count what became of a budget."""
+    """Record which step count served the request, and why."""
     request.scope[SERVED_KEY] = (served.name, decision.steps)
     request.scope[REASON_KEY] = decision.reason
     engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
@@ -462,7 +461,7 @@ def note_decision(request: Request, engine: Engine, served: Served, decision: De
 
 
 def timing(request: Request, engine: Engine, span: Span) -> Timing:
-    """Where the time of this request went."""
+    """Where the time of the request went."""
     request.scope[COMPUTED_KEY] = span.ended_s
     return {
         "queue_ms": round(span.queue_ms, 3),
@@ -472,7 +471,7 @@ def timing(request: Request, engine: Engine, span: Span) -> Timing:
 
 
 def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]) -> Response:
-    """A 200 with this body; fields without a value are left out where they are optional."""
+    """A 200 with this body; optional fields without a value are left out."""
     text = body.model_dump_json().encode() if isinstance(body, BaseModel) else to_json(body)
     return ReadyAnswer(text, *headers)
 
@@ -493,33 +492,34 @@ def takes(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 RUN_PROBLEMS = problems(
-    e400="The body is not JSON that can be read.",
-    e403="A page of another address sent the request.",
-    e404="No such model is served.",
+    e400="The body is not valid JSON.",
+    e403="A web page of another origin sent the request.",
+    e404="No model with this name is served.",
     e408="The body did not arrive in time.",
     e413="The body is too large.",
-    e422="A field is unknown, missing, of the wrong type or impossible; `param` names it.",
-    e429="The queue is full, or too long for `deadline_ms`; `Retry-After` and `retry-after-ms` "
+    e422="A field is unknown, missing, of the wrong type, or asks for something impossible; "
+    "`param` names it.",
+    e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and `retry-after-ms` "
     "say when to try again.",
     e503="The server is starting or shutting down, or the model failed.",
-    e504="The request was taken in, but `deadline_ms` passed before its answer was complete.",
+    e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
 )
 
 
-# Which of the texts an event is about.
+# The index of a text, and an event of it.
 TextEvent = tuple[int, Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """Jobs that are in the engine, and where their events come."""
+class RunningJobs:
+    """Jobs in the engine, and the queue of their events."""
 
-    mailbox: Mailbox[TextEvent]
+    events: EventQueue[TextEvent]
     jobs: Sequence[Job[Work]]
 
     async def first(self) -> list[TextEvent]:
-        """What comes first; what fails at once is raised, so that it gets a status of its own."""
-        events = await self.mailbox.take()
+        """The first events. An error at this point is raised, so that it gets its own status."""
+        events = await self.events.take()
         _, event = events[0]
         if isinstance(event, FailedEvent):
             raise event.error
@@ -527,15 +527,15 @@ class Running:
 
     @property
     def stream_headers(self) -> dict[str, str]:
-        """What is known of the time when a stream begins."""
+        """The Server-Timing header, with what is known when a stream starts."""
         job = min(self.jobs, key=lambda job: math.inf if job.started_s is None else job.started_s)
         assert job.started_s is not None
         return {"server-timing": f"queue;dur={round((job.started_s - job.queued_s) * 1000, 3)}"}
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Texts to write, with all that the server decides before."""
+class Submission:
+    """Texts to generate for a request, with everything that was decided."""
 
     request: Request
     engine: Engine
@@ -553,8 +553,8 @@ class Order:
         asked: BudgetFields,
         decision: Decision,
         wishes: Sequence[GenerationRequest],
-    ) -> "Order":
-        """Chooses the steps, where the request leaves that to the server."""
+    ) -> "Submission":
+        """A submission. If the server chooses the step count, it does so here."""
         deadline = deadline_of(request, asked)
         if len(decision.choices) > 1:
             steps = engine.steps_for(
@@ -567,13 +567,13 @@ class Order:
         return cls(request, engine, served, decision, wishes, deadline)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
-        """The jobs are in the engine; whatever ends this block early takes them out again."""
-        mailbox: Mailbox[TextEvent] = Mailbox()
-        jobs = [self._job(wish, mailbox.deliver, index) for index, wish in enumerate(self.wishes)]
-        with Submitted(self.engine, jobs, mailbox, self.request):
+    async def running(self) -> AsyncIterator[RunningJobs]:
+        """The jobs in the engine. Leaving the block early cancels them."""
+        events: EventQueue[TextEvent] = EventQueue()
+        jobs = [self._job(wish, events.deliver, index) for index, wish in enumerate(self.wishes)]
+        with SubmittedJobs(self.engine, jobs, events, self.request):
             note_decision(self.request, self.engine, self.served, self.decision)
-            yield Running(mailbox, jobs)
+            yield RunningJobs(events, jobs)
 
     def _job(
         self, wish: GenerationRequest, deliver: Callable[[TextEvent], None], index: int
@@ -592,7 +592,7 @@ class Order:
 
 
 def check_max_tokens(asked: int, settings: Settings, param: str = "max_tokens") -> None:
-    """InvalidField if that is more than this server writes."""
+    """InvalidField above the server's limit."""
     if asked > settings.max_tokens:
         raise InvalidField(
             f"{param} is {asked}, but this server writes at most {settings.max_tokens}: send less",
@@ -601,7 +601,7 @@ def check_max_tokens(asked: int, settings: Settings, param: str = "max_tokens") 
 
 
 def check_texts(texts: int, settings: Settings) -> None:
-    """InvalidField if they could never wait together."""
+    """InvalidField if so many texts could never be queued together."""
     if texts > settings.queue_limit:
         raise InvalidField(
             f"this asks for {texts} texts, but the queue of this server holds "
@@ -617,9 +617,9 @@ def check_answer(
     settings: Settings,
     param: str = "max_tokens",
 ) -> None:
-    """InvalidField if the answer may be larger than this server makes any.
+    """InvalidField if the answer could be larger than the server allows.
 
-    One text without log-probabilities is no larger than max_tokens, which has a limit of its own.
+    One text without log-probabilities is limited by max_tokens alone.
     """
     if texts == 1 and logprobs is None:
         return
@@ -637,7 +637,7 @@ def check_answer(
 
 
 def entries_of(event: GeneratedEvent) -> int:
-    """How much there is to write of its log-probabilities."""
+    """How many log-probabilities there are to write."""
     return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
 
 
@@ -654,7 +654,7 @@ def _deliver(deliver: Callable[[TextEvent], None], index: int, event: Event) -> 
     deliver((index, event))
 
 
-# From inputs that were read to their labels, whatever protocol sent them.
+# Classification, for any protocol.
 
 
 def refuse_early(
@@ -665,7 +665,7 @@ def refuse_early(
     decision: Decision,
     rows: int,
 ) -> None:
-    """Raise if so many rows cannot be labelled in time, whatever is in them: none is read."""
+    """Refuse a request whose rows cannot be classified in time, before its inputs are read."""
     deadline = deadline_of(request, asked)
     if deadline is not None:
         least = decision.choices[0].steps if decision.choices else decision.steps
@@ -679,23 +679,23 @@ async def labelled(
     served: Served,
     asked: BudgetFields,
     decision: Decision,
-    taken: Sequence[Intake],
+    inputs: Sequence[InputRow],
     traced: bool = False,
 ) -> ClassifiedEvent:
-    """The labels of these rows; raises what kept them from being answered."""
+    """Classify these rows; raises the error if that fails."""
     manifest = served.manifest
-    mailbox: Mailbox[Event] = Mailbox()
-    rows = [one.row for one in taken]
+    events: EventQueue[Event] = EventQueue()
+    rows = [one.row for one in inputs]
     job: Job[Work] = Job(
         lane=_lane(served, decision)._replace(traced=traced),
-        work=Classification(rows, mailbox.deliver),
+        work=Classification(rows, events.deliver),
         lengths=tuple(row_length(row, manifest) for row in rows),
         may_pad=manifest.input.kind == "text",
         deadline=deadline_of(request, asked),
         choices=decision.step_choices,
     )
-    with Submitted(engine, (job,), mailbox, request):
-        event = (await mailbox.take())[0]
+    with SubmittedJobs(engine, (job,), events, request):
+        event = (await events.take())[0]
     if isinstance(event, FailedEvent):
         raise event.error
     assert isinstance(event, ClassifiedEvent)
@@ -704,12 +704,12 @@ async def labelled(
 
 
 def ranked(scores: Sequence[float]) -> list[int]:
-    """The numbers of the labels, likeliest first."""
+    """Indices of the labels, the most likely first."""
     return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 
 
-def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel]:
-    """What the tokens label, with the labels; those inside a word label nothing."""
+def token_labels(tags: Tags, one: InputRow, manifest: Manifest) -> list[TokenLabel]:
+    """The labelled parts of the text. Tokens inside a word have no entry."""
     labels = manifest.labels or ()
     return [
         {
@@ -724,8 +724,8 @@ def token_labels(tags: Tags, one: Intake, manifest: Manifest) -> list[TokenLabel
     ]
 
 
-def filled(tags: Tags, one: Intake, manifest: Manifest) -> str:
-    """The text with the label of each character in its place."""
+def filled(tags: Tags, one: InputRow, manifest: Manifest) -> str:
+    """The text with each character replaced by its label."""
     labels, text = manifest.labels or (), list(one.text)
     for (start, _), label in zip(one.spans, tags.labels, strict=True):
         text[start] = labels[label]
@@ -733,25 +733,25 @@ def filled(tags: Tags, one: Intake, manifest: Manifest) -> str:
 
 
 def _lane(served: Served, decision: Decision) -> LaneKey:
-    """Rows of exact steps have a lane of their own; others share one, whatever they get."""
+    """Rows with exact steps have a lane of their own; the others share one."""
     if decision.choices:
         return LaneKey(served.key, "classify", served.manifest.full_steps, late=True)
     return LaneKey(served.key, "classify", decision.steps, decision.threshold)
 
 
-# Large answers: JSON that is written piece by piece beside the event loop, and sent meanwhile.
-# Whatever an answer holds, no more of its JSON than a piece is in memory.
+# Large answers. Their JSON is written in pieces on another thread while it is sent, so that only
+# one piece of it is in memory.
 
 
-# Of a list that is written item by item: up to so many the loop writes an answer at once, which
-# takes it a few milliseconds at most.
+# Answers with at most this many list entries are written on the event loop, which takes a few
+# milliseconds.
 FEW_ENTRIES = 2048
-_SLICE = 64  # items that are written together
+_SLICE = 64  # items written together
 PIECE_BYTES = 2**16
 
 
 @final
-class Each:
+class LazyList:
     """A list in an answer, whose items are made when they are written."""
 
     def __init__(self, items: Iterable[object]) -> None:
@@ -768,8 +768,8 @@ class Each:
 
 
 def written(value: object) -> Iterator[bytes]:
-    """The JSON of this, in parts of any size."""
-    if isinstance(value, Each):
+    """The JSON of this value, in parts of any size."""
+    if isinstance(value, LazyList):
         yield from value.written()
     elif isinstance(value, Mapping):
         before = b"{"
@@ -790,7 +790,7 @@ def written(value: object) -> Iterator[bytes]:
 
 
 def answer_of(body: Mapping[str, object], entries: int, *headers: tuple[bytes, bytes]) -> Response:
-    """A 200 with this body, in which lists are Each of so many entries together."""
+    """A 200 with this body, whose LazyLists have `entries` items together."""
     if entries <= FEW_ENTRIES:
         return ReadyAnswer(b"".join(written(body)), *headers)
     return PiecewiseAnswer(body, *headers)
@@ -807,17 +807,17 @@ class PiecewiseAnswer(Response):
         self._parts = written(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        departure: Departure | None = scope.get(DEPARTURE_KEY)
+        disconnect: Disconnect | None = scope.get(DISCONNECT_KEY)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        # Whoever has left gets nothing more written.
-        while departure is None or not departure.gone:
+        # Stops when the client disconnects.
+        while disconnect is None or not disconnect.gone:
             piece = await asyncio.to_thread(self._piece)
             await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
             if not piece:
                 return
 
     def _piece(self) -> bytes:
-        """What comes next; nothing at the end."""
+        """The next piece; empty at the end."""
         parts: list[bytes] = []
         size = 0
         for part in self._parts:

@@ -156,7 +156,7 @@ class EngineModels:
         On the engine's thread, between two calls.
         """
         for served in self._leaving[:]:
-            if served.guests.count == 0 and self._scheduler.close(served.key):
+            if served.users.count == 0 and self._scheduler.close(served.key):
                 self._leaving.remove(served)
                 self._gone.append(served)
                 for part in self._per_model:

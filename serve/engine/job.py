@@ -251,7 +251,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class ScoredToken:
     """The log-probability of a token under the model, and of the most likely ones."""
 
     token: str
@@ -266,7 +266,7 @@ class TokenEvent:
 
     index: int
     text: str
-    logprob: TokenLogprob | None = None
+    logprob: ScoredToken | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class GeneratedEvent:
     finish_reason: FinishReason
     text: str
     completion_tokens: int
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[ScoredToken, ...]
     span: Span
 
 

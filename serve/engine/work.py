@@ -15,11 +15,11 @@ from serve.engine.job import (
     GeneratedEvent,
     Job,
     Labelled,
+    ScoredToken,
     Scores,
     Span,
     Tags,
     TokenEvent,
-    TokenLogprob,
 )
 from serve.engine.sampling import Beams, Sampler, Sampling, likelihood, softmax
 from serve.errors import ModelFailure
@@ -60,7 +60,7 @@ class Generation:
         self._filter = StopFilter(request.stops)
         self._pieces: list[str] = []
         self._characters = 0  # complete ones, including those that the stop filter holds back
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[ScoredToken] = []
 
     @property
     def completion_tokens(self) -> int:
@@ -138,11 +138,11 @@ class Generation:
             span=span,
         )
 
-    def _logprob(self, logits: FloatArray, token: int) -> TokenLogprob | None:
+    def _logprob(self, logits: FloatArray, token: int) -> ScoredToken | None:
         if self.request.logprobs is None:
             return None
         found = likelihood(logits, token, self.request.logprobs)
-        logprob = TokenLogprob(
+        logprob = ScoredToken(
             token=self._codec.decode([token]),
             logprob=found.chosen,
             top=tuple((self._codec.decode([other]), value) for other, value in found.top),

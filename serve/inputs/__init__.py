@@ -1,1 +1,1 @@
-"""Requests' inputs, read and checked into what a model takes: texts, pictures, points."""
+"""Request inputs, read and checked into what a model takes: texts, images, points."""

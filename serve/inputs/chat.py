@@ -1,4 +1,4 @@
-"""The messages of a chat, and the template that makes a prompt of them."""
+"""Chat messages, and the template that turns them into a prompt."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from serve.errors import InvalidField, Unprocessable
 
 MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant")
-# Parts of an assistant's message that clients send back as they got them: without a value, or as
-# an empty list, depending on who answered.
+# Fields of assistant messages that clients send back as they got them: null or empty, depending on
+# the server that made them.
 _NEVER = ("refusal", "audio", "function_call", "tool_calls", "annotations")
 _LISTS = ("tool_calls", "annotations")
 _KEYS = ("role", "content", "name")
@@ -28,7 +28,7 @@ NoItems = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,7 +55,7 @@ class ChatMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message, as a template reads it."""
+    """One message, as a template sees it."""
 
     role: str
     content: str
@@ -63,13 +63,13 @@ class Message:
 
     @property
     def members(self) -> dict[str, str]:
-        """What a template finds in it."""
+        """The fields that a template sees."""
         members = {"role": self.role, "content": self.content}
         return members if self.name is None else members | {"name": self.name}
 
 
 def check_messages(value: object) -> tuple[Message, ...]:
-    """The messages of a request; InvalidField unless they have the right shape."""
+    """The messages of a request; InvalidField if they are malformed."""
     if not isinstance(value, list):
         raise InvalidField("messages must be a list", param="messages")
     if not value:
@@ -143,14 +143,14 @@ Messages = Annotated[
 ]
 
 
-# From the messages of a chat to a prompt: the template of a bundle, or a plain one. A template is
-# code that came with the model, so it runs in a sandbox, and writes only so much.
+# Templates. A bundle's template is code that came with the model, so it runs in a sandbox with
+# limited output.
 
 
 MAX_TEMPLATE_BYTES = 1 << 16
 MAX_PROMPT_CHARACTERS = 1 << 22
 
-# For models that were trained on no chats.
+# For models that were not trained on chats.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n\n"
     "{% endfor %}Assistant:"
@@ -158,7 +158,7 @@ PLAIN = (
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A template multiplies numbers only: one short product of texts could fill all memory."""
+    """Templates may multiply only numbers: one product of texts could fill all memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -170,10 +170,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """Writes messages as a prompt."""
+    """Turns messages into a prompt."""
 
     def __init__(self, source: str, model: str) -> None:
-        """TemplateSyntaxError if that is no template."""
+        """TemplateSyntaxError if this is not a template."""
         self._model = model
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -184,7 +184,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, bundle: Bundle) -> "ChatTemplate":
-        """That of a bundle, or the plain one; BundleError if it cannot be used."""
+        """The bundle's template, or a plain one; BundleError if it cannot be used."""
         path = bundle.chat_template_path
         if path is None:
             return cls(PLAIN, bundle.manifest.name)
@@ -198,7 +198,7 @@ class ChatTemplate:
             ) from None
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """What the model is to continue; Unprocessable where the template does not take these."""
+        """The prompt; Unprocessable if the template rejects the messages."""
         written: list[str] = []
         left = MAX_PROMPT_CHARACTERS
         try:
@@ -218,7 +218,7 @@ class ChatTemplate:
             raise
         except TemplateError as error:
             raise self._refusal(f"does not take them: {error.message}") from None
-        except Exception as error:  # a template is code of others: it may raise anything
+        except Exception as error:  # a template may raise anything
             raise self._refusal(
                 f"cannot write them ({type(error).__name__}: {str(error)[:200]}): send other "
                 "roles or contents"

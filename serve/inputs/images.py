@@ -1,9 +1,9 @@
-"""Images that requests send, as the pixels that a model takes.
+"""Images of requests, as the pixels that a model takes.
 
-A picture is a base64 file (PNG, JPEG, WebP, GIF or BMP) or nested lists of numbers. It is guarded
-before it is decoded: by format, and by the pixels that its header declares and the memory that they
-would take. Large ones are made smaller as they are decoded, or strip by strip, so that there is
-never a second copy of all pixels.
+An image is a base64 file (PNG, JPEG, WebP, GIF or BMP) or nested lists of numbers. Its format, the
+size that its header declares and the memory for it are checked before it is decoded. Large images
+are shrunk while they are decoded, or strip by strip, so that there is never a second copy of all
+pixels.
 """
 
 import base64
@@ -22,37 +22,37 @@ from serve.inputs.values import check_list, number_rows
 from serve.runtime.protocol import FloatArray
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 2**24  # of one image, before it is resized
-MAX_DECODED_BYTES = 2**24  # of one image, while it is decoded
+MAX_PIXELS = 2**24  # per image, before resizing
+MAX_DECODED_BYTES = 2**24  # per image, while decoding
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
 _WHITESPACE = str.maketrans("", "", " \t\r\n")
 _SEND = "send a base64 PNG, JPEG, WebP, GIF or BMP, or nested lists of numbers (height, width)"
 
-# Images of more pixels are made smaller strip by strip, to this many times the model's size: what
-# is left to resize is so large that the result is the same to the eye.
+# Larger images are shrunk strip by strip to this multiple of the model's size. What is left to
+# resize is large enough to give the same result to the eye.
 _LARGE_PIXELS = 2**18
 _SPARE = 3
-_JPEG_SPARE = 8  # so many times as JPEG is decoded, which is coarser
+_JPEG_SPARE = 8  # this multiple for JPEG, which shrinks in coarser steps
 _STRIP_PIXELS = 2**18
-# What a pixel takes while it is decoded. libwebp has the file as RGBA, and Pillow copies of that.
+# Bytes per pixel while decoding. libwebp has the file as RGBA, and Pillow makes copies of that.
 _WEBP_BYTES = 16
 _PLAIN_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}
-_WORD_BYTES = 4  # of all other modes
-_COEFFICIENT_BYTES = 2  # progressive JPEG has those of all channels in memory first
+_WORD_BYTES = 4  # all other modes
+_COEFFICIENT_BYTES = 2  # progressive JPEG holds all channels in memory first
 
-# Its own limit only warns; the one above refuses, and before anything is decoded.
+# Pillow's own limit only warns; the limit above refuses, before decoding.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class PixelCount:
-    """The pixels that one request may still have decoded, so that many images cost as one."""
+    """Counts the pixels of a request, so that many images have the limit of one."""
 
     def __init__(self, limit: int = 2 * MAX_PIXELS) -> None:
         self._limit = self._left = limit
 
     def spend(self, width: int, height: int, param: str, decoded_bytes: int = 0) -> None:
-        """Count an image; Unprocessable if it is too large, or the last of too many."""
+        """Count an image; Unprocessable if it, or the request, has too many pixels."""
         most = MAX_PIXELS
         if decoded_bytes > MAX_DECODED_BYTES:
             most = min(most, MAX_DECODED_BYTES * width * height // decoded_bytes)
@@ -74,7 +74,7 @@ class PixelCount:
 
 
 def read_image(value: object, spec: ImageInput, count: PixelCount, param: str) -> FloatArray:
-    """Pixels (C, H, W) of the size, channels and normalisation that the model wants."""
+    """Pixels (C, H, W) in the size, channels and normalisation of the model."""
     if isinstance(value, str):
         pixels = _of_file(value, spec, count, param)
     elif isinstance(value, list):
@@ -85,7 +85,7 @@ def read_image(value: object, spec: ImageInput, count: PixelCount, param: str) -
 
 
 def normalised(pixels: FloatArray, spec: ImageInput) -> FloatArray:
-    """Pixels (H, W, C) from 0 to 1 as the graph takes them, (C, H, W)."""
+    """Pixels (H, W, C) from 0 to 1, normalised as (C, H, W)."""
     mean = np.array(spec.mean, dtype=np.float32)  # (C,)
     std = np.array(spec.std, dtype=np.float32)
     normal: FloatArray = np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
@@ -97,11 +97,11 @@ def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> Floa
         with Image.open(io.BytesIO(_bytes(text, param)), formats=FORMATS) as image:
             declared = image.size
             if image.width * image.height > _LARGE_PIXELS:
-                # Only JPEG can be decoded smaller than it is; others do not heed this.
+                # Only JPEG can be decoded at a smaller size; the others ignore this.
                 side = _JPEG_SPARE * max(spec.width, spec.height)
                 image.draft(None, (side, side))
             count.spend(*declared, param, _decoded_bytes(image, *declared))
-            image.load()  # not before: to ask a PNG for its orientation decodes it too
+            image.load()  # not earlier: reading the orientation of a PNG decodes it
             small = _smaller(image, _wanted(image, spec), MODES[spec.channels])
             return _fitted(ImageOps.exif_transpose(small), spec)
     except UnidentifiedImageError:
@@ -110,7 +110,7 @@ def _of_file(text: str, spec: ImageInput, count: PixelCount, param: str) -> Floa
         ) from None
     except Unprocessable:
         raise
-    except Exception as error:  # decoders raise whatever they like on a broken file
+    except Exception as error:  # decoders raise anything on a broken file
         raise Unprocessable(
             f"{param} is a broken image ({type(error).__name__}): {_SEND}", param=param
         ) from None
@@ -125,7 +125,7 @@ def _bytes(text: str, param: str) -> bytes:
             param=param,
         )
     try:
-        # Line breaks are common in base64; anything else outside its alphabet is a mistake.
+        # Line breaks are common in base64; anything else outside its alphabet is an error.
         plain = text[found.end() if found else 0 :].translate(_WHITESPACE)
         return base64.b64decode(plain, validate=True)
     except (binascii.Error, ValueError):
@@ -133,14 +133,14 @@ def _bytes(text: str, param: str) -> bytes:
 
 
 def _wanted(image: Image.Image, spec: ImageInput) -> tuple[int, int]:
-    """Width and height of the model, as the image lies."""
+    """Width and height of the model, in the orientation of the image."""
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     return (spec.height, spec.width) if turned else (spec.width, spec.height)
 
 
 def _decoded_bytes(image: Image.Image, width: int, height: int) -> int:
-    """What an image of this size takes at most while it is decoded."""
-    pixels = image.width * image.height  # fewer, where it is decoded smaller than it is
+    """The most memory that decoding an image of this size takes."""
+    pixels = image.width * image.height  # less if it is decoded at a smaller size
     if image.format == "WEBP":
         return pixels * _WEBP_BYTES
     plain = pixels * _PLAIN_BYTES.get(image.mode, _WORD_BYTES)
@@ -150,7 +150,7 @@ def _decoded_bytes(image: Image.Image, width: int, height: int) -> int:
 
 
 def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Image:
-    """The image in a mode of 8 bits a channel; a large one in the size that is wanted."""
+    """The image with 8 bits per channel; a large one is shrunk."""
     width, height = image.size
     across = max(1, width // (_SPARE * wanted[0]))
     down = max(1, height // (_SPARE * wanted[1]))
@@ -163,7 +163,7 @@ def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Im
         if "transparency" in image.info:
             strip.info["transparency"] = image.info["transparency"]
         small.paste(_eight_bits(strip).convert(mode).reduce((across, down)), (0, top // down))
-    # The last parts may reach beyond the image.
+    # The last strips may reach beyond the image.
     box = (0.0, 0.0, width / across, height / down)
     small = small.resize(wanted, Image.Resampling.BILINEAR, box)
     small.getexif()[ExifTags.Base.Orientation] = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -171,10 +171,10 @@ def _smaller(image: Image.Image, wanted: tuple[int, int], mode: str) -> Image.Im
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """The image in one of the modes of 8 bits a channel."""
+    """The image in a mode with 8 bits per channel."""
     if image.mode.startswith(("I", "F")):  # 16 bits of grey
         grey = np.asarray(image)
-        # As rounding to the nearest of 257ths, in whole numbers.
+        # Division by 257, rounded to nearest, in integers.
         nearest = (np.clip(grey, 0, 65535).astype(np.uint32) + 128) // 257
         return Image.fromarray(nearest.astype(np.uint8))
     if image.mode == "1":
@@ -205,7 +205,7 @@ def _of_numbers(value: list[Any], spec: ImageInput, count: PixelCount, param: st
 
 
 def _pixels_of(value: list[Any], param: str) -> tuple[npt.NDArray[np.float64], bool]:
-    """Nested lists as pixels (H, W, C), and whether all were written as integers."""
+    """Nested lists as pixels (H, W, C), and whether all numbers are integers."""
     lines = check_list(value, param)
     deep = isinstance(lines[0], list) and bool(lines[0]) and isinstance(lines[0][0], list)
     if not deep:
@@ -232,17 +232,17 @@ def _pixels_of(value: list[Any], param: str) -> tuple[npt.NDArray[np.float64], b
 
 
 def _fitted(image: Image.Image, spec: ImageInput) -> FloatArray:
-    """An image of 8 bits a channel as pixels (H, W, C) from 0 to 1."""
+    """An image with 8 bits per channel as pixels (H, W, C) from 0 to 1."""
     image = image.convert(MODES[spec.channels])
     if image.size != (spec.width, spec.height):
-        # Bilinear in Pillow averages over all that a smaller pixel covers: it does not alias.
+        # Pillow's bilinear filter averages over the area of a smaller pixel, so it does not alias.
         image = image.resize((spec.width, spec.height), Image.Resampling.BILINEAR)
     pixels: FloatArray = np.asarray(image, dtype=np.float32) / np.float32(255)
     return pixels.reshape(spec.height, spec.width, spec.channels)
 
 
 def _of_channels(pixels: FloatArray, wanted: int) -> FloatArray:
-    """Pixels (H, W, C) of another number of channels, as Pillow would convert them."""
+    """Pixels (H, W, C) with another number of channels, converted as Pillow does."""
     channels = pixels.shape[2]
     if channels == wanted:
         return pixels
@@ -258,7 +258,7 @@ def _of_channels(pixels: FloatArray, wanted: int) -> FloatArray:
 
 
 def _resized(pixels: FloatArray, spec: ImageInput) -> FloatArray:
-    """Pixels (H, W, C) of floats at the model's size."""
+    """Float pixels (H, W, C) in the model's size."""
     if pixels.shape[:2] == (spec.height, spec.width):
         return pixels
     size = (spec.width, spec.height)

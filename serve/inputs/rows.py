@@ -1,4 +1,4 @@
-"""From items and tensors to the rows that a model takes."""
+"""Request inputs and tensors, turned into the rows that a model takes."""
 
 from collections.abc import Sized
 from typing import NamedTuple
@@ -10,14 +10,16 @@ from serve.bundle import ImageInput, Manifest, PointsInput
 from serve.errors import Unprocessable, WrongInput
 from serve.inputs.images import PixelCount, normalised, read_image
 from serve.inputs.text import Span, TextCodec
-from serve.inputs.values import Item, check_list, number_rows
+from serve.inputs.values import Input, check_list, number_rows
 from serve.runtime.protocol import FloatArray, Row
 
-# Clouds of points that requests send, as the model was trained on them.
+# Clouds of points, normalised as in training.
 
 
 def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
-    """Points (N, dimensions) around their mean, the farthest at distance 1."""
+    """Points (N, dimensions) centred on their mean and scaled so that the farthest is at distance
+    1.
+    """
     rows = check_list(value, param)
     if len(rows) > spec.max_points:
         raise Unprocessable(
@@ -37,18 +39,18 @@ def read_points(value: object, spec: PointsInput, param: str) -> FloatArray:
 
 
 def unit_cloud(points: npt.NDArray[np.float64]) -> FloatArray:
-    """The same points (N, dimensions) around their mean, the farthest at distance 1."""
-    if (points == points[0]).all():  # the mean of equal numbers may differ from them
+    """The points (N, dimensions) centred on their mean and scaled to distance 1."""
+    if (points == points[0]).all():  # rounding can make the mean of equal numbers differ from them
         return np.zeros(points.shape, dtype=np.float32)
     points = points - points.mean(axis=0)
-    # In two steps, so that the square of a very small number does not vanish.
+    # In two steps, so that the square of a tiny number does not become 0.
     points /= np.abs(points).max()
     points /= np.sqrt((points**2).sum(axis=1)).max()
     cloud: FloatArray = points.astype(np.float32)
     return cloud
 
 
-# What an image is taken to cost beside texts, when a call is filled: a token for so many pixels.
+# The size of an image in a batch, compared with texts: one token per so many pixels.
 _PIXELS_PER_TOKEN = 256
 _SHOWS = {
     "text": "text: send a string",
@@ -57,17 +59,17 @@ _SHOWS = {
 }
 
 
-class Intake(NamedTuple):
-    """One row, and whether some of the text was left out to make it fit."""
+class InputRow(NamedTuple):
+    """One row, and whether its text was cut to fit."""
 
     row: Row
     truncated: bool = False
-    text: str = ""  # of a model that labels its positions
-    spans: tuple[Span, ...] = ()  # what each of them labels of it
+    text: str = ""  # for models that label tokens
+    spans: tuple[Span, ...] = ()  # the part of the text that each token labels
 
 
-def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
-    """WrongInput, naming what the model takes, unless every item is of its kind."""
+def check_kinds(items: tuple[Input, ...], manifest: Manifest) -> None:
+    """WrongInput, naming what the model takes, if an input is of another kind."""
     kind = manifest.input.kind
     for item in items:
         if item.kind != kind:
@@ -79,29 +81,29 @@ def check_kinds(items: tuple[Item, ...], manifest: Manifest) -> None:
 
 
 def read_items(
-    items: tuple[Item, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
-) -> list[Intake]:
-    """The rows of items whose kinds have been checked; only texts need a codec."""
+    items: tuple[Input, ...], manifest: Manifest, codec: TextCodec | None, truncate: bool
+) -> list[InputRow]:
+    """The rows of inputs whose kinds were checked; only texts need a codec."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         count = PixelCount()
-        return [Intake(read_image(item.value, spec, count, item.param)) for item in items]
+        return [InputRow(read_image(item.value, spec, count, item.param)) for item in items]
     if isinstance(spec, PointsInput):
-        return [Intake(read_points(item.value, spec, item.param)) for item in items]
+        return [InputRow(read_points(item.value, spec, item.param)) for item in items]
     assert codec is not None, "texts are read by a codec"
     if manifest.task == "tag":
         return [_positions(item, codec, truncate) for item in items]
     encoded = [codec.encode_input(item.value, truncate, item.param) for item in items]
-    return [Intake(one.tokens, one.truncated) for one in encoded]
+    return [InputRow(one.tokens, one.truncated) for one in encoded]
 
 
-def _positions(item: Item, codec: TextCodec, truncate: bool) -> Intake:
+def _positions(item: Input, codec: TextCodec, truncate: bool) -> InputRow:
     encoded = codec.encode_positions(item.value, truncate, item.param)
-    return Intake(encoded.tokens, encoded.truncated, item.value, encoded.spans)
+    return InputRow(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 
 def greatest_length(manifest: Manifest) -> int:
-    """What `row_length` says of the largest row that there may be."""
+    """`row_length` of the largest possible row."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         return _image_length(spec)
@@ -109,7 +111,7 @@ def greatest_length(manifest: Manifest) -> int:
 
 
 def row_length(row: Sized, manifest: Manifest) -> int:
-    """How much of a call a row fills, in tokens or points."""
+    """The size of a row in a batch, in tokens or points."""
     spec = manifest.input
     if isinstance(spec, ImageInput):
         return _image_length(spec)
@@ -120,23 +122,23 @@ def _image_length(spec: ImageInput) -> int:
     return -(-spec.height * spec.width // _PIXELS_PER_TOKEN)
 
 
-# Images and clouds of points that come as tensors, as the rows that a model takes.
+# Images and clouds of points that were sent as tensors.
 
 
 Numbers = npt.NDArray[np.float64]
 
 
-def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[Intake]:
-    """Rows of images (B, C, H, W) of the model's size: from 0 to 255 if whole, else to 1."""
+def image_rows(tensor: Numbers, whole: bool, spec: ImageInput, param: str) -> list[InputRow]:
+    """Rows from images (B, C, H, W) of the model's size, from 0 to 255 if integers, else to 1."""
     if not whole and (tensor.min() < 0 or tensor.max() > 1):
         worst = tensor.min() if tensor.min() < 0 else tensor.max()
         raise Unprocessable(
             f"{param} has the value {worst:g}: send FP32 from 0 to 1, or UINT8", param=param
         )
     pixels = (tensor.astype(np.float32) / np.float32(255 if whole else 1)).transpose(0, 2, 3, 1)
-    return [Intake(normalised(one, spec)) for one in pixels]  # (H, W, C) each
+    return [InputRow(normalised(one, spec)) for one in pixels]  # (H, W, C) each
 
 
-def cloud_rows(tensor: Numbers) -> list[Intake]:
-    """Rows of clouds (B, N, dimensions)."""
-    return [Intake(unit_cloud(cloud)) for cloud in tensor]
+def cloud_rows(tensor: Numbers) -> list[InputRow]:
+    """Rows from clouds (B, N, dimensions)."""
+    return [InputRow(unit_cloud(cloud)) for cloud in tensor]

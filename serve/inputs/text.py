@@ -1,4 +1,4 @@
-"""Text and tokens: encoding what a request says, decoding an answer as it grows, stop strings."""
+"""Text and tokens: encoding inputs, decoding an answer as it grows, stop strings."""
 
 import json
 import os
@@ -15,37 +15,39 @@ from serve.bundle import Bundle, BundleError, Manifest, TokenizerSpec
 from serve.bundle.manifest import inside_file
 from serve.errors import Unprocessable
 
-# Plain English text encoded word by word, with the tokens of each word remembered. The library
-# cuts every text anew, letter by letter, which takes longer than all else that is done for a
-# short request; most words have come before.
+# Encoding of plain ASCII text word by word, with a cache of words. The library encodes every text
+# anew, which takes longer than everything else in a short request, and most words have occurred
+# before.
 
 
 Rewrite = Callable[[str], str]
 
-# The expression of byte-level BPE, for ASCII, with what is frequent first, which changes no match;
-# white space is spelt out, as that of Python has more.
+# The regular expression of byte-level BPE, for ASCII. Frequent cases come first, which changes no
+# match; white space is spelt out, since Python's includes more.
 _WORDS = re.compile(
     r" ?[A-Za-z]+| ?[0-9]+|'s|'t|'re|'ve|'m|'ll|'d| ?[^\t-\r A-Za-z0-9]+"
     r"|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
 )
-# Characters that cannot be printed stand in the vocabulary as letters from here on, in their order.
+# Unprintable characters are written in the vocabulary as letters from here on, in order.
 _FIRST_LETTER = 256
 _LETTERS = {code: _FIRST_LETTER + place for place, code in enumerate([*range(33), 127])}
-# Eight MB of a tokenizer that has seen so many: 7,600 news stories have 26,000 words.
+# 8 MB for a tokenizer that has seen this many words; 7,600 news stories have 26,000.
 _MOST_WORDS, _MOST_CHARACTERS = 32_768, 32
 
 
-class Words:
-    """The tokens of plain texts."""
+class WordCache:
+    """Tokens of plain texts, with a cache of words."""
 
     def __init__(self, tokenizer: Tokenizer, rewrites: tuple[Rewrite, ...], spaced: bool) -> None:
-        self._known = _Known(tokenizer)
+        self._known = _CachedWords(tokenizer)
         self._rewrites = rewrites
         self._spaced = spaced
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Words | None":
-        """For this tokenizer; None unless it cuts and rewrites text in ways that are known here."""
+    def of(cls, tokenizer: Tokenizer) -> "WordCache | None":
+        """The cache for this tokenizer; None if it splits or normalises text in a way not known
+        here.
+        """
         parts = json.loads(tokenizer.to_str())
         cut, model = parts["pre_tokenizer"] or {}, parts["model"]
         rewrites = _rewrites(parts["normalizer"])
@@ -64,7 +66,7 @@ class Words:
         return cls(tokenizer, rewrites, cut["add_prefix_space"])
 
     def encode(self, text: str) -> list[int] | None:
-        """All tokens; None if the text is not plain."""
+        """All tokens; None if the text is not plain ASCII."""
         if not text.isascii():
             return None
         for rewrite in self._rewrites:
@@ -76,8 +78,8 @@ class Words:
         return [*chain.from_iterable(map(self._known.__getitem__, _WORDS.findall(text)))]
 
 
-class _Known(dict[str, tuple[int, ...]]):
-    """Tokens of words, found when they are first asked for."""
+class _CachedWords(dict[str, tuple[int, ...]]):
+    """Tokens of words, encoded on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._model = tokenizer.model
@@ -92,7 +94,7 @@ class _Known(dict[str, tuple[int, ...]]):
 
 
 def _rewrites(normalizer: Mapping[str, Any] | None) -> tuple[Rewrite, ...] | None:
-    """What a normalizer does to ASCII text; None if that is not known here."""
+    """What a normalizer does to ASCII text; None if it is not known here."""
     if normalizer is None:
         return ()
     if normalizer["type"] == "Lowercase":
@@ -118,23 +120,23 @@ def _replaced(old: str, new: str, text: str) -> str:
     return text.replace(old, new)
 
 
-# Text of any length encoded, at a cost that the window of the model bounds.
+# Encoding of texts of any length, at a cost that the model's window bounds.
 
 
-# One text at a time needs no threads. Those of the library are made at the first long text, and if
-# the system gives none then, no long text is ever read again.
+# One text at a time needs no threads. The library's threads are created at the first long text, and
+# if the system refuses them then, no long text can be encoded again.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Tokens between a cut through the text and the nearest token that is kept: what a cut changes
-# ends with the word that it cuts.
+# Tokens between a cut in the text and the nearest token that is kept. The effect of a cut ends with
+# the word that it cuts.
 _MARGIN_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 16
-# Up to so many, letting another thread run takes longer than encoding.
+# For shorter texts, letting another thread run takes longer than encoding.
 _SHORT_CHARACTERS = 400
 
 
 class Token(NamedTuple):
-    """A token, and the characters of the text that it stands for."""
+    """A token, and the characters of the text that it covers."""
 
     number: int
     start: int
@@ -142,14 +144,14 @@ class Token(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer as it is used on requests."""
+    """A tokenizer, as requests use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words = Words.of(tokenizer)
+        self._words = WordCache.of(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """All tokens; while the library encodes a text that is not short, other threads run."""
+        """All tokens. While a long text is encoded, other threads run."""
         tokens = self._words.encode(text) if self._words else None
         if tokens is not None:
             return tokens
@@ -160,9 +162,9 @@ class Encoder:
         return tokens
 
     def spans(self, text: str, head: int, tail: int) -> list[Token]:
-        """The first `head` and last `tail` tokens of a text, or all if there are no more.
+        """The first `head` and last `tail` tokens of a text, or all of them if it is short enough.
 
-        Of a text that is far longer only the ends are encoded, as `ends` does it.
+        Of a much longer text only the ends are encoded, as in `ends`.
         """
         reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
         while len(text) > 2 * reach:
@@ -178,7 +180,7 @@ class Encoder:
         return tokens[:head] + tokens[len(tokens) - tail :]
 
     def _tokens(self, text: str, low: int, high: int) -> list[Token]:
-        """The tokens of a part of a text; a space before a word is none of its characters."""
+        """The tokens of a part of a text; a space before a word does not belong to the word."""
         encoded = self._tokenizer.encode(text[low:high])
         tokens = []
         for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -188,10 +190,10 @@ class Encoder:
         return tokens
 
     def ends(self, text: str, head: int, tail: int) -> tuple[list[int], list[int]] | None:
-        """The first `head` and last `tail` tokens of a text that is far longer; None if it is not.
+        """The first `head` and last `tail` tokens of a much longer text; None for a shorter text.
 
-        Only the ends are encoded. They are what encoding everything gives, unless one word is so
-        long that it reaches from a cut to a token that is kept.
+        Only the ends are encoded. The result is the same as from the whole text, unless a single
+        word reaches from a cut to a token that is kept.
         """
         reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
         while len(text) > 2 * reach:
@@ -204,7 +206,7 @@ class Encoder:
         return None
 
 
-# Whether a tokenizer is the one that the manifest of its bundle promises.
+# Checks that a tokenizer matches the manifest.
 
 
 _MODELS = {
@@ -217,7 +219,7 @@ _MODELS = {
 
 
 def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
-    """BundleError unless the tokenizer is the one that the manifest describes."""
+    """BundleError unless the tokenizer matches the manifest."""
     again = "export the bundle again"
     if not isinstance(tokenizer.model, _MODELS[promised.kind]):
         kind = type(tokenizer.model).__name__
@@ -233,7 +235,7 @@ def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
 
 
 def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> None:
-    """BundleError if this is a token that text turns into."""
+    """BundleError if text can produce this special token."""
     text = tokenizer.id_to_token(token) or ""
     if kind == "chars":
         special = len(text) > 1
@@ -251,19 +253,19 @@ def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> No
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, and one with the token before it
+_SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, together with the one before it
 
 
-Span = tuple[int, int]  # characters of a text: the first, and the one behind the last
+Span = tuple[int, int]  # characters of a text: the first, and the one after the last
 
 
 class Encoded(NamedTuple):
-    """The tokens of one input, and whether some were left out to make it fit."""
+    """The tokens of one input, and whether it was cut to fit."""
 
     tokens: list[int]
     truncated: bool = False
-    counted: int | None = None  # tokens of the whole text, where they were counted
-    spans: tuple[Span, ...] = ()  # of each token, if asked: what it labels of the text
+    counted: int | None = None  # tokens of the whole text, if counted
+    spans: tuple[Span, ...] = ()  # per token, if asked for: the part of the text that it labels
 
 
 class TextCodec:
@@ -273,14 +275,14 @@ class TextCodec:
         self._manifest: Manifest = bundle.manifest
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
-        except Exception as error:  # the library raises plain Exception for whatever is wrong
+        except Exception as error:  # the library raises plain Exception for everything
             raise BundleError(
                 f"is no tokenizer that can be read ({error}); export the bundle again",
                 file=str(bundle.tokenizer_path),
             ) from error
-        # A caller who writes "<pad>" means these five characters, not padding.
+        # If a text contains "<pad>", it means these five characters, not padding.
         self._tokenizer.encode_special_tokens = True
-        self._short: dict[tuple[int, ...], str] = {}  # texts that streams ask for each time
+        self._short: dict[tuple[int, ...], str] = {}  # texts that streams need again and again
         with inside_file(bundle.tokenizer_path):
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
@@ -293,17 +295,17 @@ class TextCodec:
 
     @property
     def banned_tokens(self) -> tuple[int, ...]:
-        """Tokens that no answer contains: padding and the beginning stand for no text."""
+        """Tokens that no answer contains: padding and beginning of sequence."""
         return tuple(token for token in self._spec.special_ids if token != self._spec.eos_id)
 
     @property
     def bos_id(self) -> int | None:
-        """The token that every answer of a translator begins with."""
+        """The token that starts every answer of a translator."""
         return self._spec.bos_id
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends an answer by itself, if there is one."""
+        """The token that ends an answer, if there is one."""
         return self._spec.eos_id
 
     @property
@@ -311,7 +313,7 @@ class TextCodec:
         return self._spec.vocab_size
 
     def encode_prompt(self, text: str, param: str = "prompt") -> list[int]:
-        """The tokens of a prompt, or of a source to translate; at most the window of the model."""
+        """The tokens of a prompt, or of a text to translate; they must fit the model's window."""
         limit = self._manifest.text_input.max_tokens
         encoded = self._encode(text, param, limit, 0)
         if encoded.truncated:
@@ -319,7 +321,7 @@ class TextCodec:
         return encoded.tokens
 
     def check_prompt(self, tokens: Sequence[int], param: str) -> list[int]:
-        """The tokens of a prompt that came as tokens, if the model can read them."""
+        """The tokens of a prompt that was sent as tokens, checked."""
         limit = self._manifest.text_input.max_tokens
         if len(tokens) > limit:
             encoded = Encoded(list(tokens[:limit]), truncated=True, counted=len(tokens))
@@ -347,9 +349,9 @@ class TextCodec:
         return encoded
 
     def encode_positions(self, text: str, truncate: bool, param: str = "input") -> Encoded:
-        """The same tokens, and what each labels: its character, or the word that it begins.
+        """The same tokens, with what each labels: its character, or the word that it starts.
 
-        A word is what stands between spaces. Tokens inside a word label nothing.
+        Words are separated by spaces. Other tokens of a word label nothing.
         """
         encoded = self.encode_input(text, truncate, param)
         head, tail = self._kept
@@ -393,7 +395,7 @@ class TextCodec:
     def _encode_characters(
         self, text: str, known: Mapping[str, int], param: str, head: int, tail: int
     ) -> Encoded:
-        """A token is a character, so a long text is cut before it is encoded."""
+        """Encodes texts whose tokens are characters; a long text can be cut before encoding."""
         self._check_characters(text, known, param)
         if len(text) <= head + tail:
             return Encoded([known[character] for character in text])
@@ -402,7 +404,7 @@ class TextCodec:
 
     @property
     def _kept(self) -> tuple[int, int]:
-        """How many of the first and of the last tokens stay of a text that is too long."""
+        """How many of the first and last tokens are kept of a text that is too long."""
         spec = self._manifest.text_input
         if spec.truncation is None:
             return spec.max_tokens, 0
@@ -416,7 +418,7 @@ class TextCodec:
 
     def _too_long(self, encoded: Encoded, param: str, advice: str) -> Unprocessable:
         limit = len(encoded.tokens)
-        # Of a text that is far too long only the ends are encoded, so nobody has counted.
+        # Of a much longer text only the ends were encoded, so its tokens were not counted.
         known = {} if encoded.counted is None else {"tokens": encoded.counted}
         found = f"more than {limit}" if encoded.counted is None else str(encoded.counted)
         return Unprocessable(
@@ -447,9 +449,9 @@ class TextCodec:
 
 
 def _words(text: str, tokens: Sequence[Token]) -> tuple[Span, ...]:
-    """For each token the word that it begins, else nothing."""
+    """The word that each token starts, if it starts one."""
     spans: list[Span] = []
-    last = -1  # the token that began the latest word
+    last = -1  # the token that started the latest word
     for token in tokens:
         start, end = token.start, token.end
         spans.append((start, start))
@@ -458,7 +460,7 @@ def _words(text: str, tokens: Sequence[Token]) -> tuple[Span, ...]:
         goes_on = last >= 0 and start <= spans[last][1] and not text[start - 1 : start].isspace()
         if goes_on or (last >= 0 and start < spans[last][1]):
             spans[last] = (spans[last][0], max(end, spans[last][1]))
-        elif start == 0 or text[start - 1].isspace():  # else of a word whose beginning was cut off
+        elif start == 0 or text[start - 1].isspace():  # otherwise the start of the word was cut off
             last = len(spans) - 1
             spans[last] = (start, end)
     return tuple(spans)
@@ -467,18 +469,18 @@ def _words(text: str, tokens: Sequence[Token]) -> tuple[Span, ...]:
 class TextStream:
     """The text of an answer while its tokens arrive.
 
-    Bytes of a character that is not complete yet are held back, so the pieces always join to the
-    text of the whole; `flush` gives what was held back, decoded as it is.
+    Bytes of an incomplete character are held back, so that the pieces always join to the whole
+    text. `flush` returns what was held back.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
         self._context = 0  # first token of the window that is decoded again
-        self._written = 0  # tokens whose text has been given out
+        self._written = 0  # tokens whose text was returned
 
     def push(self, token: int) -> str:
-        """The text that this token completes; often its own, sometimes none."""
+        """The text that this token completes: usually its own, sometimes none."""
         self._tokens.append(token)
         text = self._pending()
         if text.endswith(_REPLACEMENT):
@@ -486,7 +488,7 @@ class TextStream:
         return self._advance(text)
 
     def flush(self) -> str:
-        """Whatever is left, complete or not."""
+        """What is left, complete or not."""
         return self._advance(self._pending()) if self._written < len(self._tokens) else ""
 
     def _pending(self) -> str:
@@ -494,17 +496,17 @@ class TextStream:
         return self._codec.decode(self._tokens[self._context :])[len(known) :]
 
     def _advance(self, text: str) -> str:
-        # The last written tokens stay as context: the text of a token can depend on the one before.
+        # The last tokens stay as context: the text of a token can depend on the one before it.
         self._context = self._written
         self._written = len(self._tokens)
         return text
 
 
-# Stop strings: ends an answer before the first of them, and never lets a part of one out.
+# Stop strings end an answer before the first of them; no part of one is ever returned.
 
 
 class StopFilter:
-    """Text goes in by pieces; what can no longer belong to a stop string comes out."""
+    """Takes text in pieces, and returns what cannot belong to a stop string any more."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would stop everything"
@@ -512,11 +514,11 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to give out, and whether a stop string ended the answer."""
+        """Text that can be returned, and whether a stop string ended the answer."""
         if not self._stops:
             return text, False
         self._held += text
-        # The match that is complete first, as it would be if the text came by characters.
+        # The match that is complete first, as if the text came character by character.
         matches = [
             (start + len(stop), start)
             for stop in self._stops
@@ -532,12 +534,12 @@ class StopFilter:
         return out, False
 
     def flush(self) -> str:
-        """What was held back, when no more text will come."""
+        """What was held back, at the end of the text."""
         out, self._held = self._held, ""
         return out
 
     def _partial_match(self) -> int:
-        """The length of the longest end of the held text that begins a stop string."""
+        """The length of the longest suffix of the held text that starts a stop string."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         return next(
             (

@@ -1,5 +1,5 @@
-"""What requests send: items to classify, arrays of numbers, prompts; each with its place in the
-body.
+"""Inputs as requests send them: items to classify, arrays of numbers, prompts, each with its place
+in the body.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstra
 from serve.errors import InvalidField
 from serve.inputs.text import TextCodec
 
-# Lists of numbers from JSON as arrays: strict about what is a number, and naming what is not.
+# Lists of numbers from JSON as arrays, strictly checked. Errors name the wrong number.
 
 
 _NUMBERS = {int, float}
@@ -50,8 +50,8 @@ def number_rows(rows: list[Any], param: str) -> tuple[npt.NDArray[np.float64], b
 
 
 def check_finite(array: npt.NDArray[np.float64], param: str) -> None:
-    """InvalidField where a number is not finite, or too large to be meant."""
-    if not (np.abs(array) <= LARGEST).all():  # also false for NaN
+    """InvalidField for a number that is not finite, or absurdly large."""
+    if not (np.abs(array) <= LARGEST).all():  # false for NaN too
         raise InvalidField(
             f"{param} holds a number that is not finite, or beyond {LARGEST:g}: send finite "
             "numbers",
@@ -84,15 +84,16 @@ _Point = Annotated[list[_Coordinate], Field(min_length=1)]
 
 
 class ImageItem(BaseModel):
-    """A picture, for a model whose input is `image`."""
+    """An image, for a model whose input is `image`."""
 
     model_config = ConfigDict(extra="forbid")
 
     image: Text | _Pixels | Annotated[list[_Pixels], Field(min_length=1)] = Field(
-        description="A PNG, JPEG, WebP, GIF or BMP file in base64, also behind `data:image/png;"
-        "base64,`; or nested lists (height, width) or (height, width, channels) of integers from "
-        "0 to 255, or of numbers from 0.0 to 1.0, of which at least one has a decimal point. It "
-        "is resized and converted to the size and channels of the model."
+        description="A PNG, JPEG, WebP, GIF or BMP file in base64, optionally after "
+        "`data:image/png;base64,`; or nested lists (height, width) or (height, "
+        "width, channels) of integers from 0 to 255, or of numbers from 0.0 to 1.0, "
+        "of which at least one must have a decimal point. It is resized and "
+        "converted to the size and channels of the model."
     )
 
 
@@ -102,27 +103,27 @@ class PointsItem(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     points: Annotated[list[_Point], Field(min_length=1)] = Field(
-        description="One list of coordinates a point, in any order. The cloud is centred on its "
-        "mean and scaled so that its farthest point is at distance 1."
+        description="One list of coordinates per point, in any order. The cloud is centred on "
+        "its mean and scaled so that its farthest point is at distance 1."
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One input, not read yet."""
+class Input:
+    """One input of a request, not read yet."""
 
     kind: Kind
     value: Any
-    param: str  # where it stands in the request
+    param: str  # its place in the request
 
     @property
     def characters(self) -> int | None:
-        """How long a text is; None for what takes time to read whatever its length."""
+        """The length of a text; None for inputs whose reading time does not depend on length."""
         return len(self.value) if self.kind == "text" else None
 
 
-def check_items(value: object) -> tuple[Item, ...]:
-    """The inputs of a request, in their order; InvalidField unless they have the right shape."""
+def check_items(value: object) -> tuple[Input, ...]:
+    """The inputs of a request, in order; InvalidField if they are malformed."""
     if not isinstance(value, list):
         return (_item(value, "input", f"{_SAYS}, or a list of these"),)
     if not value:
@@ -134,21 +135,21 @@ def check_items(value: object) -> tuple[Item, ...]:
     return tuple(_item(one, f"input[{index}]", _SAYS) for index, one in enumerate(value))
 
 
-def _item(value: object, param: str, says: str) -> Item:
+def _item(value: object, param: str, says: str) -> Input:
     if isinstance(value, str):
         if not value:
             raise InvalidField(f"{param} is empty: send some text", param=param)
-        return Item("text", value, param)
+        return Input("text", value, param)
     if isinstance(value, dict) and len(value) == 1:
         if "image" in value:
-            return Item("image", value["image"], f"{param}.image")
+            return Input("image", value["image"], f"{param}.image")
         if "points" in value:
-            return Item("points", value["points"], f"{param}.points")
+            return Input("points", value["points"], f"{param}.points")
     raise InvalidField(f"{param} must be {says}", param=param)
 
 
 Items = Annotated[
-    tuple[Item, ...],
+    tuple[Input, ...],
     PlainValidator(
         check_items,
         json_schema_input_type=Text
@@ -161,12 +162,13 @@ Items = Annotated[
 ]
 
 
-# The prompts of a completion: texts or lists of tokens, one or several.
+# Prompts of completions: one or several texts or lists of tokens.
 
 
-# Texts of one request: as many as decode together by default, so that none waits for its own kin.
+# Texts per request: as many as one batch decodes by default, so that they do not wait for each
+# other.
 MAX_TEXTS = 16
-# More than any window holds; how many a model reads is its own matter.
+# More than any model's window; the model's own limit is checked later.
 MAX_PROMPT_TOKENS = 2**17
 _PROMPTS_SAYS = "a string, or a list of tokens"
 
@@ -176,26 +178,26 @@ class Prompt:
     """One prompt, not read yet."""
 
     value: str | tuple[int, ...]
-    param: str  # where it stands in the request
+    param: str  # its place in the request
 
     @property
     def characters(self) -> int:
-        """How much text there is to encode."""
+        """The length of the text to encode."""
         return len(self.value) if isinstance(self.value, str) else 0
 
     def read(self, codec: TextCodec) -> list[int]:
-        """Its tokens, if the model can read them."""
+        """The tokens, if the model can read them."""
         if isinstance(self.value, str):
             return codec.encode_prompt(self.value, self.param)
         return codec.check_prompt(self.value, self.param)
 
     def text(self, codec: TextCodec) -> str:
-        """What it says."""
+        """The text of the prompt."""
         return self.value if isinstance(self.value, str) else codec.decode(list(self.value))
 
 
 def check_prompts(value: object) -> tuple[Prompt, ...]:
-    """The prompts of a request, in their order; InvalidField unless they have the right shape."""
+    """The prompts of a request, in order; InvalidField if they are malformed."""
     if not isinstance(value, list) or (value and _is_token(value[0])):
         return (_prompt(value, "prompt", f"{_PROMPTS_SAYS}, or a list of these"),)
     if not value:
@@ -233,7 +235,7 @@ def _prompt(value: object, param: str, says: str) -> Prompt:
 
 def _is_token(value: object) -> bool:
     if isinstance(value, float):
-        return value.is_integer()  # JSON knows numbers only: 4.0 is the integer 4
+        return value.is_integer()  # JSON has only numbers: 4.0 is the integer 4
     return isinstance(value, int) and not isinstance(value, bool)
 
 

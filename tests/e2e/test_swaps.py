@@ -217,7 +217,7 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         server.terminate()
         assert server.wait() == 0
         said = server.rest_of_output()
-    assert "has vanished; what was loaded from it goes on" in said
+    assert "has vanished; the model loaded from it stays" in said
     assert "is named tiny-classify, like" in said
     assert str(zoo / "broken") in said
     assert said.count("Stepdial serves") == 2, "after each change it says what it serves"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.budget import Ask, decide
+from serve.budget import BudgetRequest, decide
 from serve.bundle import EFFORTS, Effort, Manifest
 from serve.errors import ImpossibleBudget
 from tests.tiny_folders import classify_bundle
@@ -47,7 +47,7 @@ def test_every_ask_has_an_answer(
     ladder = {rung.steps: rung for rung in manifest.rungs}
     efforts = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
     try:
-        decision = decide(Ask(steps, effort, None, deadline_ms, *limits), manifest)
+        decision = decide(BudgetRequest(steps, effort, None, deadline_ms, *limits), manifest)
     except ImpossibleBudget as error:
         assert error.param in ("steps", "effort", "min_steps", "max_steps")
         if limits == (None, None):

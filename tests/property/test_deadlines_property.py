@@ -18,7 +18,7 @@ LIMITS = Limits(
 PATIENCE_CALLS = 60
 
 
-class Watched(Simulation):
+class EngineGauges(Simulation):
     """A simulation that looks at every call before it runs."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Traffic(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.simulation = Watched()
+        self.simulation = EngineGauges()
 
     @rule(
         lengths=st.lists(st.integers(1, 128), min_size=1, max_size=6),

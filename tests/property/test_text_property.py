@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
-from serve.inputs.text import Encoder, StopFilter, TextCodec, TextStream, Words
+from serve.inputs.text import Encoder, StopFilter, TextCodec, TextStream, WordCache
 from tests.tiny_bundles import bpe_tokenizer
 from tests.tiny_folders import classify_bundle
 
@@ -129,7 +129,7 @@ ASCII = st.lists(
 def test_words_that_are_remembered_give_the_tokens_of_the_library(
     tokenizer: Tokenizer, texts: list[str]
 ) -> None:
-    words = Words.of(tokenizer)
+    words = WordCache.of(tokenizer)
     assert words is not None
     for text in (*texts, *texts):
         found = words.encode(text)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve.budget import Ask, decide
+from serve.budget import BudgetRequest, decide
 from serve.bundle import Calibration, Effort, Level
 from serve.errors import ImpossibleBudget, NotCalibrated
 from tests.tiny_folders import classify_bundle
@@ -13,18 +13,18 @@ MANIFEST = classify_bundle().manifest
 
 
 def test_steps_are_taken_exactly() -> None:
-    decision = decide(Ask(steps=2), MANIFEST)
+    decision = decide(BudgetRequest(steps=2), MANIFEST)
     assert (decision.steps, decision.reason, decision.full.steps) == (2, "exact", 4)
 
 
 def test_effort_names_a_rung() -> None:
-    decision = decide(Ask(effort="low"), MANIFEST)
+    decision = decide(BudgetRequest(effort="low"), MANIFEST)
     assert (decision.steps, decision.reason) == (1, "effort")
-    assert decide(Ask(effort="max"), MANIFEST).steps == MANIFEST.full_steps
+    assert decide(BudgetRequest(effort="max"), MANIFEST).steps == MANIFEST.full_steps
 
 
 def test_no_budget_gets_the_default() -> None:
-    decision = decide(Ask(), replace(MANIFEST, default_steps=2))
+    decision = decide(BudgetRequest(), replace(MANIFEST, default_steps=2))
     assert (decision.steps, decision.reason) == (2, "default")
 
 
@@ -32,7 +32,7 @@ def test_a_missing_rung_is_refused_with_the_ladder() -> None:
     with pytest.raises(
         ImpossibleBudget, match="no rung of 3 steps; its ladder has 1, 2, 4"
     ) as error:
-        decide(Ask(steps=3), MANIFEST)
+        decide(BudgetRequest(steps=3), MANIFEST)
     assert error.value.param == "steps"
     assert error.value.details == {"ladder": [1, 2, 4]}
 
@@ -41,7 +41,7 @@ def test_a_missing_effort_is_refused_with_the_efforts() -> None:
     with pytest.raises(
         ImpossibleBudget, match=r"efforts, with their steps, are low \(1\)"
     ) as error:
-        decide(Ask(effort="high"), MANIFEST)
+        decide(BudgetRequest(effort="high"), MANIFEST)
     assert error.value.param == "effort"
     assert error.value.details["efforts"] == {"low": 1, "medium": 2, "max": 4}
 
@@ -61,17 +61,17 @@ def test_a_word_of_those_who_know_no_ladder_finds_the_next_rung(
     words = {count: word for word, count in named.items()}
     rungs = tuple(replace(rung, effort=words.get(rung.steps)) for rung in MANIFEST.rungs)
     manifest = replace(MANIFEST, rungs=rungs)
-    decision = decide(Ask(effort=asked, effort_or_more=True), manifest)
+    decision = decide(BudgetRequest(effort=asked, effort_or_more=True), manifest)
     assert (decision.steps, decision.reason) == (steps, "effort")
     if asked not in named:
         with pytest.raises(ImpossibleBudget):
-            decide(Ask(effort=asked), manifest)
+            decide(BudgetRequest(effort=asked), manifest)
 
 
 def test_a_ladder_without_efforts_says_so() -> None:
     rungs = tuple(replace(rung, effort=None) for rung in MANIFEST.rungs)
     with pytest.raises(ImpossibleBudget, match="it names no efforts; its ladder has 1, 2, 4"):
-        decide(Ask(effort="low"), replace(MANIFEST, rungs=rungs))
+        decide(BudgetRequest(effort="low"), replace(MANIFEST, rungs=rungs))
 
 
 CALIBRATED = replace(
@@ -104,81 +104,81 @@ CALIBRATED = replace(
 def test_an_allowed_disagreement_takes_the_stricter_level(
     allowed: float, threshold: float | None
 ) -> None:
-    decision = decide(Ask(max_disagreement=allowed), CALIBRATED)
+    decision = decide(BudgetRequest(max_disagreement=allowed), CALIBRATED)
     assert (decision.steps, decision.reason) == (4, "disagreement")
     assert decision.threshold == threshold
 
 
 def test_a_model_that_was_not_calibrated_refuses_disagreement() -> None:
     with pytest.raises(NotCalibrated, match="tiny-classify cannot promise") as error:
-        decide(Ask(max_disagreement=0.01), MANIFEST)
+        decide(BudgetRequest(max_disagreement=0.01), MANIFEST)
     assert (error.value.code, error.value.param) == ("not_calibrated", "max_disagreement")
 
 
-@pytest.mark.parametrize("other", [Ask(1, None, 0.01), Ask(None, "low", 0.01)])
-def test_disagreement_and_named_steps_are_refused(other: Ask) -> None:
+@pytest.mark.parametrize("other", [BudgetRequest(1, None, 0.01), BudgetRequest(None, "low", 0.01)])
+def test_disagreement_and_named_steps_are_refused(other: BudgetRequest) -> None:
     with pytest.raises(ImpossibleBudget, match="lets the server choose the steps"):
         decide(other, CALIBRATED)
 
 
 def test_steps_and_effort_together_are_refused() -> None:
     with pytest.raises(ImpossibleBudget, match="send one of them"):
-        decide(Ask(steps=1, effort="low"), MANIFEST)
+        decide(BudgetRequest(steps=1, effort="low"), MANIFEST)
 
 
-def chosen(ask: Ask) -> tuple[tuple[int, ...], int, str]:
-    decision = decide(ask, replace(MANIFEST, default_steps=2))
+def chosen(budget: BudgetRequest) -> tuple[tuple[int, ...], int, str]:
+    decision = decide(budget, replace(MANIFEST, default_steps=2))
     return decision.step_choices, decision.steps, decision.reason
 
 
 @pytest.mark.parametrize(
-    ("ask", "choices", "steps", "reason"),
+    ("budget", "choices", "steps", "reason"),
     [
-        (Ask(), (1, 2), 2, "default"),
-        (Ask(min_steps=2), (2,), 2, "default"),
-        (Ask(min_steps=3), (4,), 4, "default"),
-        (Ask(max_steps=1), (1,), 1, "default"),
-        (Ask(max_steps=100), (1, 2), 2, "default"),
-        (Ask(deadline_ms=50), (1, 2, 4), 4, "deadline"),
-        (Ask(deadline_ms=50, min_steps=2, max_steps=3), (2,), 2, "deadline"),
-        (Ask(deadline_ms=50, steps=2), (), 2, "exact"),
-        (Ask(deadline_ms=50, effort="max"), (), 4, "effort"),
+        (BudgetRequest(), (1, 2), 2, "default"),
+        (BudgetRequest(min_steps=2), (2,), 2, "default"),
+        (BudgetRequest(min_steps=3), (4,), 4, "default"),
+        (BudgetRequest(max_steps=1), (1,), 1, "default"),
+        (BudgetRequest(max_steps=100), (1, 2), 2, "default"),
+        (BudgetRequest(deadline_ms=50), (1, 2, 4), 4, "deadline"),
+        (BudgetRequest(deadline_ms=50, min_steps=2, max_steps=3), (2,), 2, "deadline"),
+        (BudgetRequest(deadline_ms=50, steps=2), (), 2, "exact"),
+        (BudgetRequest(deadline_ms=50, effort="max"), (), 4, "effort"),
     ],
 )
 def test_where_the_server_chooses_it_is_told_from_what(
-    ask: Ask, choices: tuple[int, ...], steps: int, reason: str
+    budget: BudgetRequest, choices: tuple[int, ...], steps: int, reason: str
 ) -> None:
-    assert chosen(ask) == (choices, steps, reason)
+    assert chosen(budget) == (choices, steps, reason)
 
 
 def test_a_choice_below_the_best_says_why() -> None:
-    usual = decide(Ask(), MANIFEST)
+    usual = decide(BudgetRequest(), MANIFEST)
     assert usual.served_at(4) is usual
     assert (usual.served_at(2).steps, usual.served_at(2).reason) == (2, "load")
-    pressed = decide(Ask(deadline_ms=50), MANIFEST)
+    pressed = decide(BudgetRequest(deadline_ms=50), MANIFEST)
     assert (pressed.served_at(1).steps, pressed.served_at(1).reason) == (1, "deadline")
 
 
 @pytest.mark.parametrize(
-    ("ask", "param"),
+    ("budget", "param"),
     [
-        (Ask(min_steps=2, max_steps=1), "min_steps"),
-        (Ask(min_steps=3, max_steps=3), "min_steps"),
-        (Ask(min_steps=5), "min_steps"),
-        (Ask(steps=1, min_steps=2), "min_steps"),
-        (Ask(steps=4, max_steps=2), "max_steps"),
-        (Ask(effort="low", min_steps=2), "min_steps"),
-        (Ask(max_disagreement=0.05, max_steps=2), "max_steps"),
-        (Ask(max_disagreement=0.05, min_steps=2), "min_steps"),
-        (Ask(max_disagreement=0.05, min_steps=9), "min_steps"),
+        (BudgetRequest(min_steps=2, max_steps=1), "min_steps"),
+        (BudgetRequest(min_steps=3, max_steps=3), "min_steps"),
+        (BudgetRequest(min_steps=5), "min_steps"),
+        (BudgetRequest(steps=1, min_steps=2), "min_steps"),
+        (BudgetRequest(steps=4, max_steps=2), "max_steps"),
+        (BudgetRequest(effort="low", min_steps=2), "min_steps"),
+        (BudgetRequest(max_disagreement=0.05, max_steps=2), "max_steps"),
+        (BudgetRequest(max_disagreement=0.05, min_steps=2), "min_steps"),
+        (BudgetRequest(max_disagreement=0.05, min_steps=9), "min_steps"),
     ],
 )
-def test_limits_that_contradict_are_refused_by_name(ask: Ask, param: str) -> None:
+def test_limits_that_contradict_are_refused_by_name(budget: BudgetRequest, param: str) -> None:
     with pytest.raises(ImpossibleBudget) as error:
-        decide(ask, CALIBRATED)
+        decide(budget, CALIBRATED)
     assert error.value.param == param
 
 
 def test_disagreement_with_all_steps_asked_for_stops_nowhere() -> None:
-    decision = decide(Ask(max_disagreement=0.05, min_steps=4, max_steps=4), CALIBRATED)
+    decision = decide(BudgetRequest(max_disagreement=0.05, min_steps=4, max_steps=4), CALIBRATED)
     assert (decision.steps, decision.reason, decision.threshold) == (4, "disagreement", None)

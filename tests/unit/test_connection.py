@@ -12,7 +12,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from serve.connection import ConnectionLimits, Crowd, LimitedProtocol, limited
+from serve.connection import ConnectionLimits, ConnectionTable, LimitedProtocol, limited
 from serve.settings import Settings
 
 
@@ -132,46 +132,46 @@ class Member:
 
 
 def test_who_has_been_idle_longest_makes_room() -> None:
-    crowd = Crowd(3, 3, ())
+    table = ConnectionTable(3, 3, ())
     working, first, second, third, fourth = (Member() for _ in range(5))
-    assert all(crowd.enter(one, "10.0.0.1") for one in (working, first, second))
-    crowd.busy(working)
-    crowd.busy(first)
-    crowd.idle(first)  # later than the second
-    assert crowd.enter(third, "10.0.0.2") and second.closed
+    assert all(table.enter(one, "10.0.0.1") for one in (working, first, second))
+    table.busy(working)
+    table.busy(first)
+    table.idle(first)  # later than the second
+    assert table.enter(third, "10.0.0.2") and second.closed
     first.stays = True  # it has not read its answer
-    assert crowd.enter(fourth, "10.0.0.2") and third.closed
+    assert table.enter(fourth, "10.0.0.2") and third.closed
     assert not working.closed and not first.closed
 
 
 def test_where_nobody_is_idle_the_newcomer_is_one_too_many() -> None:
-    crowd = Crowd(1, 1, ())
+    table = ConnectionTable(1, 1, ())
     working, newcomer = Member(), Member()
-    crowd.enter(working, "10.0.0.1")
-    crowd.busy(working)
-    assert not crowd.enter(newcomer, "10.0.0.2") and crowd.spare == 1
-    crowd.leave(newcomer)
-    crowd.leave(newcomer)
-    assert crowd.spare == 0
-    crowd.leave(working)
-    assert crowd.enter(Member(), "10.0.0.2")
+    table.enter(working, "10.0.0.1")
+    table.busy(working)
+    assert not table.enter(newcomer, "10.0.0.2") and table.spare == 1
+    table.leave(newcomer)
+    table.leave(newcomer)
+    assert table.spare == 0
+    table.leave(working)
+    assert table.enter(Member(), "10.0.0.2")
 
 
 def test_an_address_makes_room_for_itself() -> None:
-    crowd = Crowd(10, 2, [ip_network("10.9.0.0/16")])
+    table = ConnectionTable(10, 2, [ip_network("10.9.0.0/16")])
     other, *greedy = (Member() for _ in range(4))
-    assert crowd.enter(other, "10.0.0.2")
-    assert [crowd.enter(one, "::ffff:10.0.0.1") for one in greedy] == [True] * 3
+    assert table.enter(other, "10.0.0.2")
+    assert [table.enter(one, "::ffff:10.0.0.1") for one in greedy] == [True] * 3
     assert greedy[0].closed and not other.closed
     for one in greedy[1:]:
-        crowd.busy(one)
-    assert not crowd.enter(Member(), "10.0.0.1")
-    assert crowd.enter(Member(), "10.0.0.2")
+        table.busy(one)
+    assert not table.enter(Member(), "10.0.0.1")
+    assert table.enter(Member(), "10.0.0.2")
     # Of a proxy, of a network of IPv6, and of no address at all.
-    assert all(crowd.enter(Member(), "10.9.1.1") for _ in range(3))
-    crowd = Crowd(10, 1, ())
+    assert all(table.enter(Member(), "10.9.1.1") for _ in range(3))
+    table = ConnectionTable(10, 1, ())
     same = [Member(), Member()]
-    assert crowd.enter(same[0], "2001:db8::1") and crowd.enter(same[1], "2001:db8::ffff")
+    assert table.enter(same[0], "2001:db8::1") and table.enter(same[1], "2001:db8::ffff")
     assert same[0].closed
-    assert crowd.enter(Member(), "2001:db8:0:1::1") and not same[1].closed
-    assert all(crowd.enter(Member(), None) for _ in range(3))
+    assert table.enter(Member(), "2001:db8:0:1::1") and not same[1].closed
+    assert all(table.enter(Member(), None) for _ in range(3))

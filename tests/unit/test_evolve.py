@@ -168,13 +168,13 @@ def test_rotations_are_waves_of_the_depth_and_every_layer_has_its_own_depth() ->
     assert not torch.allclose(seen[0], seen[1])
     depths: list[int] = []
 
-    class Watched(RandomFeedForward):
+    class EngineGauges(RandomFeedForward):
         def __init__(self, width: int, hidden: int, depth: int) -> None:
             depths.append(depth)
             super().__init__(width, hidden, depth)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.families.RandomFeedForward", Watched)
+        patch.setattr("train.families.RandomFeedForward", EngineGauges)
         evolved("random", depth=3)
     assert depths == [1, 2, 3]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.budget import Ask, decide, decide_within
+from serve.budget import BudgetRequest, decide, decide_within
 from serve.errors import (
     ConcurrencyLimited,
     ImpossibleBudget,
@@ -241,29 +241,34 @@ def test_requests_at_once_are_limited_until_one_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "param"),
+    ("budget", "param"),
     [
-        (Ask(steps=4), "steps"),
-        (Ask(effort="max"), "effort"),
-        (Ask(min_steps=4), "min_steps"),
-        (Ask(min_steps=3, deadline_ms=100.0), "min_steps"),
+        (BudgetRequest(steps=4), "steps"),
+        (BudgetRequest(effort="max"), "effort"),
+        (BudgetRequest(min_steps=4), "min_steps"),
+        (BudgetRequest(min_steps=3, deadline_ms=100.0), "min_steps"),
     ],
 )
-def test_steps_beyond_those_of_a_key_are_forbidden(ask: Ask, param: str) -> None:
+def test_steps_beyond_those_of_a_key_are_forbidden(budget: BudgetRequest, param: str) -> None:
     manifest = generate_bundle().manifest  # steps 1, 2, 4
     with pytest.raises(StepsForbidden, match="the API key may have 2 at most") as refused:
-        decide_within(ask, manifest, 2)
+        decide_within(budget, manifest, 2)
     assert (refused.value.param, refused.value.details) == (param, {"max_steps": 2})
-    assert decide_within(ask, manifest, 4) == decide(ask, manifest)
-    assert decide_within(ask, manifest, None) == decide(ask, manifest)
+    assert decide_within(budget, manifest, 4) == decide(budget, manifest)
+    assert decide_within(budget, manifest, None) == decide(budget, manifest)
 
 
 def test_the_server_chooses_within_the_steps_of_a_key() -> None:
     manifest = classify_bundle().manifest  # steps 1, 2, 4
-    for ask in (Ask(), Ask(deadline_ms=100.0), Ask(max_steps=4), Ask(min_steps=1)):
-        decision = decide_within(ask, manifest, 3)
+    for budget in (
+        BudgetRequest(),
+        BudgetRequest(deadline_ms=100.0),
+        BudgetRequest(max_steps=4),
+        BudgetRequest(min_steps=1),
+    ):
+        decision = decide_within(budget, manifest, 3)
         assert (decision.steps, decision.step_choices) == (2, (1, 2))
-    assert decide_within(Ask(max_steps=1), manifest, 3).steps == 1
-    assert decide_within(Ask(steps=2), manifest, 2).reason == "exact"
+    assert decide_within(BudgetRequest(max_steps=1), manifest, 3).steps == 1
+    assert decide_within(BudgetRequest(steps=2), manifest, 2).reason == "exact"
     with pytest.raises(ImpossibleBudget, match="no rung of 3 steps"):
-        decide_within(Ask(steps=3), manifest, 2)
+        decide_within(BudgetRequest(steps=3), manifest, 2)

@@ -12,22 +12,22 @@ import pytest
 
 from serve.api.fields import Budget, Expected, GenerateResponse, Timing, Usage
 from serve.api.openai import (
+    ChatFormat,
     ChatResponse,
-    ChatShape,
     ChunkWriter,
+    CompletionFormat,
     CompletionResponse,
-    CompletionShape,
     DialReport,
-    Head,
-    Shape,
-    Tail,
+    ResponseEnd,
+    ResponseFormat,
+    ResponseHead,
 )
 from serve.api.submission import (
     FEW_ENTRIES,
     PIECE_BYTES,
-    Each,
+    EventQueue,
     EventStream,
-    Mailbox,
+    LazyList,
     PiecewiseAnswer,
     ReadyAnswer,
     TextEvent,
@@ -36,7 +36,7 @@ from serve.api.submission import (
 )
 from serve.app import create_app
 from serve.engine.engine import Engine
-from serve.engine.job import GeneratedEvent, Span, TokenEvent, TokenLogprob
+from serve.engine.job import GeneratedEvent, ScoredToken, Span, TokenEvent
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
@@ -53,16 +53,16 @@ BUDGET = Budget(
     full_steps=1,
     expected=Expected(metric="loss", value=1.0, full_value=1.0),
 )
-TAIL = Tail(
+TAIL = ResponseEnd(
     Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
     DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
 )
-HEAD = Head("id-1", 1, "m")
+HEAD = ResponseHead("id-1", 1, "m")
 
 
-def scored(tokens: int, alternatives: int) -> tuple[TokenLogprob, ...]:
+def scored(tokens: int, alternatives: int) -> tuple[ScoredToken, ...]:
     top = tuple((f"t{number}", -1.5 - number) for number in range(alternatives))
-    return tuple(TokenLogprob("é\ufffd"[at % 2], -0.25, top, at) for at in range(tokens))
+    return tuple(ScoredToken("é\ufffd"[at % 2], -0.25, top, at) for at in range(tokens))
 
 
 def ended(tokens: int, alternatives: int) -> GeneratedEvent:
@@ -85,18 +85,20 @@ def callbacks_timed() -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "response"),
-    [(ChatShape(True), ChatResponse), (CompletionShape(["> "] * 2, True), CompletionResponse)],
+    ("response_format", "response"),
+    [(ChatFormat(True), ChatResponse), (CompletionFormat(["> "] * 2, True), CompletionResponse)],
 )
-def test_a_whole_answer_has_the_documented_shape(shape: Shape, response: Any) -> None:
+def test_a_whole_answer_has_the_documented_shape(
+    response_format: ResponseFormat, response: Any
+) -> None:
     events = [ended(3, 2), ended(200, 0)]
-    text = b"".join(written(shape.whole(HEAD, events, TAIL)))
+    text = b"".join(written(response_format.whole(HEAD, events, TAIL)))
     found = response.model_validate_json(text)
     assert found.model_dump_json() == text.decode()
     assert len(found.choices) == 2
     for choice, event in zip(found.choices, events, strict=True):
         scores = choice.logprobs
-        places = scores.content if isinstance(shape, ChatShape) else scores.tokens
+        places = scores.content if isinstance(response_format, ChatFormat) else scores.tokens
         assert len(places) == len(event.logprobs)
 
 
@@ -107,7 +109,7 @@ def test_plain_values_are_written_as_json(value: Any) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 def test_lists_are_written_item_by_item(count: int) -> None:
-    text = b"".join(written({"some": Each({"at": at} for at in range(count))}))
+    text = b"".join(written({"some": LazyList({"at": at} for at in range(count))}))
     assert json.loads(text) == {"some": [{"at": at} for at in range(count)]}
 
 
@@ -134,7 +136,7 @@ def sent_by(response: Any) -> tuple[list[dict[str, Any]], list[float]]:
 def test_the_largest_answer_is_written_in_pieces_beside_the_loop() -> None:
     most = Settings().max_answer_tokens
     events = [ended(most // 16 // 21, 20) for _ in range(16)]
-    answer = answer_of(ChatShape(True).whole(HEAD, events, TAIL), most, (b"x-a", b"b"))
+    answer = answer_of(ChatFormat(True).whole(HEAD, events, TAIL), most, (b"x-a", b"b"))
     (start, *bodies), found = sent_by(answer)
     assert (b"x-a", b"b") in start["headers"]
     assert b"content-length" not in dict(start["headers"])
@@ -150,12 +152,12 @@ def test_a_stream_that_nobody_read_for_long_does_not_hold_the_loop() -> None:
     scores = scored(2, 20)
     tokens = [(0, TokenEvent(at, "x", scores[at % 2])) for at in range(4096)]
 
-    def tail(events: Sequence[GeneratedEvent]) -> Tail:
+    def tail(events: Sequence[GeneratedEvent]) -> ResponseEnd:
         return TAIL
 
-    writer = ChunkWriter(ChatShape(True), HEAD, 1, tail, "/v1/chat/completions", False)
+    writer = ChunkWriter(ChatFormat(True), HEAD, 1, tail, "/v1/chat/completions", False)
     first: list[TextEvent] = [*tokens, (0, ended(1, 0))]
-    stream = EventStream(first, Mailbox[TextEvent](), AsyncExitStack(), writer.write, {})
+    stream = EventStream(first, EventQueue[TextEvent](), AsyncExitStack(), writer.write, {})
     messages, found = sent_by(stream)
     assert max(found) < HOLD_S
     events = b"".join(message.get("body", b"") for message in messages).split(b"\n\n")

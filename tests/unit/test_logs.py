@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from serve.logs import JsonLines, Outlet, line, tell_dropped
+from serve.logs import JsonLines, LineWriter, line, tell_dropped
 from tests.engine_bench import running
 
 
@@ -68,7 +68,7 @@ def test_lines_that_nobody_takes_are_dropped_and_counted_and_the_others_kept() -
     reading, writing = os.pipe()
     lost: list[int] = []
     tell_dropped(lost.append)
-    outlet = Outlet(writing, lambda error: None)
+    outlet = LineWriter(writing, lambda error: None)
     outlet.open()
     began_s = time.monotonic()
     for number in range(30_000):
@@ -95,7 +95,7 @@ def test_lines_that_nobody_takes_are_dropped_and_counted_and_the_others_kept() -
 
 def test_a_line_with_any_text_is_written() -> None:
     reading, writing = os.pipe()
-    outlet = Outlet(writing, lambda error: None)
+    outlet = LineWriter(writing, lambda error: None)
     outlet.open()
     outlet.put("lone \ud800 half")
     assert os.read(reading, 100) == b"lone \\ud800 half\n"

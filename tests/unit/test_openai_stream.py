@@ -12,20 +12,20 @@ from openai import OpenAI
 from serve.api.fields import Budget, Expected, Timing, Usage
 from serve.api.openai import (
     ChunkWriter,
+    CompletionFormat,
     CompletionResponse,
-    CompletionShape,
     DialReport,
-    Head,
-    Tail,
+    ResponseEnd,
+    ResponseHead,
 )
 from serve.api.submission import written
 from serve.engine.job import (
     ClassifiedEvent,
     FailedEvent,
     GeneratedEvent,
+    ScoredToken,
     Span,
     TokenEvent,
-    TokenLogprob,
 )
 from serve.errors import InternalError
 from tests.fake_server import FakeServer, fake_server
@@ -41,7 +41,7 @@ BUDGET = Budget(
     full_steps=1,
     expected=Expected(metric="loss", value=1.0, full_value=1.0),
 )
-TAIL = Tail(
+TAIL = ResponseEnd(
     Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
     DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
 )
@@ -54,9 +54,11 @@ def server() -> Iterator[FakeServer]:
 
 
 def writer(answers: int, counts: bool = False) -> ChunkWriter:
-    shape = CompletionShape([""] * answers, logprobs=False)
-    head = Head("cmpl-1", 1, "m")
-    return ChunkWriter(shape, head, answers, lambda events: TAIL, "/v1/completions", counts)
+    response_format = CompletionFormat([""] * answers, logprobs=False)
+    head = ResponseHead("cmpl-1", 1, "m")
+    return ChunkWriter(
+        response_format, head, answers, lambda events: TAIL, "/v1/completions", counts
+    )
 
 
 def end(text: str) -> GeneratedEvent:
@@ -155,10 +157,10 @@ def test_nothing_comes_behind_an_error(event: FailedEvent | ClassifiedEvent) -> 
 
 
 def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
-    half = TokenLogprob("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
-    shape = CompletionShape([""], logprobs=True)
+    half = ScoredToken("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
+    response_format = CompletionFormat([""], logprobs=True)
     event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
-    whole = b"".join(written(shape.whole(Head("cmpl-1", 1, "m"), [event], TAIL)))
+    whole = b"".join(written(response_format.whole(ResponseHead("cmpl-1", 1, "m"), [event], TAIL)))
     (choice,) = CompletionResponse.model_validate_json(whole).choices
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0}]

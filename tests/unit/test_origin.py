@@ -2,12 +2,12 @@
 
 import pytest
 
-from serve.middleware import cross_origin
+from serve.middleware import check_origin
 
 
 def refused(**headers: str) -> bool:
     pairs = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
-    return cross_origin({"type": "http", "headers": pairs}) is not None
+    return check_origin({"type": "http", "headers": pairs}) is not None
 
 
 @pytest.mark.parametrize(

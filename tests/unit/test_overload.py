@@ -54,7 +54,7 @@ def test_who_is_admitted_is_in_time_though_the_machine_becomes_slower_now_and_th
 
 
 def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
-    class Watched(Simulation):
+    class EngineGauges(Simulation):
         refused = missed = 0
 
         def arrive(self, request: Request) -> Job[Request] | None:
@@ -71,7 +71,7 @@ def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
             assert not unread or request.outcome == "too_busy"
             return job
 
-    simulation = Watched(LIMITS)
+    simulation = EngineGauges(LIMITS)
     requests = poisson(16 * RATE, 3.0, 1, 0.25)
     requests += poisson(RATE, 3.0, 2, 0.1)  # those go before others that wait
     simulation.run(requests)

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from serve.inputs import text as module
-from serve.inputs.text import Encoder, Words
+from serve.inputs.text import Encoder, WordCache
 from tests.tiny_bundles import bpe_tokenizer
 
 
@@ -46,9 +46,9 @@ CHANGES: list[Callable[[Tokenizer], object]] = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_not_known_is_left_to_the_library(change: Callable[[Tokenizer], object]) -> None:
     made = tokenizer()
-    assert Words.of(made) is not None
+    assert WordCache.of(made) is not None
     change(made)
-    assert Words.of(made) is None
+    assert WordCache.of(made) is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_so_many_words_are_remembered_and_none_that_is_long(
 ) -> None:
     monkeypatch.setattr(module, "_MOST_WORDS", 3)
     made = tokenizer()
-    words = Words(made, (), False)
+    words = WordCache(made, (), False)
     text = "one two three four five " + "x" * 40
     for _ in range(2):
         assert words.encode(text) == made.encode(text).ids
