@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.closed_clients import Load, load
-from benchmarks.liveness import percentile
 from benchmarks.options import Options, options, parser, run
 from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.rounds import interleave, median, median_ratio, percentile
 from benchmarks.server import Server, started
 from serve.bundle import Bundle
 

@@ -44,6 +44,11 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of all is at most."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
 def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
     """The middle of the ratios within each round."""
     return statistics.median(a / b for a, b in zip(values, others, strict=True))

@@ -19,9 +19,9 @@ from benchmarks.result import BASELINES, RESULTS, Result
 
 SCRIPTS = (
     *("quality", "precision", "export_time", "served_memory", "dial", "overhead", "decode"),
-    *("classify_speed", "latency_model", "deadlines", "refusals", "retries", "batching"),
-    *("bare_fastapi", "liveness", "throughput", "memory", "soak", "departures", "swaps", "drains"),
-    *("traces", "first_answer", "oip_conformance", "conformance", "queueing"),
+    *("classify_speed", "deadlines", "refusals", "batching"),
+    *("bare_fastapi", "throughput", "memory", "soak", "departures", "swaps", "drains"),
+    *("first_answer", "oip_conformance", "conformance", "queueing"),
 )
 # What installs packages takes minutes however quick the rest is.
 _NEVER_QUICK = ("first_answer",)

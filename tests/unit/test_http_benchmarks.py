@@ -1,24 +1,16 @@
-"""The benchmarks of what HTTP takes: liveness under overload, and a bare handler beside ours."""
+"""The benchmark of what HTTP takes: a bare handler beside ours."""
 
 from pathlib import Path
 
 from fastapi.testclient import TestClient
 from pydantic import TypeAdapter
 
-from benchmarks import bare_fastapi, liveness
+from benchmarks import bare_fastapi
 from benchmarks.bare_app import bare_app, constant_answer
 from benchmarks.result import Result
+from benchmarks.rounds import percentile
 from serve.api.fields import ClassifyResponse
 from tests.tiny_folders import classify_bundle
-
-
-def test_liveness_is_probed_under_overload(tmp_path: Path) -> None:
-    assert liveness.main(["--quick", "--results", str(tmp_path)]) == 0
-    result = Result.read(tmp_path / "liveness.json")
-    rest, loaded = result.tables[0].rows
-    assert (rest[4], loaded[4]) == (50, 100)
-    assert loaded[1] == liveness.TIMES
-    assert isinstance(loaded[5], float) and loaded[5] <= liveness.WANTED_MS
 
 
 def test_both_servers_answer_the_same_request_alike(tmp_path: Path) -> None:
@@ -41,5 +33,5 @@ def test_the_bare_handler_checks_the_request_and_answers_in_our_shape() -> None:
 
 
 def test_percentiles() -> None:
-    assert liveness.percentile(range(100), 0.99) == 99
-    assert liveness.percentile([1.0], 0.99) == 1.0
+    assert percentile(range(100), 0.99) == 99
+    assert percentile([1.0], 0.99) == 1.0
