@@ -12,10 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.closed_clients import Load, load
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio, percentile
+from benchmarks.client import Load, load
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    median_ratio,
+    options,
+    parser,
+    percentile,
+    run,
+)
 from benchmarks.server import Server, started
 from serve.bundle import Bundle
 

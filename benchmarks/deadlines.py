@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.labelled_texts import LabelledText, labelled_texts
-from benchmarks.open_loop import Shot, fire
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.client import Shot, fire
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
+from benchmarks.texts import LabelledText, labelled_texts
 from serve.bundle import Bundle
 
 NAME = "deadlines"

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.client import Client
-from benchmarks.options import Options, options, parser, run
-from benchmarks.pulse import settled_gauges
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
+from benchmarks.soak import settled_gauges
 from benchmarks.texts import PARAGRAPHS, PROMPT
 
 NAME = "departures"

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
 from serve.bundle import Manifest

@@ -14,8 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.options import ZOO, Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    ZOO,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
 from export.quality import dataset_of, held_out_batches
 from serve.bundle import Bundle, Level
 from serve.runtime import StepClassifier, open_model

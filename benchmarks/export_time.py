@@ -20,10 +20,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
-from benchmarks.machine import ROOT
-from benchmarks.one_rung import folder_bytes
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
+from benchmarks.served_memory import folder_bytes
 from serve.bundle import Precision, Quality
 
 NAME = "export_time"

@@ -18,9 +18,18 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.machine import ROOT
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    ROOT,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
 from benchmarks.texts import PROMPT
 
 NAME = "first_answer"

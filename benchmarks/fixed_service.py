@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 
 MODEL = "stub"
 _END = b"\r\n\r\n"

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.machine import ROOT
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
 
 NAME = "memory"
 FEW, MANY = 2, 20

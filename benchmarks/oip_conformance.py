@@ -17,14 +17,18 @@ from typing import Any
 
 import yaml
 
-from benchmarks.options import NOTHING_TO_MEASURE, Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.schema_run import (
-    Description,
-    Report,
-    accepted_of,
-    failures_of,
-    run_schemathesis,
+from benchmarks.conformance import Description, Report, accepted_of, failures_of, run_schemathesis
+from benchmarks.lab import (
+    NOTHING_TO_MEASURE,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
 )
 from benchmarks.server import running_server
 from serve.bundle import Manifest

@@ -14,9 +14,19 @@ from functools import partial
 import numpy as np
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
 from serve.bundle import Bundle

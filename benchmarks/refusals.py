@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from benchmarks.awake import awake
-from benchmarks.open_loop import Shot, fire
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import median
+from benchmarks.client import Shot, fire
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    awake,
+    median,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of
 from serve.bundle import Bundle

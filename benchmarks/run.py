@@ -12,10 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import ROOT
-from benchmarks.options import NOTHING_TO_MEASURE
-from benchmarks.quiet import quiet_machine
-from benchmarks.result import BASELINES, RESULTS, Result
+from benchmarks.lab import BASELINES, NOTHING_TO_MEASURE, RESULTS, ROOT, Result, quiet_machine
 
 SCRIPTS = (
     *("quality", "precision", "export_time", "served_memory", "dial", "overhead", "decode"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 
 READY_LINE = "Ctrl-C ends it."  # the last of what a server says when all is well
 _START_S, _STOP_S = 60.0, 45.0

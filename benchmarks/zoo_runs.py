@@ -22,7 +22,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from benchmarks.options import ZOO
+from benchmarks.lab import ZOO
 from serve.bundle import Bundle, ImageInput, read_bundle
 from serve.runtime import open_model
 from train.checkpoint import Reached, read_tokenizer, save_checkpoint, start_run

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.machine import Machine
+from benchmarks.lab import Machine
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 SCHEMA_VERSION = 1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 from benchmarks.papers.frontier import frontier_section
 from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.plots import draw_curves, draw_quality

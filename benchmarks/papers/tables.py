@@ -6,7 +6,7 @@ Knows measured runs and Markdown; not what is compared with what.
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.machine import Machine
+from benchmarks.lab import Machine
 from benchmarks.papers.measured import Measured, Point
 
 _FORMS = {"accuracy": "{:.2f}", "loss": "{:.3f}", "agreement": "{:.1f}"}

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 
 _STAMP = "installed.txt"
 _INSTALL_S = 900

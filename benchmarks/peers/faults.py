@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.open_loop import fire
+from benchmarks.client import fire
 from benchmarks.peers.running import Running, Work
 from benchmarks.peers.speed import CLIENTS, arrivals
 

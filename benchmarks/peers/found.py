@@ -7,10 +7,10 @@ the same run, never of what was expected.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.lab import median
 from benchmarks.peers.faults import Departure, Ending, Overload, Refusal
 from benchmarks.peers.peer import STEPDIAL, Peer
 from benchmarks.peers.speed import Speed, p99
-from benchmarks.rounds import median
 
 
 @dataclass(slots=True)

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import reference
-from benchmarks.closed_clients import load
-from benchmarks.machine import ROOT
+from benchmarks.client import load
+from benchmarks.lab import ROOT, interleave, median
 from benchmarks.peers.environments import Environments
 from benchmarks.peers.peer import STEPDIAL
 from benchmarks.peers.tree import Cores
-from benchmarks.rounds import interleave, median
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Precision
 from serve.inputs.text import TextCodec

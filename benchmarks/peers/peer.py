@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 from benchmarks.peers.labeller import BUNDLE, CALLS, MAX_BATCH, PORT, STEPS
 
 STEPDIAL = "stepdial"

@@ -5,13 +5,12 @@ Knows how figures are shown; deliberately nothing of how they came about.
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.lab import Cell, Table, Target, median
 from benchmarks.peers.faults import LEAVE_AT, LEAVERS, TIMES
 from benchmarks.peers.found import Found, in_time, not_first
 from benchmarks.peers.generation import ALONE, SERVED, Way
 from benchmarks.peers.peer import MOSEC, STEPDIAL
 from benchmarks.peers.speed import CLIENTS, p99
-from benchmarks.result import Cell, Table, Target
-from benchmarks.rounds import median
 
 # Of mosec's rate: what counts as level with it.
 LEVEL = 0.95

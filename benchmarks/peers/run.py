@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.options import ZOO, Options, options, parser, run
+from benchmarks.lab import ZOO, Options, Provenance, Result, Table, options, parser, run
 from benchmarks.peers import report
 from benchmarks.peers.environments import Environments, NotInstalled, default_folder
 from benchmarks.peers.faults import left, malformed, overloaded, terminated
@@ -24,7 +24,6 @@ from benchmarks.peers.peer import PEERS, STEPDIAL, Peer
 from benchmarks.peers.running import Model, NotRunning, Question, Running, running
 from benchmarks.peers.speed import Pace, measure_speed
 from benchmarks.peers.tree import Cores
-from benchmarks.result import Provenance, Result, Table
 from benchmarks.texts import text_of, window_of
 from serve.bundle import Bundle, read_bundle
 from serve.inputs.text import TextCodec

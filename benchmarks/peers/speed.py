@@ -7,10 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.closed_clients import Load, load
-from benchmarks.open_loop import Shot, fire
+from benchmarks.client import Load, Shot, fire, load
+from benchmarks.lab import percentile
 from benchmarks.peers.running import NotRunning, Running
-from benchmarks.rounds import percentile
 
 CLIENTS = 32
 _PATIENCE_S, _LONGEST_S = 5.0, 15.0

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import drains
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from tests.faults.raw_http import GOOD, error_code, head, until_closed
 from tests.faults.raw_http import status as status_of
 from tests.server_process import ServerProcess, server_process

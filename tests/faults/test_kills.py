@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killing import forked
+from benchmarks.kills import forked
 from serve.bundle import LATENCY_FILE, open_staging, read_bundle, seal_bundle, write_latency
 from serve.bundle import folder as staging
 from tests.tiny_bundles import build_classify, build_generate, restage

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import batching
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from tests.tiny_bundles import build_classify
 
 

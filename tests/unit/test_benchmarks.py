@@ -23,11 +23,18 @@ from benchmarks import (
     soak,
     throughput,
 )
-from benchmarks.machine import Machine, command_line
-from benchmarks.one_rung import folder_bytes, one_rung
-from benchmarks.result import Result, Table, Target, format_cell
-from benchmarks.rounds import interleave, median_ratio
+from benchmarks.lab import (
+    Machine,
+    Result,
+    Table,
+    Target,
+    command_line,
+    format_cell,
+    interleave,
+    median_ratio,
+)
 from benchmarks.run import SCRIPTS
+from benchmarks.served_memory import folder_bytes, one_rung
 from benchmarks.texts import text_of, window_of
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
 from serve.inputs.text import TextCodec

@@ -7,8 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks import conformance
-from benchmarks.narrowed import narrowed
-from benchmarks.schema_run import accepted_of, check_complete, failures_of
+from benchmarks.conformance import accepted_of, check_complete, failures_of, narrowed
 from serve.app import create_app
 from serve.bundle import Bundle
 from serve.engine.engine import Engine

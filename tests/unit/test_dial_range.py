@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from tests.tiny_runs import TINY
 from train.loop import Loop, train
 from train.quality import Quality, gain

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import early_answers
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from serve.bundle import Bundle, Calibration, Level
 from serve.runtime import open_model
 from tests.tiny_bundles import build_classify

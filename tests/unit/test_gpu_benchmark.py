@@ -7,7 +7,7 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from benchmarks.gpu.engines import NO_GPU, UNUSABLE, main
+from benchmarks.gpu import NO_GPU, UNUSABLE, main
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
 from tests.tiny_bundles import build_generate

@@ -7,8 +7,7 @@ from pydantic import TypeAdapter
 
 from benchmarks import bare_fastapi
 from benchmarks.bare_app import bare_app, constant_answer
-from benchmarks.result import Result
-from benchmarks.rounds import percentile
+from benchmarks.lab import Result, percentile
 from serve.api.fields import ClassifyResponse
 from tests.tiny_folders import classify_bundle
 

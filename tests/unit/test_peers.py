@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.closed_clients import Load
-from benchmarks.machine import ROOT
+from benchmarks.client import Load
+from benchmarks.lab import ROOT, Table
 from benchmarks.peers import report, run
 from benchmarks.peers.environments import Environments, NotInstalled
 from benchmarks.peers.faults import LEAVE_AT, LEAVERS, Departure, Ending, Overload, Refusal
@@ -16,7 +16,6 @@ from benchmarks.peers.generation import ALONE, SERVED
 from benchmarks.peers.peer import PEERS, STEPDIAL
 from benchmarks.peers.speed import CLIENTS, Speed
 from benchmarks.peers.tree import Cores, Tree, start
-from benchmarks.result import Table
 from tests.tiny_folders import classify_bundle
 
 BY_NAME = {one.name: one for one in PEERS}

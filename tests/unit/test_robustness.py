@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import robustness
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from benchmarks.robustness import disturbances, disturbed, leave_out
 from tests.tiny_runs import tiny_text_recipe
 from train.data import open_dataset
