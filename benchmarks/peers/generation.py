@@ -21,9 +21,7 @@ import numpy as np
 from benchmarks import reference
 from benchmarks.client import load
 from benchmarks.lab import ROOT, interleave, median
-from benchmarks.peers.environments import Environments
-from benchmarks.peers.peer import STEPDIAL
-from benchmarks.peers.tree import Cores
+from benchmarks.peers.servers import STEPDIAL, Cores, Environments
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Precision
 from serve.inputs.text import TextCodec

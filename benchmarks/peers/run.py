@@ -16,14 +16,23 @@ import numpy as np
 
 from benchmarks.lab import ZOO, Options, Provenance, Result, Table, options, parser, run
 from benchmarks.peers import report
-from benchmarks.peers.environments import Environments, NotInstalled, default_folder
-from benchmarks.peers.faults import left, malformed, overloaded, terminated
-from benchmarks.peers.found import PLAIN, Found
 from benchmarks.peers.generation import Way, measure_generation
-from benchmarks.peers.peer import PEERS, STEPDIAL, Peer
-from benchmarks.peers.running import Model, NotRunning, Question, Running, running
-from benchmarks.peers.speed import Pace, measure_speed
-from benchmarks.peers.tree import Cores
+from benchmarks.peers.report import PLAIN, Found
+from benchmarks.peers.servers import (
+    PEERS,
+    STEPDIAL,
+    Cores,
+    Environments,
+    Model,
+    NotInstalled,
+    NotRunning,
+    Peer,
+    Question,
+    Running,
+    default_folder,
+    running,
+)
+from benchmarks.peers.speed import Pace, left, malformed, measure_speed, overloaded, terminated
 from benchmarks.texts import text_of, window_of
 from serve.bundle import Bundle, read_bundle
 from serve.inputs.text import TextCodec

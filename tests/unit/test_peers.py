@@ -9,13 +9,19 @@ import pytest
 from benchmarks.client import Load
 from benchmarks.lab import ROOT, Table
 from benchmarks.peers import report, run
-from benchmarks.peers.environments import Environments, NotInstalled
-from benchmarks.peers.faults import LEAVE_AT, LEAVERS, Departure, Ending, Overload, Refusal
-from benchmarks.peers.found import PLAIN, Found, not_first
 from benchmarks.peers.generation import ALONE, SERVED
-from benchmarks.peers.peer import PEERS, STEPDIAL
-from benchmarks.peers.speed import CLIENTS, Speed
-from benchmarks.peers.tree import Cores, Tree, start
+from benchmarks.peers.report import PLAIN, Found, not_first
+from benchmarks.peers.servers import PEERS, STEPDIAL, Cores, Environments, NotInstalled, Tree, start
+from benchmarks.peers.speed import (
+    CLIENTS,
+    LEAVE_AT,
+    LEAVERS,
+    Departure,
+    Ending,
+    Overload,
+    Refusal,
+    Speed,
+)
 from tests.tiny_folders import classify_bundle
 
 BY_NAME = {one.name: one for one in PEERS}
