@@ -10,11 +10,10 @@ import http.client
 import itertools
 import json
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from benchmarks.server import Server
 
@@ -145,16 +144,76 @@ def _check(response: http.client.HTTPResponse, path: str, answer: bytes) -> None
         raise UnexpectedAnswer(f"{response.status} from {path}: {answer[:300]!r}")
 
 
-# Clients over HTTP, each of which asks again as soon as it has its answer. One thread, one event
-# loop, connections that are kept open, so that asking takes as little of the machine as can be.
-
-
 _HEAD, _LENGTH = b"\r\n\r\n", b"content-length: "
+
+
+class _Connection(asyncio.Protocol):
+    """Sends one request at a time, and tells its owner of the answer or that it was lost."""
+
+    def __init__(self, owner: "_Owner") -> None:
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._received = b""
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(_HEAD)
+        if end < 0:
+            return
+        head = self._received[:end].lower()
+        at = head.index(_LENGTH) + len(_LENGTH)
+        length = int(head[at:].split(b"\r\n", 1)[0])
+        if len(self._received) >= end + len(_HEAD) + length:
+            self._owner.answered(self, head, self._received[end + len(_HEAD) :])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.lost(self)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Owner(Protocol):
+    """What sends over connections."""
+
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None: ...
+
+    def lost(self, connection: _Connection) -> None: ...
+
+
+async def _connect(server: Server, owner: _Owner) -> _Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(
+        lambda: _Connection(owner), server.host, server.port
+    )
+    return connection
+
+
+def _request(server: Server, path: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _status(head: bytes) -> int:
+    return int(head[9:12])
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came of it, in the time that was counted."""
+    """What came of a closed loop, in the time that was counted."""
 
     answers: int
     errors: int
@@ -166,111 +225,59 @@ class Load:
         return self.answers / self.seconds
 
 
-class _Client(asyncio.Protocol):
-    def __init__(self, requests: Iterator[bytes], kept: "_Kept") -> None:
+class _ClosedLoop:
+    """Every connection asks again as soon as it has its answer."""
+
+    def __init__(self, requests: Iterator[bytes]) -> None:
         self._requests = requests
-        self._kept = kept
-        self._received = b""
-        self._sent_s = 0.0
-        self._transport: asyncio.Transport | None = None
+        self._sent_s: dict[_Connection, float] = {}
+        self._counts = False
+        self._lost = self._errors = 0
+        self._latencies_s: list[float] = []
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._ask()
+    async def run(self, server: Server, clients: int, seconds: float) -> Load:
+        made = [await _connect(server, self) for _ in range(clients)]
+        for connection in made:
+            self._ask(connection)
+        await asyncio.sleep(seconds / 10)
+        self._counts = True
+        begun_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        self._counts = False
+        taken_s = time.perf_counter() - begun_s
+        lost = self._lost
+        for connection in made:
+            connection.close()
+        await asyncio.sleep(0)
+        answers = len(self._latencies_s)
+        return Load(answers, self._errors + lost, taken_s, tuple(self._latencies_s))
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        end = self._received.find(_HEAD)
-        if end < 0:
-            return
-        head = self._received[:end].lower()
-        at = head.index(_LENGTH) + len(_LENGTH)
-        if len(self._received) < end + len(_HEAD) + int(head[at:].split(b"\r\n", 1)[0]):
-            return
-        self._received = b""
-        self._kept.note(int(head[9:12]), time.perf_counter() - self._sent_s)
-        self._ask()
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None:
+        if self._counts and _status(head) == 200:
+            self._latencies_s.append(time.perf_counter() - self._sent_s[connection])
+        elif self._counts:
+            self._errors += 1
+        self._ask(connection)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._kept.lost += 1
+    def lost(self, connection: _Connection) -> None:
+        self._lost += 1
 
-    def _ask(self) -> None:
-        assert self._transport is not None
-        self._sent_s = time.perf_counter()
-        self._transport.write(next(self._requests))
-
-    def close(self) -> None:
-        assert self._transport is not None
-        self._transport.abort()
-
-
-class _Kept:
-    def __init__(self) -> None:
-        self.counts = False
-        self.lost = self.errors = 0
-        self.latencies_s: list[float] = []
-
-    def note(self, status: int, latency_s: float) -> None:
-        if not self.counts:
-            return
-        if status == 200:
-            self.latencies_s.append(latency_s)
-        else:
-            self.errors += 1
+    def _ask(self, connection: _Connection) -> None:
+        self._sent_s[connection] = time.perf_counter()
+        connection.send(next(self._requests))
 
 
 def load(server: Server, path: str, bodies: Sequence[bytes], clients: int, seconds: float) -> Load:
     """So many clients for so long, after a tenth of that which is not counted."""
-    return asyncio.run(_load(server, path, bodies, clients, seconds))
-
-
-async def _load(
-    server: Server, path: str, bodies: Sequence[bytes], clients: int, seconds: float
-) -> Load:
     requests = itertools.cycle([_request(server, path, body) for body in bodies])
-    kept = _Kept()
-    loop = asyncio.get_running_loop()
-    made = []
-    for _ in range(clients):
-        _, client = await loop.create_connection(
-            lambda: _Client(requests, kept), server.host, server.port
-        )
-        made.append(client)
-    await asyncio.sleep(seconds / 10)
-    kept.counts = True
-    begun_s = time.perf_counter()
-    await asyncio.sleep(seconds)
-    kept.counts = False
-    taken_s = time.perf_counter() - begun_s
-    lost = kept.lost
-    for client in made:
-        client.close()
-    await asyncio.sleep(0)
-    return Load(len(kept.latencies_s), kept.errors + lost, taken_s, tuple(kept.latencies_s))
-
-
-def _request(server: Server, path: str, body: bytes) -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-# A client that sends each request when it is due, whatever became of those before. Latency counts
-# from when a request was due, so that a slow server cannot slow its own load down.
-
-
-_OPEN_LOOP_HEAD = b"\r\n\r\n"
-_OPEN_LOOP_LENGTH = b"content-length: "
+    return asyncio.run(_ClosedLoop(requests).run(server, clients, seconds))
 
 
 @dataclass(slots=True)
 class Shot:
-    """One request: when it is due after the start, what it says, and what came of it."""
+    """One request of an open loop: when it is due, what it says, and what came of it."""
 
-    due_s: float
+    due_s: float  # after the start
     body: dict[str, Any]
     sent_s: float = 0.0
     ended_s: float | None = None  # None: nothing came
@@ -280,7 +287,7 @@ class Shot:
 
     @property
     def latency_s(self) -> float:
-        """From when it was due."""
+        """From when it was due, so that a slow server cannot slow its own load down."""
         return float("inf") if self.ended_s is None else self.ended_s - self.due_s
 
     @property
@@ -290,82 +297,32 @@ class Shot:
         return found
 
 
-class _Connection(asyncio.Protocol):
-    """Sends one request at a time."""
-
-    def __init__(self, volley: "_Volley") -> None:
-        self._volley = volley
-        self._transport: asyncio.Transport | None = None
-        self._shot: Shot | None = None
-        self._received = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def send(self, shot: Shot, payload: bytes) -> None:
-        assert self._transport is not None
-        self._shot, self._received = shot, b""
-        shot.sent_s = self._volley.now_s
-        self._transport.write(payload)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        end = self._received.find(_OPEN_LOOP_HEAD)
-        if end < 0 or self._shot is None:
-            return
-        head = self._received[:end].lower()
-        at = head.index(_OPEN_LOOP_LENGTH) + len(_OPEN_LOOP_LENGTH)
-        length = int(head[at:].split(b"\r\n", 1)[0])
-        if len(self._received) < end + len(_OPEN_LOOP_HEAD) + length:
-            return
-        shot, self._shot = self._shot, None
-        shot.ended_s = self._volley.now_s
-        shot.status, shot.head = int(head[9:12]), head
-        shot.answer = self._received[end + len(_OPEN_LOOP_HEAD) :]
-        self._volley.over(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._shot is not None:
-            self._shot = None
-            self._volley.lost()
-        self._volley.forget(self)
-
-    def close(self) -> None:
-        self._shot = None
-        if self._transport is not None:
-            self._transport.abort()
-
-
-class _Volley:
-    """All requests of one run."""
+class _OpenLoop:
+    """Every request is sent when it is due, whatever became of those before."""
 
     def __init__(self, server: Server, path: str, shots: Sequence[Shot]) -> None:
         self._server = server
-        self._waiting = deque(
-            (shot, _payload(server, path, shot.body))
+        self._waiting = [
+            (shot, _request(server, path, json.dumps(shot.body).encode()))
             for shot in sorted(shots, key=lambda shot: shot.due_s)
-        )
+        ]
         self._left = len(self._waiting)
         self._free: list[_Connection] = []
         self._all: list[_Connection] = []
+        self._sent: dict[_Connection, Shot] = {}
         self._connecting: set[asyncio.Task[None]] = set()
         self._done = asyncio.Event()
         self._begun_s = 0.0
 
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self._begun_s
-
     async def run(self, connections: int, patience_s: float) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(connections):
-            self._free.append(await self._connect())
+            self._free.append(await self._connected())
         last_s = self._waiting[-1][0].due_s
         self._begun_s = time.perf_counter()
         begun = loop.time()
-        for shot, payload in self._waiting:
-            loop.call_at(begun + shot.due_s, self._fire, shot, payload)
+        for shot, request in self._waiting:
+            loop.call_at(begun + shot.due_s, self._fire, shot, request)
         try:
             async with asyncio.timeout(last_s + patience_s):
                 await self._done.wait()
@@ -375,45 +332,57 @@ class _Volley:
             for task in self._connecting:
                 task.cancel()
             await asyncio.gather(*self._connecting, return_exceptions=True)
+            self._sent.clear()
             for connection in self._all:
                 connection.close()
             await asyncio.sleep(0.05)
 
-    def over(self, connection: _Connection) -> None:
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None:
+        shot = self._sent.pop(connection, None)
+        if shot is None:
+            return
+        shot.ended_s = self._now_s()
+        shot.status, shot.head, shot.answer = _status(head), head, body
         self._free.append(connection)
-        self.lost()
+        self._over()
 
-    def forget(self, connection: _Connection) -> None:
-        """The server has closed it, perhaps since nothing came on it for so long."""
-        if connection in self._free:
+    def lost(self, connection: _Connection) -> None:
+        if self._sent.pop(connection, None) is not None:
+            self._over()
+        elif connection in self._free:  # closed by the server, perhaps for being idle
             self._free.remove(connection)
 
-    def lost(self) -> None:
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._begun_s
+
+    def _over(self) -> None:
         self._left -= 1
         if not self._left:
             self._done.set()
 
-    def _fire(self, shot: Shot, payload: bytes) -> None:
+    def _fire(self, shot: Shot, request: bytes) -> None:
         if self._free:
-            self._free.pop().send(shot, payload)
+            self._send(self._free.pop(), shot, request)
         else:
-            task = asyncio.get_running_loop().create_task(self._fire_anew(shot, payload))
+            task = asyncio.get_running_loop().create_task(self._fire_anew(shot, request))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
-    async def _fire_anew(self, shot: Shot, payload: bytes) -> None:
+    async def _fire_anew(self, shot: Shot, request: bytes) -> None:
         try:
-            connection = await self._connect()
+            connection = await self._connected()
         except OSError:
-            self.lost()
+            self._over()
         else:
-            connection.send(shot, payload)
+            self._send(connection, shot, request)
 
-    async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: _Connection(self), self._server.host, self._server.port
-        )
+    def _send(self, connection: _Connection, shot: Shot, request: bytes) -> None:
+        self._sent[connection] = shot
+        shot.sent_s = self._now_s()
+        connection.send(request)
+
+    async def _connected(self) -> _Connection:
+        connection = await _connect(self._server, self)
         self._all.append(connection)
         return connection
 
@@ -429,15 +398,6 @@ def fire(
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(_Volley(server, path, shots).run(connections, patience_s))
+        asyncio.run(_OpenLoop(server, path, shots).run(connections, patience_s))
     finally:
         gc.enable()
-
-
-def _payload(server: Server, path: str, body: dict[str, Any]) -> bytes:
-    text = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-    )
-    return head.encode() + text

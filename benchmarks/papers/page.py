@@ -148,7 +148,6 @@ def _machines(runs: Sequence[Measured]) -> list[Machine]:
     return [run.machine for run in runs]
 
 
-AnyGroups = Mapping[str, Sequence[Measured]]
 _TITLE = "One model for every step count, or one for each"
 
 
