@@ -168,6 +168,11 @@ class Target:
     unit: str = ""
 
     @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{format_cell(self.value)} {self.unit}".rstrip()
+
+    @property
     def met(self) -> bool:
         if self.relation == "<=":
             return self.value <= self.wanted
@@ -213,7 +218,7 @@ class Result:
         parts = [f"## {self.title}", self.about]
         parts += [f"{table.caption}\n\n{_markdown_table(table)}" for table in self.tables]
         if self.targets:
-            parts.append(_markdown_table(_target_table(self.targets)))
+            parts.append(_markdown_table(_figure_table(self.targets)))
         parts.append(
             f"`{self.command}` at {self.commit}, {self.date}.\nMachine: {self.machine.sentence}."
         )
@@ -279,13 +284,17 @@ def format_cell(cell: Cell) -> str:
     return f"{cell:.2f}" if size >= 1 else f"{cell:.4f}" if size < 0.1 else f"{cell:.3f}"
 
 
+def _figure_table(targets: Sequence[Target]) -> Table:
+    """What was found, for readers: what was hoped for is the developers' own affair."""
+    return Table("Figures", ("in short", "measured"), [[one.what, one.shown] for one in targets])
+
+
 def _target_table(targets: Sequence[Target]) -> Table:
     rows: list[list[Cell]] = []
     for target in targets:
         unit = f" {target.unit}" if target.unit else ""
         wanted = f"{target.relation} {target.wanted:g}{unit}"
-        found = f"{format_cell(target.value)}{unit}"
-        rows.append([target.what, wanted, found, "met" if target.met else "MISSED"])
+        rows.append([target.what, wanted, target.shown, "met" if target.met else "MISSED"])
     return Table("Targets", ("target", "wanted", "measured", ""), rows)
 
 
