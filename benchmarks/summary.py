@@ -66,8 +66,8 @@ def _overload(kept: Kept) -> str:
     same = by_way["stepdial", "the same as of others"]
     return (
         f"{any_steps:.0f} a second answered within 100 ms, of {offered:.0f}; the others "
-        f"{min(others):.0f} to {max(others):.0f}. Cost: fewer steps, and the rest is refused at once; asked as the "
-        f"others are, {same:.0f}"
+        f"{min(others):.0f} to {max(others):.0f}. Cost: fewer steps, and the rest is "
+        f"refused at once; asked as the others are, {same:.0f}"
     )
 
 
