@@ -29,8 +29,8 @@ from benchmarks.lab import Cell, Provenance, Result, Table, Target, parser, run
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Calibration, ImageInput, Level, PointsInput
 from serve.keys import NewKey
-from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_families import build_image, build_points, build_translate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_families import build_image, build_points, build_translate
 
 # One run of schemathesis over an OpenAPI document, as a process of its own.
 

@@ -10,7 +10,7 @@ from benchmarks import run
 from benchmarks.lab import RESULTS
 from benchmarks.run import PAGE, SCRIPTS, read_results, render_page
 from benchmarks.summary import QUESTIONS, summary
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 BUNDLES = [str(generate_bundle().folder), str(classify_bundle().folder)]
 

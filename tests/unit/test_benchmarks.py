@@ -36,7 +36,7 @@ from serve.api.fields import ClassifyResponse
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.long
 

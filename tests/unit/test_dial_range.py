@@ -8,7 +8,7 @@ import torch
 from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
 from benchmarks.lab import Result
-from tests.tiny_runs import TINY
+from tests.fixtures.tiny_runs import TINY
 from train.loop import Loop, train
 from train.quality import Quality, gain
 from train.recipe import Recipe, load_recipe

@@ -11,7 +11,7 @@ from benchmarks import early_answers
 from benchmarks.lab import Result
 from serve.bundle import Bundle, Calibration, Level
 from serve.runtime import open_model
-from tests.tiny_bundles import build_classify
+from tests.fixtures.tiny_bundles import build_classify
 from train.data.batch import Batch
 
 LEVELS = (Level(0.01, 0.3, 2.0, 0.01), Level(0.05, 0.0, 1.0, 0.01))

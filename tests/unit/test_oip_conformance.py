@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import oip_conformance
 from benchmarks.lab import NOTHING_TO_MEASURE
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle
 
 PATH = "/v2/models/${MODEL_NAME}/versions/${MODEL_VERSION}/infer"
 

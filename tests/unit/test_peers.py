@@ -22,7 +22,7 @@ from benchmarks.peers.speed import (
     Refusal,
     Speed,
 )
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle
 
 BY_NAME = {one.name: one for one in PEERS}
 LOAD = Load(100, 0, 1.0, (0.01,) * 100)
