@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.quantise import LEAST_TABLE, quantise
+from export.int8 import LEAST_TABLE, quantise
 
 
 @pytest.mark.parametrize("width", [128, 72])
