@@ -1,7 +1,7 @@
 """What the server adds to HTTP: a model that answers at once, against a bare FastAPI handler.
 
 Both are processes with the same request and response, and take turns: 32 clients that ask again at
-once, then one alone. It deliberately measures no model.
+once, then one alone.
 """
 
 import os

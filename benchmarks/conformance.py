@@ -3,7 +3,7 @@
 A real process serves tiny models of every kind, made for the tests. Its document is run as it is,
 with positive and negative data; narrowed to what these models can do, so that valid requests must
 be answered; and with keys. Besides what schemathesis finds, the server's own metrics say which
-statuses it answered with. It deliberately measures no time.
+statuses it answered with.
 """
 
 import copy

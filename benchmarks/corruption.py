@@ -2,8 +2,8 @@
 
 After an accident (hashes and seal stay as they were) a bundle is refused with an error that names
 the file or the field, or what it answers is bit for bit what it was. Where the hashes were made to
-fit again, answers may be any; but nothing crashes, hangs or takes endless memory. It deliberately
-opens bundles in another process, which may die of one.
+fit again, answers may be any; but nothing crashes, hangs or takes endless memory. Bundles
+are opened in another process, which may die of one.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
 
 Requests come by chance at 2 and 4 times the rate that the server sustains at full steps, which is
 measured first. Three servers: Stepdial, which chooses the steps; the same, told to take full steps;
-and one that takes every request in turn at full steps. Knows HTTP, not how the server decides.
+and one that takes every request in turn at full steps.
 """
 
 import random

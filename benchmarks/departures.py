@@ -1,7 +1,7 @@
 """Clients that leave at random moments: whether any of their work goes on, and what it leaves.
 
 Each opens a connection, sends a request or a part of it, waits a random time and breaks off, with a
-farewell or without. Knows the wire; deliberately nothing of the server's inside but its metrics.
+farewell or without.
 """
 
 import asyncio

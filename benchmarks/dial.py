@@ -1,7 +1,7 @@
 """The dial is real: what an answer takes at each rung, beside what it takes at the largest.
 
 Asks the real server for the same answers at every rung in turn, and counts whether each says that
-it took the steps it was asked for. It deliberately knows nothing of how good the answers are.
+it took the steps it was asked for.
 """
 
 import sys

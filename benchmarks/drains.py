@@ -1,7 +1,7 @@
 """SIGTERM under streaming load, again and again: what is dropped, cut off, or told too late.
 
 Each time a server is started, clients stream, and the signal comes. Half of the servers have time
-for all answers to finish, the others have not. It deliberately measures nothing before the signal.
+for all answers to finish, the others have not. What is measured begins with the signal.
 """
 
 import os

@@ -3,7 +3,7 @@
     python -m benchmarks.early_answers --data digits=PATH sentiment=PATH topics=PATH
 
 Every row of the official test set is answered early at each certified level and at full steps, in
-the runtime that serves. Knows bundles and their data; no HTTP.
+the runtime that serves.
 """
 
 import sys

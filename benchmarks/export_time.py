@@ -3,8 +3,7 @@
 The model is the reference decoder with random weights; each export is verified, in a process of
 its own. Without calibration: neither latency nor quality is measured. Beside it stands what an
 export takes that measures quality on two rows, the least that give an interval. The time is that
-of the whole process, from the start of Python, and what of its processor time went where. It
-deliberately says nothing of training or loading a run.
+of the whole process, from the start of Python, and what of its processor time went where.
 """
 
 import json

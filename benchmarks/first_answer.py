@@ -1,8 +1,8 @@
 """From `make demo` in a fresh clone to the first answer, everything installed on the way.
 
 Clones the current commit into a temporary folder and measures twice: cold, with nothing installed
-and no cache of packages used, and warm, when all is installed. It deliberately knows nothing of
-how the demo does it, and measures the commit, not the work tree.
+and no cache of packages used, and warm, when all is installed. It measures the commit, not the
+work tree.
 """
 
 import json

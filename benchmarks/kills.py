@@ -1,7 +1,6 @@
 """Kill -9 at random moments: servers under load, exports, trainings; what is lost or half made.
 
-Each kind is killed as often as is asked for, and goes on alone afterwards. It deliberately measures
-no speed.
+Each kind is killed as often as is asked for, and goes on alone afterwards.
 """
 
 import json

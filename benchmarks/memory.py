@@ -2,7 +2,7 @@
 
 Counts every allocation of PyTorch's CPU allocator over one forward and backward pass, each in a
 process of its own. With checkpointing a step more should add one state, (B, N, D) in float32, and
-hardly anything else. It deliberately knows no runs: models are made on the spot.
+hardly anything else. Models are made on the spot.
 """
 
 import json

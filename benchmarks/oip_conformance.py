@@ -3,7 +3,7 @@
 The description is no part of the project: STEPDIAL_OIP_DESCRIPTION names the file. It is run three
 times, in all phases, with positive and negative data and every check: as published; with its two
 mistakes made good that no server can satisfy; and with the tensors that the model takes, so that
-valid requests must be answered. It deliberately measures no time.
+valid requests must be answered.
 """
 
 import copy

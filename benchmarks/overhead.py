@@ -2,7 +2,7 @@
 
 Bare means in this process, with the tokens ready and nothing done with the scores; the request
 adds the client, the socket, JSON, the tokenizer, the queue, the sampling and the answer. Both are
-made in turn. It deliberately knows nothing of many clients at once.
+made in turn.
 """
 
 import sys

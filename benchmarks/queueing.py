@@ -2,7 +2,7 @@
 
 A queue of known speed is asked by `stepdial loadtest`. What it reports of an open loop is set
 beside the same arrivals simulated and beside the formula of that queue (M/D/1), and what other
-programs report of the same queue beside ours. It deliberately knows nothing of models.
+programs report of the same queue beside ours.
 """
 
 import csv

@@ -2,7 +2,7 @@
 
 The wait that a refused request was told is compared with the time until it would have had its turn
 in a queue with a place for it: behind all that had been taken in before, and behind those refused
-before, who were told to come back first. Knows the wire; nothing of how the wait is predicted.
+before, who were told to come back first.
 """
 
 import re

@@ -1,8 +1,8 @@
 """What a process holds that serves a whole ladder, beside one that serves a single rung.
 
 Each case is a process of its own, with the settings of a server: it opens the bundle, warms up
-every rung, and answers once at each. Beside it stands a process that only imports. It deliberately
-leaves out HTTP, whose memory would make the ratio look better than it is.
+every rung, and answers once at each. Beside it stands a process that only imports. HTTP is
+left out: its memory would make the ratio look better than it is.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The real server, as a process of its own on a free port, with what it takes of memory.
-
-Knows how to start, find and stop it; deliberately nothing of what it answers.
-"""
+"""The real server, as a process of its own on a free port, with what it takes of memory."""
 
 import os
 import re

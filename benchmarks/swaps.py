@@ -1,7 +1,7 @@
 """A model is swapped again and again while clients stream from it: who is failed, cut off or wrong.
 
-Two versions of one model take turns; what each answers was asked of it alone before. It
-deliberately measures no throughput: loading takes what the answers leave.
+Two versions of one model take turns; what each answers was asked of it alone before. No
+throughput is measured: loading takes what the answers leave.
 """
 
 import random

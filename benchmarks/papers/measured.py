@@ -1,7 +1,4 @@
-"""One trained run, measured: what is kept of it in measured/NAME.json.
-
-Knows files and their form; not how anything was trained or is shown.
-"""
+"""One trained run, measured: what is kept of it in measured/NAME.json."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 One velocity evaluation of ours is one pass through as many layers, heads and as wide as theirs, so
 ours takes one step a token. Ours answers over HTTP, one request a row; theirs are called without a
-server, all rows at once from the first token to the last. It deliberately trains nothing.
+server, all rows at once from the first token to the last.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 Every server has an environment and a core of its own, the clients have the other cores. All are
 started in turn, again and again, and asked the same; the faults come at the last start of each.
-Knows the order of things; deliberately nothing of how any of them is measured or shown.
 """
 
 import argparse
