@@ -11,9 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    median_ratio,
+    options,
+    parser,
+    run,
+)
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine

@@ -1,7 +1,7 @@
 """What a framework alone takes: a handler that checks the same request and answers the same.
 
 FastAPI and uvicorn as anybody would write them, with the request and the response of /v1/classify
-of the real server, and a constant answer. It deliberately has no model, no queue and no thread.
+of the real server, and a constant answer. No model, no queue, no thread.
 """
 
 import argparse

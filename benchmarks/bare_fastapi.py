@@ -1,7 +1,7 @@
 """What the server adds to HTTP: a model that answers at once, against a bare FastAPI handler.
 
 Both are processes with the same request and response, and take turns: 32 clients that ask again at
-once, then one alone. It deliberately measures no model.
+once, then one alone.
 """
 
 import os
@@ -12,11 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.closed_clients import Load, load
-from benchmarks.liveness import percentile
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.client import Load, load
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    median_ratio,
+    options,
+    parser,
+    percentile,
+    run,
+)
 from benchmarks.server import Server, started
 from serve.bundle import Bundle
 

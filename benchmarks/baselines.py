@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import BASELINES, Provenance
+from benchmarks.lab import BASELINES, Provenance
 from train.checkpoint import METRICS, MODEL, load_run
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run

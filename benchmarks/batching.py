@@ -19,10 +19,19 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import reference
-from benchmarks.closed_clients import Load, load
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import median
+from benchmarks.client import Load, load
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    median,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import Server, running_server, started
 from benchmarks.texts import text_of
 from serve.bundle import Bundle

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.result import RESULTS, Result, Table, text_table
+from benchmarks.lab import RESULTS, Result, Table, text_table
 
 HOURS_A_MONTH = 730
 _MOST_REPLICAS = 100_000

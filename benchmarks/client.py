@@ -1,15 +1,19 @@
-"""A client that adds as little time of its own as Python can: one connection, kept open.
+"""Clients over HTTP: one that waits for its answer, many that ask again at once, and requests on
+time.
 
-Knows HTTP, JSON and server-sent events; deliberately nothing of what is asked.
+They take as little time of their own as Python can.
 """
 
+import asyncio
+import gc
 import http.client
+import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from benchmarks.server import Server
 
@@ -138,3 +142,262 @@ def _parse(event: bytes) -> tuple[str, dict[str, Any]]:
 def _check(response: http.client.HTTPResponse, path: str, answer: bytes) -> None:
     if response.status != 200:
         raise UnexpectedAnswer(f"{response.status} from {path}: {answer[:300]!r}")
+
+
+_HEAD, _LENGTH = b"\r\n\r\n", b"content-length: "
+
+
+class _Connection(asyncio.Protocol):
+    """Sends one request at a time, and tells its owner of the answer or that it was lost."""
+
+    def __init__(self, owner: "_Owner") -> None:
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._received = b""
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(_HEAD)
+        if end < 0:
+            return
+        head = self._received[:end].lower()
+        at = head.index(_LENGTH) + len(_LENGTH)
+        length = int(head[at:].split(b"\r\n", 1)[0])
+        if len(self._received) >= end + len(_HEAD) + length:
+            self._owner.answered(self, head, self._received[end + len(_HEAD) :])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.lost(self)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Owner(Protocol):
+    """What sends over connections."""
+
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None: ...
+
+    def lost(self, connection: _Connection) -> None: ...
+
+
+async def _connect(server: Server, owner: _Owner) -> _Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(
+        lambda: _Connection(owner), server.host, server.port
+    )
+    return connection
+
+
+def _request(server: Server, path: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _status(head: bytes) -> int:
+    return int(head[9:12])
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What came of a closed loop, in the time that was counted."""
+
+    answers: int
+    errors: int
+    seconds: float
+    latencies_s: tuple[float, ...]
+
+    @property
+    def per_s(self) -> float:
+        return self.answers / self.seconds
+
+
+class _ClosedLoop:
+    """Every connection asks again as soon as it has its answer."""
+
+    def __init__(self, requests: Iterator[bytes]) -> None:
+        self._requests = requests
+        self._sent_s: dict[_Connection, float] = {}
+        self._counts = False
+        self._lost = self._errors = 0
+        self._latencies_s: list[float] = []
+
+    async def run(self, server: Server, clients: int, seconds: float) -> Load:
+        made = [await _connect(server, self) for _ in range(clients)]
+        for connection in made:
+            self._ask(connection)
+        await asyncio.sleep(seconds / 10)
+        self._counts = True
+        begun_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        self._counts = False
+        taken_s = time.perf_counter() - begun_s
+        lost = self._lost
+        for connection in made:
+            connection.close()
+        await asyncio.sleep(0)
+        answers = len(self._latencies_s)
+        return Load(answers, self._errors + lost, taken_s, tuple(self._latencies_s))
+
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None:
+        if self._counts and _status(head) == 200:
+            self._latencies_s.append(time.perf_counter() - self._sent_s[connection])
+        elif self._counts:
+            self._errors += 1
+        self._ask(connection)
+
+    def lost(self, connection: _Connection) -> None:
+        self._lost += 1
+
+    def _ask(self, connection: _Connection) -> None:
+        self._sent_s[connection] = time.perf_counter()
+        connection.send(next(self._requests))
+
+
+def load(server: Server, path: str, bodies: Sequence[bytes], clients: int, seconds: float) -> Load:
+    """So many clients for so long, after a tenth of that which is not counted."""
+    requests = itertools.cycle([_request(server, path, body) for body in bodies])
+    return asyncio.run(_ClosedLoop(requests).run(server, clients, seconds))
+
+
+@dataclass(slots=True)
+class Shot:
+    """One request of an open loop: when it is due, what it says, and what came of it."""
+
+    due_s: float  # after the start
+    body: dict[str, Any]
+    sent_s: float = 0.0
+    ended_s: float | None = None  # None: nothing came
+    status: int = 0
+    head: bytes = b""  # of the answer
+    answer: bytes = b""
+
+    @property
+    def latency_s(self) -> float:
+        """From when it was due, so that a slow server cannot slow its own load down."""
+        return float("inf") if self.ended_s is None else self.ended_s - self.due_s
+
+    @property
+    def read(self) -> dict[str, Any]:
+        """The answer as JSON."""
+        found: dict[str, Any] = json.loads(self.answer)
+        return found
+
+
+class _OpenLoop:
+    """Every request is sent when it is due, whatever became of those before."""
+
+    def __init__(self, server: Server, path: str, shots: Sequence[Shot]) -> None:
+        self._server = server
+        self._waiting = [
+            (shot, _request(server, path, json.dumps(shot.body).encode()))
+            for shot in sorted(shots, key=lambda shot: shot.due_s)
+        ]
+        self._left = len(self._waiting)
+        self._free: list[_Connection] = []
+        self._all: list[_Connection] = []
+        self._sent: dict[_Connection, Shot] = {}
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._done = asyncio.Event()
+        self._begun_s = 0.0
+
+    async def run(self, connections: int, patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(connections):
+            self._free.append(await self._connected())
+        last_s = self._waiting[-1][0].due_s
+        self._begun_s = time.perf_counter()
+        begun = loop.time()
+        for shot, request in self._waiting:
+            loop.call_at(begun + shot.due_s, self._fire, shot, request)
+        try:
+            async with asyncio.timeout(last_s + patience_s):
+                await self._done.wait()
+        except TimeoutError:
+            pass  # whoever has no answer by now has given up
+        finally:
+            for task in self._connecting:
+                task.cancel()
+            await asyncio.gather(*self._connecting, return_exceptions=True)
+            self._sent.clear()
+            for connection in self._all:
+                connection.close()
+            await asyncio.sleep(0.05)
+
+    def answered(self, connection: _Connection, head: bytes, body: bytes) -> None:
+        shot = self._sent.pop(connection, None)
+        if shot is None:
+            return
+        shot.ended_s = self._now_s()
+        shot.status, shot.head, shot.answer = _status(head), head, body
+        self._free.append(connection)
+        self._over()
+
+    def lost(self, connection: _Connection) -> None:
+        if self._sent.pop(connection, None) is not None:
+            self._over()
+        elif connection in self._free:  # closed by the server, perhaps for being idle
+            self._free.remove(connection)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._begun_s
+
+    def _over(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._done.set()
+
+    def _fire(self, shot: Shot, request: bytes) -> None:
+        if self._free:
+            self._send(self._free.pop(), shot, request)
+        else:
+            task = asyncio.get_running_loop().create_task(self._fire_anew(shot, request))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _fire_anew(self, shot: Shot, request: bytes) -> None:
+        try:
+            connection = await self._connected()
+        except OSError:
+            self._over()
+        else:
+            self._send(connection, shot, request)
+
+    def _send(self, connection: _Connection, shot: Shot, request: bytes) -> None:
+        self._sent[connection] = shot
+        shot.sent_s = self._now_s()
+        connection.send(request)
+
+    async def _connected(self) -> _Connection:
+        connection = await _connect(self._server, self)
+        self._all.append(connection)
+        return connection
+
+
+def fire(
+    server: Server, path: str, shots: Sequence[Shot], patience_s: float, connections: int = 64
+) -> None:
+    """Send all; wait until each has its answer, or so long after the last was due.
+
+    Nothing is looked for that could be thrown away meanwhile: among tens of thousands of requests
+    that takes tenths of a second, in which others become due and are then sent all at once.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(_OpenLoop(server, path, shots).run(connections, patience_s))
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@
 
 Requests come by chance at 2 and 4 times the rate that the server sustains at full steps, which is
 measured first. Three servers: Stepdial, which chooses the steps; the same, told to take full steps;
-and one that takes every request in turn at full steps. Knows HTTP, not how the server decides.
+and one that takes every request in turn at full steps.
 """
 
 import random
@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.labelled_texts import LabelledText, labelled_texts
-from benchmarks.open_loop import Shot, fire
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.client import Shot, fire
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
+from benchmarks.texts import LabelledText, labelled_texts
 from serve.bundle import Bundle
 
 NAME = "deadlines"

@@ -1,7 +1,7 @@
 """Clients that leave at random moments: whether any of their work goes on, and what it leaves.
 
 Each opens a connection, sends a request or a part of it, waits a random time and breaks off, with a
-farewell or without. Knows the wire; deliberately nothing of the server's inside but its metrics.
+farewell or without.
 """
 
 import asyncio
@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.client import Client
-from benchmarks.options import Options, options, parser, run
-from benchmarks.pulse import settled_gauges
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
+from benchmarks.soak import settled_gauges
 from benchmarks.texts import PARAGRAPHS, PROMPT
 
 NAME = "departures"

@@ -1,7 +1,7 @@
 """The dial is real: what an answer takes at each rung, beside what it takes at the largest.
 
 Asks the real server for the same answers at every rung in turn, and counts whether each says that
-it took the steps it was asked for. It deliberately knows nothing of how good the answers are.
+it took the steps it was asked for.
 """
 
 import sys
@@ -11,9 +11,20 @@ from functools import partial
 from typing import Any
 
 from benchmarks.client import Client
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    median_ratio,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
 from serve.bundle import Bundle

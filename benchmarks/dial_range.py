@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table
+from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
 from train.checkpoint import METRICS, load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once

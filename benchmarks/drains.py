@@ -1,7 +1,7 @@
 """SIGTERM under streaming load, again and again: what is dropped, cut off, or told too late.
 
 Each time a server is started, clients stream, and the signal comes. Half of the servers have time
-for all answers to finish, the others have not. It deliberately measures nothing before the signal.
+for all answers to finish, the others have not. What is measured begins with the signal.
 """
 
 import os
@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
 from serve.bundle import Manifest

@@ -3,7 +3,7 @@
     python -m benchmarks.early_answers --data digits=PATH sentiment=PATH topics=PATH
 
 Every row of the official test set is answered early at each certified level and at full steps, in
-the runtime that serves. Knows bundles and their data; no HTTP.
+the runtime that serves.
 """
 
 import sys
@@ -14,8 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.options import ZOO, Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    ZOO,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
 from export.quality import dataset_of, held_out_batches
 from serve.bundle import Bundle, Level
 from serve.runtime import StepClassifier, open_model

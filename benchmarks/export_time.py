@@ -3,8 +3,7 @@
 The model is the reference decoder with random weights; each export is verified, in a process of
 its own. Without calibration: neither latency nor quality is measured. Beside it stands what an
 export takes that measures quality on two rows, the least that give an interval. The time is that
-of the whole process, from the start of Python, and what of its processor time went where. It
-deliberately says nothing of training or loading a run.
+of the whole process, from the start of Python, and what of its processor time went where.
 """
 
 import json
@@ -20,10 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
-from benchmarks.machine import ROOT
-from benchmarks.one_rung import folder_bytes
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
+from benchmarks.served_memory import folder_bytes
 from serve.bundle import Precision, Quality
 
 NAME = "export_time"

@@ -1,8 +1,8 @@
 """From `make demo` in a fresh clone to the first answer, everything installed on the way.
 
 Clones the current commit into a temporary folder and measures twice: cold, with nothing installed
-and no cache of packages used, and warm, when all is installed. It deliberately knows nothing of
-how the demo does it, and measures the commit, not the work tree.
+and no cache of packages used, and warm, when all is installed. It measures the commit, not the
+work tree.
 """
 
 import json
@@ -18,9 +18,18 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.machine import ROOT
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    ROOT,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
 from benchmarks.texts import PROMPT
 
 NAME = "first_answer"

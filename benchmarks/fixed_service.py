@@ -2,7 +2,7 @@
 
 It takes requests in order and answers each when the one server in it would have been done, with
 no work of its own, so that its times are exact however many wait. Services are all as long, or of
-random length by a seed. A process of its own; it deliberately knows nothing of models.
+random length by a seed. It runs as a process of its own.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 
 MODEL = "stub"
 _END = b"\r\n\r\n"

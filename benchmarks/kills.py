@@ -1,23 +1,513 @@
 """Kill -9 at random moments: servers under load, exports, trainings; what is lost or half made.
 
-Each kind is killed as often as is asked for, and goes on alone afterwards. It deliberately measures
-no speed.
+Each kind is killed as often as is asked for, and goes on alone afterwards.
 """
 
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import httpx
 import torch
 
-from benchmarks.killed_export import kill_exports
-from benchmarks.killed_server import kill_servers
-from benchmarks.killed_training import kill_trainings
-from benchmarks.killing import COMMAND_EVERY, Found
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.corruption import Victim
+from benchmarks.lab import (
+    ROOT,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
+from benchmarks.server import READY_LINE, Server, running_server
+from benchmarks.swaps import write_version
+from benchmarks.texts import PARAGRAPHS, PROMPT
+from export.run import ExportRequest, export_run
+from export.trace import trace
+from export.verify import samples_of
+from serve.bundle import MANIFEST_FILE, Bundle
+from serve.keys import NewKey
+from train.checkpoint import METRICS, MODEL, STATE, RunError, load_run
+from train.data import open_dataset
+from train.loop import read_metrics, train
+from train.recipe import Recipe, load_recipe
+
+# Kills: a random moment, what was seen afterwards, and processes that are forked to be killed. A
+# fork saves the seconds that loading torch takes; what it then runs is what the command runs.
+
+
+# One in so many is the whole command, from the start of its process.
+COMMAND_EVERY = 10
+# A little longer than it takes: some end by themselves, just before they would be killed.
+_STRETCH = 1.05
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of the kills of one kind."""
+
+    name: str
+    kills: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def expect(self, right: bool, otherwise: str) -> None:
+        """Note a problem unless it is right."""
+        if not right:
+            self.problems.append(f"{self.name}, kill {self.kills}: {otherwise}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is killed: a call for forks, and the command that does the same; how long they take."""
+
+    call: Callable[[], object]
+    command: Sequence[str]
+    call_s: float
+    command_s: float
+
+    def kill(self, draw: random.Random, number: int) -> bool:
+        """Run it and kill it at a random moment; False if it had ended by then."""
+        if number % COMMAND_EVERY == COMMAND_EVERY - 1:
+            with _started(self.command) as process:
+                time.sleep(draw.uniform(0, self.command_s * _STRETCH))
+                process.kill()
+                return process.wait() == -signal.SIGKILL
+        child = forked(self.call)
+        time.sleep(draw.uniform(0, self.call_s * _STRETCH))
+        os.kill(child, signal.SIGKILL)
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def job(call: Callable[[], object], command: Sequence[str], before: Callable[[], None]) -> Job:
+    """Time both once, each after `before`; SystemExit if one fails when nobody kills it."""
+    seconds = []
+    for forks in (True, False):
+        before()
+        begun_s = time.perf_counter()
+        if (whole(call) if forks else _started(command).wait()) != 0:
+            raise SystemExit(f"{' '.join(command)} fails even when it is not killed")
+        seconds.append(time.perf_counter() - begun_s)
+    return Job(call, command, *seconds)
+
+
+def made(call: Callable[[], object]) -> None:
+    """Make the call in a fork, since forks of a process that has used autograd could not."""
+    if whole(call) != 0:
+        raise SystemExit("what is to be killed cannot be prepared")
+
+
+def whole(call: Callable[[], object]) -> int:
+    """The status of a fork that runs the call to its end."""
+    return os.waitstatus_to_exitcode(os.waitpid(forked(call), 0)[1])
+
+
+def forked(call: Callable[[], object]) -> int:
+    """A process that makes the call, silently; its number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        call()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    silent = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=silent, stderr=silent)
+
+
+# Servers that are killed under load, some of them while a model is swapped, and started again.
+# What each model answers is asked of it first; every whole answer afterwards must be one of
+# those.
+
+
+_CLIENTS, _TOKENS = 6, 32
+_LONGEST_S = 0.6
+_SWAPPED_SHARE = 1 / 3
+# What a client may see of a connection that nobody answers any more.
+_CUT = (OSError, HTTPException, UnexpectedAnswer)
+
+
+@dataclass(slots=True)
+class Known:
+    """What is asked, and all that may be answered to it."""
+
+    labels: dict[int, str] = field(default_factory=dict)  # by paragraph
+    texts: dict[int, set[str]] = field(default_factory=dict)  # by steps: one of each version
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A classifier, and two versions of a generator that take turns."""
+
+    classifier: Bundle
+    generator: Bundle
+    other: Bundle
+
+
+class Caller(threading.Thread):
+    """Asks until the server is gone."""
+
+    def __init__(self, server: Server, models: Models, known: Known, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.whole = self.cut = 0
+        self.wrong: list[str] = []
+        self._client, self._models, self._known = Client.of(server), models, known
+        self._random = random.Random(seed)
+
+    def run(self) -> None:
+        while not self.cut:
+            try:
+                right = self._classified() if self._random.random() < 0.5 else self._written()
+            except _CUT as error:
+                self.cut += 1
+                if isinstance(error, UnexpectedAnswer) and "broke off" not in str(error):
+                    self.wrong.append(str(error)[:200])
+            except Exception as error:
+                self.cut += 1
+                self.wrong.append(f"half an answer is taken for one: {error}")
+            else:
+                self.whole += 1
+                if not right:
+                    self.wrong.append("a whole answer is wrong")
+        self._client.close()
+
+    def _classified(self) -> bool:
+        number = self._random.randrange(len(PARAGRAPHS))
+        return _label(self._client, self._models, number) == self._known.labels[number]
+
+    def _written(self) -> bool:
+        steps = self._random.choice(self._models.generator.manifest.steps)
+        stream = self._random.random() < 0.7
+        text = _text(self._client, self._models, steps, stream)
+        return text in self._known.texts[steps]
+
+
+def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) -> Found:
+    """As many kills as are asked for; who was told wrong things, and what did not start again."""
+    found, draw, begun_s = Found("server"), random.Random(seed), time.perf_counter()
+    classifier, generator = models
+    own = Models(classifier, generator, write_version(generator, folder / "other", seed=1))
+    key = NewKey.draw("benchmark")
+    (folder / "keys.toml").write_text(key.block, encoding="utf-8")
+    known = Known()
+    for version in (own.generator, own.other):
+        with running_server([own.classifier.folder, version.folder]) as server:
+            _learn(server, own, known)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    port = _free_port()
+    while found.kills < kills:
+        with _server(own, folder, port) as server:
+            found.expect(_ready(server), "it does not start again")
+            _kill(server, own, known, key.secret, draw, found)
+    with _server(own, folder, port) as server:
+        found.expect(_ready(server), "it does not start again")
+    left = [*temporary.iterdir(), *folder.glob(".*"), *own.other.folder.glob(".*")]
+    found.expect(not left, f"files were left behind: {left}")
+    found.seconds = time.perf_counter() - begun_s
+    return found
+
+
+@contextmanager
+def _server(own: Models, folder: Path, port: int) -> Iterator[Server]:
+    allowed = ",".join(str(one.folder.resolve()) for one in (own.generator, own.other))
+    flags = ("--admin-keys-file", str(folder / "keys.toml"), "--admin-folders", allowed)
+    bundles = [own.classifier.folder, own.generator.folder]
+    options = ("--threads", "1", "--port", str(port))
+    with running_server(bundles, *flags, *options, TMPDIR=str(folder / "tmp")) as server:
+        yield server
+
+
+def _kill(
+    server: Server, own: Models, known: Known, secret: str, draw: random.Random, found: Found
+) -> None:
+    callers = [Caller(server, own, known, draw.getrandbits(32)) for _ in range(_CLIENTS)]
+    swapping = draw.random() < _SWAPPED_SHARE
+    swapper = threading.Thread(target=_swap_on, args=(server, own, secret), daemon=True)
+    for thread in (*callers, *([swapper] if swapping else [])):
+        thread.start()
+    time.sleep(draw.uniform(0, _LONGEST_S))
+    log = server.logged().partition(READY_LINE)[2]
+    os.kill(server.pid, signal.SIGKILL)
+    found.kills += 1
+    for caller in callers:
+        caller.join(30)
+        found.expect(not caller.is_alive(), "a client was told nothing")
+        found.seen["whole answers, all of them right"] += caller.whole
+        found.seen["answers cut off, each an error to its client"] += caller.cut
+        for wrong in caller.wrong:
+            found.expect(False, wrong)
+    found.seen["during swaps"] += swapping
+    found.expect("ERROR" not in log, f"it had complained before: {log[-300:]}")
+
+
+def _swap_on(server: Server, own: Models, secret: str) -> None:
+    """Swap the versions until the server is gone."""
+    headers = {"authorization": f"Bearer {secret}"}
+    url = f"http://{server.host}:{server.port}"
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        while True:
+            for version in (own.other, own.generator):
+                try:
+                    client.post("/admin/models", json={"bundle": str(version.folder.resolve())})
+                except httpx.HTTPError:
+                    return
+
+
+def _learn(server: Server, own: Models, known: Known) -> None:
+    with Client.of(server) as client:
+        for number in range(len(PARAGRAPHS)):
+            known.labels[number] = _label(client, own, number)
+        for steps in own.generator.manifest.steps:
+            known.texts.setdefault(steps, set()).add(_text(client, own, steps, stream=False))
+
+
+def _label(client: Client, own: Models, number: int) -> str:
+    body = {"model": own.classifier.manifest.name, "input": PARAGRAPHS[number]}
+    (result,) = client.post("/v1/classify", body).body["results"]
+    return str(result["label"])
+
+
+def _text(client: Client, own: Models, steps: int, stream: bool) -> str:
+    body: dict[str, Any] = {"model": own.generator.manifest.name, "prompt": PROMPT, "steps": steps}
+    body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": stream}
+    if not stream:
+        return str(client.post("/v1/generate", body).body["text"])
+    text = ""
+    for event in client.stream("/v1/generate", body):
+        if event.name == "error":
+            raise UnexpectedAnswer(f"the event {event.name}: {event.data}")
+        text += "" if event.name else str(event.data["text"])
+    return text
+
+
+def _ready(server: Server) -> bool:
+    with Client.of(server) as client:
+        return client.status("/health/ready") == 200
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+# Trainings that are killed and resumed, again and again, until each is done. A checkpoint is
+# written after every iteration, so that many kills meet one that is being written.
+
+
+_CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 30
+_SETTINGS = (
+    *("model.width=16", "model.hidden=32", "model.heads=2", "model.layers=2", "model.window=24"),
+    *("model.dropout=0.1", "optim.batch=8", "optim.warmup=2", "optim.precision=fp32"),
+    *("steps.full=4", "steps.short=[1, 2]", "run.threads=1", "run.evaluate_batches=1"),
+    *("optim.iterations=40", "run.checkpoint_every=1", "run.evaluate_every=10"),
+)
+_TIMED = ("tokens_per_s", "cpu_s")  # all else is the same in every run
+
+
+def recipe_in(folder: Path) -> Recipe:
+    """A decoder of characters that trains in a second."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text(_CORPUS, encoding="utf-8")
+    return load_recipe("shakespeare", list(_SETTINGS), str(corpus))
+
+
+def kill_trainings(folder: Path, kills: int, seed: int) -> Found:
+    """As many kills as are asked for; what was lost or wrong."""
+    found, draw, begun_s = Found("training"), random.Random(seed), time.perf_counter()
+    recipe = recipe_in(folder)
+    reference, run = folder / "reference", folder / "run"
+    made(partial(train, recipe, reference, quiet=True))
+    clear = partial(shutil.rmtree, run, ignore_errors=True)
+    killed = job(partial(train, recipe, run, quiet=True), _training_command(folder, run), clear)
+    clear()
+    before = 0
+    while found.kills < kills:
+        if killed.kill(draw, found.kills):
+            found.kills += 1
+        before = _check_training(run, reference, before, found)
+        if before == recipe.optim.iterations and draw.random() < 0.5:
+            # Killed as late as that, it has something to do still, or nothing: both must be right.
+            found.expect(whole(killed.call) == 0, "it does not go on")
+            _check_done(run, reference, found)
+            clear()
+            before = 0
+    found.expect(whole(killed.call) == 0, "it does not go on")
+    _check_done(run, reference, found)
+    found.seconds = time.perf_counter() - begun_s
+    return found
+
+
+def _training_command(folder: Path, run: Path) -> list[str]:
+    settings = [word for setting in _SETTINGS for word in ("--set", setting)]
+    corpus = str(folder / "corpus.txt")
+    return ["-m", "train", "train", "shakespeare", "--data", corpus, "--out", str(run), *settings]
+
+
+def _check_training(run: Path, reference: Path, before: int, found: Found) -> int:
+    """The iteration that the run has reached; no less than it had."""
+    if not (run / STATE).is_file():
+        found.expect(before == 0, f"the checkpoint of iteration {before} is gone")
+        found.seen["before the first checkpoint"] += 1
+        return before
+    now = _iteration(run / STATE)
+    found.expect(now >= before, f"iteration {now} where {before} was reached before")
+    found.seen["with a checkpoint"] += 1
+    if (run / MODEL).is_file():
+        try:
+            newest = load_run(run).facts["iteration"]
+            found.expect(newest in (now, now - 1), f"weights of iteration {newest}, not {now}")
+            found.seen["between its two files"] += newest != now
+        except RunError as error:
+            found.expect(False, str(error))
+    logged = [record for record in _log(run) if record["iteration"] <= now]
+    wanted = [record for record in _log(reference) if record["iteration"] <= now]
+    found.expect(logged == wanted, f"{len(logged)} of {len(wanted)} records up to {now}")
+    left = {path.name for path in run.glob(".*")} - {".lock"}
+    found.seen["half a file left, for the next to replace"] += bool(left)
+    return now
+
+
+def _check_done(run: Path, reference: Path, found: Found) -> None:
+    """It is what nobody has killed, byte for byte."""
+    for name in (MODEL, STATE):
+        same = (run / name).read_bytes() == (reference / name).read_bytes()
+        found.expect(same, f"{name} is not that of a run that nobody killed")
+    found.expect(_log(run) == _log(reference), "the log is not that of a run nobody killed")
+    left = {path.name for path in run.iterdir()} - {path.name for path in reference.iterdir()}
+    found.expect(not left, f"{', '.join(sorted(left))} was left behind")
+    found.seen["runs that ended as if nobody had killed them"] += 1
+
+
+def _log(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in record.items() if key not in _TIMED}
+        for record in read_metrics(run / METRICS)
+    ]
+
+
+def _iteration(path: Path) -> int:
+    """Of a checkpoint, from its header alone."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return int(header["__metadata__"]["iteration"])
+
+
+# Exports that are killed: each leaves no bundle, or a whole one, and the next one succeeds. Most
+# forks begin behind the tracing of the model, which writes nothing and takes longest. A process
+# of its own opens what is there as a server does.
+
+
+_STEPS, _SAMPLES = (1, 2), 16
+_WHOLE_EVERY = 5
+
+
+def kill_exports(folder: Path, kills: int, seed: int) -> Found:
+    """As many kills as are asked for; what was half made, lost, or in the way of the next."""
+    found, draw, begun_s = Found("export"), random.Random(seed), time.perf_counter()
+    recipe = recipe_in(folder)
+    run = folder / "run"
+    made(partial(train, recipe, run, quiet=True))
+    _trace_once(run)
+    out = folder / "bundles"
+    target = out / "model"
+    request = ExportRequest(target, _STEPS, samples=_SAMPLES)
+    clear = partial(shutil.rmtree, out, ignore_errors=True)
+    killed = job(partial(export_run, run, request), _export_command(run, target), clear)
+    with Victim() as victim:
+        answer = str(victim.open(target)["answer"])
+        while found.kills < kills:
+            there = draw.random() < 0.5
+            if not there:
+                shutil.rmtree(target, ignore_errors=True)
+            there = target.exists()
+            if killed.kill(draw, found.kills):
+                found.kills += 1
+            _check_export(out, target, there, answer, victim, found)
+            if found.kills % _WHOLE_EVERY == 0:
+                found.expect(whole(killed.call) == 0, "the next export fails")
+                left = {path.name for path in out.iterdir()} - {target.name}
+                found.expect(not left, f"{', '.join(sorted(left))} was left behind")
+                found.expect(_opened(victim, target) == answer, "the next export is no good")
+                found.seen["exports afterwards that left only a bundle"] += 1
+    found.seconds = time.perf_counter() - begun_s
+    return found
+
+
+def _trace_once(run: Path) -> None:
+    """Let the forks of this process find the model traced."""
+    model, recipe, tokenizer, _ = load_run(run)
+    samples = samples_of(
+        open_dataset(recipe, tokenizer), recipe.model.window, recipe.model.target_window
+    )
+    traced = trace(model, samples.draw(2, 3), samples.draw(3, 5))
+    mock.patch("export.run.trace", lambda *_: traced).start()
+
+
+def _export_command(run: Path, target: Path) -> list[str]:
+    steps = ",".join(map(str, _STEPS))
+    options = ["--out", str(target), "--steps", steps, "--samples", str(_SAMPLES)]
+    return ["-m", "export", "export", str(run), *options]
+
+
+def _check_export(
+    out: Path, target: Path, there: bool, answer: str, victim: Victim, found: Found
+) -> None:
+    if target.exists():
+        found.expect(_opened(victim, target) == answer, "the bundle is no good")
+        found.seen["with a whole bundle"] += 1
+    else:
+        found.expect(not there, "the bundle that was there before is gone")
+        found.seen["without a bundle"] += 1
+    for left in (path for path in out.iterdir() if path != target):
+        found.expect(left.name.startswith("."), f"{left.name} can be seen")
+        # A trial is sealed with figures that are not measured yet, and is never given out.
+        if (left / MANIFEST_FILE).exists() and ".trial." not in left.name:
+            taken = _opened(victim, left)
+            found.expect(taken in (answer, None), "half a bundle is taken for one")
+        found.seen["hidden folders, which the next one removes"] += 1
+
+
+def _opened(victim: Victim, folder: Path) -> str | None:
+    """What a server would answer with; None if it refuses the folder."""
+    came = victim.open(folder)
+    if came["outcome"] == "refused":
+        return None
+    return str(came.get("answer", came["outcome"]))
+
 
 NAME = "kills"
 KILLS, QUICK_KILLS = 100, 3

@@ -2,7 +2,7 @@
 
 Counts every allocation of PyTorch's CPU allocator over one forward and backward pass, each in a
 process of its own. With checkpointing a step more should add one state, (B, N, D) in float32, and
-hardly anything else. It deliberately knows no runs: models are made on the spot.
+hardly anything else. Models are made on the spot.
 """
 
 import json
@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.machine import ROOT
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
 
 NAME = "memory"
 FEW, MANY = 2, 20

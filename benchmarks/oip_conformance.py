@@ -3,7 +3,7 @@
 The description is no part of the project: STEPDIAL_OIP_DESCRIPTION names the file. It is run three
 times, in all phases, with positive and negative data and every check: as published; with its two
 mistakes made good that no server can satisfy; and with the tensors that the model takes, so that
-valid requests must be answered. It deliberately measures no time.
+valid requests must be answered.
 """
 
 import copy
@@ -17,14 +17,18 @@ from typing import Any
 
 import yaml
 
-from benchmarks.options import NOTHING_TO_MEASURE, Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.schema_run import (
-    Description,
-    Report,
-    accepted_of,
-    failures_of,
-    run_schemathesis,
+from benchmarks.conformance import Description, Report, accepted_of, failures_of, run_schemathesis
+from benchmarks.lab import (
+    NOTHING_TO_MEASURE,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
 )
 from benchmarks.server import running_server
 from serve.bundle import Manifest

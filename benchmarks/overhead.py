@@ -2,7 +2,7 @@
 
 Bare means in this process, with the tokens ready and nothing done with the scores; the request
 adds the client, the socket, JSON, the tokenizer, the queue, the sampling and the answer. Both are
-made in turn. It deliberately knows nothing of many clients at once.
+made in turn.
 """
 
 import sys
@@ -14,9 +14,19 @@ from functools import partial
 import numpy as np
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
 from serve.bundle import Bundle

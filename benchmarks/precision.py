@@ -10,9 +10,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.machine import ROOT
-from benchmarks.options import NOTHING_TO_MEASURE, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    NOTHING_TO_MEASURE,
+    ROOT,
+    Cell,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    parser,
+    run,
+)
 from serve.bundle import Bundle, read_bundle
 
 NAME = "precision"

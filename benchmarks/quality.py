@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import BASELINES, Cell, Provenance, Result, Table, Target
+from benchmarks.lab import (
+    BASELINES,
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    run,
+)
 from serve.bundle import Bundle, Quality
 
 NAME = "quality"

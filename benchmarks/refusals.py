@@ -2,7 +2,7 @@
 
 The wait that a refused request was told is compared with the time until it would have had its turn
 in a queue with a place for it: behind all that had been taken in before, and behind those refused
-before, who were told to come back first. Knows the wire; nothing of how the wait is predicted.
+before, who were told to come back first.
 """
 
 import re
@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from benchmarks.awake import awake
-from benchmarks.open_loop import Shot, fire
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import median
+from benchmarks.client import Shot, fire
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    awake,
+    median,
+    options,
+    parser,
+    run,
+)
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of
 from serve.bundle import Bundle

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine

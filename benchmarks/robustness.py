@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table
+from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
 from train.checkpoint import Run, load_run
 from train.data import open_dataset
 from train.data.arrays import ImageDataset

@@ -1,7 +1,6 @@
 """Runs the benchmarks, each in a process of its own, and writes RESULTS.md from what they kept.
 
-Knows their names and order; deliberately nothing of what they measure. Results of scripts that
-are not run here, and were kept in the same form, are shown as well.
+Results of scripts that are not run here are shown as well.
 """
 
 import argparse
@@ -12,16 +11,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import ROOT
-from benchmarks.options import NOTHING_TO_MEASURE
-from benchmarks.quiet import quiet_machine
-from benchmarks.result import BASELINES, RESULTS, Result
+from benchmarks.lab import BASELINES, NOTHING_TO_MEASURE, RESULTS, ROOT, Result, quiet_machine
+from benchmarks.summary import summary
 
 SCRIPTS = (
     *("quality", "precision", "export_time", "served_memory", "dial", "overhead", "decode"),
-    *("classify_speed", "latency_model", "deadlines", "refusals", "retries", "batching"),
-    *("bare_fastapi", "liveness", "throughput", "memory", "soak", "departures", "swaps", "drains"),
-    *("traces", "first_answer", "oip_conformance", "conformance", "queueing"),
+    *("classify_speed", "deadlines", "refusals", "batching"),
+    *("bare_fastapi", "throughput", "memory", "soak", "departures", "swaps", "drains"),
+    *("first_answer", "oip_conformance", "conformance", "queueing"),
 )
 # What installs packages takes minutes however quick the rest is.
 _NEVER_QUICK = ("first_answer",)
@@ -87,7 +84,9 @@ def read_results(folder: Path) -> list[Result]:
 
 def render_page(results: Iterable[Result]) -> str:
     """The text of RESULTS.md."""
-    return "\n".join([_HEAD, *(result.markdown for result in results)])
+    shown = list(results)
+    first = summary({result.name: result for result in shown})
+    return "\n".join([_HEAD, *([first] if first else []), *(result.markdown for result in shown)])
 
 
 def write_page(folder: Path, page: Path) -> None:

@@ -1,30 +1,59 @@
 """What a process holds that serves a whole ladder, beside one that serves a single rung.
 
 Each case is a process of its own, with the settings of a server: it opens the bundle, warms up
-every rung, and answers once at each. Beside it stands a process that only imports. It deliberately
-leaves out HTTP, whose memory would make the ratio look better than it is.
+every rung, and answers once at each. Beside it stands a process that only imports. HTTP is
+left out: its memory would make the ratio look better than it is.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import ROOT
-from benchmarks.one_rung import one_rung
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
 from benchmarks.server import Memory, process_memory
-from serve.bundle import Bundle, read_bundle
+from serve.bundle import Bundle, open_staging, read_bundle, seal_bundle
 from serve.runtime.model import OrtModel
 from serve.runtime.protocol import largest_row, largest_tokens
 from serve.server import keep_memory_low
+
+# A bundle with only the last of another's rungs: what the exporter would have made of that alone.
+# The same weights, tokenizer and graphs of one step, and the graph of that rung.
+
+
+def one_rung(bundle: Bundle, folder: Path) -> Bundle:
+    """That bundle, at `folder`."""
+    manifest = bundle.manifest
+    # The only rung is also the largest one there is.
+    last = replace(manifest.rungs[-1], effort="max", dominated=False)
+    others = {name for rung in manifest.rungs[:-1] for name in rung.graphs.values()}
+    with open_staging(folder) as staging:
+        for name in manifest.files.keys() - others:
+            shutil.copyfile(bundle.folder / name, staging / name)
+        return seal_bundle(
+            staging,
+            replace(
+                manifest,
+                name=f"{manifest.name}-one",
+                rungs=(last,),
+                full_steps=last.steps,
+                default_steps=last.steps,
+            ),
+            folder,
+        )
+
+
+def folder_bytes(bundle: Bundle) -> int:
+    """What all of its files take on disk."""
+    return sum(path.stat().st_size for path in bundle.folder.iterdir())
+
 
 NAME = "served_memory"
 WANTED_RATIO, WANTED_MB = 1.2, 60.0

@@ -1,7 +1,4 @@
-"""The real server, as a process of its own on a free port, with what it takes of memory.
-
-Knows how to start, find and stop it; deliberately nothing of what it answers.
-"""
+"""The real server, as a process of its own on a free port, with what it takes of memory."""
 
 import os
 import re
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT
 
 READY_LINE = "Ctrl-C ends it."  # the last of what a server says when all is well
 _START_S, _STOP_S = 60.0, 45.0

@@ -1,27 +1,564 @@
-"""Many clients for minutes: errors, the server's memory, and whether its gauges come back to zero.
+"""Many clients for minutes or hours: errors, the server's memory, its latency and its gauges.
 
-Each client mixes texts and answers, whole and streamed, at every rung, and some leave before they
-are answered. With --hours or --minutes it is an open loop for so long instead, at a share of the
-capacity (benchmarks/long_soak.py). It deliberately measures no latency: the load test does.
+Each client mixes texts and answers, whole and streamed, checks every answer, and sometimes leaves.
 """
 
 import itertools
+import json
+import math
+import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-from benchmarks import long_soak
-from benchmarks.caller import Callee, Caller, Outcomes
-from benchmarks.options import Options, options, parser, run
-from benchmarks.pulse import held_mb, settled_gauges
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import READY_LINE, Memory, Server, running_server
+from benchmarks.texts import PROMPT, text_of, window_of
+from serve.bundle import Bundle, Manifest
+from serve.inputs.text import TextCodec
+
+# One client of the soak: asks again and again, checks every answer, and sometimes leaves.
+
+
+LEFT = "left on purpose"
+_LEAVE = 0.05
+_MAX_TEXTS, _MAX_TOKENS = 4, 64
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What came of the requests."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: "Iterable[Outcomes]") -> Self:
+        whole = cls()
+        for part in parts:
+            whole.kinds += part.kinds
+            whole.errors += part.errors
+        return whole
+
+    @property
+    def answered(self) -> int:
+        return sum(count for kind, count in self.kinds.items() if kind != LEFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A model, and the words of the longest text that it reads without cutting it."""
+
+    manifest: Manifest
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Self:
+        if bundle.manifest.task == "generate":
+            return cls(bundle.manifest, ())
+        longest = text_of(TextCodec(bundle), window_of(bundle.manifest))
+        return cls(bundle.manifest, tuple(longest.split(" ")))
+
+
+class Caller:
+    """Calls until a time has come. For one thread."""
+
+    def __init__(self, server: Server, callees: Sequence[Callee], seed: int, end_s: float) -> None:
+        self.outcomes = Outcomes()
+        self._client = Client.of(server)
+        self._callees = callees
+        self._random = random.Random(seed)
+        self._end_s = end_s
+
+    def call_on(self) -> None:
+        """Ask until the end; whatever goes wrong is kept, not raised."""
+        while time.perf_counter() < self._end_s:
+            self.ask()
+        self.close()
+
+    def ask(self) -> str | None:
+        """One request; the name of what came of it, None if it went wrong."""
+        try:
+            kind = self._call()
+        except Exception as error:
+            self.outcomes.errors.append(f"{type(error).__name__}: {error}")
+            self._client.close()
+            return None
+        self.outcomes.kinds[kind] += 1
+        return kind
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self) -> str:
+        """One request; the name of what came of it."""
+        callee = self._random.choice(self._callees)
+        steps = self._random.choice(callee.manifest.steps)
+        leave = self._random.random() < _LEAVE
+        if callee.manifest.task == "classify":
+            return self._classify(callee, steps, leave)
+        return self._generate(callee.manifest, steps, leave)
+
+    def _classify(self, callee: Callee, steps: int, leave: bool) -> str:
+        manifest, count = callee.manifest, self._random.randint(1, _MAX_TEXTS)
+        texts = [self._text(callee.words) for _ in range(count)]
+        body = {"model": manifest.name, "input": texts, "steps": steps}
+        if leave:
+            return self._leave("/v1/classify", body)
+        results = self._client.post("/v1/classify", body).body["results"]
+        _expect(len(results) == count, f"{len(results)} results for {count} texts")
+        for result in results:
+            _expect_steps(result["budget"]["steps"], steps)
+            _expect(result["label"] in (manifest.labels or ()), "an unknown label")
+        return "classify"
+
+    def _generate(self, manifest: Manifest, steps: int, leave: bool) -> str:
+        tokens = self._random.randint(1, _MAX_TOKENS)
+        body = {
+            "model": manifest.name,
+            "prompt": PROMPT * self._random.randint(1, 4),
+            "max_tokens": tokens,
+            "steps": steps,
+            "stream": self._random.random() < 0.5,
+        }
+        if body["stream"]:
+            return self._stream(body, steps, tokens, leave)
+        if leave:
+            return self._leave("/v1/generate", body)
+        answer = self._client.post("/v1/generate", body).body
+        _expect_done(answer, steps, tokens)
+        return "generate"
+
+    def _stream(self, body: dict[str, Any], steps: int, tokens: int, leave: bool) -> str:
+        leave_at = self._random.randrange(tokens) if leave else None
+        seen, done = 0, False
+        for event in self._client.stream("/v1/generate", body):
+            _expect(not done, "an event after the last")
+            if event.name:
+                _expect(event.name == "done", f"the event {event.name}: {event.data}")
+                _expect_done(event.data, steps, tokens)
+                done = True
+                continue
+            _expect(event.data["index"] == seen, f"token {event.data['index']}, not {seen}")
+            _expect_steps(event.data["steps"], steps)
+            if seen == leave_at:
+                self._client.close()
+                return LEFT
+            seen += 1
+        _expect(done and seen == tokens, f"{seen} of {tokens} tokens, done: {done}")
+        return "generate, streamed"
+
+    def _leave(self, path: str, body: dict[str, Any]) -> str:
+        self._client.send_only(path, body)
+        time.sleep(self._random.uniform(0.0, 0.1))
+        self._client.close()
+        return LEFT
+
+    def _text(self, words: Sequence[str]) -> str:
+        return " ".join(words[: self._random.randint(1, len(words))])
+
+
+def _expect_done(answer: dict[str, Any], steps: int, tokens: int) -> None:
+    _expect_steps(answer["budget"]["steps"], steps)
+    written = answer["usage"]["completion_tokens"]
+    _expect(written == tokens, f"{written} tokens instead of {tokens}")
+
+
+def _expect_steps(found: int, asked: int) -> None:
+    _expect(found == asked, f"{found} steps instead of {asked}")
+
+
+def _expect(right: bool, otherwise: str) -> None:
+    if not right:
+        raise UnexpectedAnswer(otherwise)
+
+
+# What a server holds while it runs: memory, files, threads, and what its gauges say.
+
+
+GAUGES = ("stepdial_queue_depth", "stepdial_in_flight", "stepdial_cache_bytes")
+GAUGES_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """One look at a server."""
+
+    at_s: float
+    held_mb: float
+    pss_mb: float
+    files: int
+    threads: int
+    queue_depth: float
+    in_flight: float
+    cache_mb: float
+
+    @classmethod
+    def of(cls, server: Server, at_s: float) -> "Pulse":
+        memory, process = server.memory(), Path(f"/proc/{server.pid}")
+        with Client.of(server) as client:
+            gauges = read_gauges(client.get("/metrics"))
+        return cls(
+            at_s,
+            held_mb(memory),
+            memory.pss / 1e6,
+            len(list((process / "fd").iterdir())) - 1,  # less the connection that asks
+            len(list((process / "task").iterdir())),
+            gauges["stepdial_queue_depth"],
+            gauges["stepdial_in_flight"],
+            gauges["stepdial_cache_bytes"] / 1e6,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: round(value, 3) for name, value in asdict(self).items()}
+
+
+def held_mb(memory: Memory) -> float:
+    """RSS, with what the machine swapped out: it would be in RSS on another one."""
+    return (memory.rss + memory.swapped) / 1e6
+
+
+def settled_gauges(server: Server) -> dict[str, float]:
+    """The gauges once they are zero, or as they are when they take too long for that."""
+    end_s = time.perf_counter() + GAUGES_S
+    with Client.of(server) as client:
+        while True:
+            found = read_gauges(client.get("/metrics"))
+            if not any(found.values()) or time.perf_counter() > end_s:
+                return found
+            time.sleep(0.1)
+
+
+def read_gauges(exposition: str) -> dict[str, float]:
+    """The gauges in what /metrics says; SystemExit if one is missing."""
+    lines = (line.split(" ") for line in exposition.splitlines())
+    values = {parts[0]: float(parts[1]) for parts in lines if parts[0] in GAUGES}
+    missing = set(GAUGES) - set(values)
+    if missing:
+        raise SystemExit(f"/metrics has no {', '.join(sorted(missing))}")
+    return values
+
+
+# The slope of a straight line through measured values, with its 95 % interval. Neighbouring
+# values depend on each other, so the line goes through the means of blocks of them.
+
+
+BLOCKS = 20
+# Student's t for 95 %, by degrees of freedom up to those of all blocks.
+_T95 = (
+    *(0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26),
+    *(2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10),
+)
+
+
+class Trend(NamedTuple):
+    """How much more it is after an hour."""
+
+    per_hour: float
+    low: float | None
+    high: float | None
+
+
+def floors(values: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The least of each block, and when it was: what stays, without what comes and goes."""
+    return [min(block, key=lambda one: one[1]) for block in _blocks(values)]
+
+
+def trend(values: Sequence[tuple[float, float]]) -> Trend:
+    """Of values at seconds; fewer than three of them have no interval."""
+    blocks = _blocks(values)
+    hours = [statistics.fmean(at_s for at_s, _ in block) / 3600 for block in blocks]
+    means = [statistics.fmean(value for _, value in block) for block in blocks]
+    if len(blocks) < 3:
+        return Trend(0.0, None, None)
+    slope, intercept = statistics.linear_regression(hours, means)
+    pairs = zip(hours, means, strict=True)
+    off = sum((value - intercept - slope * hour) ** 2 for hour, value in pairs)
+    centre = statistics.fmean(hours)
+    spread = sum((hour - centre) ** 2 for hour in hours)
+    free = len(blocks) - 2
+    wide = _T95[free] * math.sqrt(off / free / spread)
+    return Trend(slope, slope - wide, slope + wide)
+
+
+def _blocks(values: Sequence[tuple[float, float]]) -> list[Sequence[tuple[float, float]]]:
+    size = max(1, math.ceil(len(values) / BLOCKS))
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
+# Hours at a share of the measured capacity: does memory grow, does latency, does anything fail?
+# An open loop: requests are due at random moments, and latency counts from when they were due.
+# Every answer is checked. A line a minute is kept as it comes, so that one that is cut short has
+# its data.
+
+
+LONG_NAME = "long_soak"
+LONG_CLIENTS, LOAD, CAPACITY_S, PULSE_S, MINUTE_S = 64, 0.7, 30.0, 10.0, 60.0
+WARM_SHARE, WARM_S = 0.1, 600.0  # of the whole, and at most: left out of all trends
+WANTED_MB_PER_HOUR, WANTED_P99_RATIO, WANTED_MORE = 1.0, 1.2, 2
+KINDS = ("classify", "generate", "generate, streamed")
+
+
+class Served(NamedTuple):
+    """A request that was answered, and when it was due."""
+
+    kind: str
+    due_s: float
+    latency_ms: float
+
+
+class Arrivals:
+    """When requests are due: at random, at a steady rate, until the end. For several threads."""
+
+    def __init__(self, rate_per_s: float, seconds: float, seed: int) -> None:
+        self._rate, self._seconds, self._random = rate_per_s, seconds, random.Random(seed)
+        self._due_s, self._lock = 0.0, threading.Lock()
+        self.over = threading.Event()
+
+    def next_s(self) -> float | None:
+        """The next moment that nobody has taken; None when it is over."""
+        with self._lock:
+            self._due_s += self._random.expovariate(self._rate)
+            due_s = self._due_s
+        return None if due_s > self._seconds or self.over.is_set() else due_s
+
+
+@dataclass(slots=True)
+class Run:
+    """What was seen, and where each minute of it is kept."""
+
+    keep: Path
+    begun_s: float
+    served: list[Served] = field(default_factory=list)
+    pulses: list[Pulse] = field(default_factory=list)
+    minutes: list[dict[str, Any]] = field(default_factory=list)
+
+    def look(self, server: Server) -> None:
+        self.pulses.append(Pulse.of(server, time.perf_counter() - self.begun_s))
+
+    def end_minute(self, number: int, errors: int) -> None:
+        """Sum up the answers that were due in a minute, and write it down."""
+        within = [one for one in self.served if number <= one.due_s / MINUTE_S < number + 1]
+        line: dict[str, Any] = {"minute": number, "errors": errors}
+        for kind in KINDS:
+            ms = sorted(one.latency_ms for one in within if one.kind == kind)
+            line[kind] = [len(ms), *(round(quantile(ms, share), 2) for share in (0.5, 0.99))]
+        line["pulse"] = self.pulses[-1].to_json()
+        self.minutes.append(line)
+        with self.keep.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def measure_long(
+    chosen: Options, seconds: float, load: float, keep: Path, provenance: Provenance
+) -> Result:
+    callees = [Callee.of(bundle) for bundle in chosen.read()]
+    keep.write_text("", encoding="utf-8")
+    print(f"a line a minute is kept in {keep}", flush=True)
+    with running_server(chosen.bundles) as server:
+        capacity_s = min(CAPACITY_S, seconds / 4)
+        capacity = _capacity(server, callees, capacity_s)
+        settled_gauges(server)
+        before = Pulse.of(server, 0.0)
+        rate = load * capacity
+        print(f"{capacity:.1f} answers a second at most; now {rate:.1f} are asked", flush=True)
+        run, outcomes = _long_load(server, callees, rate, seconds, keep)
+        gauges = settled_gauges(server)
+        after = Pulse.of(server, time.perf_counter() - run.begun_s)
+        logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
+    wrong = [*outcomes.errors[:8], *(f"the server logged: {line}" for line in logged[:8])]
+    lasted_s = run.pulses[-1].at_s if run.pulses else 0.0
+    warm_s = min(WARM_S, WARM_SHARE * lasted_s)
+    held = [(one.at_s, one.held_mb) for one in run.pulses if one.at_s >= warm_s]
+    memory = trend(floors(held))
+    slow = {kind: _halves(run, kind, warm_s) for kind in KINDS}
+    tables = [
+        Table(
+            "The load.", ("what", "measured"), _long_load_rows(capacity, rate, lasted_s, outcomes)
+        ),
+        Table(
+            "Held by the server, every 10 s; what comes first, as long as caches fill, is left "
+            f"out of the slopes ({warm_s:.0f} s). Intervals are of 95 %. Caches come and go with "
+            "requests, so the slope that counts is that of the least in each twentieth.",
+            ("what", "idle, before", "median", "most", "idle, after", "an hour", "from", "to"),
+            [*_held_rows(before, run.pulses, after, warm_s), _least_row(held, memory)],
+        ),
+        Table(
+            "Milliseconds from when a request was due; the halves are medians of the p99 of "
+            "their minutes.",
+            ("request", "p50", "p99, first half", "p99, second half", "ratio"),
+            [[kind, *cells] for kind, cells in slow.items()],
+        ),
+    ]
+    if wrong:
+        tables.append(Table("What went wrong first.", ("what",), [[one] for one in wrong]))
+    return provenance.result(
+        LONG_NAME,
+        f"{lasted_s / 3600:.2g} hours at {load:.0%} of capacity",
+        "An open loop of texts and answers, whole and streamed, of all lengths, at every rung; "
+        "every twentieth request is left by its client before it is answered.",
+        tables,
+        _targets(outcomes, logged, memory, slow, before, after, gauges),
+    )
+
+
+def _targets(
+    outcomes: Outcomes,
+    logged: Sequence[str],
+    memory: Trend,
+    slow: dict[str, list[float]],
+    before: Pulse,
+    after: Pulse,
+    gauges: dict[str, float],
+) -> list[Target]:
+    more = "more than before"
+    return [
+        Target("errors", len(outcomes.errors), "==", 0),
+        Target("warnings and errors in the server's log", len(logged), "==", 0),
+        Target(
+            "memory, slope of the least", memory.per_hour, "<=", WANTED_MB_PER_HOUR, "MB an hour"
+        ),
+        *(
+            Target(f"p99 of {kind}, second half over first", cells[3], "<=", WANTED_P99_RATIO)
+            for kind, cells in slow.items()
+        ),
+        Target(f"files, {more}", after.files - before.files, "<=", WANTED_MORE),
+        Target(f"threads, {more}", after.threads - before.threads, "<=", WANTED_MORE),
+        *(Target(f"{name} afterwards", value, "==", 0) for name, value in gauges.items()),
+    ]
+
+
+def _capacity(server: Server, callees: Sequence[Callee], seconds: float) -> float:
+    """Answers a second when all clients ask again as soon as they are answered."""
+    begun_s = time.perf_counter()
+    callers = [
+        Caller(server, callees, 1000 + n, begun_s + seconds) for n in range(LONG_CLIENTS // 2)
+    ]
+    threads = [threading.Thread(target=caller.call_on) for caller in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outcomes = Outcomes.of(caller.outcomes for caller in callers)
+    if outcomes.errors:
+        raise SystemExit(f"while the capacity was measured: {outcomes.errors[0]}")
+    return outcomes.answered / (time.perf_counter() - begun_s)
+
+
+def _long_load(
+    server: Server, callees: Sequence[Callee], rate: float, seconds: float, keep: Path
+) -> tuple[Run, Outcomes]:
+    """Load the server until the time is over, or somebody presses Ctrl-C."""
+    arrivals = Arrivals(rate, seconds, seed=1)
+    run = Run(keep, time.perf_counter())
+    callers = [Caller(server, callees, seed, float("inf")) for seed in range(LONG_CLIENTS)]
+    threads = [
+        threading.Thread(target=_ask_on, args=(caller, arrivals, run), daemon=True)
+        for caller in callers
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _watch(server, threads, callers, run, min(PULSE_S, seconds / 40))
+    except KeyboardInterrupt:
+        print("stopped; the result is that of the time until now", file=sys.stderr)
+        arrivals.over.set()
+    for thread in threads:
+        thread.join()
+    return run, Outcomes.of(caller.outcomes for caller in callers)
+
+
+def _ask_on(caller: Caller, arrivals: Arrivals, run: Run) -> None:
+    while (due_s := arrivals.next_s()) is not None:
+        time.sleep(max(0.0, run.begun_s + due_s - time.perf_counter()))
+        kind = caller.ask()
+        if kind is not None and kind != LEFT:
+            latency_ms = (time.perf_counter() - run.begun_s - due_s) * 1000
+            run.served.append(Served(kind, due_s, latency_ms))
+    caller.close()
+
+
+def _watch(
+    server: Server,
+    threads: Sequence[threading.Thread],
+    callers: Sequence[Caller],
+    run: Run,
+    pulse_s: float,
+) -> None:
+    """Look at the server again and again, and end minutes once their answers have come."""
+    looks = minutes = 0
+    while any(thread.is_alive() for thread in threads):
+        run.look(server)
+        looks += 1
+        if run.pulses[-1].at_s >= (minutes + 1.5) * MINUTE_S:
+            run.end_minute(minutes, sum(len(caller.outcomes.errors) for caller in callers))
+            minutes += 1
+        time.sleep(max(0.0, run.begun_s + looks * pulse_s - time.perf_counter()))
+    run.end_minute(minutes, sum(len(caller.outcomes.errors) for caller in callers))
+
+
+def _long_load_rows(
+    capacity: float, rate: float, lasted_s: float, outcomes: Outcomes
+) -> list[Sequence[Cell]]:
+    rows: list[Sequence[Cell]] = [
+        ["answers a second, closed loop: the capacity", capacity],
+        ["requests a second, asked", rate],
+        ["seconds", lasted_s],
+        ["answers a second", outcomes.answered / lasted_s if lasted_s else None],
+    ]
+    return rows + [[f"... {kind}", count] for kind, count in sorted(outcomes.kinds.items())]
+
+
+def _held_rows(
+    before: Pulse, pulses: Sequence[Pulse], after: Pulse, warm_s: float
+) -> list[Sequence[Cell]]:
+    names = {"held_mb": "RSS, MB", "pss_mb": "PSS, MB", "files": "files", "threads": "threads"}
+    names |= {"in_flight": "requests", "queue_depth": "waiting", "cache_mb": "caches, MB"}
+    rows: list[Sequence[Cell]] = []
+    for name, shown in names.items():
+        values = [(one.at_s, float(getattr(one, name))) for one in pulses if one.at_s >= warm_s]
+        found = trend(values)
+        middle, most = statistics.median(v for _, v in values), max(v for _, v in values)
+        cells = (getattr(before, name), middle, most, getattr(after, name))
+        rows.append([shown, *cells, found.per_hour, found.low, found.high])
+    return rows
+
+
+def _least_row(held: Sequence[tuple[float, float]], memory: Trend) -> Sequence[Cell]:
+    least = [value for _, value in floors(held)]
+    cells = (None, statistics.median(least), max(least), None)
+    return ["RSS, least of each twentieth, MB", *cells, memory.per_hour, memory.low, memory.high]
+
+
+def _halves(run: Run, kind: str, warm_s: float) -> list[float]:
+    """The p50 of all, the p99 of each half, and the second over the first."""
+    served = [one for one in run.served if one.kind == kind and one.due_s >= warm_s]
+    ms = sorted(one.latency_ms for one in served)
+    middle_s = (warm_s + max((one.due_s for one in served), default=0.0)) / 2
+    halves = []
+    for half in (False, True):
+        by_minute: dict[int, list[float]] = {}
+        for one in served:
+            if (one.due_s >= middle_s) == half:
+                by_minute.setdefault(int(one.due_s // MINUTE_S), []).append(one.latency_ms)
+        each = [quantile(sorted(latencies), 0.99) for latencies in by_minute.values()]
+        halves.append(statistics.median(each) if each else 0.0)
+    return [quantile(ms, 0.5), *halves, halves[1] / halves[0] if halves[0] else 0.0]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of values in order; 0 of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
 
 NAME = "soak"
 CLIENTS, SECONDS, SETTLE_S = 64, 120.0, 5.0
@@ -43,14 +580,14 @@ def main(arguments: Sequence[str]) -> int:
     lasting = made.add_mutually_exclusive_group()
     lasting.add_argument("--hours", type=float, default=0.0, help="soak in an open loop")
     lasting.add_argument("--minutes", type=float, default=0.0, help="the same, shorter")
-    share = long_soak.LOAD
+    share = LOAD
     made.add_argument("--load", type=float, default=share, help=f"of the capacity ({share:g})")
     made.add_argument("--keep", type=Path, metavar="FILE", help="a line a minute, as it comes")
     parsed = made.parse_args(arguments)
     lasting_s = parsed.hours * 3600 + parsed.minutes * 60
     if lasting_s:
-        keep = parsed.keep or Path(tempfile.gettempdir()) / f"{long_soak.NAME}.jsonl"
-        long = partial(long_soak.measure, options(parsed), lasting_s, parsed.load, keep)
+        keep = parsed.keep or Path(tempfile.gettempdir()) / f"{LONG_NAME}.jsonl"
+        long = partial(measure_long, options(parsed), lasting_s, parsed.load, keep)
         return run(NAME, arguments, parsed, long)
     clients = parsed.clients or (8 if parsed.quick else CLIENTS)
     seconds = parsed.seconds or (2.0 if parsed.quick else SECONDS)

@@ -1,11 +1,12 @@
 """A model is swapped again and again while clients stream from it: who is failed, cut off or wrong.
 
-Two versions of one model take turns; what each answers was asked of it alone before. It
-deliberately measures no throughput: loading takes what the answers leave.
+Two versions of one model take turns; what each answers was asked of it alone before. No
+throughput is measured: loading takes what the answers leave.
 """
 
 import random
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -17,15 +18,35 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from benchmarks.client import Client, UnexpectedAnswer
-from benchmarks.options import Options, options, parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
+from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
-from benchmarks.versions import write_version
-from serve.bundle import Bundle, Manifest
+from serve.bundle import LATENCY_FILE, Bundle, Manifest, open_staging, seal_bundle
 from serve.keys import NewKey
+
+# Another version of a model: of the same name and ladder, with other weights, so other answers.
+
+
+_CHANGE = 0.05  # of a weight, as a share of it
+
+
+def write_version(bundle: Bundle, folder: Path, seed: int) -> Bundle:
+    """A copy whose weights, all float32, are changed by chance."""
+    names = [*bundle.manifest.files]
+    if (bundle.folder / LATENCY_FILE).is_file():
+        names.append(LATENCY_FILE)
+    with open_staging(folder) as staging:
+        for name in names:
+            shutil.copyfile(bundle.folder / name, staging / name)
+        path = staging / bundle.manifest.weights
+        weights = np.fromfile(path, np.float32)
+        noise = np.random.default_rng(seed).uniform(-_CHANGE, _CHANGE, weights.size)
+        (weights * (1 + noise).astype(np.float32)).tofile(path)
+        return seal_bundle(staging, bundle.manifest, folder)
+
 
 NAME = "swaps"
 SWAPS, CLIENTS, TOKENS, GAP_S = 100, 8, 64, 0.2

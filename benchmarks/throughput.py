@@ -17,9 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.options import parser, run
-from benchmarks.result import Cell, Provenance, Result, Table, Target
-from benchmarks.rounds import interleave, median, median_ratio
+from benchmarks.lab import (
+    Cell,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    interleave,
+    median,
+    median_ratio,
+    parser,
+    run,
+)
 from train.data import open_dataset
 from train.data.batch import Dataset
 from train.devices import Devices

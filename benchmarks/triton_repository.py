@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.options import ZOO
-from benchmarks.result import Cell, Provenance, Table
+from benchmarks.lab import ZOO, Cell, Provenance, Table
 from export.triton import graph_input, rung_name, text_name, write_repository
 from serve.bundle import Bundle, TextInput, read_bundle
 from serve.engine.sampling import softmax

@@ -1,6 +1,6 @@
 """A process that opens bundles as a server does, and says what came of it; it may die of one.
 
-Reads a folder a line, and answers with a line of JSON. Knows nothing of what was done to a bundle.
+Reads a folder a line, and answers with a line of JSON.
 """
 
 import hashlib

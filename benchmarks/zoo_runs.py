@@ -4,8 +4,8 @@
 
 The graph of one step count in float32 holds all weights: those of matrix products transposed and
 without a name, in the order in which they are used, positions as a slice, all others under the end
-of their name. The model that gets them must answer as the bundle does. Knows our models of text and
-images, of Euler's method and without any conditions on time; not what is done with the runs.
+of their name. The model that gets them must answer as the bundle does. It can do models of
+text and images, of Euler's method and without any conditions on time.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from benchmarks.options import ZOO
+from benchmarks.lab import ZOO
 from serve.bundle import Bundle, ImageInput, read_bundle
 from serve.runtime import open_model
 from train.checkpoint import Reached, read_tokenizer, save_checkpoint, start_run

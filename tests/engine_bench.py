@@ -24,7 +24,7 @@ from serve.engine.work import Classification, Generation, GenerationRequest, Tra
 from serve.errors import ServeError
 from serve.metrics import Metrics
 from tests.fake_model import Mood, fake_catalog
-from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 GREEDY = Sampling(temperature=0.0)
 # Tests hold calls up; only those that are about it say for how long that is all right.

@@ -16,7 +16,7 @@ from serve.metrics import Metrics
 from serve.server import Server, bind
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The graphs of the other tiny bundles: images, points, whole prefixes, and translation.
 
-The trunk is that of tests.tiny_graphs, in plain operators. The whole-prefix decoder computes what
-the one with caches does. A translator's decoder also attends to the memory, and leans to its end
-more with every position, so that its answers end.
+The trunk is that of tests.fixtures.tiny_graphs, in plain operators. The whole-prefix decoder
+computes what the one with caches does. A translator's decoder also attends to the memory, and leans
+to its end more with every position, so that its answers end.
 """
 
 import math
@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from serve.bundle import Shape
-from tests.tiny_graphs import GraphWriter, after_attention, euler, value_info
+from tests.fixtures.tiny_graphs import GraphWriter, after_attention, euler, value_info
 
 INT64, FLOAT = TensorProto.INT64, TensorProto.FLOAT
 TOKENS = ("tokens", INT64, ("batch", "length"))

@@ -13,9 +13,9 @@ from onnx import TensorProto, helper
 from tokenizers import Tokenizer
 
 from serve.bundle import Bundle, open_staging, seal_bundle
-from tests.tiny_bundles import restage
-from tests.tiny_folders import classify_bundle
-from tests.tiny_graphs import value_info
+from tests.fixtures.tiny_bundles import restage
+from tests.fixtures.tiny_folders import classify_bundle
+from tests.fixtures.tiny_graphs import value_info
 
 POISON = "~"
 _ROUNDS = 10**12

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import command_line
+from benchmarks.lab import command_line
 from benchmarks.papers.measure import measured
 from benchmarks.papers.measured import FOLDER, Measured
 from train.evaluate import evaluate_run

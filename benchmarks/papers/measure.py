@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, commit, this_machine, today
+from benchmarks.lab import command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
 from train.checkpoint import METRICS, RunError, load_run
 from train.evaluate import Report, evaluate_run, methods_named

@@ -1,7 +1,4 @@
-"""One trained run, measured: what is kept of it in measured/NAME.json.
-
-Knows files and their form; not how anything was trained or is shown.
-"""
+"""One trained run, measured: what is kept of it in measured/NAME.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.machine import Machine
+from benchmarks.lab import Machine
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 SCHEMA_VERSION = 1

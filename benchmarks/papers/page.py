@@ -5,19 +5,296 @@
 Measures nothing. Experiments without a measured run are listed as not run yet.
 """
 
+import statistics
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT
-from benchmarks.papers.frontier import frontier_section
-from benchmarks.papers.measured import Measured, read_all
-from benchmarks.papers.plots import draw_curves, draw_quality
-from benchmarks.papers.screened import screen_section
+from benchmarks.lab import ROOT, Machine
+from benchmarks.papers.measured import Measured, Point, read_all
 from benchmarks.papers.screens import SCREENED, Screen, read_screens
-from benchmarks.papers.tables import mean, provenance, quality, table
+
+# The pictures of the results page: quality against steps, and training curves.
+
+
+AnyGroups = Mapping[str, Sequence[Measured]]
+
+
+def draw_quality(title: str, groups: AnyGroups, path: Path) -> None:
+    """One line a group; models of one depth are level lines."""
+    figure, axes = _canvas(title)
+    metric = "loss"
+    for name, runs in groups.items():
+        metric = runs[0].points[0].metric
+        counts = sorted({p.steps for run in runs for p in run.points if p.steps})
+        means = []
+        for count in counts:
+            found = [point.value for run in runs if (point := run.at(count)) is not None]
+            means.append(statistics.mean(found))
+        if len(counts) == 1:
+            axes.axhline(means[0], linestyle="--", linewidth=1, label=name, color=_grey(name))
+        else:
+            axes.plot(counts, means, marker="o", markersize=4, label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("steps")
+    axes.set_ylabel("loss (nats a token)" if metric == "loss" else metric)
+    _finish(figure, axes, path)
+
+
+def draw_curves(title: str, groups: AnyGroups, path: Path) -> None:
+    """Validation quality at the largest watched count against evaluations spent."""
+    figure, axes = _canvas(title)
+    label = ""
+    for name, runs in groups.items():
+        moments = runs[0].curve
+        if not moments:
+            continue
+        label = max(moments[-1].validation, key=_steps)
+        seen = [m for m in moments if label in m.validation]
+        axes.plot([m.evaluations for m in seen], [m.validation[label] for m in seen], label=name)
+    axes.set_xlabel("velocity evaluations spent in training")
+    axes.set_ylabel(f"validation {label.partition('@')[0]}, full steps")
+    _finish(figure, axes, path)
+
+
+def _steps(label: str) -> int:
+    """Of `accuracy@8`, 8; a solver that chooses its own steps goes last."""
+    steps = label.partition("@")[2]
+    return int(steps) if steps.isdigit() else 0
+
+
+def _canvas(title: str) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _grey(name: str) -> str:
+    return f"{0.2 + 0.5 * (sum(name.encode()) % 7) / 7:.2f}"
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+# Cells and tables of the results page: means over seeds, the best in bold, what was measured on.
+
+
+_FORMS = {"accuracy": "{:.2f}", "loss": "{:.3f}", "agreement": "{:.1f}"}
+
+
+def marked(found: Sequence[Sequence[float]], metric: str) -> list[str]:
+    """The mean of each, the best in bold; a dash where there is nothing."""
+    cells = [mean(values, _FORMS[metric]) for values in found]
+    means = [statistics.mean(values) for values in found if values]
+    best = (min if metric == "loss" else max)(means, default=None)
+    return [
+        f"**{cell}**" if values and statistics.mean(values) == best else cell
+        for values, cell in zip(found, cells, strict=True)
+    ]
+
+
+def quality(points: list[Point]) -> str:
+    return mean(figures(points), _FORMS[points[0].metric])
+
+
+def figures(points: Sequence[Point]) -> list[float]:
+    """Values as they are shown."""
+    return [100 * p.value if p.metric == "accuracy" else p.value for p in points]
+
+
+def mean(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "–"
+    write: Callable[[float], str] = form.format
+    if len(values) == 1:
+        return write(values[0])
+    return f"{write(statistics.mean(values))} ± {write(statistics.stdev(values))}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def provenance(present: list[tuple[str, list[Measured]]]) -> str:
+    runs = [run for _, group in present for run in group]
+    machines = sorted({f"{m.cores} cores of {m.cpu}, {m.memory_gb:g} GB" for m in _machines(runs)})
+    commits = sorted({run.commit for run in runs})
+    dates = sorted({run.date.partition(" ")[0] for run in runs})
+    load = max(m.load for m in _machines(runs))
+    data = sorted({str(point.samples) for run in runs for point in run.points})
+    return (
+        f"Held-out samples: {', '.join(data)}. Measured {' and '.join(dates)} at "
+        f"{', '.join(commits)}; commands such as `{runs[0].command}`. "
+        f"Machine: {'; '.join(machines)}; load average up to {load:.1f}: CPU seconds are inflated."
+    )
+
+
+def _machines(runs: Sequence[Measured]) -> list[Machine]:
+    return [run.machine for run in runs]
+
+
+_TITLE = "One model for every step count, or one for each"
+
+
+def frontier_section(section: Mapping[str, Any], groups: AnyGroups) -> str:
+    """The section, with a table for each comparison of which everything has been measured."""
+    parts = [f"## {_TITLE}", section["note"].strip()]
+    for one in section["compared"]:
+        needed = [one["any"], *one["fixed"].values(), one["discrete"]]
+        absent = ", ".join(f"`{name}`" for name in needed if name not in groups)
+        what = one["what"]
+        parts.append(f"{what}: not run yet: {absent}." if absent else _table(one, groups))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(one: Mapping[str, Any], groups: AnyGroups) -> str:
+    any_step, discrete = groups[one["any"]], groups[one["discrete"]]
+    fixed = {int(count): groups[name] for count, name in one["fixed"].items()}
+    counts = sorted(fixed)
+    metric = any_step[0].points[0].metric
+    unit = "%" if metric == "accuracy" else "nats"
+    header = [f"{one['what']}, {unit}"]
+    header += [f"{count} evaluation{'s' if count > 1 else ''}" for count in counts]
+    header += ["evaluations in training", "parameters"]
+    rows = [
+        ["one model for any count"]
+        + [_quality(any_step, count) for count in counts]
+        + _cost([any_step]),
+        ["a model for each count"]
+        + [_quality(fixed[count], count) for count in counts]
+        + _cost(list(fixed.values())),
+        ["the largest count's alone"]
+        + [_quality(fixed[counts[-1]], count) for count in counts]
+        + _cost([fixed[counts[-1]]]),
+        ["discrete transformer", _quality(discrete, 1)]
+        + ["–"] * (len(counts) - 1)
+        + _cost([discrete]),
+    ]
+    better = 1 if metric == "accuracy" else -1
+    for what, others in (
+        ("any count, ahead of a model for each by", [_mean(fixed[n], n) for n in counts]),
+        ("ahead of the discrete transformer by", [_mean(discrete, 1)] * len(counts)),
+    ):
+        ahead = [
+            better * (_mean(any_step, n) - other) for n, other in zip(counts, others, strict=True)
+        ]
+        form = "{:+.2f}" if metric == "accuracy" else "{:+.3f}"
+        rows.append([what, *map(form.format, ahead), "", ""])
+    return table(header, rows)
+
+
+def _quality(runs: Sequence[Measured], count: int) -> str:
+    return quality([run.need(count) for run in runs])
+
+
+def _mean(runs: Sequence[Measured], count: int) -> float:
+    return statistics.mean(figures([run.need(count) for run in runs]))
+
+
+def _cost(models: Sequence[Sequence[Measured]]) -> list[str]:
+    evaluations = sum(statistics.mean(run.evaluations for run in runs) for runs in models)
+    return [f"{evaluations:,.0f}", f"{sum(runs[0].parameters for runs in models):,}"]
+
+
+# The section of the results page that shows a screen: its variants side by side.
+
+
+Groups = dict[str, list[Measured]]
+
+
+def screen_section(screen: Screen, groups: Groups) -> str:
+    """The variants of a screen side by side."""
+    found = {one: groups.get(screen.group(one), []) for one in screen.variants}
+    present = [(f"`{one.name}`", runs) for one, runs in found.items() if runs]
+    absent = [f"`{one.name}`" for one, runs in found.items() if not runs]
+    parts = [f"## Any step count: a screen on {screen.title}", _introduction(screen)]
+    if present:
+        parts += [
+            screen.note.strip(),
+            _screen_quality_table(present),
+            _screen_method_table(present),
+        ]
+        parts += [sentence for name, runs in present if (sentence := _diverged(name, runs))]
+        sets = [
+            [f"`{one.name}`", ", ".join(f"`{override}`" for override in one.overrides)]
+            for one, runs in found.items()
+            if runs
+        ]
+        parts += [table(["variant", "sets"], sets), provenance(present)]
+    if absent:
+        parts.append(f"Not run yet: {', '.join(absent)}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _introduction(screen: Screen) -> str:
+    base = ", ".join(f"`{override}`" for override in screen.base)
+    return (
+        f"Recipe `{screen.recipe}` with {base}, and what a variant sets. Every variant is trained "
+        f"for about {screen.evaluations:,} velocity evaluations: far from the end, so only large "
+        "differences mean anything. The best of a column is bold."
+    )
+
+
+def _screen_quality_table(present: list[tuple[str, list[Measured]]]) -> str:
+    counts = sorted({p.steps for _, runs in present for r in runs for p in r.points if p.steps})
+    metric = present[0][1][0].points[0].metric
+    columns = [[name for name, _ in present]]
+    for count in counts:
+        points = [[p for run in runs if (p := run.at(count)) is not None] for _, runs in present]
+        columns.append(marked([figures(some) for some in points], metric))
+    columns.append(marked([_jumps(runs) for _, runs in present], "agreement"))
+    columns.append([mean([run.evaluations for run in runs], "{:,.0f}") for _, runs in present])
+    seconds = [[run.cpu_s for run in runs if run.cpu_s is not None] for _, runs in present]
+    columns.append([mean(some, "{:,.0f}") for some in seconds])
+    header = ["variant", *(f"{count} step{'s' if count > 1 else ''}" for count in counts)]
+    header += ["jump after 1 agrees with full, %", "evaluations", "CPU s"]
+    return table(header, list(zip(*columns, strict=True)))
+
+
+def _jumps(runs: list[Measured]) -> list[float]:
+    """In %; where training knows one step only, the jump is the full answer by definition."""
+    longer = [run for run in runs if run.recipe["steps"]["full"] > 1]
+    return [100 * run.jumps[run.trained_method]["1"] for run in longer]
+
+
+def _screen_method_table(present: list[tuple[str, list[Measured]]], nfe: int = 4) -> str:
+    """Every method at one cost; none but that of the training was trained for."""
+    methods = list(dict.fromkeys(p.method for _, runs in present for p in runs[0].points))
+    rows = []
+    for name, runs in present:
+        points = [
+            [p for run in runs for p in run.points if p.method == method and p.nfe == nfe]
+            for method in methods
+        ]
+        metric = runs[0].points[0].metric
+        rows.append([name, *marked([figures(some) for some in points], metric)])
+    title = f"at {nfe} evaluations; the best of a row is bold"
+    return table([title, *methods], rows)
+
+
+def _diverged(name: str, runs: list[Measured]) -> str:
+    short = [run for run in runs if run.iterations < run.recipe["optim"]["iterations"]]
+    return "; ".join(
+        f"{name} (seed {run.seed}) diverged: it is shown as it was after {run.iterations:,} of "
+        f"{run.recipe['optim']['iterations']:,} iterations"
+        for run in short
+    )
+
 
 PUBLISHED = Path(__file__).parent / "published.toml"
 PAGE = ROOT / "docs" / "results.md"
@@ -30,8 +307,6 @@ data: accuracy in %, loss in nats a token. "Evaluations" are passes of a batch t
 in training: what training cost. Where several seeds were trained, a cell is their mean ± their
 standard deviation.
 """
-
-Groups = dict[str, list[Measured]]
 
 
 def main(arguments: Sequence[str]) -> int:

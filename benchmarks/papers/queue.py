@@ -6,7 +6,7 @@
 Everything it knows is in files, so it may be killed at any moment and started again: a run is done
 when its figures are in `measured`, and a training goes on from its own checkpoint. Several queues
 may share a folder of runs: each run is claimed by a lock. While trainings run, the machine is
-marked as busy (benchmarks/quiet.py), and no benchmark measures beside them unless it is told to;
+marked as busy (benchmarks/lab.py), and no benchmark measures beside them unless it is told to;
 `pause` stops them where they are, and the mark goes.
 """
 
@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.machine import ROOT
+from benchmarks.lab import ROOT, Busy
 from benchmarks.papers.measured import FOLDER, Measured
-from benchmarks.quiet import Busy
 from train.checkpoint import METRICS
 from train.loop import read_metrics
 from train.recipe import Recipe, RecipeError, load_recipe, recipe_from

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import command_line
+from benchmarks.lab import command_line
 from benchmarks.papers.measure import measured
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.screens import SCREENED, Screen, Variant, planned, read_screens

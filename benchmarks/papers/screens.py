@@ -1,7 +1,4 @@
-"""Screens: many variants of a recipe at equal training cost, as screens.toml names them.
-
-Knows what is to be trained and what that costs; neither trains nor evaluates.
-"""
+"""Screens: many variants of a recipe at equal training cost, as screens.toml names them."""
 
 import dataclasses
 import tomllib

@@ -2,7 +2,7 @@
 
 One velocity evaluation of ours is one pass through as many layers, heads and as wide as theirs, so
 ours takes one step a token. Ours answers over HTTP, one request a row; theirs are called without a
-server, all rows at once from the first token to the last. It deliberately trains nothing.
+server, all rows at once from the first token to the last.
 """
 
 import json
@@ -19,12 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import reference
-from benchmarks.closed_clients import load
-from benchmarks.machine import ROOT
-from benchmarks.peers.environments import Environments
-from benchmarks.peers.peer import STEPDIAL
-from benchmarks.peers.tree import Cores
-from benchmarks.rounds import interleave, median
+from benchmarks.client import load
+from benchmarks.lab import ROOT, interleave, median
+from benchmarks.peers.servers import STEPDIAL, Cores, Environments
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Precision
 from serve.inputs.text import TextCodec

@@ -2,7 +2,6 @@
 
 Runs in an environment of its own, as one process on one thread, without a server: reads lines of
 JSON that name an engine, the rows and the seconds, and answers each with a line of tokens a second.
-It deliberately knows nothing of what it is compared with.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The model as every other server runs it: one graph of a bundle, its tokenizer, texts to labels.
 
 Runs in the environment of each server, so it needs only numpy, onnxruntime and tokenizers, and
-nothing of ours. It deliberately knows neither HTTP nor batching; what it is told stands in the
-environment. Every call leaves a line, so that work done for nobody can be counted.
+nothing of ours. What it is told stands in the environment. Every call leaves a line, so that
+work done for nobody can be counted.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 Every server has an environment and a core of its own, the clients have the other cores. All are
 started in turn, again and again, and asked the same; the faults come at the last start of each.
-Knows the order of things; deliberately nothing of how any of them is measured or shown.
 """
 
 import argparse
@@ -14,17 +13,25 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.options import ZOO, Options, options, parser, run
+from benchmarks.lab import ZOO, Options, Provenance, Result, Table, options, parser, run
 from benchmarks.peers import report
-from benchmarks.peers.environments import Environments, NotInstalled, default_folder
-from benchmarks.peers.faults import left, malformed, overloaded, terminated
-from benchmarks.peers.found import PLAIN, Found
 from benchmarks.peers.generation import Way, measure_generation
-from benchmarks.peers.peer import PEERS, STEPDIAL, Peer
-from benchmarks.peers.running import Model, NotRunning, Question, Running, running
-from benchmarks.peers.speed import Pace, measure_speed
-from benchmarks.peers.tree import Cores
-from benchmarks.result import Provenance, Result, Table
+from benchmarks.peers.report import PLAIN, Found
+from benchmarks.peers.servers import (
+    PEERS,
+    STEPDIAL,
+    Cores,
+    Environments,
+    Model,
+    NotInstalled,
+    NotRunning,
+    Peer,
+    Question,
+    Running,
+    default_folder,
+    running,
+)
+from benchmarks.peers.speed import Pace, left, malformed, measure_speed, overloaded, terminated
 from benchmarks.texts import text_of, window_of
 from serve.bundle import Bundle, read_bundle
 from serve.inputs.text import TextCodec

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.conformance import as_it_is, document_of, serving, tiny_bundles, within_models
-from benchmarks.schema_run import accepted_of, failures_of
+from benchmarks.conformance import (
+    accepted_of,
+    as_it_is,
+    document_of,
+    failures_of,
+    serving,
+    tiny_bundles,
+    within_models,
+)
 from benchmarks.server import Server
 from serve.bundle import Bundle
 

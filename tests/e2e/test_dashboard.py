@@ -20,9 +20,9 @@ import yaml
 
 from serve.bundle import Calibration, Level
 from serve.metrics import Metrics
+from tests.fixtures.tiny_bundles import CORPUS, build_classify
+from tests.fixtures.tiny_folders import generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import CORPUS, build_classify
-from tests.tiny_folders import generate_bundle
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/stepdial.json").read_text(encoding="utf-8"))

@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from benchmarks import drains
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from tests.faults.raw_http import GOOD, error_code, head, until_closed
 from tests.faults.raw_http import status as status_of
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, image_bundle
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 STREAMS = 6

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.fixtures.tiny_bundles import build_classify
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import server_process
-from tests.tiny_bundles import build_classify
-from tests.tiny_folders import classify_bundle
 
 
 def catches(process: int, number: signal.Signals) -> bool:

@@ -23,8 +23,8 @@ from serve.settings import Settings
 from tests.e2e.browser import opened, started_browser
 from tests.fake_model import Mood, fake_catalog
 from tests.faults.raw_http import exchange, head, status
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, run_to_end, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NAMES = ("whole-key", "slow-key", "rated-key", "lone-key", "token-key", "label-key")

@@ -15,8 +15,8 @@ import pytest
 
 from loadtest.target import ENDPOINTS
 from tests.e2e.browser import served
+from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 from tests.loadtest_stub import LADDER, running_stub
-from tests.tiny_bundles import STEPS, build_classify, build_generate
 
 pytestmark = pytest.mark.long
 

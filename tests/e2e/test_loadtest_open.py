@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fixed_service import running_queue
-from benchmarks.load_tools import Times, ask_open
-from benchmarks.queueing import simulate, undisturbed, wait_formula
+from benchmarks.queueing import Times, ask_open, simulate, undisturbed, wait_formula
 from tests.loadtest_stub import CHOSEN_STEPS, Stub, running_stub
 
 pytestmark = pytest.mark.long

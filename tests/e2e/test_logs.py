@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import run_to_end, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 FLAGS = ("--log-format", "json", "--access-log", "--log-level", "info")
 

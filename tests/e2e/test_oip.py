@@ -11,15 +11,15 @@ from tritonclient.http import InferenceServerClient, InferRequestedOutput
 from tritonclient.http import aio as tritonaio
 from tritonclient.utils import InferenceServerException
 
-from tests.oip_client import array_in, strings, texts_in
-from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,
     points_bundle,
     translate_bundle,
 )
+from tests.oip_client import array_in, strings, texts_in
+from tests.server_process import ServerProcess, server_process
 
 BUNDLES = [
     classify_bundle(),

@@ -13,8 +13,8 @@ from benchmarks.oip_conformance import (
     conform,
     read_description,
 )
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get(VARIABLE),

@@ -14,9 +14,14 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 
 from tests.faults.raw_http import exchange, head
 from tests.faults.raw_http import status as status_of
+from tests.fixtures.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    points_bundle,
+)
 from tests.oip_client import refusal, texts_in
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, points_bundle
 
 LENGTH = "Inference-Header-Content-Length"
 URL = "/v2/models/tiny-classify/infer"

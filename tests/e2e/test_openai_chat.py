@@ -13,10 +13,10 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from serve.api import openai as shapes
 from serve.bundle import open_staging, seal_bundle
+from tests.fixtures.tiny_bundles import restage
+from tests.fixtures.tiny_folders import generate_bundle
 from tests.openai_clients import async_client, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import restage
-from tests.tiny_folders import generate_bundle
 
 PLAIN, TEMPLATED = "tiny-generate", "tiny-chat"
 MESSAGES: list[ChatCompletionMessageParam] = [

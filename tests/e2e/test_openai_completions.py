@@ -9,9 +9,9 @@ import pytest
 from openai import OpenAI
 
 from serve.api import openai as shapes
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 from tests.openai_clients import async_client, read_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 MODEL, PROMPT = "tiny-generate", "To be"
 

@@ -12,9 +12,9 @@ import pytest
 from openai import OpenAI
 
 from serve.api.openai import OpenAIError
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 from tests.openai_clients import parse_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MODEL = "tiny-generate"

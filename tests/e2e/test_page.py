@@ -14,7 +14,7 @@ from playwright.sync_api import Page, Request, Route, expect
 
 from serve.bundle import Calibration, Level
 from tests.e2e.browser import Served, pick, served
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.browser
 

@@ -18,7 +18,12 @@ from tests.e2e.browser import (
     pick,
     served,
 )
-from tests.tiny_folders import generate_bundle, image_bundle, points_bundle, translate_bundle
+from tests.fixtures.tiny_folders import (
+    generate_bundle,
+    image_bundle,
+    points_bundle,
+    translate_bundle,
+)
 
 pytestmark = pytest.mark.browser
 

@@ -16,7 +16,7 @@ from tests.e2e.browser import (
     pick,
     served,
 )
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.browser
 

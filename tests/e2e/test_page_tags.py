@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.e2e.browser import Complaints, Served, audit, opened, pick, served
-from tests.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
+from tests.fixtures.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
 
 pytestmark = pytest.mark.browser
 PUZZLE = "12.4..3.5126.3.4"  # a square of four

@@ -11,7 +11,12 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.e2e.browser import Served, audit, opened, pick, playground, served
-from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, translate_bundle
+from tests.fixtures.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    translate_bundle,
+)
 
 pytestmark = pytest.mark.browser
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it by thread")
 BEFORE = 10

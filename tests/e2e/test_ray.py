@@ -16,10 +16,10 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, points_bundle
 from tests.ray_cluster import RayCluster, running_cluster
 from tests.server_process import server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle, points_bundle
 
 BUNDLES = [generate_bundle(), classify_bundle(), points_bundle()]
 GENERATE: dict[str, Any] = {"model": "tiny-generate", "prompt": "the story ", "seed": 7}

@@ -8,8 +8,8 @@ import pytest
 
 from serve.keys import NewKey
 from tests.faults.raw_http import exchange
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 FRIEND = "https://app.example.org"
 STRANGER = "https://evil.example.org"

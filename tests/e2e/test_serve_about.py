@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from serve.api import models
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from serve.api import fields
 from serve.api.fields import BudgetFields, ClassifyRequest, GenerateRequest
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 CLASSIFIED = TypeAdapter(fields.ClassifyResponse)
 FIELDS = {"steps", "method", "nfe", "reason", "full_steps", "expected"}

@@ -10,9 +10,9 @@ import pytest
 
 from serve.engine.cost import CostKey
 from tests.fake_server import FakeServer, fake_server
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 CLASSIFY, GENERATE = "/v1/classify", "/v1/generate"
 TEXT: dict[str, Any] = {"input": "a good film"}

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from serve.bundle import Calibration, Level
+from tests.fixtures.tiny_bundles import CORPUS, build_classify, build_generate
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import CORPUS, build_classify, build_generate
 
 # The tiny classifier's answers are ahead by 0.02 to 0.7: some rows stop at once, others never do.
 CALIBRATION = Calibration(

@@ -15,9 +15,7 @@ from pydantic import TypeAdapter
 
 from serve.api import fields as answers
 from serve.api import models
-from tests.server_process import ServerProcess, server_process
-from tests.sse import parse_events
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,
@@ -25,6 +23,8 @@ from tests.tiny_folders import (
     prefix_bundle,
     translate_bundle,
 )
+from tests.server_process import ServerProcess, server_process
+from tests.sse import parse_events
 
 CLASSIFIED = TypeAdapter(answers.ClassifyResponse)
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5), dtype=np.uint8)

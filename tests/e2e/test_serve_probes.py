@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle
 
 BODY = b'{"input": "a good film"}'
 

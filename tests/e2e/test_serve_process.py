@@ -18,10 +18,15 @@ from serve.bundle import Bundle
 from serve.catalog import Catalog, open_catalog
 from serve.runtime.protocol import Place
 from serve.server import bind, listen
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    points_bundle,
+)
 from tests.server_process import ServerProcess, run_to_end, server_process
 from tests.sse import parse_events
-from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, points_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 

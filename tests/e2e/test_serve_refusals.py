@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 CLASSIFY, GENERATE = "/v1/classify", "/v1/generate"
 TEXT = {"input": "a good film"}

@@ -11,9 +11,9 @@ import pytest
 
 from serve.bundle import Calibration, Level
 from serve.runtime import open_model
+from tests.fixtures.tiny_bundles import build_classify
+from tests.fixtures.tiny_families import PUZZLE, build_tag
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import build_classify
-from tests.tiny_families import PUZZLE, build_tag
 
 # The tiny tagger's least sure position is ahead by little: some rows stop at once, others never do.
 CALIBRATION = Calibration(

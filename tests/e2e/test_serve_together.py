@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import server_process
 from tests.sse import parse_events
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from jsonschema import Draft202012Validator
 from serve.server import HUNG
 from tests.fake_model import Mood
 from tests.fake_server import FakeServer, fake_server
+from tests.fixtures.tiny_folders import generate_bundle
 from tests.hanging_graphs import POISON, pooling
 from tests.openai_clients import parse_chunks, sync_client
 from tests.server_process import server_process
 from tests.sse import parse_events
-from tests.tiny_folders import generate_bundle
 
 Body = dict[str, Any]
 ENDLESS = 1_000_000

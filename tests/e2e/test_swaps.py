@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from benchmarks import swaps
-from benchmarks.result import Result
+from benchmarks.lab import Result
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.long
 

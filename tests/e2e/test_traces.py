@@ -17,8 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from serve import tracing
 from serve.settings import SettingsError
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

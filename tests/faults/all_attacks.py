@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 
 from tests.faults.raw_http import GOOD, get, head
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MIB = 20

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 import httpx
 
 from tests.faults.raw_http import GOOD, error_code, get, head, one_answer, status, until_closed
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle
 
 FOLDERS = [classify_bundle().folder]
 WHOLE = head(len(GOOD)) + GOOD

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from serve.bundle import read_bundle
-from tests.tiny_bundles import build_classify
-from tests.tiny_runs import SHORT, TINY, tiny_label_recipe, tiny_label_run
+from tests.fixtures.tiny_bundles import build_classify
+from tests.fixtures.tiny_runs import SHORT, TINY, tiny_label_recipe, tiny_label_run
 from train.checkpoint import load_run
 from train.loop import train
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 
 from serve.server import HUNG
+from tests.fixtures.tiny_folders import generate_bundle
 from tests.hanging_graphs import POISON, looping, pooling
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
-from tests.tiny_folders import generate_bundle
 
 READY = "/health/ready"
 

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from serve.server import GIVE_BACK_S
-from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,
     points_bundle,
     translate_bundle,
 )
+from tests.server_process import ServerProcess, server_process
 
 pytestmark = pytest.mark.long
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.killing import forked
+from benchmarks.kills import forked
 from serve.bundle import LATENCY_FILE, open_staging, read_bundle, seal_bundle, write_latency
 from serve.bundle import folder as staging
-from tests.tiny_bundles import build_classify, build_generate, restage
-from tests.tiny_runs import tiny_label_recipe
+from tests.fixtures.tiny_bundles import build_classify, build_generate, restage
+from tests.fixtures.tiny_runs import tiny_label_recipe
 from train.checkpoint import MODEL, STATE
 from train.loop import train
 

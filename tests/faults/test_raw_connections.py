@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.faults.raw_http import GOOD, error_code, exchange, get, head, status, until_closed
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 CONNECTIONS = 8
 SEND_TIMEOUT_S = 1.0

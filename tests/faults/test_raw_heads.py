@@ -19,8 +19,8 @@ from tests.faults.raw_http import (
     status,
     until_closed,
 )
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle
 
 HEADER_BYTES = 4096
 TIMEOUT_S = 0.5

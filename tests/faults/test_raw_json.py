@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.faults.raw_http import exchange, head, status
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 ADMIN_KEY = "an-admin-key-of-the-tests"
 LAST = "connection: close"

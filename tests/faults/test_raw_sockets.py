@@ -18,8 +18,8 @@ from tests.faults.raw_http import (
     one_answer,
     status,
 )
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 
 @pytest.fixture(scope="module")

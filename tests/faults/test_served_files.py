@@ -14,8 +14,8 @@ import pytest
 from serve.bundle import Bundle, BundleError, read_bundle
 from serve.catalog import open_catalog
 from serve.runtime import open_model
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.server_process import server_process
-from tests.tiny_bundles import build_classify, build_generate
 
 STEPS = (1, 2, 4)
 

@@ -16,9 +16,9 @@ import pytest
 
 from serve.bundle import Shape
 from tests.faults.raw_http import GOOD, head
+from tests.fixtures.tiny_bundles import build_generate
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_bundles import build_generate
-from tests.tiny_folders import classify_bundle, generate_bundle
 
 KEY = "an-admin-key-of-some-length"
 BEARER = {"authorization": f"Bearer {KEY}"}

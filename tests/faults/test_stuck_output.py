@@ -10,7 +10,7 @@ import time
 
 import httpx
 
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle
 
 REQUESTS = 300
 

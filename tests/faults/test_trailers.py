@@ -11,8 +11,8 @@ import pytest
 
 from serve.keys import NewKey
 from tests.faults.raw_http import GOOD, exchange, get, head, one_answer, status
+from tests.fixtures.tiny_folders import classify_bundle
 from tests.server_process import ServerProcess, server_process
-from tests.tiny_folders import classify_bundle
 
 CHUNKED = "transfer-encoding: chunked"
 PLENTY = 50 * 2**20

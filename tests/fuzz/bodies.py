@@ -15,7 +15,7 @@ from serve.engine.engine import Engine
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,

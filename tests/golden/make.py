@@ -27,8 +27,7 @@ from serve.bundle import (
 )
 from serve.runtime import open_model
 from serve.runtime.protocol import FloatArray
-from tests.golden.answers import answer, rows_of
-from tests.tiny_runs import (
+from tests.fixtures.tiny_runs import (
     tiny_image_recipe,
     tiny_label_recipe,
     tiny_pair_recipe,
@@ -36,6 +35,7 @@ from tests.tiny_runs import (
     tiny_text_recipe,
     trained,
 )
+from tests.golden.answers import answer, rows_of
 from train.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent / f"version-{SCHEMA_VERSION}"

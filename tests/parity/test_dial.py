@@ -12,7 +12,7 @@ from export.verify import samples_of
 from serve.bundle import Bundle, Precision
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.protocol import IntArray
-from tests.tiny_runs import (
+from tests.fixtures.tiny_runs import (
     tiny_label_recipe,
     tiny_logic_recipe,
     tiny_pair_recipe,

@@ -22,7 +22,7 @@ from serve.runtime import open_model
 from serve.runtime.cache import Bytes, MemoryRange, map_adjacent
 from serve.runtime.classifier import OrtClassifier
 from serve.runtime.protocol import FloatArray, RowArray
-from tests.tiny_runs import tiny_label_run, tiny_text_run
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
 from train.checkpoint import load_run
 from train.data.batch import Batch, Dataset
 from train.ode import METHODS

@@ -19,8 +19,7 @@ from export.trace import CacheShape, trace
 from export.verify import Inputs, samples_of
 from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
 from serve.runtime import Model, open_model
-from tests.server_process import server_process
-from tests.tiny_runs import (
+from tests.fixtures.tiny_runs import (
     tiny_image_recipe,
     tiny_label_recipe,
     tiny_pair_recipe,
@@ -28,6 +27,7 @@ from tests.tiny_runs import (
     tiny_text_recipe,
     trained,
 )
+from tests.server_process import server_process
 from train.checkpoint import load_run
 from train.data import open_dataset
 from train.data.batch import Sizes

@@ -10,8 +10,8 @@ from export.latency import measure_latency
 from export.run import ExportRequest, calibrate_latency, export_run
 from serve.bundle import MAX_RUNGS, Latency, read_bundle
 from serve.runtime import OpenedModel
-from tests.tiny_bundles import build_classify
-from tests.tiny_runs import TINY, tiny_label_recipe, tiny_text_recipe, trained
+from tests.fixtures.tiny_bundles import build_classify
+from tests.fixtures.tiny_runs import TINY, tiny_label_recipe, tiny_text_recipe, trained
 from train.recipe import load_recipe
 
 

@@ -16,7 +16,7 @@ from export.run import ExportRequest, export_run
 from serve.bundle import Bundle, BundleError, Precision, open_staging, seal_bundle
 from serve.runtime import open_model
 from serve.runtime.decoder import OrtDecodeBatch
-from tests.tiny_runs import tiny_label_run, tiny_text_recipe, tiny_text_run
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_recipe, tiny_text_run
 from train.checkpoint import load_run
 from train.data import open_dataset
 

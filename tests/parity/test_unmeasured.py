@@ -7,7 +7,7 @@ import pytest
 
 from export.inspect import describe
 from export.run import ExportRequest, export_run
-from tests.tiny_runs import tiny_label_run
+from tests.fixtures.tiny_runs import tiny_label_run
 from train.data.batch import Batch
 from train.data.labelled import LabelledDataset
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from serve.budget import BudgetRequest, decide
 from serve.bundle import EFFORTS, Effort, Manifest
 from serve.errors import ImpossibleBudget
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle
 
 BASE = classify_bundle().manifest
 LOWER: tuple[Effort, ...] = ("low", "medium", "high")

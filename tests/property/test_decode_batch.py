@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from serve.runtime import DecodeBatch, Decoder, WindowFullError, open_model
-from tests.tiny_bundles import build_generate
+from tests.fixtures.tiny_bundles import build_generate
 
 MAX_TOKENS = 100
 VOCABULARY = 20

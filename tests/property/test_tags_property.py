@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.inputs.text import TextCodec
-from tests.tiny_families import PUZZLE
-from tests.tiny_folders import tag_bundle, words_tag_bundle
+from tests.fixtures.tiny_families import PUZZLE
+from tests.fixtures.tiny_folders import tag_bundle, words_tag_bundle
 
 WORDS, CHARACTERS = TextCodec(words_tag_bundle()), TextCodec(tag_bundle())
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)

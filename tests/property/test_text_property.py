@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from serve.inputs.text import Encoder, StopFilter, TextCodec, TextStream, WordCache
-from tests.tiny_bundles import bpe_tokenizer
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_bundles import bpe_tokenizer
+from tests.fixtures.tiny_folders import classify_bundle
 
 CODEC = TextCodec(classify_bundle())
 FEW = st.text(alphabet="ab\n", max_size=30)

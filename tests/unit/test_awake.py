@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.awake import awake
+from benchmarks.lab import awake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can")
 
@@ -36,7 +36,7 @@ def test_a_loop_on_each_core_as_long_as_it_is_needed() -> None:
 
 def test_loops_end_with_whoever_is_killed() -> None:
     code = (
-        "import os, time\nfrom benchmarks.awake import awake\n"
+        "import os, time\nfrom benchmarks.lab import awake\n"
         "with awake():\n"
         "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
         "    time.sleep(60)\n"

@@ -1,12 +1,16 @@
 """The runner of the benchmarks: what it runs, what it leaves out, and the page of the results."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import run
-from benchmarks.run import SCRIPTS, read_results, render_page
-from tests.tiny_folders import classify_bundle, generate_bundle
+from benchmarks.lab import RESULTS
+from benchmarks.run import PAGE, SCRIPTS, read_results, render_page
+from benchmarks.summary import QUESTIONS, summary
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 BUNDLES = [str(generate_bundle().folder), str(classify_bundle().folder)]
 
@@ -38,12 +42,26 @@ def test_run_fails_when_a_script_does(tmp_path: Path) -> None:
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    """The published page; there is one as soon as there are results."""
-    root = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-    results = read_results(root / "results")
-    page = root / "RESULTS.md"
-    assert page.is_file() == bool(results)
-    if results:
-        assert page.read_text(encoding="utf-8") == render_page(results), (
-            "run benchmarks/run.py --page"
-        )
+    """The published page."""
+    shown = render_page(read_results(RESULTS))
+    assert PAGE.read_text(encoding="utf-8") == shown, "run benchmarks/run.py --page"
+
+
+def test_the_first_screen_answers_every_question_with_kept_figures() -> None:
+    results = {result.name: result for result in read_results(RESULTS)}
+    whole = summary(results)
+    links = re.findall(r"^\| \[.*?\]\(#(.*?)\) \|", whole, re.MULTILINE)
+    assert len(links) == len(QUESTIONS) and len(whole.splitlines()) <= 20
+    headings = re.findall(r"^## (.*)$", render_page(results.values()), re.MULTILINE)
+    names = {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+    assert set(links) <= names
+    peers = results.pop("peers")
+    asked = [one.asked for one in QUESTIONS if one.result == "peers"]
+    assert asked and all(one in whole and one not in summary(results) for one in asked)
+    changed = [
+        [*row[:1], 77.7, *row[2:]] if row[0] == "stepdial" else row for row in peers.tables[0].rows
+    ]
+    table = replace(peers.tables[0], rows=changed)
+    results["peers"] = replace(peers, tables=[table, *peers.tables[1:]])
+    assert "| 77.7 requests a second within 100 ms;" in summary(results)
+    assert summary({}) == ""

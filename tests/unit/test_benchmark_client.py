@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.open_loop import Shot, fire
+from benchmarks.client import Shot, fire
 from benchmarks.server import Server
 
 _IDLE_S = 0.2

@@ -1,5 +1,6 @@
 """The benchmarks run, and keep what they found."""
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -8,31 +9,34 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fastapi.testclient import TestClient
+from pydantic import TypeAdapter
 
 from benchmarks import (
-    classify_speed,
-    decode,
-    dial,
-    export_time,
-    first_answer,
     memory,
-    overhead,
     precision,
     quality,
-    served_memory,
-    soak,
-    throughput,
 )
-from benchmarks.machine import Machine, command_line
-from benchmarks.one_rung import folder_bytes, one_rung
-from benchmarks.result import Result, Table, Target, format_cell
-from benchmarks.rounds import interleave, median_ratio
+from benchmarks.bare_app import bare_app, constant_answer
+from benchmarks.lab import (
+    Machine,
+    Result,
+    Table,
+    Target,
+    command_line,
+    format_cell,
+    interleave,
+    median_ratio,
+    percentile,
+)
 from benchmarks.run import SCRIPTS
+from benchmarks.served_memory import folder_bytes, one_rung
 from benchmarks.texts import text_of, window_of
+from serve.api.fields import ClassifyResponse
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 pytestmark = pytest.mark.long
 
@@ -55,54 +59,6 @@ def _run(module: ModuleType, name: str, bundles: list[Bundle], folder: Path) -> 
 
 def _met(result: Result) -> dict[str, bool]:
     return {target.what: target.met for target in result.targets}
-
-
-def test_dial_asks_for_every_rung_and_is_told_so(bundles: list[Bundle], tmp_path: Path) -> None:
-    result = _run(dial, "dial", bundles, tmp_path)
-    rows = result.tables[0].rows
-    assert {row[1] for row in rows} == {1, 2, 4}
-    assert len(rows) == 3 * 2  # the window of the tiny classifier is shorter than 100 tokens
-    assert _met(result)["answers that took the steps they were asked for"]
-    assert result.targets[-1].value == sum(int(row[5] or 0) for row in rows)
-
-
-def test_overhead_compares_the_same_work(bundles: list[Bundle], tmp_path: Path) -> None:
-    result = _run(overhead, "overhead", bundles, tmp_path)
-    assert len(result.tables[0].rows) == 2 * (3 + 1)
-    for _, _, bare_ms, http_ms, added_ms, _, times in result.tables[0].rows:
-        assert isinstance(bare_ms, float) and isinstance(http_ms, float)
-        assert added_ms == pytest.approx(http_ms - bare_ms)
-        assert isinstance(times, int) and times >= 2
-
-
-def test_speed_is_measured_in_every_way_and_answers_are_right(tmp_path: Path) -> None:
-    decoding = _run(decode, "decode", [], tmp_path)
-    assert len(decoding.tables[0].rows) == 3 * 2 + 1 + 3 * 2 + 1
-    classifying = _run(classify_speed, "classify_speed", [], tmp_path)
-    assert len(classifying.tables[0].rows) == 2 + 2 * 2 + 1
-    for result in (decoding, classifying):
-        assert _met(result)["largest difference of a logit from torch"]
-
-
-def test_an_export_is_timed_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = export_time._in_own_process("fp32", (1,), quick=True)
-    stages_s = found["stages_s"]
-    assert set(stages_s) == {"before", *export_time.STAGES} - {"compare"}
-    assert min(stages_s.values()) > 0 and sum(stages_s.values()) < found["cpu_s"]
-    assert found["bytes"] > 160_000 and found["peak_bytes"] > 1e8
-    monkeypatch.setattr(export_time, "_in_own_process", lambda *_: found)
-    result = _run(export_time, "export_time", [], tmp_path)
-    assert [row[1] for row in result.tables[0].rows] == ["2", "2, quality on two rows", "1"]
-    assert result.targets[-1].value == 1
-
-
-def test_a_served_ladder_is_weighed_beside_one_rung(bundles: list[Bundle], tmp_path: Path) -> None:
-    result = _run(served_memory, "served_memory", bundles, tmp_path)
-    *served, bare = result.tables[0].rows
-    assert [row[2] for row in served] == [1, 3, 1, 3]
-    assert all(float(row[3] or 0) > float(bare[3] or 0) > 10 for row in served)
 
 
 def test_precision_shows_what_manifests_say(bundles: list[Bundle], tmp_path: Path) -> None:
@@ -138,16 +94,6 @@ def test_memory_grows_by_the_states_and_is_the_same_in_a_process_of_its_own(
     assert 1 <= with_checkpoints < 1.2 and without > 10
 
 
-def test_soak_ends_without_an_error_and_with_empty_gauges(
-    bundles: list[Bundle], tmp_path: Path
-) -> None:
-    result = _run(soak, "soak", bundles, tmp_path)
-    met = _met(result)
-    del met["RSS added by the second load"]  # two seconds are too short to tell
-    assert all(met.values()), result.text
-    assert "stepdial_in_flight after a load" in met
-
-
 def test_quality_sets_the_ladder_beside_the_baselines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,18 +123,34 @@ def test_one_rung_is_what_the_exporter_would_write(bundles: list[Bundle], tmp_pa
             assert folder_bytes(made) == pytest.approx(folder_bytes(alone), abs=200)
 
 
-def test_first_answer_measures_the_zoo_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        first_answer.main(["--bundles", "some"])
-    assert "the demo serves the zoo" in capsys.readouterr().err
-
-
 def test_texts_have_the_wanted_number_of_tokens(bundles: list[Bundle]) -> None:
     codec, window = TextCodec(bundles[1]), window_of(bundles[1].manifest)
     assert window == 48
     for wanted in (1, 20, window):
         found = len(codec.encode_input(text_of(codec, wanted), truncate=True).tokens)
         assert wanted <= found <= wanted + 12
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert name == module.NAME
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
+def test_percentiles() -> None:
+    assert percentile(range(100), 0.99) == 99
+    assert percentile([1.0], 0.99) == 1.0
+
+
+def test_the_bare_handler_checks_the_request_and_answers_in_our_shape() -> None:
+    with TestClient(bare_app(constant_answer(["yes", "no"]))) as client:
+        answer = client.post("/v1/classify", json={"input": "text"})
+        shown = TypeAdapter(ClassifyResponse).validate_python(answer.json(), strict=True)
+        assert [result.get("label") for result in shown["results"]] == ["yes"]
+        assert client.post("/v1/classify", json={"inputs": "text"}).status_code == 422
 
 
 def test_rounds_take_turns_and_keep_no_first_call() -> None:
@@ -219,10 +181,12 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         Result.read(path)
 
 
-def test_targets_that_are_missed_say_so() -> None:
+def test_the_page_shows_figures_and_the_terminal_what_was_missed() -> None:
     text = _result().markdown
-    assert "| fast | <= 2 ms | 1.50 ms | met |" in text
-    assert "| right | == 4 | 3 | MISSED |" in text
+    assert "| fast | 1.50 ms |" in text and "| right | 3 |" in text and "MISSED" not in text
+    lines = [line.split() for line in _result().text.splitlines()]
+    assert ["fast", "<=", "2", "ms", "1.50", "ms", "met"] in lines
+    assert ["right", "==", "4", "3", "MISSED"] in lines
     assert "a chip" in text and "abc1234" in text and "python -m benchmarks.one" in text
 
 
@@ -246,21 +210,6 @@ def test_commands_name_no_folder_of_this_machine(tmp_path: Path) -> None:
     assert shown == "python -m benchmarks.dial --bundles .../mine --quick"
     shown = command_line("benchmarks.early_answers", ["--data", f"digits={tmp_path / 'rows'}"])
     assert shown == "python -m benchmarks.early_answers --data digits=.../rows"
-
-
-MODULES = (
-    *(quality, precision, export_time, served_memory, dial, overhead, decode),
-    *(classify_speed, throughput, memory, soak, first_answer),
-)
-
-
-def test_every_script_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in MODULES:
-        assert module.NAME in SCRIPTS
-        with pytest.raises(SystemExit) as ended:
-            module.main(["--help"])
-        assert ended.value.code == 0
-    assert capsys.readouterr().out.count("--quick") >= len(SCRIPTS)
 
 
 def _result() -> Result:

@@ -7,7 +7,7 @@ import pytest
 from serve.budget import BudgetRequest, decide
 from serve.bundle import Calibration, Effort, Level
 from serve.errors import ImpossibleBudget, NotCalibrated
-from tests.tiny_folders import classify_bundle
+from tests.fixtures.tiny_folders import classify_bundle
 
 MANIFEST = classify_bundle().manifest
 

@@ -23,7 +23,7 @@ from serve.bundle import (
     write_latency,
 )
 from serve.bundle import folder as staging_folder
-from tests.tiny_bundles import build_classify, build_generate, restage
+from tests.fixtures.tiny_bundles import build_classify, build_generate, restage
 
 
 @pytest.fixture

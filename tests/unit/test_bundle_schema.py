@@ -44,8 +44,7 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from tests.property.test_manifest_round_trip import manifests
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,
@@ -55,6 +54,7 @@ from tests.tiny_folders import (
     translate_bundle,
     words_tag_bundle,
 )
+from tests.property.test_manifest_round_trip import manifests
 from tests.unit.test_manifest import CLASSIFY_CASES, GENERATE_CASES, broken
 from tests.unit.test_manifest_families import CASES, changed
 

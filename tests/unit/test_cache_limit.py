@@ -15,7 +15,7 @@ from serve.engine.work import Deliveries, Generation, GenerationRequest, Work
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import open_model
-from tests.tiny_folders import generate_bundle
+from tests.fixtures.tiny_folders import generate_bundle
 
 WINDOW = generate_bundle().manifest.text_input.max_tokens
 

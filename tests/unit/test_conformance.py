@@ -7,15 +7,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks import conformance
-from benchmarks.narrowed import narrowed
-from benchmarks.schema_run import accepted_of, check_complete, failures_of
+from benchmarks.conformance import accepted_of, check_complete, failures_of, narrowed
 from serve.app import create_app
 from serve.bundle import Bundle
 from serve.engine.engine import Engine
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_runs import tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_text_recipe
 from train.__main__ import main
 from train.data.batch import Batch
 from train.devices import Devices

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
-from benchmarks.result import Result
-from tests.tiny_runs import TINY
+from benchmarks.lab import FOLDER, Result
+from tests.fixtures.tiny_runs import TINY
 from train.loop import Loop, train
 from train.quality import Quality, gain
 from train.recipe import Recipe, load_recipe
@@ -71,8 +71,10 @@ def test_fewer_nats_are_better() -> None:
 
 
 def test_it_measures_runs_and_leaves_out_unfinished_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "queue"))  # whatever trains on this machine
+    (tmp_path / "queue").mkdir()
     small = [*TINY, "model.layers=1", "data.rows=60", "optim.iterations=4", "data.rounds=0"]
     for name, recipe in (
         ("tiny-s0", load_recipe("logic", small)),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.result import RESULTS, Result
+from benchmarks.lab import RESULTS, Result
 from serve.bundle import read_bundle
 
 ROOT = Path(__file__).parents[2]

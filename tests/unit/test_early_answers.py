@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import early_answers
-from benchmarks.result import Result
+from benchmarks.lab import FOLDER, Result
 from serve.bundle import Bundle, Calibration, Level
 from serve.runtime import open_model
-from tests.tiny_bundles import build_classify
+from tests.fixtures.tiny_bundles import build_classify
 from train.data.batch import Batch
 
 LEVELS = (Level(0.01, 0.3, 2.0, 0.01), Level(0.05, 0.0, 1.0, 0.01))
@@ -35,6 +35,7 @@ def test_levels_are_tested_on_every_row(tmp_path: Path, monkeypatch: pytest.Monk
     bundle = build_classify(tmp_path / "b", name="sure", calibration=calibration)
     data = Rows(bundle)
     monkeypatch.setattr(early_answers, "dataset_of", lambda *_: data)
+    monkeypatch.setenv(FOLDER, str(tmp_path))  # whatever trains on this machine
     arguments = ["--bundles", str(bundle.folder), "--data", "sure=here", "--results", str(tmp_path)]
     assert early_answers.main(arguments) == 0
     result = Result.read(tmp_path / "early_answers_sure.json")

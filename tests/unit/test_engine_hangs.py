@@ -16,7 +16,7 @@ from serve.errors import Stalled
 from serve.runtime import open_model
 from tests.engine_bench import Bench, Caller, classified, generated
 from tests.fake_model import Mood
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,

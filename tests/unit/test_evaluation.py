@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import tiny_label_run
+from tests.fixtures.tiny_runs import tiny_label_run
 from train.evaluate import evaluate_run, methods_named
 from train.evaluation_report import print_report
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from export.__main__ import main
-from tests.tiny_bundles import build_classify
+from tests.fixtures.tiny_bundles import build_classify
 
 SAID = {
     "export BUNDLE": "is a bundle already",

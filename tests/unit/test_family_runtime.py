@@ -11,9 +11,9 @@ import pytest
 from serve.bundle import Bundle, BundleError, TextInput, open_staging, seal_bundle
 from serve.runtime import Batches, Model, WindowFullError, open_model
 from serve.runtime.protocol import FloatArray, IntArray
-from tests.tiny_bundles import build_generate, restage
-from tests.tiny_families import build_prefix
-from tests.tiny_folders import image_bundle, points_bundle, prefix_bundle, translate_bundle
+from tests.fixtures.tiny_bundles import build_generate, restage
+from tests.fixtures.tiny_families import build_prefix
+from tests.fixtures.tiny_folders import image_bundle, points_bundle, prefix_bundle, translate_bundle
 
 
 @pytest.fixture(scope="module")

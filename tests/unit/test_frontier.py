@@ -26,8 +26,13 @@ from serve.bundle import (
     seal_bundle,
     write_latency,
 )
-from tests.tiny_bundles import restage
-from tests.tiny_folders import classify_bundle, generate_bundle, image_bundle, translate_bundle
+from tests.fixtures.tiny_bundles import restage
+from tests.fixtures.tiny_folders import (
+    classify_bundle,
+    generate_bundle,
+    image_bundle,
+    translate_bundle,
+)
 
 
 def measured(metric: Metric, values: list[float]) -> dict[int, Measured]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from benchmarks.gpu.engines import NO_GPU, UNUSABLE, main
+from benchmarks.gpu import NO_GPU, UNUSABLE, main
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
-from tests.tiny_bundles import build_generate
-from tests.tiny_families import build_translate
+from tests.fixtures.tiny_bundles import build_generate
+from tests.fixtures.tiny_families import build_translate
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from serve.runtime import open_model
-from tests.tiny_folders import generate_bundle
+from tests.fixtures.tiny_folders import generate_bundle
 
 TOKENS = np.arange(1, 6)  # (S,)
 

@@ -17,7 +17,7 @@ from serve.errors import (
 )
 from serve.keys import Holder, Key, Keys, KeysError, NewKey
 from serve.middleware import secret_of
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 SECRET = "sd-a-key-that-only-this-test-knows"
 OTHER = "sd-another-key-that-this-test-knows"

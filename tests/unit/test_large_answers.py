@@ -41,7 +41,7 @@ from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
 from tests.fake_server import fake_server
-from tests.tiny_folders import generate_bundle
+from tests.fixtures.tiny_folders import generate_bundle
 
 HOLD_S = 0.05
 SPAN = Span(1.0, 2.0, 3.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve.bundle import BundleError, Manifest
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 Change = Callable[[dict[str, Any]], object]
 

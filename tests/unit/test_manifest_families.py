@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.bundle import Bundle, BundleError, Manifest
-from tests.tiny_folders import (
+from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
     image_bundle,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, trained
+from tests.fixtures.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, trained
 from tests.unit.test_training_data import pieces, rows, table
 from train.__main__ import main
 from train.checkpoint import read_facts

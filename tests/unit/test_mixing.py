@@ -13,8 +13,8 @@ from serve.runtime import Mix, OpenedModel, Segment, SteppedBatch, open_model
 from serve.runtime.cache import Bytes
 from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
-from tests.tiny_bundles import build_generate
-from tests.tiny_rungs import KINDS, STEPS, alone, best, open_rungs, prompt
+from tests.fixtures.tiny_bundles import build_generate
+from tests.fixtures.tiny_rungs import KINDS, STEPS, alone, best, open_rungs, prompt
 
 
 @pytest.fixture(scope="module", params=KINDS)

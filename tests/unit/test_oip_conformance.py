@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks import oip_conformance
-from benchmarks.options import NOTHING_TO_MEASURE
-from tests.tiny_folders import classify_bundle
+from benchmarks.lab import NOTHING_TO_MEASURE
+from tests.fixtures.tiny_folders import classify_bundle
 
 PATH = "/v2/models/${MODEL_NAME}/versions/${MODEL_VERSION}/infer"
 

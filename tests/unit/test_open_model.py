@@ -24,7 +24,7 @@ from serve.runtime import open_model
 from serve.runtime.decoder import OrtDecoder
 from serve.runtime.model import OrtModel
 from serve.runtime.session import usable_cores
-from tests.tiny_bundles import build_classify, build_generate, restage
+from tests.fixtures.tiny_bundles import build_classify, build_generate, restage
 
 
 @pytest.fixture(scope="module")

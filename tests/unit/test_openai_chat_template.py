@@ -8,8 +8,8 @@ import pytest
 from serve.bundle import Bundle, BundleError, open_staging, read_bundle, seal_bundle
 from serve.errors import Unprocessable
 from serve.inputs.chat import MAX_TEMPLATE_BYTES, ChatTemplate, Message
-from tests.tiny_bundles import restage
-from tests.tiny_folders import generate_bundle
+from tests.fixtures.tiny_bundles import restage
+from tests.fixtures.tiny_folders import generate_bundle
 
 FILE = "chat_template.jinja"
 HELLO = [Message("user", "Who?", "Ann")]

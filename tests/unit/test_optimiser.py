@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_runs import tiny_label_recipe, tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
 from train.data import open_dataset
 from train.devices import Devices

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the extra otify is no
 # Below the line that leaves this file out, since they need the extra too.
 from export.inspect import describe  # noqa: E402
 from export.run import ExportRequest, export_run  # noqa: E402
-from tests.tiny_runs import TINY, tiny_text_recipe  # noqa: E402
+from tests.fixtures.tiny_runs import TINY, tiny_text_recipe  # noqa: E402
 from train.blocks import Attention  # noqa: E402
 from train.checkpoint import RunError, load_run  # noqa: E402
 from train.data import open_dataset  # noqa: E402

@@ -6,18 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.closed_clients import Load
-from benchmarks.machine import ROOT
+from benchmarks.client import Load
+from benchmarks.lab import ROOT, Table
 from benchmarks.peers import report, run
-from benchmarks.peers.environments import Environments, NotInstalled
-from benchmarks.peers.faults import LEAVE_AT, LEAVERS, Departure, Ending, Overload, Refusal
-from benchmarks.peers.found import PLAIN, Found, not_first
 from benchmarks.peers.generation import ALONE, SERVED
-from benchmarks.peers.peer import PEERS, STEPDIAL
-from benchmarks.peers.speed import CLIENTS, Speed
-from benchmarks.peers.tree import Cores, Tree, start
-from benchmarks.result import Table
-from tests.tiny_folders import classify_bundle
+from benchmarks.peers.report import PLAIN, Found, not_first
+from benchmarks.peers.servers import PEERS, STEPDIAL, Cores, Environments, NotInstalled, Tree, start
+from benchmarks.peers.speed import (
+    CLIENTS,
+    LEAVE_AT,
+    LEAVERS,
+    Departure,
+    Ending,
+    Overload,
+    Refusal,
+    Speed,
+)
+from tests.fixtures.tiny_folders import classify_bundle
 
 BY_NAME = {one.name: one for one in PEERS}
 LOAD = Load(100, 0, 1.0, (0.01,) * 100)

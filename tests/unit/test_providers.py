@@ -13,7 +13,7 @@ from serve.runtime import open_model
 from serve.runtime import session as providers
 from serve.runtime.protocol import Device, Place
 from serve.runtime.session import check_providers, graph_interface, missing, providers_for
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
 CPU = ["CPUExecutionProvider"]

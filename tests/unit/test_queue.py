@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run as runner
-from benchmarks.machine import ROOT
+from benchmarks.lab import FOLDER, ROOT, Busy, quiet_machine
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
-from benchmarks.quiet import FOLDER, Busy, quiet_machine
 from train.recipe import RecipeError, load_recipe
 
 SMALL = [
@@ -216,6 +215,6 @@ def test_the_mark_is_the_machines_and_goes_with_its_process(
     assert not free()
     other.unmark()
     assert free()
-    code = "from benchmarks.quiet import Busy; import os; b = Busy(); assert b.mark(); os._exit(9)"
+    code = "from benchmarks.lab import Busy; import os; b = Busy(); assert b.mark(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, env=dict(os.environ))
     assert free()

@@ -19,7 +19,7 @@ from deploy.ray.routing import ranked
 from deploy.ray.scaling import Load, Wanted, load_of
 from serve.errors import ModelGone, UnknownModel
 from serve.metrics import Metrics
-from tests.tiny_folders import classify_bundle, generate_bundle, points_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, points_bundle
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = [generate_bundle(), classify_bundle(), points_bundle()]

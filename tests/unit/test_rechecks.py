@@ -16,7 +16,7 @@ from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import Row
 from tests.engine_bench import Caller
-from tests.tiny_bundles import build_classify
+from tests.fixtures.tiny_bundles import build_classify
 
 ROWS = 200  # of two tokens; some are answered differently after one step
 PART = 50  # fewer than may wait

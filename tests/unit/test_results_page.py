@@ -12,7 +12,7 @@ from benchmarks.papers.measured import Measured, read_all
 from benchmarks.papers.page import PAGE, PICTURES, PUBLISHED, render
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
-from tests.tiny_runs import tiny_label_run
+from tests.fixtures.tiny_runs import tiny_label_run
 from train.checkpoint import RECIPE, RunError
 from train.recipe import recipe_from, recipe_names
 

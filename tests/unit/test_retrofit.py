@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_runs import TINY, tiny_label_run
+from tests.fixtures.tiny_runs import TINY, tiny_label_run
 from train.__main__ import main
 from train.checkpoint import RunError, load_run
 from train.loop import Loop

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import robustness
-from benchmarks.result import Result
+from benchmarks.lab import Result
 from benchmarks.robustness import disturbances, disturbed, leave_out
-from tests.tiny_runs import tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_text_recipe
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.loop import train

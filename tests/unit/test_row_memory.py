@@ -6,7 +6,7 @@ import pytest
 from serve.runtime import OpenedModel
 from serve.runtime.cache import RowCaches
 from serve.runtime.decoder import CHUNK_TOKENS, PIECE_TOKENS, OrtDecodeBatch
-from tests.tiny_rungs import KINDS, MAX_TOKENS, STEPS, open_rungs, prompt
+from tests.fixtures.tiny_rungs import KINDS, MAX_TOKENS, STEPS, open_rungs, prompt
 
 
 @pytest.fixture(scope="module", params=KINDS)

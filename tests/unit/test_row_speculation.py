@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve.runtime import OpenedModel
-from tests.tiny_rungs import KINDS, alone, best, open_rungs, prompt
+from tests.fixtures.tiny_rungs import KINDS, alone, best, open_rungs, prompt
 
 
 @pytest.fixture(scope="module", params=KINDS)

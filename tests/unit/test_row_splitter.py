@@ -11,7 +11,7 @@ from serve.parts import cut_rows
 from serve.runtime import open_model
 from serve.runtime.classifier import RowSplitter, Threads
 from serve.runtime.protocol import FloatArray, RowArray
-from tests.tiny_bundles import build_classify
+from tests.fixtures.tiny_bundles import build_classify
 
 
 @pytest.fixture(scope="module")

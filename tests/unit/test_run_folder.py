@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import tiny_label_recipe, tiny_label_run
+from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_label_run
 from train.checkpoint import RunError, load_run
 from train.loop import train
 

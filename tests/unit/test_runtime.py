@@ -10,7 +10,7 @@ from serve.bundle import BundleError
 from serve.runtime import Decoder, OpenedModel, WindowFullError, open_model
 from serve.runtime.cache import BUCKET_POSITIONS
 from serve.runtime.protocol import FloatArray, IntArray
-from tests.tiny_bundles import STEPS, build_classify, build_generate
+from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 
 MAX_TOKENS = 160
 # Of logits of size 1: float32 sums in another order.

@@ -11,7 +11,7 @@ from benchmarks.papers import screen as command
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.page import render
 from benchmarks.papers.screens import Screen, Variant, planned, read_screens, spent
-from tests.tiny_runs import TINY
+from tests.fixtures.tiny_runs import TINY
 from train.ode import METHODS
 
 pytestmark = pytest.mark.long

@@ -16,7 +16,7 @@ from serve.runtime.decoder import OrtDecoder
 from serve.runtime.model import OrtModel, interleaved, tune_threads
 from serve.runtime.protocol import Model, RowArray
 from serve.runtime.session import InterruptibleSession
-from tests.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 MOST = 4
 

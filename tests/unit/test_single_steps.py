@@ -5,7 +5,7 @@ import pytest
 
 from serve.runtime import Decoder, OpenedModel, open_model
 from serve.runtime.protocol import FloatArray, IntArray
-from tests.tiny_bundles import STEPS, build_classify, build_generate
+from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 
 MAX_TOKENS = 160
 # Of logits of size 1: float32 sums in another order.

@@ -13,7 +13,7 @@ from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
 from tests.engine_bench import Caller
-from tests.tiny_bundles import build_generate
+from tests.fixtures.tiny_bundles import build_generate
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from export.__main__ import main as export
-from tests.tiny_runs import tiny_label_run, tiny_text_run
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
 from train.__main__ import main
 from train.checkpoint import load_run
 from train.data import open_dataset

@@ -23,7 +23,7 @@ from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
 from tests.engine_bench import Bench, Caller, classified, generated, running
 from tests.fake_model import FakeModel, Mood
-from tests.tiny_folders import classify_bundle, generate_bundle, translate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 BUNDLES = (classify_bundle, generate_bundle, translate_bundle)
 

@@ -10,7 +10,7 @@ from export.__main__ import main
 from export.targets import TARGETS
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
-from tests.tiny_families import build_image
+from tests.fixtures.tiny_families import build_image
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from serve.runtime.tensorrt import (
 )
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import FakeTensorrt
-from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_families import build_image, build_points, build_prefix, build_translate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_families import build_image, build_points, build_prefix, build_translate
 
 ZOO = Path(__file__).parents[2] / "zoo"
 FAMILIES: dict[str, Callable[[Path], Bundle]] = {

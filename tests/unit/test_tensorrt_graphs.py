@@ -14,9 +14,9 @@ from export.tensorrt import TOLERANCES, check_operators, lower_products, sample_
 from serve.bundle import BundleError
 from serve.runtime import open_model
 from serve.runtime.tensorrt import Precision
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_families import build_image, build_points, build_prefix, build_translate
 from tests.tensorrt_operators import unsupported
-from tests.tiny_bundles import build_classify, build_generate
-from tests.tiny_families import build_image, build_points, build_prefix, build_translate
 
 ZOO = Path(__file__).parents[2] / "zoo"
 BUILDERS = (

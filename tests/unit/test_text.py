@@ -9,7 +9,7 @@ import pytest
 from serve.bundle import Bundle, BundleError, TextInput
 from serve.errors import Unprocessable
 from serve.inputs.text import Encoder, TextCodec, TextStream
-from tests.tiny_folders import classify_bundle, generate_bundle
+from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
 CHARS = TextCodec(generate_bundle())
 BPE = TextCodec(classify_bundle())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiny_runs import tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_text_recipe
 from train.checkpoint import Run
 from train.data import open_dataset
 from train.data.batch import Batch

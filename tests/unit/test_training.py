@@ -15,7 +15,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.tiny_runs import tiny_label_recipe, tiny_label_run, tiny_text_recipe, tiny_text_run
+from tests.fixtures.tiny_runs import (
+    tiny_label_recipe,
+    tiny_label_run,
+    tiny_text_recipe,
+    tiny_text_run,
+)
 from train.__main__ import main
 from train.blocks import Conditioned
 from train.checkpoint import RunError, load_run, lock_run

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.trend import floors, trend
+from benchmarks.soak import floors, trend
 
 HOUR_S = 3600
 

@@ -21,8 +21,8 @@ from serve.engine.sampling import softmax
 from serve.errors import Unprocessable
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
-from tests.tiny_bundles import TRUNCATION, build_classify, build_generate
-from tests.tiny_families import build_image, build_points
+from tests.fixtures.tiny_bundles import TRUNCATION, build_classify, build_generate
+from tests.fixtures.tiny_families import build_image, build_points
 from tests.triton_schema import parse_config
 
 KINDS: dict[str, Callable[[Path], Bundle]] = {

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from serve.inputs import text as module
 from serve.inputs.text import Encoder, WordCache
-from tests.tiny_bundles import bpe_tokenizer
+from tests.fixtures.tiny_bundles import bpe_tokenizer
 
 
 def tokenizer() -> Tokenizer:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.result import Cell, Provenance, Table
+from benchmarks.lab import Cell, Provenance, Table
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error, sample_tokens
 from serve.bundle import Bundle, BundleError, Manifest, TextInput, read_bundle
 from serve.runtime import OpenedModel, open_model

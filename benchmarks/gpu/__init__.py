@@ -1,1 +1,0 @@
-"""Scripts that need a GPU; without one they say so and end with status 3."""
