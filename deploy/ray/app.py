@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.ray.scaling import reported
 from serve.api.models import check_ready
 from serve.app import create_app
-from serve.bundle import Bundle, Task
+from serve.bundle import Bundle, Manifest, Task
 from serve.catalog import Catalog, InputKind, Served, find_bundles, read_servable
 from serve.engine.engine import Engine
 from serve.errors import ModelGone
@@ -110,6 +110,13 @@ class Arguments(BaseModel):
         return bundles
 
 
+class Unloaded:
+    """Stands for the model of a bundle that is listed and not loaded."""
+
+    def __init__(self, single_steps: bool) -> None:
+        self.single_steps = single_steps
+
+
 class Shelf(Catalog):
     """A catalog that lists every bundle, whether this replica holds its model or not."""
 
@@ -117,10 +124,15 @@ class Shelf(Catalog):
         super().__init__(())
         self._cards: dict[str, Served] = {}
 
-    def stock(self, bundles: Iterable[Bundle]) -> None:
-        """List these from now on."""
+    def stock(self, bundles: Iterable[Bundle], single_steps: bool = True) -> None:
+        """List these from now on; `single_steps` says whether the device runs steps one by one."""
         self._cards = {
-            bundle.manifest.name: Served(bundle, cast(Model, None), None) for bundle in bundles
+            bundle.manifest.name: Served(
+                bundle,
+                cast(Model, Unloaded(single_steps and _steps(bundle.manifest))),
+                None,
+            )
+            for bundle in bundles
         }
 
     def __iter__(self) -> Iterator[Served]:
@@ -139,6 +151,10 @@ class Shelf(Catalog):
                 f"serve_multiplexed_model_id: {picked.name}"
             )
         return picked
+
+
+def _steps(manifest: Manifest) -> bool:
+    return manifest.labelled and manifest.step is not None
 
 
 class Held:
@@ -190,7 +206,9 @@ class Replica:
             recheck_share=settings.recheck_share,
         )
         self._loading = Loading(self._engine, settings)
-        shelf.stock(bundles)  # behind the engine, which takes what is listed for loaded
+        shelf.stock(
+            bundles, settings.place.runs_single_steps
+        )  # behind the engine, which takes what is listed for loaded
         self._app = create_app(settings, self._engine, self._loading)
 
         async def load(name: str) -> Held:

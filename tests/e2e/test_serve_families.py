@@ -293,6 +293,6 @@ def test_models_say_what_they_take(client: httpx.Client) -> None:
         assert (ladder["task"], ladder["input"]) == (one["task"], one["input"])
     document = client.get("/openapi.json").json()
     schema = document["components"]["schemas"]["ClassifyRequest"]
-    assert len(schema["examples"]) == 4
+    assert len(schema["examples"]) == 5
     assert "ImageItem" in json.dumps(schema["properties"]["input"])
     assert "0 to translate" in json.dumps(document)

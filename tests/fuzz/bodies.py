@@ -6,7 +6,6 @@ tensors. Whatever comes, the answer is one that is documented, in little time, a
 
 import asyncio
 import json
-import logging
 import time
 from typing import Any
 
@@ -46,7 +45,6 @@ class Server:
     """The application over models that are fakes, asked without a socket."""
 
     def __init__(self) -> None:
-        logging.getLogger("stepdial").setLevel(logging.CRITICAL)
         bundles = (classify_bundle, generate_bundle, translate_bundle, image_bundle, points_bundle)
         catalog = fake_catalog(Mood(), *(bundle() for bundle in bundles))
         settings = Settings(max_tokens=8, max_inputs=8, max_body_bytes=MOST_BYTES)

@@ -5,7 +5,6 @@ same bytes are then sent in one piece: what the application is asked must not de
 """
 
 import asyncio
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,8 +129,6 @@ _config = Config(_application, log_config=None, access_log=False, ws="none", lif
 _loop = asyncio.new_event_loop()
 _problems: list[dict[str, Any]] = []
 _loop.set_exception_handler(lambda loop, context: _problems.append(context))
-for _name in ("uvicorn.error", "uvicorn.access"):
-    logging.getLogger(_name).disabled = True
 
 
 def one(data: bytes) -> None:

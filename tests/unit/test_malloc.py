@@ -24,13 +24,13 @@ def test_a_choice_in_the_environment_is_left_alone(monkeypatch: pytest.MonkeyPat
 _HOLES = """
 import time
 from pathlib import Path
-from serve import malloc
+from serve import server
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
-malloc.GIVE_BACK_S = 0.2
-malloc.keep_memory_low()
+server.GIVE_BACK_S = 0.2
+server.keep_memory_low()
 blocks = [bytearray(100_000) for _ in range(2000)]
 full_mb = resident_mb()
 del blocks[:-1]  # what is left lies behind the holes
