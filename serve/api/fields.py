@@ -324,7 +324,9 @@ class BudgetFields(BaseModel):
         "server. Not together with effort.",
     )
     effort: Literal["low", "medium", "high", "max"] | None = Field(
-        None, description="A named rung of the model's ladder. Not together with steps."
+        None,
+        description="A word instead of a number. Every model takes all four: one that its ladder "
+        "does not name means the nearest that it does. Not together with steps.",
     )
     deadline_ms: float | None = Field(
         None,

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from serve.api.body import Reader, read_json
 from serve.api.fields import METRIC, Answer, Health
 from serve.api.submission import answer, problems, takes
+from serve.budget import efforts_of
 from serve.bundle import (
     Cache,
     Depth,
@@ -151,7 +152,7 @@ class ModelCard(Answer):
     input: TakesText | TakesImage | TakesPoints = Field(description="What the model takes.")
     method: Method = Field(description="How a step uses the velocity.")
     steps: list[int] = Field(description="What `steps` may be.")
-    efforts: dict[str, int] = Field(description="What `effort` may be, and the steps it means.")
+    efforts: dict[str, int] = Field(description="The steps that each word of `effort` means.")
     default_steps: int = Field(description="What a request without a budget gets.")
     full_steps: int = Field(description="The most steps there are.")
     max_disagreement: list[float] = Field(
@@ -256,7 +257,7 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         input=_takes(manifest),
         method=manifest.method,
         steps=list(manifest.steps),
-        efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+        efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
         max_disagreement=[

@@ -57,7 +57,7 @@ from serve.api.submission import (
     token_labels,
     wish_of,
 )
-from serve.budget import Reason
+from serve.budget import Reason, efforts_of
 from serve.bundle import (
     LABELLING,
     ImageInput,
@@ -388,7 +388,7 @@ class ModelParameters(Answer):
 
     task: Task = Field(description="What it does.")
     steps: list[int] = Field(description="The ladder: what a request may send as `steps`.")
-    efforts: dict[str, int] = Field(description="What it may send as `effort`, with their steps.")
+    efforts: dict[str, int] = Field(description="The steps that each word of `effort` means.")
     default_steps: int = Field(description="Steps where a request asks for none.")
     full_steps: int = Field(description="The most steps.")
     max_disagreement: list[float] = Field(
@@ -736,7 +736,7 @@ def metadata_of(manifest: Manifest) -> ModelMetadata:
         parameters=ModelParameters(
             task=manifest.task,
             steps=list(manifest.steps),
-            efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+            efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
             default_steps=manifest.default_steps,
             full_steps=manifest.full_steps,
             max_disagreement=[

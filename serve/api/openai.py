@@ -601,8 +601,8 @@ class OpenAIFields(BudgetFields):
         Field(
             None,
             description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`, "
-            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Where no rung has that "
-            "name, the next above it, else the greatest. Not together with steps or effort.",
+            "`medium` and `high` themselves, `xhigh` and `max` mean `max`. Not together with "
+            "steps or effort.",
         )
     )
     n: int | None = Field(
@@ -662,7 +662,7 @@ class OpenAIFields(BudgetFields):
         asked = super().ask
         if self.reasoning_effort is None:
             return asked
-        return asked._replace(effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
+        return asked._replace(effort=EFFORT_OF[self.reasoning_effort])
 
     @property
     def answers(self) -> int:
