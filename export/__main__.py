@@ -1,6 +1,7 @@
 """The commands on bundles: `export`, `inspect`, `calibrate`, and `evaluate` of a bundle."""
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -193,6 +194,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if not_comparable(*(bundle.manifest for bundle in bundles)):
             print("no plot: inspect them one at a time")
             return 0
+    if importlib.util.find_spec("matplotlib") is None:  # as where there is only what serves
+        missing = "drawing the frontier needs matplotlib, which is not installed"
+        if arguments.plot is not None:
+            raise ValueError(f"--plot {arguments.plot}: {missing}")
+        print(f"no plot: {missing}")
+        return 0
     name = "-".join(Path(label).resolve().name for label in labels_of(bundles))
     default = [Path(f"{name}-frontier{suffix}") for suffix in (".png", ".svg")]
     paths = default if arguments.plot is None else [arguments.plot]
@@ -214,7 +221,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from export.inspect import describe
-    from export.run import calibrate_latency
+    from export.latency import calibrate_latency
 
     calibrate_latency(arguments.bundle, arguments.threads)
     print(describe(read_bundle(arguments.bundle)))

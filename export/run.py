@@ -22,7 +22,7 @@ from export.graph import Ladder, stitch, write_graphs
 from export.inspect import flat_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
-from export.latency import measure_latency
+from export.latency import calibrate_latency
 from export.pieces import load_exporter
 from export.quality import (
     Measured,
@@ -50,7 +50,6 @@ from serve.bundle import (
     read_bundle,
     seal_bundle,
     steps_in_words,
-    write_latency,
 )
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.margins import present_positions
@@ -405,15 +404,6 @@ def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manif
     manifest = dataclasses.replace(draft, tokenizer=tokenizer)
     shutil.copyfile(template, staging / CHAT_TEMPLATE)
     return manifest
-
-
-def calibrate_latency(folder: Path, threads: int | None = None) -> None:
-    """Measure a bundle's latency here and write its latency.json."""
-    bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
-    latency = measure_latency(open_model(bundle, threads), threads or usable_cores())
-    if read_bundle(folder, verify=False, latency=False).manifest != bundle.manifest:
-        raise ValueError(f"{folder} was replaced while it was measured: calibrate it again")
-    write_latency(bundle.folder, latency)
 
 
 def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from serve.bundle import Bundle, BundleError
-from train.checkpoint import read_facts
 
 TARGETS = ("onnx", "tensorrt", "triton")
 
@@ -44,6 +43,8 @@ def check_target(arguments: argparse.Namespace) -> None:
         return
     if arguments.out is not None and os.path.lexists(arguments.out):
         raise BundleError("exists: remove it, or name another folder", file=str(arguments.out))
+    from train.checkpoint import read_facts  # with torch
+
     facts = read_facts(arguments.run)
     name = arguments.name or str(facts["recipe"].get("name"))
     folder = _folder(name, arguments)

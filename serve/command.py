@@ -9,7 +9,7 @@ import logging
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from serve.server import (
     listen,
     url_of,
 )
-from serve.settings import Settings, SettingsError, parse, read_config
+from serve.settings import CommandLine, Settings, SettingsError, read_config
 
 # What the server says it serves: the models, where, and a request to try.
 
@@ -83,12 +83,11 @@ _SWITCH_S = 0.0005
 _log = logging.getLogger("stepdial")
 
 
-def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
+def command(line: CommandLine, listening: Callable[[], None]) -> int:
     """Serve until a signal comes; returns the exit status of the process.
 
     `listening` is told when there is a server, which takes signals.
     """
-    line = parse(argv)
     keep_memory_low()
     log_format: logs.LogFormat = "text"
     try:

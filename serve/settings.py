@@ -12,15 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
-from serve.engine.watchdog import Patience
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
+
+if TYPE_CHECKING:
+    from serve.engine.watchdog import Patience
 
 # What settings are called on the command line and in the environment, and what was meant instead.
 
@@ -353,8 +355,10 @@ class Settings(BaseSettings):
         return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> "Patience":
         """The part that concerns calls that hang."""
+        from serve.engine.watchdog import Patience  # with the engine: `--help` needs neither
+
         return Patience(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
 
     @property

@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from train.interrupt import in_words, reader_gone
-from train.loop import Diverged, train
-from train.ode import SolverError
+from train.interrupt import Diverged, SolverError, in_words, reader_gone
 from train.recipe import Accelerator, RecipeError, load_recipe, recipe_names
 
 MOST_STEPS = 1000  # of one answer
@@ -179,6 +177,8 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
+    from train.loop import train  # with torch, which takes seconds: after the flags are read
+
     if arguments.teacher:
         overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)

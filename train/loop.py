@@ -45,7 +45,7 @@ from train.data.batch import Batch, Dataset
 from train.data.labelled import LabelledDataset
 from train.devices import Devices, move_state
 from train.distil import Teacher, check_teacher, kept_logits
-from train.interrupt import listen
+from train.interrupt import Diverged, listen
 from train.model import Stepped, count_parameters
 from train.objective import Objective
 from train.otify import OtifiedTransformer
@@ -126,10 +126,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict) and "iteration" in record:
                 records.append(record)
     return records
-
-
-class Diverged(RuntimeError):
-    """The loss became NaN or infinite; the message names the last good checkpoint and a remedy."""
 
 
 def train(

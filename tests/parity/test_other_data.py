@@ -6,8 +6,8 @@ import pytest
 
 from export import run as pack
 from export.__main__ import main
-from export.latency import measure_latency
-from export.run import ExportRequest, calibrate_latency, export_run
+from export.latency import calibrate_latency, measure_latency
+from export.run import ExportRequest, export_run
 from serve.bundle import MAX_RUNGS, Latency, read_bundle
 from serve.runtime import OpenedModel
 from tests.tiny_bundles import build_classify
