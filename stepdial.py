@@ -50,6 +50,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
+    "recipes": Command("train", "train", True, "list the recipes that `train` knows"),
     "convert": Command("train", "train", True, "make a dial of a pretrained encoder"),
     "retrofit": Command("train", "train", True, "make a fixed-step run good at any step count"),
     "evaluate": Command("train", "train", True, "quality of a run or a bundle against steps"),

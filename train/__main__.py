@@ -1,18 +1,24 @@
-"""The commands of training: `stepdial train`, `convert`, `retrofit` and `evaluate`.
-
-Also `python -m train`.
-"""
+"""The commands `stepdial train`, `recipes`, `convert`, `retrofit` and `evaluate`."""
 
 import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import get_args
 
 from train.interrupt import Diverged, SolverError, in_words, reader_gone
-from train.recipe import Accelerator, RecipeError, load_recipe, recipe_names
+from train.recipe import (
+    Accelerator,
+    RecipeError,
+    about_recipe,
+    grouped_recipes,
+    load_recipe,
+    needs_data,
+)
 
 MOST_STEPS = 1000  # of one answer
 
@@ -38,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser(
         "train", help="train a recipe", description="Train a recipe into a run folder."
     )
-    make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
+    make.add_argument("recipe", help="a name that `stepdial recipes` lists, or a .toml file")
     make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
     _add_columns(make)
     make.add_argument(
@@ -52,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
     _add_overrides(make)
+    commands.add_parser(
+        "recipes",
+        help="list the recipes that `train` knows",
+        description="List the recipes that `stepdial train` knows, with what each trains.",
+    )
     _add_convert(
         commands.add_parser(
             "convert",
@@ -188,6 +199,22 @@ def _train(arguments: argparse.Namespace) -> int:
         target = Path("bundles") / folder.name
         _report(folder)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
+    return 0
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    for title, names in grouped_recipes().items():
+        column = max(map(len, names)) + 5
+        behind = " " * (column + 1)
+        width = max(column + 40, shutil.get_terminal_size().columns - 1)
+        print(f"{title}\n")
+        for name in names:
+            mark = "*" if needs_data(name) else " "
+            line = f"  {name} {mark}".ljust(len(behind)) + about_recipe(name)
+            print(textwrap.fill(line, width, subsequent_indent=behind, break_on_hyphens=False))
+        print()
+    print("* needs --data PATH; without it, `stepdial train` says which files that is.")
+    print("Train one: stepdial train RECIPE --out RUN. Change it: --set optim.iterations=200.")
     return 0
 
 
@@ -332,7 +359,13 @@ def parse_steps(text: str) -> list[int]:
     return steps
 
 
-_COMMANDS = {"train": _train, "convert": _convert, "retrofit": _retrofit, "evaluate": _evaluate}
+_COMMANDS = {
+    "train": _train,
+    "recipes": _recipes,
+    "convert": _convert,
+    "retrofit": _retrofit,
+    "evaluate": _evaluate,
+}
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ class Devices:
         # Here, not above: it brings torch's compiler, seconds that only a training need spend.
         from lightning_fabric import Fabric
 
+        # It would say which precision it uses, in the midst of our own lines.
+        logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+
         found = torch.cuda.is_available()
         if accelerator == "cuda" and not found:
             raise ValueError(
