@@ -14,8 +14,8 @@ from train.checkpoint import load_run
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.data.tables import Rows, divide, read_table
-from train.quality import wilson
 from train.recipe import Recipe, data_at, ladder_of
+from train.tally import wilson
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count
 ROWS_AT_ONCE = 32

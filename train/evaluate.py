@@ -18,8 +18,9 @@ from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
-from train.quality import Gain, Quality, Stability, Tally, Trail, agreement, gain, stability
+from train.quality import Stability, Tally, Trail, agreement, stability
 from train.recipe import Recipe, data_at, ladder_of, steps_of
+from train.tally import Gain, Quality, gain
 
 _log = logging.getLogger("stepdial")
 ADAPTIVE = "adaptive"

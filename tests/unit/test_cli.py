@@ -1,5 +1,6 @@
 """The dispatcher: what it forwards, to whom, and what it says when it cannot."""
 
+import gzip
 import importlib.util
 import os
 import shutil
@@ -276,3 +277,70 @@ def test_demo_finds_the_zoo_of_the_working_folder(
     monkeypatch.chdir(tmp_path)
     assert stepdial.main(["demo"]) == 0
     assert entry.seen == [["--zoo", "zoo", "--host", "127.0.0.1", "--port", "8000"]]
+
+
+# Where only the server is installed: what training, export and drawing need cannot be imported.
+SERVER_ONLY = """
+import importlib.metadata, importlib.util, sys
+ABSENT = {'torch', 'onnx', 'onnxscript', 'lightning_fabric', 'matplotlib', 'safetensors',
+          'tensorboard', 'torchdiffeq', 'tqdm', 'sacrebleu', 'rouge_score', 'transformers',
+          'datasets', 'sklearn', 'locust'}
+find_spec = importlib.util.find_spec
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition('.')[0] in ABSENT:
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+sys.meta_path.insert(0, Absent)
+importlib.util.find_spec = lambda name, package=None: (
+    None if name in ABSENT else find_spec(name, package)
+)
+import stepdial
+sys.exit(stepdial.main(sys.argv[1:]))
+"""
+
+
+def test_bundles_are_inspected_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    topics = str(ROOT / "zoo" / "topics")
+    shown = run_python(SERVER_ONLY, "inspect", topics)
+    assert shown.returncode == 0, shown.stderr
+    assert "frontier" in shown.stdout and "needs matplotlib" in shown.stdout
+    drawn = run_python(SERVER_ONLY, "inspect", topics, "--plot", str(tmp_path / "x.png"))
+    assert drawn.returncode == 2 and "needs matplotlib" in drawn.stderr
+    compared = run_python(SERVER_ONLY, "inspect", topics, str(ROOT / "zoo" / "sentiment"))
+    assert compared.returncode == 0, compared.stderr
+
+
+def test_bundles_are_calibrated_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    shutil.copytree(ROOT / "zoo" / "digits", folder)
+    before = (folder / "latency.json").read_text()
+    done = run_python(SERVER_ONLY, "calibrate", str(folder), "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 of " in done.stdout and (folder / "latency.json").read_text() != before
+
+
+def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    rows = [f'{1 + i % 4},"Title {i}","Oil and football and phones, story {i}"' for i in range(80)]
+    for name in ("train_subset.csv.gz", "test.csv.gz"):
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.write("\n".join(rows) + "\n")
+    (tmp_path / "input.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    for model, data in (("topics", tmp_path), ("shakespeare", tmp_path / "input.txt")):
+        command = ["evaluate", str(ROOT / "zoo" / model), "--data", str(data), "--steps", "1,2"]
+        done = run_python(SERVER_ONLY, *command)
+        assert done.returncode == 0, done.stderr
+        assert "in the serving runtime" in done.stdout
+        # The same figures as where torch is installed.
+        assert (
+            done.stdout
+            == run_python(
+                "import stepdial, sys; sys.exit(stepdial.main(sys.argv[1:]))", *command
+            ).stdout
+        )
+
+
+def test_what_trains_says_what_it_needs_where_only_the_server_is_installed() -> None:
+    for command in (["train", "parity"], ["export", "runs/x"], ["evaluate", "runs/x"]):
+        done = run_python(SERVER_ONLY, *command)
+        assert done.returncode == 1 and "package that is not installed" in done.stderr

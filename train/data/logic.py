@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tokenizers import Tokenizer
 
-from train.data.batch import IGNORED, Batch, Sizes
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor
 from train.data.tables import Shuffle, digest_of
 from train.data.text import train_tokenizer
 from train.recipe import DataConfig
@@ -296,6 +295,4 @@ class PuzzleDataset:
     def _batch(self, puzzles: Puzzles, every: bool) -> Batch:
         labels = puzzles.solved - 1
         targets = labels if every else np.where(puzzles.given > 0, IGNORED, labels)
-        return Batch(
-            (torch.from_numpy(self._ids[puzzles.given]),), torch.from_numpy(targets)
-        )  # (B, cells) both
+        return Batch((as_tensor(self._ids[puzzles.given]),), as_tensor(targets))  # (B, cells) both
