@@ -1,7 +1,4 @@
-"""Latency of a bundle on this machine: medians of runtime calls over steps, batches and lengths.
-
-Knows the calls that serving makes; not what is done with their times.
-"""
+"""Latency of a bundle on this machine: medians of runtime calls over steps, batches and lengths."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""Quality of every rung on held-out data, in the runtime that serves."""
+"""Quality of every rung on held-out data, in the runtime that serves. Needs no torch."""
 
 import dataclasses
 import itertools
@@ -270,7 +270,7 @@ def print_beside_manifest(bundle: Bundle, rows: dict[int, Measured]) -> None:
             print(said)
 
 
-# A precision against float32: how many answers stay the same, and what it costs in quality.
+# A precision compared with float32: the share of answers that agree, and the change of quality.
 
 
 def compare(

@@ -1,7 +1,4 @@
-"""From a run to a bundle: trace, stitch, verify, calibrate, seal. A failed check keeps no bundle.
-
-Puts the other modules in order; how each does its part is theirs.
-"""
+"""From a run to a bundle: trace, stitch, verify, calibrate, seal. A failed check ends it."""
 
 import dataclasses
 import os
@@ -63,8 +60,7 @@ from train.ode import method_named
 from train.pretrained import ConvertedTransformer
 from train.recipe import Recipe, data_at, ladder_of
 
-# A bundle that nobody sees yet, opened as a server would: every rung verified and measured. Puts
-# verification and calibration in order; how each is done is theirs.
+# A trial bundle in a temporary folder, opened as a server would: every rung verified and measured.
 
 
 AT_ONCE = 2  # rungs: each holds the weights of a graph of its own

@@ -1,8 +1,4 @@
-"""What `stepdial export --target` makes of a bundle: engines, or a model repository.
-
-Knows the command line's words; how either is made is told by export.tensorrt and
-export.triton.
-"""
+"""`stepdial export --target`: TensorRT engines or a Triton model repository from a bundle."""
 
 import argparse
 import os

@@ -1,7 +1,4 @@
-"""`stepdial loadtest`: checks the server and what is asked for, then runs Locust.
-
-It deliberately knows nothing of how requests are sent and measured.
-"""
+"""`stepdial loadtest`: checks the server and the options, then runs Locust."""
 
 import argparse
 import importlib.util

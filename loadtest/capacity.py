@@ -1,7 +1,4 @@
-"""`--find-capacity`: tests of different rates, until the highest that meets the objective is known.
-
-It deliberately knows nothing of how the search decides; see loadtest/search.py.
-"""
+"""`--find-capacity`: runs tests at the rates that loadtest/search.py asks for, and reports."""
 
 import argparse
 import json

@@ -1,7 +1,4 @@
-"""`stepdial loadtest compare`: two kept reports side by side.
-
-It deliberately knows nothing of running tests.
-"""
+"""`stepdial loadtest compare`: two kept reports side by side."""
 
 import argparse
 import html

@@ -1,6 +1,6 @@
-"""The options of a load test: those that `stepdial loadtest` and a bare `locust` both know.
+"""The options that `stepdial loadtest` and plain `locust` share.
 
-It deliberately knows nothing of servers; that what is asked for exists is checked by the plan.
+Whether the server has the models and rungs that are named is checked by the plan.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A report as pictures and as one page of HTML, and its folder with every form of it."""
+"""A report as charts and as one HTML page, and the folder that keeps all its forms."""
 
 import html
 import io

@@ -1,4 +1,4 @@
-"""The terms of a test, and every request of an open loop laid out before the first is sent.
+"""The terms of a test, and the schedule of an open loop: every request, before the first is sent.
 
 The same terms give the same schedule in every process, so that workers can share one.
 """

@@ -1,7 +1,4 @@
-"""A report as tables: for the terminal, and in Markdown to paste into a page.
-
-It deliberately knows nothing of pictures and of pages.
-"""
+"""A report as tables, for the terminal and in Markdown."""
 
 import textwrap
 from collections.abc import Sequence

@@ -1,11 +1,10 @@
 """Where training runs: one CPU or GPU, or several processes that torchrun started.
 
-Lightning Fabric finds the processes, the device and the precision; this module says what each
-process takes of a batch and how gradients become those of one process. Knows neither recipes nor
-files.
+Lightning Fabric finds the processes, the device and the precision. Here a batch is shared among
+the processes, and their gradients are averaged, so that the result is that of one process.
 
-Gradients are averaged once an iteration, after all its passes: with many evaluations a gradient,
-overlapping the exchange with the backward pass would gain nothing.
+Gradients are averaged once per iteration, after all passes. A gradient takes many evaluations of
+the velocity, so overlapping the exchange with the backward pass would gain nothing.
 """
 
 import logging

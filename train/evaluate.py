@@ -1,7 +1,4 @@
-"""Quality and straightness of a run against steps, measured on the held-out split of its own data.
-
-Knows runs and how they are answered; neither tables nor pictures, and nothing of bundles.
-"""
+"""Quality and straightness of a run at each step count, on the held-out split of its data."""
 
 import itertools
 import logging

@@ -1,6 +1,4 @@
-"""Quality of a model at one step count, with a 95 % confidence interval, and how straight it
-moves.
-"""
+"""Quality of a model at one step count, and how straight and stable its trajectories are."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,9 +49,8 @@ def measure_model(
     return quality
 
 
-# How straight and how stable a model's trajectories are: what `evaluate` shows beside quality.
-# Trajectories of an ideal model are straight and run at constant speed; then one evaluation and a
-# jump to the end give the answer of any number of steps.
+# How straight and how stable a model's trajectories are. Those of an ideal model are straight lines
+# at constant speed: then one evaluation and a jump to the end give the answer of any step count.
 
 
 class Trail:

@@ -1,6 +1,4 @@
-"""Images and clouds of points from files: idx files, plain or as .gz, and the arrays of .npz
-files.
-"""
+"""Images and point clouds, from idx files (plain or .gz) and .npz files."""
 
 import gzip
 import hashlib

@@ -3,8 +3,8 @@
 A puzzle is dug out of a solved grid for as long as singles alone solve it: cells with one digit
 left, and digits with one cell left in a row, column or box. So it has one solution, and a person
 can find it. Grids that can be turned into each other by renaming digits or moving rows and columns
-have the same form, and a form is in one of the splits only: no test puzzle is a training puzzle in
-other clothes. Training puzzles are turned at random each time they are drawn.
+have the same form, and each form is in one split only, so no test puzzle is a training puzzle in
+disguise. Training puzzles are turned at random each time they are drawn.
 """
 
 import hashlib
