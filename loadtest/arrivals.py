@@ -18,7 +18,7 @@ from pathlib import Path
 from loadtest.outcomes import Outcome
 
 SHAPES = ("closed", "constant", "poisson", "bursty", "onoff", "replay")
-RATE_SYNTAX = "requests a second: 50, levels one after another 10,20,40, or a ramp 10..100"
+RATE_SYNTAX = "requests per second: 50, levels one after another 10,20,40, or a ramp 10..100"
 
 
 @dataclass(frozen=True, slots=True)

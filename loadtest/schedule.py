@@ -83,7 +83,7 @@ class Terms:
                 how = "a replayed trace"
             case other:
                 how = f"{'Poisson' if other == 'poisson' else other} arrivals"
-        limit = f", at most {self.max_in_flight} under way at a time" if self.max_in_flight else ""
+        limit = f", at most {self.max_in_flight} in flight at a time" if self.max_in_flight else ""
         return f"open loop: {how}, {words}{limit}{self._end}"
 
     @property
