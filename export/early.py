@@ -61,8 +61,8 @@ def certify(
     rows = answers.differs.shape[1]
     if rows < MIN_ROWS:
         say(
-            f"max_disagreement stays uncalibrated: {rows:,} rows to measure it on, and it takes "
-            f"{MIN_ROWS:,}"
+            f"max_disagreement stays uncalibrated: it needs {MIN_ROWS:,} held-out rows, and there "
+            f"are {rows:,}"
         )
         return None
     outcomes = _outcomes(answers)

@@ -333,7 +333,7 @@ def _ladder(bundle: Bundle) -> list[str]:
             f"{f'{q.low:.4f} to {q.high:.4f}':<16} {whole}{beside}{shown:>12} "
             f"{v.max_abs_error:>9.1e} {v.tolerance:>9.1e}  {frontier}{mark}"
         )
-    lines.append("  * the rung of a request that names none; frontier: no fewer steps are as good")
+    lines.append("  * the default; frontier: no rung with fewer steps is as good")
     return lines
 
 

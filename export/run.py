@@ -274,8 +274,8 @@ def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = pri
     same = facts.get("data_sha256") in (None, dataset.digest)
     if not same:
         say(
-            "not the data it was trained on: what is held out of this one may have been learnt, so "
-            "that its quality may be too good"
+            "not the data it was trained on: training may have seen the rows held out here, so "
+            "the measured quality may be too good"
         )
     return export_model(Origin(model, recipe, dataset, facts["iteration"], same), request, say)
 
@@ -287,7 +287,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     if model.discrete and (
         request.steps not in ((), (1,)) or request.method not in (None, "euler")
     ):
-        say("the weights of this model differ by depth: its bundle has the one rung of 1 step")
+        say("the weights of this model differ by depth, so its bundle has one rung, of 1 step")
     _check_target(request.target)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
@@ -302,8 +302,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         )
         if traced.task == "generate" and traced.caches is None:
             say(
-                "  no caches: every token costs as much as the whole text before it; the width of "
-                f"a head (model.width / model.heads) must be a multiple of {HEAD_WIDTH_MULTIPLE}"
+                "  no KV cache: every token computes the whole text before it again. For a cache "
+                "the width of a head (model.width / model.heads) must be a multiple of "
+                f"{HEAD_WIDTH_MULTIPLE}"
             )
         # One scale for all activations of a layer is too coarse for the outliers of those models.
         blocks = isinstance(model, ConvertedTransformer)

@@ -16,20 +16,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TARGETS,
         default="onnx",
         help="onnx: a bundle (default); tensorrt: native engines for the GPU of this machine; "
-        "triton: a model repository; the last two into a folder of their own, also of a BUNDLE",
+        "triton: a model repository. The last two get a folder of their own and also take a bundle",
     )
     parser.add_argument(
         "--engine-precision",
         choices=("fp32", "fp16", "bf16"),
         default="fp16",
-        help="what the matrix products of engines compute in (default: %(default)s)",
+        help="precision of the matrix products of engines (default: %(default)s)",
     )
     parser.add_argument(
         "--engine-rows",
         type=int,
         default=64,
         metavar="ROWS",
-        help="the most rows in one call of an engine (default: %(default)s)",
+        help="most rows per call of an engine (default: %(default)s)",
     )
 
 

@@ -50,7 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     predict.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of the texts (default: as in training)"
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column of texts (default: as in training)",
     )
     sample = commands.add_parser(
         "sample",
@@ -64,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
     )
     sample.add_argument(
-        "--temperature", type=float, metavar="T", help="0 takes the likeliest token"
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token"
     )
     sample.add_argument("--top-k", type=int, metavar="K")
     sample.add_argument("--top-p", type=float, default=1.0, metavar="P")
@@ -73,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         budget = each.add_mutually_exclusive_group()
         budget.add_argument("--steps", type=int, metavar="N", help="(default: the bundle's)")
         budget.add_argument("--effort", choices=EFFORTS)
-        each.add_argument("--threads", type=int, help="threads a call (default: all cores)")
+        each.add_argument("--threads", type=int, help="threads per call (default: all cores)")
     return parser
 
 

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.25,
         metavar="SHARE",
-        help="of the iterations that RUN's recipe has (default 0.25)",
+        help="share of the iterations of RUN's recipe (default 0.25)",
     )
     again.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     _add_overrides(again)
@@ -103,24 +103,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
-    look.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    look.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
     look.add_argument(
         "--bleu",
         type=int,
         nargs="?",
         const=0,
         metavar="SENTENCES",
-        help="also translate, and print BLEU of all test sentences or of the first so many (slow)",
+        help="also translate and print BLEU: of all test sentences, or of the first so many (slow)",
     )
     look.add_argument(
-        "--beams", type=int, default=1, metavar="N", help="beams of --bleu (default 1: greedy)"
+        "--beams", type=int, default=1, metavar="N", help="beam width of --bleu (default 1: greedy)"
     )
     look.add_argument(
         "--length-penalty",
         type=float,
         default=1.0,
         metavar="ALPHA",
-        help="of --beams: scores are divided by the length to this power (default 1)",
+        help="with --beams: scores are divided by length to this power (default 1)",
     )
     return parser
 
@@ -150,7 +152,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher", type=Path, metavar="RUN", help="learn from this run, not from a new one"
     )
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of a text")
+    parser.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="longest text, in tokens"
+    )
     parser.add_argument("--epochs", type=float, default=6.0, metavar="N", help="default 6")
     parser.add_argument("--teacher-epochs", type=float, default=3.0, metavar="N", help="default 3")
     _add_overrides(parser)
@@ -158,9 +162,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _add_columns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of a table: of the texts (repeatable)"
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column of a table that holds texts (repeatable)",
     )
-    parser.add_argument("--label", metavar="COLUMN", help="of a table: of the labels")
+    parser.add_argument("--label", metavar="COLUMN", help="column of a table that holds labels")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -328,7 +335,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
     if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
-        print("the weights of this model differ by depth: it has one answer, with 1 step\n")
+        print("this model has a fixed depth: it has one answer, at 1 step\n")
     print_report(report)
     if arguments.json:  # first: what took hours must not be lost for a picture
         write_json(report, arguments.json)

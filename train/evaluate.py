@@ -91,7 +91,7 @@ def evaluate_run(
     check_same_meaning(dataset, recipe, facts)
     if facts.get("data_sha256") not in (None, dataset.digest):
         _log.warning(
-            "not the data it was trained on: rows held out of this one may have been learnt"
+            "not the data it was trained on: training may have seen the rows held out here"
         )
     asked = _Evaluation(model, recipe, steps, methods)
     size = rows_at_once(recipe, dataset.sizes)

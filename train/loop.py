@@ -320,7 +320,7 @@ class Loop:
                 if best is not None and self.devices.any(over):
                     bar.close()
                     if not self.quiet and self.devices.main:
-                        print(f"no better since iteration {best.iteration}: stopped early")
+                        print(f"stopped early: no improvement since iteration {best.iteration}")
                     break
                 record = self.iterate(iteration)
                 done = iteration + 1
@@ -340,7 +340,7 @@ class Loop:
                     self._save(done)
                     bar.close()
                     if self.devices.main:
-                        print(f"stopped after iteration {done}; the same command goes on there")
+                        print(f"stopped after iteration {done}; run the same command to go on")
                     raise KeyboardInterrupt
         if optim.average and self.devices.main:
             average_checkpoints(self.folder, optim.average)
