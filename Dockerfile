@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 
-# Serves the zoo, or bundles mounted into it. Only what serving needs: no PyTorch, no training code.
+# Serves the zoo, or bundles mounted into it. Only what serving needs is installed: no PyTorch.
+# `inspect` and `calibrate` of bundles work here too.
 #
 #   docker build --tag stepdial .
 #   docker run --rm --publish 127.0.0.1:8000:8000 stepdial
@@ -46,8 +47,10 @@ RUN case "$RUNTIME" in \
     && /venv/bin/pip check \
     && /venv/bin/python sbom.py > sbom.cdx.json
 COPY serve ./serve
+COPY export ./export
+COPY train ./train
 COPY zoo ./zoo
-RUN /venv/bin/python -m compileall -q serve stepdial.py
+RUN /venv/bin/python -m compileall -q serve export train stepdial.py
 
 FROM python:${PYTHON}-slim-bookworm
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin stepdial

@@ -6,6 +6,8 @@ A package is imported only when its command is used, so that `stepdial serve` ne
 
 import difflib
 import importlib
+import importlib.machinery
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,24 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_OWN_PACKAGES = frozenset({"train", "export", "serve", "loadtest", "stepdial"})
+_PACKAGES = frozenset({"train", "export", "serve", "loadtest"})
+
+
+class OwnPackages:
+    """Finds the packages of Stepdial beside this file, whatever else on the path has their names.
+
+    `python -m stepdial` looks into the working folder first, where a `train.py` is not unusual.
+    """
+
+    folder = str(Path(__file__).resolve().parent)
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PACKAGES:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [cls.folder])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
+    "recipes": Command("train", "train", True, "list the recipes that `train` knows"),
     "convert": Command(
         "train",
         "train",
@@ -44,20 +64,29 @@ COMMANDS = {
     ),
     "export": Command("export", "export", True, "export a run to a bundle for the server"),
     "inspect": Command(
-        "export", "export", True, "show a bundle: its facts, and quality against latency"
+        "export", "serve", True, "show a bundle: its facts, and quality against latency"
     ),
     "calibrate": Command(
-        "export", "export", True, "measure the latency of a bundle on this machine"
+        "export", "serve", True, "measure the latency of a bundle on this machine"
     ),
     "predict": Command(
-        "serve", "serve", True, "label the rows of a CSV, TSV or JSONL file with a bundle", "local"
+        "serve",
+        "serve",
+        True,
+        "label the rows of a CSV, TSV or JSONL file with a bundle",
+        "predict",
     ),
-    "sample": Command("serve", "serve", True, "continue a prompt with a bundle", "local"),
+    "sample": Command("serve", "serve", True, "continue a prompt with a bundle", "predict"),
     "serve": Command("serve", "serve", False, "serve bundles over HTTP; without a bundle, the zoo"),
     "loadtest": Command(
         "loadtest", "loadtest", False, "load-test a running server and write a report"
     ),
 }
+_NO_ZOO = (
+    "stepdial demo serves the zoo, the folder `zoo` of Stepdial's source, which is not part of the "
+    "installed package. Run it in a copy of the source, or name such a folder: "
+    "STEPDIAL_ZOO=FOLDER stepdial demo. `stepdial demo --train` trains a model and needs no zoo."
+)
 _DEMO_SUMMARY = "serve the zoo; with --train: train, export and serve a small model"
 
 
@@ -89,15 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _forward(name: str, arguments: list[str]) -> int:
     command = COMMANDS[name]
     if name == "evaluate" and any(Path(word, "manifest.json").is_file() for word in arguments):
-        command = replace(command, package="export", extra="export")  # a bundle, not a run
+        command = replace(command, package="export", extra="serve")  # a bundle, not a run
     forwarded = [name, *arguments] if command.takes_name else arguments
+    if OwnPackages not in sys.meta_path:
+        sys.meta_path.insert(0, OwnPackages)
     try:
         # Inside the `try` too: a package may import its heavy dependencies when it runs.
         entry = importlib.import_module(f"{command.package}.{command.module}")
         status = entry.main(forwarded)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if not missing or missing in _OWN_PACKAGES:
+        if not missing or missing in _PACKAGES | {"stepdial"}:
             raise
         print(
             f"stepdial {name} needs a package that is not installed ({missing}). "
@@ -125,7 +156,12 @@ def _demo(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     server = ["--host", options.host, "--port", str(options.port)]
     if not options.train:
-        return _forward("serve", server)
+        if "STEPDIAL_ZOO" in os.environ or _holds_bundles(Path(OwnPackages.folder, "zoo")):
+            return _forward("serve", server)
+        if _holds_bundles(Path("zoo")):
+            return _forward("serve", ["--zoo", "zoo", *server])
+        print(_NO_ZOO, file=sys.stderr)
+        return 2
 
     run, bundle = f"runs/demo-{options.recipe}", f"bundles/demo-{options.recipe}"
     for stage in (
@@ -141,6 +177,10 @@ def _demo(arguments: list[str]) -> int:
             return status
     print(f"\n$ stepdial serve {bundle} {' '.join(server)}", flush=True)
     return _forward("serve", [bundle, *server])
+
+
+def _holds_bundles(zoo: Path) -> bool:
+    return any(zoo.glob("*/manifest.json"))
 
 
 def _help_text() -> str:

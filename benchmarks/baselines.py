@@ -18,8 +18,8 @@ from benchmarks.lab import BASELINES, Provenance
 from train.checkpoint import METRICS, MODEL, load_run
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
-from train.quality import wilson
 from train.recipe import load_recipe
+from train.tally import wilson
 
 FOLDERS = {"sentiment": "imdb", "topics": "ag_news", "shakespeare": "tinyshakespeare/input.txt"}
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
 from train.checkpoint import METRICS, load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once
-from train.quality import Gain, Quality, Tally, gain
+from train.quality import Tally
 from train.recipe import data_at, steps_of
+from train.tally import Gain, PerRow, Quality, gain
 
 NAME = "dial_range"
 GATE = {"accuracy": 0.03, "loss": 0.05}  # what depth must be worth before a dial can have range
@@ -42,7 +42,7 @@ class Measured:
     trained: int  # evaluations that its training went through
     cpu_s: float
     qualities: Mapping[int, Quality]
-    per_row: Mapping[int, Tensor]  # (rows,): what each adds to the quality, whose mean it is
+    per_row: Mapping[int, PerRow]  # (rows,): what each adds to the quality, whose mean it is
 
     @property
     def value(self) -> float:

@@ -20,8 +20,9 @@ from train.checkpoint import Run, load_run
 from train.data import open_dataset
 from train.data.arrays import ImageDataset
 from train.data.batch import IGNORED, Batch, Dataset
-from train.quality import Quality, measure_model
+from train.quality import measure_model
 from train.recipe import Recipe
+from train.tally import Quality
 
 NAME = "robustness"
 NOISE = (0.0, 0.01, 0.05, 0.1, 0.2, 0.5)

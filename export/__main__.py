@@ -1,6 +1,7 @@
 """The commands on bundles: `export`, `inspect`, `calibrate`, and `evaluate` of a bundle."""
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -38,11 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Stitch, verify, calibrate and pack every rung of a run into a bundle.",
     )
     export.set_defaults(run_command=_export)
-    export.add_argument("run", type=Path, metavar="RUN", help="a run; or, for a target, a bundle")
+    export.add_argument("run", type=Path, metavar="RUN", help="a run; with --target, also a bundle")
     export.add_argument("--out", type=Path, metavar="FOLDER", help="default bundles/NAME")
     add_arguments(export)
     export.add_argument(
-        "--steps", help="the rungs (default: 1, 2, 4, ... and the full count of the training)"
+        "--steps",
+        help="step counts of the rungs (default: 1, 2, 4, ... up to that of training)",
     )
     export.add_argument("--method", help="integration method (default: as trained)")
     export.add_argument("--name", help="name of the model (default: the recipe's)")
@@ -57,19 +59,19 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         choices=("fp32", "int8"),
         default="fp32",
-        help="of a generator: keys and values as float32 (default), or in a quarter of the memory",
+        help="KV cache of a generator: fp32 (default), or int8 in a quarter of the memory",
     )
     export.add_argument(
         "--no-calibrate",
         action="store_true",
-        help="measure quality on one batch only, no latency, and no thresholds",
+        help="measure quality on one batch only; no latency, no thresholds for early answers",
     )
     export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
     export.add_argument(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="of a generator: the Jinja template that makes a prompt of the messages of a chat",
+        help="Jinja template that turns chat messages into a prompt, for a generator",
     )
     inspect = commands.add_parser(
         "inspect",
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.set_defaults(run_command=_calibrate)
     calibrate.add_argument("bundle", type=Path, metavar="BUNDLE")
-    calibrate.add_argument("--threads", type=int, help="threads a call (default: all cores)")
+    calibrate.add_argument("--threads", type=int, help="threads per call (default: all cores)")
     return parser
 
 
@@ -193,6 +195,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if not_comparable(*(bundle.manifest for bundle in bundles)):
             print("no plot: inspect them one at a time")
             return 0
+    if importlib.util.find_spec("matplotlib") is None:  # as where there is only what serves
+        missing = "drawing the frontier needs matplotlib, which is not installed"
+        if arguments.plot is not None:
+            raise ValueError(f"--plot {arguments.plot}: {missing}")
+        print(f"no plot: {missing}")
+        return 0
     name = "-".join(Path(label).resolve().name for label in labels_of(bundles))
     default = [Path(f"{name}-frontier{suffix}") for suffix in (".png", ".svg")]
     paths = default if arguments.plot is None else [arguments.plot]
@@ -214,7 +222,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from export.inspect import describe
-    from export.run import calibrate_latency
+    from export.latency import calibrate_latency
 
     calibrate_latency(arguments.bundle, arguments.threads)
     print(describe(read_bundle(arguments.bundle)))

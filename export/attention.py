@@ -1,7 +1,7 @@
-"""The forms that an attention takes in a graph: plain operators, fused, or with caches.
+"""Attention in a graph: as plain operators, fused, or with a KV cache.
 
-Plain operators are for any runtime. Fused it is ONNX Runtime's operator that never holds the scores
-of all pairs; with caches its operator on packed queries, keys and values.
+Plain operators run on any runtime. The fused form is ONNX Runtime's operator that never holds the
+scores of all pairs; the form with a cache is its operator on packed queries, keys and values.
 """
 
 import dataclasses
@@ -240,9 +240,8 @@ class _Writing:
         return name
 
 
-# Which velocities have a form with caches, and the embedding that goes before it. Whatever calls
-# a causal attention, in whatever order and however often, calls the cached one with the next pair
-# of caches.
+# Which velocities can run with a KV cache, and the embedding for it. Each call of a causal
+# attention becomes a call of the cached one, with the next pair of caches.
 
 
 HEAD_WIDTH_MULTIPLE = 8  # of the operator

@@ -1,17 +1,15 @@
-"""Certified early answers: how far ahead must a jump's answer be to be given at once?
+"""Certified early answers: how far ahead a jump's best class must be for its answer to be given.
 
 A row stops at the first evaluation whose largest logit is ahead of the second by the threshold. A
 row with a label at each position stops where the least sure of them is; its answer differs if any
-position does.
-Logits, not probabilities: those order the errors no better, and come to rest at 1 in float32.
+position does. Logits are used because probabilities order the errors no better and saturate at 1 in
+float32.
 
 A level is certified by fixed-sequence testing. The thresholds are fixed before any answer is seen,
 from strict to loose; each is tested with the exact (Clopper-Pearson) bound on the share of rows
 whose early answer differs from the full one, and the first that fails ends the sequence. A wrong
 certificate needs the first threshold that is really too loose to pass its one test, so the
 confidence is that of one test, however many thresholds there are. It holds for each level alone.
-
-Knows jumps as numbers; neither models nor labels: agreement with the full answer needs none.
 """
 
 import math
@@ -63,8 +61,8 @@ def certify(
     rows = answers.differs.shape[1]
     if rows < MIN_ROWS:
         say(
-            f"max_disagreement stays uncalibrated: {rows:,} rows to measure it on, and it takes "
-            f"{MIN_ROWS:,}"
+            f"max_disagreement stays uncalibrated: it needs {MIN_ROWS:,} held-out rows, and there "
+            f"are {rows:,}"
         )
         return None
     outcomes = _outcomes(answers)

@@ -173,9 +173,12 @@ def _renamed(names: Mapping[str, str], value: str, copy: str) -> str:
     return names.get(value, f"{copy}/{value}")
 
 
-# The graphs of ONE step: embed, step, head. The CPU server runs any rung with them. step: x, h,
-# [t,] [previous, history,] context, caches -> y, [v,] caches The size h of the step and the time
-# t are given row by row, so that rows of different rungs can share a call.
+# The graphs of ONE step: embed, step, head. The CPU server runs any rung with them.
+#
+#     step: x, h, [t,] [previous, history,] context, caches -> y, [v,] caches
+#
+# The step size h and the time t are given per row, so that rows of different rungs can share a
+# call.
 
 
 H, TIME = Port("h", FLOAT, ("batch",)), Port("t", FLOAT, ("batch",))
@@ -380,9 +383,9 @@ def _evaluate(build: GraphBuilder, parts: Parts, index: int, name: str, inputs: 
     return v
 
 
-# Sizes that a runtime cannot find out by itself, written into a graph. Without them it has to
-# take the same length for another one at every step, and then compares all buffers of a long rung
-# with each other when it opens the graph.
+# Shapes that a runtime cannot infer, written into a graph. Without them it takes the same length
+# for a new one at every step, and opening the graph compares all buffers of a long rung with each
+# other.
 
 
 def keep_shapes(model: onnx.ModelProto) -> None:

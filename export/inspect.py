@@ -1,6 +1,4 @@
-"""`stepdial inspect`: a bundle's ladder, its frontier of quality and latency, and two bundles
-compared.
-"""
+"""`stepdial inspect`: the ladder and the frontier of a bundle, or two bundles compared."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 
-# How a model's depth, input and cost are said to a person: for the card and for `inspect`.
+# A model's depth, input and cost in words, for the model card and for `inspect`.
 
 
-# By which nobody need care: nats, or a share of the rows or positions.
+# Differences too small to matter: in nats, or as a share of rows or positions.
 TOLERATED: dict[str, float] = {"loss": 0.01, "accuracy": 0.005}
 
 
@@ -129,7 +127,7 @@ def metric_in_words(metric: Metric) -> str:
 
 LOG_SPAN = 4.0  # a wider axis than this is logarithmic
 LABEL_OFFSETS = ((5, 5), (5, -13))  # points: above the line of one bundle, below that of another
-# What would say when a picture was drawn, which the same bundle should not change.
+# Without the date, the same bundle gives the same file.
 UNDATED: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
@@ -335,7 +333,7 @@ def _ladder(bundle: Bundle) -> list[str]:
             f"{f'{q.low:.4f} to {q.high:.4f}':<16} {whole}{beside}{shown:>12} "
             f"{v.max_abs_error:>9.1e} {v.tolerance:>9.1e}  {frontier}{mark}"
         )
-    lines.append("  * the rung of a request that names none; frontier: no fewer steps are as good")
+    lines.append("  * the default; frontier: no rung with fewer steps is as good")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""8-bit weights, and products of whole numbers.
+"""8-bit weights, and 8-bit matrix products.
 
 Symmetric, per output channel and block of 64 inputs, rounded to the nearest: no data is needed,
 and the same graph gives the same bytes. Tables that are looked up become bytes where they are most
@@ -21,8 +21,8 @@ from serve.bundle import Precision
 from serve.runtime.protocol import RowArray
 from train.data.batch import Dataset
 
-# The layers of a graph: products with a large matrix, as torch's exporter writes them. Finds them
-# and puts others in their place.
+# The layers of a graph: products with a large matrix, as torch's exporter writes them. They are
+# found and replaced.
 
 
 CONTRIB = "com.microsoft"
@@ -474,8 +474,8 @@ def _sums(graph: onnx.GraphProto) -> dict[str, tuple[str, str]]:
     return sums
 
 
-# What the layers of a classifier multiply, measured: the least and the greatest number of each.
-# Runs the float32 graphs of all rungs on rows that the model was not trained on.
+# The range of the inputs of each layer of a classifier, measured by running the float32 graphs of
+# all rungs on rows that the model was not trained on.
 
 
 ROWS, ROWS_AT_ONCE = 32, 8

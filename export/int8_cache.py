@@ -1,7 +1,7 @@
-"""8-bit keys and values: their scales, measured on training rows, and the graphs that use them.
+"""8-bit KV caches: their scales, measured on training rows, and the graphs that use them.
 
-Measured at the fewest steps and the most, so that a scale is the same for all requests and an
-answer depends on none but its own.
+Scales are measured at the fewest and at the most steps and are the same for all requests, so no
+answer depends on another request.
 """
 
 from collections.abc import Collection, Iterator

@@ -1,7 +1,4 @@
-"""Latency of a bundle on this machine: medians of runtime calls over steps, batches and lengths.
-
-Knows the calls that serving makes; not what is done with their times.
-"""
+"""Latency of a bundle on this machine: medians of runtime calls over steps, batches and lengths."""
 
 import datetime
 import os
@@ -23,9 +20,12 @@ from serve.bundle import (
     Manifest,
     PointsInput,
     TextInput,
+    read_bundle,
+    write_latency,
 )
-from serve.runtime import Batches, Model
+from serve.runtime import Batches, Model, open_model
 from serve.runtime.protocol import RowArray
+from serve.runtime.session import usable_cores
 
 Kind = Literal["classify", "prefill", "decode"]
 ENOUGH_S, ENOUGH_RUNS, MOST_RUNS = 0.25, 7, 200
@@ -46,6 +46,15 @@ def measure_latency(model: Model, threads: int) -> Latency:
     machine = Machine(_cpu_name(), os.cpu_count() or 1, threads, _runtime_name())
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Latency(machine, now, tuple(entries))
+
+
+def calibrate_latency(folder: Path, threads: int | None = None) -> None:
+    """Measure a bundle's latency here and write its latency.json."""
+    bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
+    latency = measure_latency(open_model(bundle, threads), threads or usable_cores())
+    if read_bundle(folder, verify=False, latency=False).manifest != bundle.manifest:
+        raise ValueError(f"{folder} was replaced while it was measured: calibrate it again")
+    write_latency(bundle.folder, latency)
 
 
 def _classify(

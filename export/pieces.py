@@ -1,6 +1,4 @@
-"""Small ONNX graphs from torch modules, with their ports, weights and marks, for others to
-stitch.
-"""
+"""Small ONNX graphs traced from torch modules, ready to be stitched into larger ones."""
 
 import contextlib
 import copy

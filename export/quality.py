@@ -1,4 +1,4 @@
-"""Quality of every rung on held-out data, in the runtime that serves."""
+"""Quality of every rung on held-out data, in the runtime that serves. Needs no torch."""
 
 import dataclasses
 import itertools
@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from export.inspect import TOLERATED, flat_in_words, range_in_words
 from serve.bundle import (
@@ -30,8 +28,8 @@ from serve.runtime import Model, open_model
 from serve.runtime.protocol import FloatArray
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import IGNORED, Batch, Dataset
-from train.quality import Z95, Tally
 from train.recipe import RecipeError, data_at, recipe_from
+from train.tally import Z95, PerRow, Sums
 
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
 EVALUATION_LOGITS = 1 << 26  # numbers in its logits
@@ -42,7 +40,7 @@ class Measured(NamedTuple):
     """Quality of a rung, and what it is made of."""
 
     quality: Quality
-    per_row: Tensor  # (R,): of each held-out row; the quality is their mean
+    per_row: PerRow  # (R,): of each held-out row; the quality is their mean
 
 
 def held_out_batches(dataset: Dataset, manifest: Manifest, samples: int | None) -> Iterable[Batch]:
@@ -77,13 +75,32 @@ def _batch_rows(manifest: Manifest) -> int:
 def measure_rung(opened: Model, steps: int, batches: Iterable[Batch]) -> Measured:
     """Quality of a rung; of a translator, that of the true next token."""
     labelled = opened.bundle.manifest.labelled
-    tally = Tally()
+    tally = Sums()
     for batch in batches:
-        tally.add(batch, torch.from_numpy(logits_of(opened, steps, batch)), 0.0)
+        add_answers(tally, batch, logits_of(opened, steps, batch))
     return measured_by(tally, labelled)
 
 
-def measured_by(tally: Tally, labelled: bool) -> Measured:
+def add_answers(tally: Sums, batch: Batch, logits: FloatArray) -> None:
+    """Count a batch and its logits (B, classes), or (B, N, classes)."""
+    targets = np.asarray(batch.targets)
+    rows, classes = batch.rows, logits.shape[-1]
+    counted = targets != IGNORED
+    answers = logits.argmax(-1)
+    apart = logits - logits.max(-1, keepdims=True)  # float32: no exponential overflows
+    chosen = np.where(counted, targets, 0).reshape(-1, 1)
+    right = np.take_along_axis(apart.reshape(-1, classes), chosen, 1)[:, 0]
+    np.exp(apart, out=apart)
+    losses = np.where(counted.reshape(-1), np.log(apart.sum(-1)).reshape(-1) - right, 0)
+    tally.add_rows(
+        losses.reshape(rows, -1).sum(1).tolist(),
+        counted.reshape(rows, -1).sum(1).tolist(),
+        (counted & (answers == targets)).reshape(rows, -1).sum(1).tolist(),
+        0.0,
+    )
+
+
+def measured_by(tally: Sums, labelled: bool) -> Measured:
     """What a tally found."""
     quality = tally.quality(labelled)
     metric: Metric = "accuracy" if labelled else "loss"
@@ -94,7 +111,7 @@ def measured_by(tally: Tally, labelled: bool) -> Measured:
 
 
 def logits_of(opened: Model, steps: int, batch: Batch) -> FloatArray:
-    inputs = [each.contiguous().numpy() for each in batch.inputs]
+    inputs = [np.ascontiguousarray(np.asarray(each)) for each in batch.inputs]
     match opened.bundle.manifest.task:
         case "classify" | "tag":
             return opened.classifier(steps).run(inputs[0])
@@ -175,7 +192,7 @@ def _as_good(rung: Measured, best: Measured, sign: int) -> bool:
 def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
     """By how much one is better, row by row on the same rows, and half its 95 % interval."""
     ahead = sign * (one.per_row - other.per_row)  # (R,)
-    spread = Z95 * float(ahead.std()) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
+    spread = Z95 * float(ahead.std(ddof=1)) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.inf
     return float(ahead.mean()), spread
 
 
@@ -253,7 +270,7 @@ def print_beside_manifest(bundle: Bundle, rows: dict[int, Measured]) -> None:
             print(said)
 
 
-# A precision against float32: how many answers stay the same, and what it costs in quality.
+# A precision compared with float32: the share of answers that agree, and the change of quality.
 
 
 def compare(
@@ -261,13 +278,13 @@ def compare(
 ) -> tuple[Measured, AgainstFp32]:
     """The quality of a rung, and how it differs from the other's on the same rows."""
     labelled = opened.bundle.manifest.labelled
-    tally, reference_tally = Tally(), Tally()
+    tally, reference_tally = Sums(), Sums()
     same = counted = 0
     for batch in batches:
-        pair = [torch.from_numpy(logits_of(one, steps, batch)) for one in (opened, reference)]
-        tally.add(batch, pair[0], 0.0)
-        reference_tally.add(batch, pair[1], 0.0)
-        kept = batch.targets != IGNORED
+        pair = [logits_of(one, steps, batch) for one in (opened, reference)]
+        add_answers(tally, batch, pair[0])
+        add_answers(reference_tally, batch, pair[1])
+        kept = np.asarray(batch.targets) != IGNORED
         same += int((pair[0].argmax(-1) == pair[1].argmax(-1))[kept].sum())
         counted += int(kept.sum())
     measured = measured_by(tally, labelled)

@@ -1,7 +1,4 @@
-"""From a run to a bundle: trace, stitch, verify, calibrate, seal. A failed check keeps no bundle.
-
-Puts the other modules in order; how each does its part is theirs.
-"""
+"""From a run to a bundle: trace, stitch, verify, calibrate, seal. A failed check ends it."""
 
 import dataclasses
 import os
@@ -22,7 +19,7 @@ from export.graph import Ladder, stitch, write_graphs
 from export.inspect import flat_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
-from export.latency import measure_latency
+from export.latency import calibrate_latency
 from export.pieces import load_exporter
 from export.quality import (
     Measured,
@@ -50,7 +47,6 @@ from serve.bundle import (
     read_bundle,
     seal_bundle,
     steps_in_words,
-    write_latency,
 )
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.margins import present_positions
@@ -64,8 +60,7 @@ from train.ode import method_named
 from train.pretrained import ConvertedTransformer
 from train.recipe import Recipe, data_at, ladder_of
 
-# A bundle that nobody sees yet, opened as a server would: every rung verified and measured. Puts
-# verification and calibration in order; how each is done is theirs.
+# A trial bundle in a temporary folder, opened as a server would: every rung verified and measured.
 
 
 AT_ONCE = 2  # rungs: each holds the weights of a graph of its own
@@ -279,8 +274,8 @@ def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = pri
     same = facts.get("data_sha256") in (None, dataset.digest)
     if not same:
         say(
-            "not the data it was trained on: what is held out of this one may have been learnt, so "
-            "that its quality may be too good"
+            "not the data it was trained on: training may have seen the rows held out here, so "
+            "the measured quality may be too good"
         )
     return export_model(Origin(model, recipe, dataset, facts["iteration"], same), request, say)
 
@@ -292,7 +287,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     if model.discrete and (
         request.steps not in ((), (1,)) or request.method not in (None, "euler")
     ):
-        say("the weights of this model differ by depth: its bundle has the one rung of 1 step")
+        say("the weights of this model differ by depth, so its bundle has one rung, of 1 step")
     _check_target(request.target)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
@@ -307,8 +302,9 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         )
         if traced.task == "generate" and traced.caches is None:
             say(
-                "  no caches: every token costs as much as the whole text before it; the width of "
-                f"a head (model.width / model.heads) must be a multiple of {HEAD_WIDTH_MULTIPLE}"
+                "  no KV cache: every token computes the whole text before it again. For a cache "
+                "the width of a head (model.width / model.heads) must be a multiple of "
+                f"{HEAD_WIDTH_MULTIPLE}"
             )
         # Rounded activations are too coarse for the outliers of pretrained models.
         floats = isinstance(model, ConvertedTransformer)
@@ -405,15 +401,6 @@ def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manif
     manifest = dataclasses.replace(draft, tokenizer=tokenizer)
     shutil.copyfile(template, staging / CHAT_TEMPLATE)
     return manifest
-
-
-def calibrate_latency(folder: Path, threads: int | None = None) -> None:
-    """Measure a bundle's latency here and write its latency.json."""
-    bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
-    latency = measure_latency(open_model(bundle, threads), threads or usable_cores())
-    if read_bundle(folder, verify=False, latency=False).manifest != bundle.manifest:
-        raise ValueError(f"{folder} was replaced while it was measured: calibrate it again")
-    write_latency(bundle.folder, latency)
 
 
 def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:

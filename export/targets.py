@@ -1,15 +1,10 @@
-"""What `stepdial export --target` makes of a bundle: engines, or a model repository.
-
-Knows the command line's words; how either is made is told by export.tensorrt and
-export.triton.
-"""
+"""`stepdial export --target`: TensorRT engines or a Triton model repository from a bundle."""
 
 import argparse
 import os
 from pathlib import Path
 
 from serve.bundle import Bundle, BundleError
-from train.checkpoint import read_facts
 
 TARGETS = ("onnx", "tensorrt", "triton")
 
@@ -21,20 +16,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TARGETS,
         default="onnx",
         help="onnx: a bundle (default); tensorrt: native engines for the GPU of this machine; "
-        "triton: a model repository; the last two into a folder of their own, also of a BUNDLE",
+        "triton: a model repository. The last two get a folder of their own and also take a bundle",
     )
     parser.add_argument(
         "--engine-precision",
         choices=("fp32", "fp16", "bf16"),
         default="fp16",
-        help="what the matrix products of engines compute in (default: %(default)s)",
+        help="precision of the matrix products of engines (default: %(default)s)",
     )
     parser.add_argument(
         "--engine-rows",
         type=int,
         default=64,
         metavar="ROWS",
-        help="the most rows in one call of an engine (default: %(default)s)",
+        help="most rows per call of an engine (default: %(default)s)",
     )
 
 
@@ -44,6 +39,8 @@ def check_target(arguments: argparse.Namespace) -> None:
         return
     if arguments.out is not None and os.path.lexists(arguments.out):
         raise BundleError("exists: remove it, or name another folder", file=str(arguments.out))
+    from train.checkpoint import read_facts  # with torch
+
     facts = read_facts(arguments.run)
     name = arguments.name or str(facts["recipe"].get("name"))
     folder = _folder(name, arguments)

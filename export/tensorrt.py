@@ -1,4 +1,4 @@
-"""Native TensorRT engines of a bundle: one a graph, in a folder of their own, verified."""
+"""Native TensorRT engines of a bundle: one per graph, verified, in a folder of their own."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""What the rungs of a model are stitched from: embed, ONE evaluation of each velocity, head.
-
-Knows the kinds of models and their torch modules; not how many steps a rung will have.
-"""
+"""Traces the parts that rungs are stitched from: embed, ONE evaluation of each velocity, head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A bundle as a model repository of Triton: its files and their configurations."""
+"""A bundle as a model repository for Triton: its files and their configurations."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The tokenising step of a Triton repository: texts in, padded tokens out.
 
-Written into the repository as model.py, and run by Triton's Python backend: it needs numpy and
-tokenizers there, and deliberately nothing of Stepdial.
+Written into the repository as model.py and run by Triton's Python backend. It needs numpy and
+tokenizers there; Stepdial need not be installed.
 """
 
 import json

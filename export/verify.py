@@ -1,8 +1,8 @@
 """Verification of a rung in the runtime that serves it, against the model in float64.
 
-The tolerance follows from how far torch's own float32 is from float64 at that rung, so a long rung
-of an ill-conditioned velocity is not failed for what no float32 runtime could do better. Weights,
-activations and caches of 8 bits are rounded as much more coarsely as they have fewer bits.
+The tolerance is a multiple of the error of torch's own float32 at that rung, so a long rung of an
+ill-conditioned velocity does not fail for an error that every float32 runtime has. It is wider for
+weights, activations and caches of 8 bits, in proportion to their coarser rounding.
 """
 
 import copy
@@ -161,7 +161,8 @@ def _ragged(tokens: Tensor, pad_id: int = 0) -> Tensor:
     return tokens.where(torch.arange(length) < keep[:, None], pad_id)
 
 
-# What a model answers at a rung, in float64 and in float32: what its graphs are held against.
+# The answers of the torch model at a rung, in float64 and in float32, that graphs are compared
+# with.
 
 
 MOST_AHEAD_BYTES = 64 << 20  # of answers that nobody has asked for yet

@@ -1,1 +1,1 @@
-"""Load tests over HTTP. Knows the public contract of the server and nothing of its code."""
+"""Load tests over HTTP, for any server with the same public contract."""

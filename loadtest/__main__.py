@@ -1,7 +1,4 @@
-"""`stepdial loadtest`: checks the server and what is asked for, then runs Locust.
-
-It deliberately knows nothing of how requests are sent and measured.
-"""
+"""`stepdial loadtest`: checks the server and the options, then runs Locust."""
 
 import argparse
 import importlib.util
@@ -67,20 +64,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
     about = "callers of a closed loop (%(default)s)"
     add("--users", type=positive, default=8, metavar="N", help=about)
-    about = "callers started a second (all at once)"
+    about = "callers started per second (default: all at once)"
     add("--spawn-rate", type=above_0, metavar="N", help=about)
     add_shared(parser, "--timeout")
     about = "send from N processes of this machine (one)"
     add("--workers", type=positive, metavar="N", help=about)
     about = "find the highest rate that keeps --objective, beginning at --rate (10)"
     add("--find-capacity", action="store_true", help=about)
-    about = "how far apart, as a share, the rates may be that meet and miss (%(default)s)"
+    about = "stop when the rates that meet and miss are this close, as a share (%(default)s)"
     add("--precision", type=above_0, default=0.05, metavar="SHARE", help=about)
-    about = "tests of --find-capacity, at most (%(default)s)"
+    about = "most tests of --find-capacity (%(default)s)"
     add("--most-points", type=positive, default=16, metavar="N", help=about)
-    about = "steer the test from a page instead; report at /steps"
+    about = "control the test from a web page instead; its report is at /steps"
     add("--web", action="store_true", help=about)
-    about = "port of that page (%(default)s)"
+    about = "port of that web page (%(default)s)"
     add("--web-port", type=positive, default=8089, metavar="PORT", help=about)
     return parser
 

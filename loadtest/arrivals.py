@@ -1,7 +1,7 @@
 """When requests arrive: processes of a given rate, recorded traces, and the pauses of closed loops.
 
-Gaps are drawn at a mean of one and then laid along the rate, which may be level or climb, so that
-every process goes with every rate. The same seed gives the same arrivals.
+Gaps are drawn with a mean of one and then scaled by the rate, which may be constant or climb. So
+any process can be combined with any rate. The same seed gives the same arrivals.
 """
 
 import csv
@@ -18,7 +18,7 @@ from pathlib import Path
 from loadtest.outcomes import Outcome
 
 SHAPES = ("closed", "constant", "poisson", "bursty", "onoff", "replay")
-RATE_SYNTAX = "requests a second: 50, levels one after another 10,20,40, or a ramp 10..100"
+RATE_SYNTAX = "requests per second: 50, levels one after another 10,20,40, or a ramp 10..100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ def _positive(text: str, whole: str) -> float:
     return value
 
 
-# A recorded trace of arrivals: a CSV file of time, prompt tokens and generated tokens. The file
-# is the user's.
+# A recorded trace of arrivals: a CSV file of the user with time, prompt tokens and generated
+# tokens.
 
 
 FORMAT = (
@@ -187,9 +187,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-# How long a caller of a closed loop rests before it asks again. People think between two
-# questions. Those who are told to come back later do, and where nobody answers they do not knock
-# without a pause; without that, a few callers would fill a report with what one refusal was.
+# The pause of a closed-loop caller between two requests: its think time, after a refusal the time
+# of Retry-After, and a short pause after a failed connection. Without these, a few callers that are
+# refused would fill the report.
 
 
 THINK_SYNTAX = "seconds: 2, 1..5 drawn evenly, or exp:2 with that mean"

@@ -1,7 +1,4 @@
-"""`--find-capacity`: tests of different rates, until the highest that meets the objective is known.
-
-It deliberately knows nothing of how the search decides; see loadtest/search.py.
-"""
+"""`--find-capacity`: runs tests at the rates that loadtest/search.py asks for, and reports."""
 
 import argparse
 import json
@@ -168,14 +165,14 @@ def _chart(capacity: Capacity, objective: str) -> Chart:
         lines.append(Line(label, "latency", x, y, dashed))
     lines.append(
         Line(
-            "good answers a second",
+            "good answers per second",
             *("good", [one.rate_per_s for one in points], [one.good_per_s for one in points]),
         )
     )
     limits = parse_objective(objective).limits
     return Chart(
-        *("Latency and goodput against rate", "", "requests a second, offered"),
-        *("ms; a second", lines),
+        *("Latency and goodput against rate", "", "offered requests per second"),
+        *("ms; per second", lines),
         y_scale="log",
         limits=[(limit.text, limit.bound) for limit in limits if limit.what == "latency"],
     )

@@ -117,7 +117,7 @@ def read_wait(in_ms: object, in_s: object) -> float | None:
     return None
 
 
-# One answer of nonsense is one failed request: it must not reach the sums that are made of all.
+# A malformed answer is a failed request and must not reach the sums over all answers.
 def _record(answer: dict[str, Any], name: str) -> dict[str, Any]:
     found = answer.get(name)
     if found is not None and not isinstance(found, dict):
@@ -152,9 +152,8 @@ def parse(body: bytes | str) -> dict[str, Any]:
     return answer
 
 
-# A text that arrives as server-sent events: read line by line, with the moment of each token. In
-# two dialects: that of /v1/generate, with an event `done` at the end, and that of OpenAI, with
-# the data `[DONE]`.
+# A stream of server-sent events, read line by line, with the time of each token. Two dialects: that
+# of /v1/generate, which ends with an event `done`, and OpenAI's, which ends with the data `[DONE]`.
 
 
 _LAST_DATA = "[DONE]"  # of the dialect of OpenAI

@@ -1,7 +1,4 @@
-"""`stepdial loadtest compare`: two kept reports side by side.
-
-It deliberately knows nothing of running tests.
-"""
+"""`stepdial loadtest compare`: two kept reports side by side."""
 
 import argparse
 import html
@@ -195,6 +192,6 @@ def _charts(a: Kept, b: Kept) -> list[Chart]:
                 x, y = [rate for rate, _ in points], [value for _, value in points]
                 if points:
                     lines.append(Line(f"{label}, {what[:3]}", label, x, y, dashed))
-        label = "requests a second, offered" if several else "requests a second"
+        label = "offered requests per second" if several else "requests per second"
         found.append(Chart(f"Latency: {operation}", "", label, "ms", lines, y_scale="log"))
     return found

@@ -1,7 +1,4 @@
-"""Starts Locust in a process of its own, since it patches sockets and threads of what imports it.
-
-It deliberately knows nothing of what a test measures.
-"""
+"""Starts Locust in a process of its own, because importing it patches sockets and threads."""
 
 import argparse
 import contextlib

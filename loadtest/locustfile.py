@@ -1,7 +1,7 @@
-"""A test from its begin to its end. By itself: `locust -f loadtest/locustfile.py --host URL`.
+"""A load test from start to end. Also by itself: `locust -f loadtest/locustfile.py --host URL`.
 
-Locust finds its users here, which loadtest/loops.py describes.
-Only the process that Locust starts imports this file: it patches sockets and threads.
+Locust finds its users here; loadtest/loops.py has their code. Only Locust's own process imports
+this file, since importing Locust patches sockets and threads.
 """
 
 import html
@@ -29,7 +29,7 @@ from loadtest.report import Report
 from loadtest.tables import UNLIMITED, render_text
 from loadtest.target import read_key, read_offers
 
-# What goes on every second beside the callers: the gauge is read, and progress is shown.
+# Once a second: read the gauge and show the progress.
 
 
 def keep_gauge(gauge: Gauge, is_current: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ def show_progress(plan: Plan, is_current: Callable[[], bool]) -> None:
         gevent.sleep(1)
 
 
-# What becomes of a report when its test is over: it is told, kept, and turned into a status.
+# The end of a test: its report is printed and kept, and becomes the exit status.
 
 
 def publish(report: Report, outcomes: Sequence[Outcome] | None, path: Path | None) -> int:

@@ -27,9 +27,9 @@ from loadtest.outcomes import Outcome
 from loadtest.plan import Plan
 from loadtest.schedule import Shot
 
-# Wakes a greenlet at a moment, to a fraction of a millisecond. gevent's own timers are as coarse
-# as its poll, a millisecond or more, which would be counted as latency of the server; where the
-# system has timer files, they are used instead.
+# Wakes a greenlet at a given time, to a fraction of a millisecond. gevent's own timers are as
+# coarse as its poll, a millisecond or more, which would count as latency of the server. Timer files
+# are used where the system has them.
 
 
 _ABSOLUTE = 1  # TFD_TIMER_ABSTIME
@@ -85,9 +85,9 @@ class Alarm:
         os.read(self._file, 8)
 
 
-# The open loop: one greenlet that sends each request when it is due, whatever became of others.
-# Latency counts from when a request was due, so that a slow server cannot slow its own load down
-# and so hide what callers would have waited.
+# The open loop: one greenlet that sends each request when it is due, however slow the others are.
+# Latency counts from the time a request was due: a slow server cannot slow its own load down and
+# hide the wait.
 
 
 # More than a process may have open; what a connection costs is part of the latency.

@@ -1,9 +1,9 @@
-"""The mix: which requests are sent, in which proportions, as text and as an endless rota.
+"""The mix: which requests are sent and in which proportions.
 
 A mix is a comma-separated list of `endpoint[@model]:budget=weight`. The budget is a step count,
 `*` for every rung, or any other that loadtest/target.py reads; without a model, every model of that
-endpoint that has the rung takes part. The weight is the share of all requests that the item stands
-for, divided equally among what it covers. It deliberately knows nothing of HTTP.
+endpoint that has the rung takes part. The weight is the item's share of all requests, divided
+equally among the models and rungs that it covers.
 """
 
 import random

@@ -1,8 +1,7 @@
-"""Objectives: what a person wants of a load test, as text, as a verdict, and request by request.
+"""Objectives of a load test: their syntax, and whether a test or a request meets them.
 
-An objective is a comma-separated list of limits such as `latency_p99_ms<1000`. A request that
-failed counts as one that never ended, so that refusing work cannot meet an objective.
-It deliberately knows nothing of how requests were sent.
+An objective is a comma-separated list of limits such as `latency_p99_ms<1000`. A failed request
+counts as infinitely slow, so a server cannot meet an objective by refusing work.
 """
 
 import math

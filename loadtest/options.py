@@ -1,6 +1,6 @@
-"""The options of a load test: those that `stepdial loadtest` and a bare `locust` both know.
+"""The options that `stepdial loadtest` and plain `locust` share.
 
-It deliberately knows nothing of servers; that what is asked for exists is checked by the plan.
+Whether the server has the models and rungs that are named is checked by the plan.
 """
 
 import argparse
@@ -44,29 +44,29 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
         parser.add_argument(flag, type=kind, default=default, help=text, **more)
 
     add("--mix", str, "", f"{MIX_SYNTAX}; * for every rung (every rung of every model equally)")
-    about = "most tokens of a generated text (%(default)s)"
+    about = "most tokens to generate per request (%(default)s)"
     add("--max-tokens", positive, DEFAULT_MAX_TOKENS, about, metavar="N")
     about = "length of prompts: 64, or 16..200 drawn evenly (example texts)"
     add("--prompt-tokens", checked(parse_lengths), "", about, metavar="N")
-    about = 'a prompt a line, plain or as {"prompt": "..."}, for the models that write'
+    about = 'file of prompts for models that generate: one per line, plain or as {"prompt": "..."}'
     add("--prompts", str, "", about, metavar="FILE")
-    about = "text<TAB>label lines to classify, so that right answers are known"
+    about = "file of text<TAB>label lines to classify; their labels give the accuracy"
     add("--labels", str, "", about, metavar="FILE")
-    add("--seed", whole, 0, "the same seed sends the same at the same moments (%(default)s)")
+    add("--seed", whole, 0, "the same seed sends the same requests at the same times (%(default)s)")
     about = "seconds of silence before a request counts as failed (%(default)s)"
     add(timeout_flag, above_0, DEFAULT_TIMEOUT_S, about, dest="answer_timeout", metavar="SECONDS")
-    about = "closed, or an open loop of these arrivals (closed; with --rate poisson)"
+    about = "closed loop, or an open loop of these arrivals (closed; with --rate: poisson)"
     add("--shape", str, "", about, choices=("", *SHAPES), metavar="|".join(SHAPES))
     add("--rate", checked(parse_levels), "", RATE_SYNTAX, metavar="R")
     about = "30s, 2m or 1h30m, for each level of --rate (30s; with --requests until all are sent)"
     add("--duration", checked(parse_duration), None, about)
-    about = "end after so many requests, of each level of --rate; those of --warm-up come before"
+    about = "end after this many requests at each level of --rate, not counting those of --warm-up"
     add("--requests", positive, None, about, metavar="N")
     about = f"from an answer to the next request of the same caller, {THINK_SYNTAX} (none)"
     add("--think-time", checked(parse_think_time), None, about, metavar="SECONDS")
     about = (
-        "requests of an open loop that may be under way at a time; others wait to be sent, and "
-        "that counts as latency (no limit)"
+        "most requests of an open loop in flight at a time; others wait to be sent, which counts "
+        "as latency (no limit)"
     )
     add("--max-in-flight", positive, None, about, metavar="N")
     about = (
@@ -74,35 +74,35 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
     )
     add("--burstiness", above_0, 4.0, about, metavar="B")
     add("--period", above_0, 10.0, "seconds of onoff (%(default)s)", metavar="SECONDS")
-    about = "CSV of time, prompt tokens, generated tokens; replayed"
+    about = "CSV to replay: time, prompt tokens, generated tokens"
     add("--trace", str, "", about, metavar="FILE")
-    add("--speed", above_0, 1.0, "pace of the trace, if --rate does not set it (%(default)s)")
-    about = "multiplies the lengths of the trace, before the window limits them (%(default)s)"
+    add("--speed", above_0, 1.0, "speed of the replay, unless --rate sets it (%(default)s)")
+    about = "factor for the lengths of the trace (%(default)s)"
     add("--length-scale", above_0, 1.0, about, metavar="X")
-    about = "seconds that are sent first and not counted (%(default)s)"
+    about = "seconds at the start that are sent but not counted (%(default)s)"
     add("--warm-up", not_below_0, 0.0, about, metavar="SECONDS")
     add("--pause", not_below_0, 2.0, "seconds between levels (%(default)s)", metavar="SECONDS")
-    about = "seconds to wait for answers once all is sent (as long as for silence)"
+    about = "seconds to wait for answers after the last request (default: as --timeout)"
     add("--drain", not_below_0, None, about, metavar="SECONDS")
     parser.add_argument(
-        "--apart", action="store_true", help="each operation of the mix by itself, one by one"
+        "--apart",
+        action="store_true",
+        help="test each operation of the mix by itself",
     )
     add("--objective", checked(_check_objective), "", OBJECTIVE_SYNTAX, metavar="LIMITS")
-    about = "of 1 %% of the requests, before the sender counts as too slow (%(default)s)"
+    about = "the sender counts as too slow if 1 %% of its requests leave this late (%(default)s)"
     add("--max-lag-ms", above_0, 10.0, about, metavar="MS")
     about = (
-        "a refused caller of a closed loop comes back when the server says (Retry-After), and "
-        "after so long at the latest; 0: at once (%(default)s)"
+        "longest wait of a refused caller of a closed loop, who follows Retry-After up to this; "
+        "0: come back at once (%(default)s)"
     )
     add("--max-rest", not_below_0, 10.0, about, metavar="SECONDS")
-    about = (
-        "folder for report.json, report.md, report.html and report.png; FILE.json for that alone"
-    )
+    about = "folder for report.json, .md, .html and .png; or FILE.json for the JSON alone"
     add("--out", str, "", about, metavar="FOLDER")
-    about = "file that holds a key of the server, which each request then carries"
+    about = "file with an API key of the server, sent with each request"
     add("--api-key-file", str, "", about, metavar="FILE")
     parser.add_argument(
-        "--keep-requests", action="store_true", help="keep every request, as requests.csv, too"
+        "--keep-requests", action="store_true", help="also keep every request, in requests.csv"
     )
 
 

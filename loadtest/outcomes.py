@@ -1,5 +1,4 @@
-"""What happened to each request, kept exactly; percentiles; and whether the sending machine kept
-up.
+"""The outcome of each request, kept exactly; percentiles; and whether the sender kept up.
 
 Locust's own statistics round times above 100 ms, so they are not used.
 """

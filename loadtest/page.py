@@ -1,4 +1,4 @@
-"""A report as pictures and as one page of HTML, and its folder with every form of it."""
+"""A report as charts and as one HTML page, and the folder that keeps all its forms."""
 
 import html
 import io
@@ -97,10 +97,10 @@ def _against_rate(report: Report) -> list[Chart]:
         ),
     ):
         lines = _by_rate(report, low, False) + _by_rate(report, high, True)
-        caption = "Solid: half of the requests took no longer; dashed: 99 of 100."
+        caption = "Solid: median (p50). Dashed: 99th percentile (p99)."
         found.append(
             Chart(
-                *(title, caption, "requests a second, offered", "ms", lines),
+                *(title, caption, "offered requests per second", "ms", lines),
                 y_scale="log",
                 limits=_limits(report, what),
             )
@@ -130,14 +130,14 @@ def _rates(report: Report) -> Chart:
         point = (stage.offered_per_s, stage.answered_per_s, stage.good_per_s)
         groups.setdefault(stage.only or "all", []).append(point)
     rates = [0.0, max(stage.offered_per_s for stage in report.stages)]
-    lines = [Line("as many as offered", "", rates, rates)]
+    lines = [Line("equal to the offered rate", "", rates, rates)]
     for name, points in groups.items():
         offered, answered, good = zip(*sorted(points), strict=True)
         lines.append(Line(name, name, offered, answered))
         lines.append(Line("", name, offered, good, dashed=True))
-    caption = "Solid: right answers a second; dashed: those within the objective (goodput)."
-    label = "requests a second, offered"
-    return Chart("Throughput and goodput", caption, label, "a second", lines, y_from_0=True)
+    caption = "Solid: right answers per second. Dashed: those within the objective (goodput)."
+    label = "offered requests per second"
+    return Chart("Throughput and goodput", caption, label, "per second", lines, y_from_0=True)
 
 
 def _distribution(report: Report) -> list[Chart]:
@@ -157,15 +157,15 @@ def _distribution(report: Report) -> list[Chart]:
     gaps = [
         _points(row, percents, (row.gap_p50_ms, row.gap_p95_ms, row.gap_p99_ms)) for row in rows
     ]
-    caption = "How long so many of 100 requests took at most."
-    percent = "requests of 100"
+    caption = "Latency by percentile."
+    percent = "percentile of the requests"
     drawn = (
         ("Latency", caption, percent, latency, "latency"),
-        ("Time to first token", caption, percent, first, "ttft"),
+        ("Time to first token", "Time to first token, by percentile.", percent, first, "ttft"),
         (
             "Time between tokens",
-            "How long so many of 100 gaps were at most.",
-            "gaps of 100",
+            "Gaps between tokens, by percentile.",
+            "percentile of the gaps",
             gaps,
             "itl",
         ),
@@ -189,10 +189,12 @@ def _timeline(report: Report) -> Chart:
     lines = [Line("p50", "all", at_s, middle), Line("p99", "all", at_s, tail, dashed=True)]
     due = [(slice_.at_s, float(slice_.due)) for slice_ in report.timeline if slice_.due]
     rate_x, rate_y = zip(*due, strict=True) if due else ((), ())
-    lines.append(Line("requests due in the second", "due", rate_x, rate_y))
-    caption = "Latency of the requests that were due in each second, and how many those were."
-    label = "seconds after the begin"
-    return Chart("Second by second", caption, label, "ms; requests", lines, y_scale="log")
+    lines.append(Line("requests due per second", "due", rate_x, rate_y))
+    caption = "Latency by the second in which a request was due, and how many were due in it."
+    label = "seconds since the start"
+    return Chart(
+        "Second by second", caption, label, "ms, or requests per second", lines, y_scale="log"
+    )
 
 
 def _frontier(report: Report) -> list[Chart]:
@@ -230,15 +232,15 @@ def _frontier(report: Report) -> list[Chart]:
         source = (
             "Measured on the texts whose labels were given, with 95 % intervals."
             if known
-            else "As the server states it for the steps that were used."
+            else "As the server states it for the steps used."
         )
-        better = " Of a loss, less is better." if metric == "loss" and not known else ""
+        better = " A lower loss is better." if metric == "loss" and not known else ""
         label = "accuracy of answers" if known else f"stated {metric}"
         found.append(
             Chart(
                 f"Quality against latency under load: {model}",
-                f"Numbers beside points are steps. {source}{better}",
-                "ms, 99 of 100 requests",
+                f"The number beside a point is its step count. {source}{better}",
+                "p99 latency, ms",
                 label,
                 lines,
                 "log",
@@ -273,7 +275,7 @@ def _steps_used(report: Report) -> list[Chart]:
                 names=[*map(_name, rows)],
             )
         )
-    caption = "How many of the answers were made with so many steps, where the server could choose."
+    caption = "Share of the answers at each step count, where the server could choose."
     return [Chart("Steps used", caption, "share of answers", "", lines, stacked=True)]
 
 
@@ -289,8 +291,12 @@ def _name(row: Row) -> str:
 # Charts drawn with matplotlib: as SVG to put into a page, and together as one PNG.
 
 
-# Colours that people who see few colours can tell apart (Okabe and Ito), blue first.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b5b5b", "#8c510a")
+# As many as a legend has lines, so that none stands for two. The first are those of Okabe and Ito,
+# which people with any colour vision can tell apart.
+_COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b5b5b", "#8c510a"),
+    *("#332288", "#882255", "#999933", "#f0a3c0"),
+)
 _INK, _FAINT, _LIMIT = "#1c2330", "#d9dee7", "#a3221b"
 _MOST_IN_LEGEND = 12
 _LONG_NAME = 44
@@ -556,12 +562,12 @@ def _tiles(report: Report) -> str:
     tiles = [
         (str(report.requests), "requests", ""),
         (str(report.errors), "errors", errors),
-        (number(report.answered_per_s), "right answers a second", ""),
+        (number(report.answered_per_s), "right answers per second", ""),
         (f"{number(slowest)} ms", "p99 of the slowest operation", ""),
     ]
     if report.verdicts:
         met = all(each.met for each in report.verdicts)
-        tiles.append((number(report.good_per_s), "good answers a second", ""))
+        tiles.append((number(report.good_per_s), "good answers per second", ""))
         tiles.append(("met" if met else "missed", "objective", "good" if met else "bad"))
     health = report.health
     tiles.append(

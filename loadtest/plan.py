@@ -1,4 +1,4 @@
-"""What is sent in one test, in which order, and what has come of it so far."""
+"""The plan of a test: which requests it sends, in which order, and their outcomes so far."""
 
 import itertools
 import json

@@ -1,6 +1,4 @@
-"""The report of a load test: its values, and the JSON that keeps them unrounded and is read
-back.
-"""
+"""The report of a load test: its values, and the JSON that keeps them unrounded."""
 
 import json
 import math

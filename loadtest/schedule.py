@@ -1,4 +1,4 @@
-"""The terms of a test, and every request of an open loop laid out before the first is sent.
+"""The terms of a test, and the schedule of an open loop: every request, before the first is sent.
 
 The same terms give the same schedule in every process, so that workers can share one.
 """
@@ -83,7 +83,7 @@ class Terms:
                 how = "a replayed trace"
             case other:
                 how = f"{'Poisson' if other == 'poisson' else other} arrivals"
-        limit = f", at most {self.max_in_flight} under way at a time" if self.max_in_flight else ""
+        limit = f", at most {self.max_in_flight} in flight at a time" if self.max_in_flight else ""
         return f"open loop: {how}, {words}{limit}{self._end}"
 
     @property

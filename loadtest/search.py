@@ -1,7 +1,7 @@
 """The search for the highest rate that meets an objective: doubling, then halving the interval.
 
-Answers near the limit are a matter of chance, so an unsure one is asked for again, and the rate
-that is found must be met once more. It deliberately knows nothing of how a rate is measured.
+Near the limit a test passes or fails by chance. So an unsure result is measured again, and the rate
+that is found must meet the objective once more.
 """
 
 import math

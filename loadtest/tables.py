@@ -1,7 +1,4 @@
-"""A report as tables: for the terminal, and in Markdown to paste into a page.
-
-It deliberately knows nothing of pictures and of pages.
-"""
+"""A report as tables, for the terminal and in Markdown."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,13 +11,12 @@ UNLIMITED = 100_000  # columns of what is no terminal
 _GAP = "  "
 
 LEGEND = (
-    "Times are of right answers only, in milliseconds, from when a request was due (in a closed "
-    "loop: sent). refused: errors by which the server says that it has no time now (429, 503). "
-    "first: to the first token. gap: between two tokens. tpot: time per output token, the mean gap "
-    "of each stream. tok/s: tokens a second of the median stream, and of all answers together. "
-    "used: the mean of the steps that were used. good/s: right and within the time limits of the "
-    "objective. quality: the share of right answers with its 95 % interval, or what the server "
-    "states of such answers."
+    "Times are in milliseconds and count right answers only, from when a request was due (in a "
+    "closed loop: sent). refused: 429 or 503, the server is overloaded. first: time to the first "
+    "token. gap: time between two tokens. tpot: time per output token, the mean gap of a stream. "
+    "tok/s: tokens per second of the median stream, and of all answers together. used: mean step "
+    "count. good/s: right answers per second within the time limits of the objective. quality: "
+    "share of right answers with its 95 % interval, or the quality that the server states."
 )
 _ROW_HEADINGS = (
     *("endpoint", "model", "budget", "requests", "errors", "refused", "req/s", "p50", "p95", "p99"),
@@ -48,15 +44,18 @@ def verdict(report: Report) -> str:
     return (
         f"{report.url}: {count(report.requests, 'request', 'requests')} "
         f"in {report.elapsed_s:.1f} s from {count(report.users, *senders)}, "
-        f"{outcome}, {number(report.answered_per_s)} right answers a second (mix: {report.mix})."
+        f"{outcome}, {number(report.answered_per_s)} right answers per second (mix: {report.mix})."
     )
 
 
+ENOUGH_ANSWERS = 100  # for a p99 that is not simply the slowest of them
+
+
 def warnings(report: Report) -> list[str]:
-    """What makes the figures worth less."""
+    """What makes the figures less reliable."""
     found = []
     if report.ended_early:
-        found.append("The test was ended early; its figures are of what was sent until then.")
+        found.append("The test was ended early; its figures cover what was sent until then.")
     if report.health.saturated:
         found.append(
             "THE SENDER WAS SATURATED, so these figures are about it and not about the server: "
@@ -68,6 +67,13 @@ def warnings(report: Report) -> list[str]:
         found.append(
             f"Up to {carried} requests of one stage were still unanswered when the next began: "
             "a longer --pause keeps stages apart."
+        )
+    few = [row for row in report.rows if 0 < row.requests - row.errors < ENOUGH_ANSWERS]
+    if few:
+        found.append(
+            f"{len(few)} of {len(report.rows)} operations have fewer than {ENOUGH_ANSWERS} right "
+            "answers. Their p99 is the slowest answer; with fewer than 20, so is their p95. Send "
+            "more requests for percentiles that mean something."
         )
     return found
 
@@ -94,10 +100,10 @@ def held_line(report: Report) -> list[str]:
     if report.max_in_flight is None:
         return []
     return [
-        f"At most {report.max_in_flight} requests were under way at a time: {report.held} of "
-        f"{report.requests} waited to be sent, 99 % of all at most {number(report.held_p99_ms)} "
-        f"ms, the longest {number(report.held_max_ms)} ms. Latency counts from when a request was "
-        "due, so it holds this wait."
+        f"At most {report.max_in_flight} requests were in flight at a time: {report.held} of "
+        f"{report.requests} waited to be sent (p99 {number(report.held_p99_ms)} ms, longest "
+        f"{number(report.held_max_ms)} ms). Latency counts from when a request was due, so it "
+        "includes this wait."
     ]
 
 
@@ -142,7 +148,7 @@ def render_text(report: Report, width: int = UNLIMITED) -> str:
     parts += ["", wrapped(LEGEND, width), "", wrapped(verdict(report), width), report.arrivals]
     if report.verdicts:
         parts += ["", text_table(verdict_table(report), width)]
-        parts.append(f"good: {report.good_per_s:.2f} a second")
+        parts.append(f"good: {report.good_per_s:.2f} per second")
     parts += [wrapped(f"  {each}", width) for each in failure_lines(report.failures)]
     parts += ["", *(wrapped(each, width) for each in (*held_line(report), health_line(report)))]
     parts += [wrapped(f"WARNING: {each}", width) for each in warnings(report)]

@@ -1,7 +1,6 @@
-"""What a running server offers, its models and their ladders, and the budgets that can be asked
-of it.
+"""What a running server offers: its models, their ladders, and the budgets that they take.
 
-Needs neither gevent nor Locust, so that it can ask before they are loaded.
+Needs neither gevent nor Locust, so a server can be checked before they are loaded.
 """
 
 import json

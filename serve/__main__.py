@@ -15,9 +15,12 @@ _ENDED = 0
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status of the process."""
     with EarlySignals() as early:
+        from serve.settings import parse
+
+        line = parse(sys.argv[1:] if argv is None else argv)  # `--help` ends here
         from serve.command import command
 
-        return command(sys.argv[1:] if argv is None else argv, early.repeat)
+        return command(line, early.repeat)
 
 
 class EarlySignals:

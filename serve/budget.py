@@ -22,7 +22,6 @@ class BudgetRequest(NamedTuple):
     deadline_ms: float | None = None
     min_steps: int | None = None
     max_steps: int | None = None
-    effort_or_more: bool = False  # if no rung has that name: the next higher, else the highest
 
 
 class Decision(NamedTuple):
@@ -69,7 +68,7 @@ def decide(request: BudgetRequest, manifest: Manifest) -> Decision:
     if request.steps is not None:
         return Decision(_within(request, _rung_of(request.steps, manifest), "steps"), full, "exact")
     if request.effort is not None:
-        named = _rung_named(request.effort, manifest, request.effort_or_more)
+        named = efforts_of(manifest)[request.effort]
         return Decision(_within(request, named, "effort"), full, "effort")
     allowed = _allowed(request, manifest)
     if request.deadline_ms is not None:
@@ -123,23 +122,31 @@ def _rung_of(steps: int, manifest: Manifest) -> Rung:
     raise ImpossibleBudget(message, param="steps", ladder=ladder)
 
 
-def _rung_named(effort: Effort, manifest: Manifest, or_more: bool) -> Rung:
-    rungs = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
-    if effort in rungs:
-        return rungs[effort]
-    if rungs and or_more:
-        greater = EFFORTS[EFFORTS.index(effort) :]
-        return next((rungs[word] for word in greater if word in rungs), [*rungs.values()][-1])
-    efforts = {word: rung.steps for word, rung in rungs.items()}
-    named = _listed([f"{word} ({steps})" for word, steps in efforts.items()])
-    raise ImpossibleBudget(
-        f"{manifest.name} has no rung for effort {effort}; "
-        + (f"its efforts, with their steps, are {named}" if efforts else "it names no efforts")
-        + f"; its ladder has {_listed(list(manifest.steps))} steps",
-        param="effort",
-        efforts=efforts,
-        ladder=list(manifest.steps),
-    )
+def efforts_of(manifest: Manifest) -> dict[Effort, Rung]:
+    """The rung for each of the four words of effort, in any model.
+
+    A word that the bundle gives to no rung means the nearest word that it does give, of two as
+    near the greater. Where the bundle names no rung at all, the words are spread over the rungs
+    that are worth asking for: those that no rung with fewer steps equals.
+    """
+    named = {rung.effort: rung for rung in manifest.rungs if rung.effort is not None}
+    if named:
+        return {
+            word: named[min(named, key=lambda name: _distance(name, rank))]
+            for rank, word in enumerate(EFFORTS)
+        }
+    worthwhile = [rung for rung in manifest.rungs if not rung.dominated] or list(manifest.rungs)
+    last = len(worthwhile) - 1
+    return {
+        word: worthwhile[(2 * rank * last + len(EFFORTS) - 1) // (2 * (len(EFFORTS) - 1))]
+        for rank, word in enumerate(EFFORTS)
+    }
+
+
+def _distance(name: Effort, rank: int) -> tuple[int, int]:
+    """How far a word is from the one of this rank; of two as far, the greater comes first."""
+    found = EFFORTS.index(name)
+    return abs(found - rank), -found
 
 
 def _check_limits(request: BudgetRequest) -> None:

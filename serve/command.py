@@ -6,7 +6,7 @@ import logging
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from serve.server import (
     listen,
     url_of,
 )
-from serve.settings import Settings, SettingsError, parse, read_config
+from serve.settings import CommandLine, Settings, SettingsError, read_config
 
 # The text printed at start: the models, the address, and a request to try.
 
@@ -80,12 +80,11 @@ _SWITCH_S = 0.0005
 _log = logging.getLogger("stepdial")
 
 
-def command(argv: Sequence[str], listening: Callable[[], None]) -> int:
+def command(line: CommandLine, listening: Callable[[], None]) -> int:
     """Serve until a signal comes; returns the exit status of the process.
 
     `listening` is called when there is a server to take signals.
     """
-    line = parse(argv)
     keep_memory_low()
     log_format: logs.LogFormat = "text"
     try:

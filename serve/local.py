@@ -1,31 +1,23 @@
 """A bundle used from Python or the command line, with the server's engine but without HTTP.
 
-    with load("zoo/topics") as model:
-        model.classify(["Stocks fell on Monday."], steps=2)
-
-Also the commands `stepdial predict` and `stepdial sample`.
+with load("zoo/topics") as model:
+    model.classify(["Stocks fell on Monday."], steps=2)
 """
 
-import argparse
-import csv
-import json
-import os
 import queue
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from serve.api.submission import GenerateOptions, drawn_seed, positions_held, wish_in
 from serve.budget import BudgetRequest, decide
-from serve.bundle import EFFORTS, BundleError, Effort, PointsInput, TextInput
+from serve.bundle import Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
 from serve.engine.work import Classification, Generation, Work
-from serve.errors import ServeError
 from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
 from serve.inputs.values import Input, Kind
 from serve.metrics import Metrics
@@ -33,7 +25,6 @@ from serve.runtime import Place
 from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
-READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
 
 
@@ -199,219 +190,3 @@ def _kind_of(served: Served) -> Kind:
             return "points"
         case _:
             return "image"
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (BundleError, ServeError, ValueError, OSError) as error:
-        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    predict = commands.add_parser(
-        "predict",
-        help="label the rows of a table",
-        description="Label the rows of a table with a bundle, without a server.",
-    )
-    predict.set_defaults(run=_predict)
-    predict.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    predict.add_argument(
-        "--input",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="table to read: .csv, .tsv or .jsonl",
-    )
-    predict.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write the labelled table (default: standard output)",
-    )
-    predict.add_argument(
-        "--text",
-        action="append",
-        metavar="COLUMN",
-        help="column with the text; repeat it for several (default: the columns used in training)",
-    )
-    sample = commands.add_parser(
-        "sample",
-        help="continue a prompt",
-        description="Continue a prompt, or translate a text, with a bundle and without a server.",
-    )
-    sample.set_defaults(run=_sample)
-    sample.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    sample.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="text to continue or translate"
-    )
-    sample.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        metavar="N",
-        help="most tokens to generate (default: %(default)s)",
-    )
-    sample.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="0 always takes the most likely token; "
-        "higher is more varied (default: 1, or 0 "
-        "to translate)",
-    )
-    sample.add_argument(
-        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
-    )
-    sample.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens that together have probability P",
-    )
-    sample.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    for each in (predict, sample):
-        budget = each.add_mutually_exclusive_group()
-        budget.add_argument(
-            "--steps", type=int, metavar="N", help="step count (default: the bundle's default)"
-        )
-        budget.add_argument("--effort", choices=EFFORTS, help="step count by name")
-        each.add_argument("--threads", type=int, help="threads per model call (default: all cores)")
-    return parser
-
-
-def _predict(arguments: argparse.Namespace) -> int:
-    separator = _separator(arguments.input)
-    if arguments.output is not None and _separator(arguments.output) != separator:
-        raise ValueError(
-            f"--output {arguments.output}: end it like --input, {arguments.input.suffix}"
-        )
-    with (
-        load(arguments.bundle, arguments.threads) as model,
-        arguments.input.open(encoding="utf-8-sig", newline="") as source,
-    ):
-        rows = _rows(source, separator, arguments.input)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError(f"{arguments.input} has no rows")
-        columns = arguments.text or _trained_on(model)
-        missing = [column for column in columns if column not in first]
-        if missing:
-            raise ValueError(
-                f"{arguments.input} has no column {', '.join(missing)}; it has "
-                f"{', '.join(first)}: name those of the texts with --text"
-            )
-        target = sys.stdout if arguments.output is None else _open_output(arguments.output)
-        try:
-            write = _TableWriter(target, separator)
-            waiting = [first]
-            for row in rows:
-                waiting.append(row)
-                if len(waiting) == READ_AT_ONCE:
-                    write.all(_labelled(model, waiting, columns, arguments))
-                    waiting = []
-            if waiting:
-                write.all(_labelled(model, waiting, columns, arguments))
-        finally:
-            if target is not sys.stdout:
-                target.close()
-    if arguments.output is not None:
-        print(f"labelled: {write.count:,} rows, {arguments.output}")
-    return 0
-
-
-def _labelled(
-    model: LocalModel, rows: list[dict[str, Any]], columns: list[str], arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    texts = [" ".join(str(row[column]) for column in columns) for row in rows]
-    labels = model.classify(texts, steps=arguments.steps, effort=arguments.effort)
-    for row, one in zip(rows, labels, strict=True):
-        found = {"label": one.label, "score": round(one.score, 6), "steps": one.steps}
-        yield row | {f"predicted_{key}": value for key, value in found.items()}
-
-
-def _sample(arguments: argparse.Namespace) -> int:
-    with load(arguments.bundle, arguments.threads) as model:
-        print(
-            model.generate(
-                arguments.prompt,
-                max_tokens=arguments.max_tokens,
-                steps=arguments.steps,
-                effort=cast(Effort | None, arguments.effort),
-                temperature=arguments.temperature,
-                top_k=arguments.top_k,
-                top_p=arguments.top_p,
-                seed=arguments.seed,
-            )
-        )
-    return 0
-
-
-def _trained_on(model: LocalModel) -> list[str]:
-    """The text columns used in training, as the bundle records them."""
-    recipe = model._served.manifest.provenance.get("recipe")
-    try:
-        return [str(column) for column in cast(Any, recipe)["data"]["text"]]
-    except (TypeError, KeyError):
-        return ["text"]
-
-
-def _separator(path: Path) -> str:
-    """The cell separator; "" for JSON lines."""
-    separators = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
-    if path.suffix.lower() not in separators:
-        raise ValueError(f"{path}: expected .csv, .tsv or .jsonl")
-    return separators[path.suffix.lower()]
-
-
-def _rows(source: Any, separator: str, path: Path) -> Iterator[dict[str, Any]]:
-    if separator:
-        csv.field_size_limit(1 << 24)
-        reader = csv.DictReader(source, delimiter=separator, strict=True)
-        for number, row in enumerate(reader, 1):
-            if None in row or None in row.values():
-                raise ValueError(f"{path}, row {number}: not as many cells as the header has")
-            yield row
-        return
-    for number, line in enumerate(source, 1):
-        if line.strip():
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected one object a line")
-            yield row
-
-
-def _open_output(path: Path) -> Any:
-    return path.open("w", encoding="utf-8", newline="")
-
-
-class _TableWriter:
-    """Writes rows in the format of the table that was read."""
-
-    def __init__(self, target: Any, separator: str) -> None:
-        self._target, self._separator = target, separator
-        self._csv: csv.DictWriter[str] | None = None
-        self.count = 0
-
-    def all(self, rows: Iterator[dict[str, Any]]) -> None:
-        for row in rows:
-            self.count += 1
-            if not self._separator:
-                self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
-                continue
-            if self._csv is None:
-                self._csv = csv.DictWriter(self._target, list(row), delimiter=self._separator)
-                self._csv.writeheader()
-            self._csv.writerow(row)

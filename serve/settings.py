@@ -12,15 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
-from serve.engine.watchdog import StallLimits
 from serve.logs import LogFormat
 from serve.runtime.protocol import Device, Place
+
+if TYPE_CHECKING:
+    from serve.engine.watchdog import StallLimits
 
 # Names of settings as flags and as environment variables.
 
@@ -417,8 +419,10 @@ class Settings(BaseSettings):
         return Place(self.device, self.allow_cpu_fallback, self.engines)
 
     @property
-    def patience(self) -> StallLimits:
+    def patience(self) -> "StallLimits":
         """The limits for stuck calls, for the watchdog."""
+        from serve.engine.watchdog import StallLimits  # with the engine: `--help` needs neither
+
         return StallLimits(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
 
     @property

@@ -1,20 +1,24 @@
-"""The commands of training: `stepdial train`, `convert`, `retrofit` and `evaluate`.
-
-Also `python -m train`.
-"""
+"""The commands `stepdial train`, `recipes`, `convert`, `retrofit` and `evaluate`."""
 
 import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from train.interrupt import in_words, reader_gone
-from train.loop import Diverged, train
-from train.ode import SolverError
-from train.recipe import Accelerator, RecipeError, load_recipe, recipe_names
+from train.interrupt import Diverged, SolverError, in_words, reader_gone
+from train.recipe import (
+    Accelerator,
+    RecipeError,
+    about_recipe,
+    grouped_recipes,
+    load_recipe,
+    needs_data,
+)
 
 if TYPE_CHECKING:
     from train.convert import Conversion
@@ -43,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser(
         "train", help="train a recipe", description="Train a recipe into a run folder."
     )
-    make.add_argument("recipe", help=f"a .toml file, or one of: {', '.join(recipe_names())}")
+    make.add_argument("recipe", help="a name that `stepdial recipes` lists, or a .toml file")
     make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
     _add_columns(make)
     make.add_argument(
@@ -58,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("--out", type=Path, metavar="RUN", help="run folder (default runs/RECIPE)")
     _add_overrides(make)
+    commands.add_parser(
+        "recipes",
+        help="list the recipes that `train` knows",
+        description="List the recipes that `stepdial train` knows, with what each trains.",
+    )
     _add_convert(
         commands.add_parser(
             "convert",
@@ -82,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.25,
         metavar="SHARE",
-        help="of the iterations that RUN's recipe has (default 0.25)",
+        help="share of the iterations of RUN's recipe (default 0.25)",
     )
     again.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     _add_overrides(again)
@@ -98,24 +107,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
-    look.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    look.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
     look.add_argument(
         "--bleu",
         type=int,
         nargs="?",
         const=0,
         metavar="SENTENCES",
-        help="also translate, and print BLEU of all test sentences or of the first so many (slow)",
+        help="also translate and print BLEU: of all test sentences, or of the first so many (slow)",
     )
     look.add_argument(
-        "--beams", type=int, default=1, metavar="N", help="beams of --bleu (default 1: greedy)"
+        "--beams", type=int, default=1, metavar="N", help="beam width of --bleu (default 1: greedy)"
     )
     look.add_argument(
         "--length-penalty",
         type=float,
         default=1.0,
         metavar="ALPHA",
-        help="of --beams: scores are divided by the length to this power (default 1)",
+        help="with --beams: scores are divided by length to this power (default 1)",
     )
     return parser
 
@@ -145,7 +156,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher", type=Path, metavar="RUN", help="learn from this run, not from a new one"
     )
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of a text")
+    parser.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="longest text, in tokens"
+    )
     _add_epochs(parser)
     _add_overrides(parser)
 
@@ -161,9 +174,12 @@ def _add_epochs(parser: argparse.ArgumentParser, when: str = "") -> None:
 
 def _add_columns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--text", action="append", metavar="COLUMN", help="of a table: of the texts (repeatable)"
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column of a table that holds texts (repeatable)",
     )
-    parser.add_argument("--label", metavar="COLUMN", help="of a table: of the labels")
+    parser.add_argument("--label", metavar="COLUMN", help="column of a table that holds labels")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +207,8 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
+    from train.loop import train  # with torch, which takes seconds: after the flags are read
+
     if arguments.epochs or arguments.teacher_epochs:
         raise RecipeError(
             "--epochs and --teacher-epochs are for --from; a recipe has optim.iterations"
@@ -204,6 +222,22 @@ def _train(arguments: argparse.Namespace) -> int:
         target = Path("bundles") / folder.name
         _report(folder)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
+    return 0
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    for title, names in grouped_recipes().items():
+        column = max(map(len, names)) + 5
+        behind = " " * (column + 1)
+        width = max(column + 40, shutil.get_terminal_size().columns - 1)
+        print(f"{title}\n")
+        for name in names:
+            mark = "*" if needs_data(name) else " "
+            line = f"  {name} {mark}".ljust(len(behind)) + about_recipe(name)
+            print(textwrap.fill(line, width, subsequent_indent=behind, break_on_hyphens=False))
+        print()
+    print("* needs --data PATH; without it, `stepdial train` says which files that is.")
+    print("Train one: stepdial train RECIPE --out RUN. Change it: --set optim.iterations=200.")
     return 0
 
 
@@ -332,7 +366,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
     if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
-        print("the weights of this model differ by depth: it has one answer, with 1 step\n")
+        print("this model has a fixed depth: it has one answer, at 1 step\n")
     print_report(report)
     if arguments.json:  # first: what took hours must not be lost for a picture
         write_json(report, arguments.json)
@@ -363,7 +397,13 @@ def parse_steps(text: str) -> list[int]:
     return steps
 
 
-_COMMANDS = {"train": _train, "convert": _convert, "retrofit": _retrofit, "evaluate": _evaluate}
+_COMMANDS = {
+    "train": _train,
+    "recipes": _recipes,
+    "convert": _convert,
+    "retrofit": _retrofit,
+    "evaluate": _evaluate,
+}
 
 
 if __name__ == "__main__":

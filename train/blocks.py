@@ -296,8 +296,7 @@ def initialise_glorot(module: nn.Module) -> None:
             nn.init.zeros_(each.down.weight)
 
 
-# Attention depends on time in the same way, or not at all. Which times it is asked at, and how
-# many such velocities follow each other, is not known here.
+# Attention depends on time in the same way, or not at all.
 
 
 class TimedLinear(nn.Module):

@@ -1,7 +1,7 @@
-"""What a classifier of texts is told at the end of its training: classes, confusion, a baseline.
+"""The report at the end of training a classifier: accuracy, confusion matrix, baseline.
 
-A bag of words is fitted to the same rows and scored on the same held-out rows, so that nobody
-takes a model that it beats without knowing. Knows runs and tables; not how they are trained.
+The baseline is a bag of words, fitted to the same rows and scored on the same held-out rows. It
+shows whether a model is worth more than that.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from train.checkpoint import load_run
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.data.tables import Rows, divide, read_table
-from train.quality import wilson
 from train.recipe import Recipe, data_at, ladder_of
+from train.tally import wilson
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count
 ROWS_AT_ONCE = 32

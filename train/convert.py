@@ -1,9 +1,8 @@
-"""Turning a pretrained encoder into a dial: fine-tune the original, then train some of its layers.
+"""Converts a pretrained encoder: fine-tune it, then train a few of its layers as a velocity.
 
-The original's layers, fine-tuned on the data, are the teacher. Of them a few become the velocity of
-an ODE, or with one step alone a shallow stack, and learn from the labels and from the teacher.
-Makes the recipes of both runs; the training itself is the ordinary loop, and the same command
-resumes.
+The fine-tuned encoder is the teacher. The layers that are kept become the velocity of an ODE (with
+one step alone, a shallow stack) and learn from the labels and from the teacher. Both are ordinary
+training runs with recipes made here, so the same command resumes them.
 """
 
 import dataclasses

@@ -1,11 +1,10 @@
 """Where training runs: one CPU or GPU, or several processes that torchrun started.
 
-Lightning Fabric finds the processes, the device and the precision; this module says what each
-process takes of a batch and how gradients become those of one process. Knows neither recipes nor
-files.
+Lightning Fabric finds the processes, the device and the precision. Here a batch is shared among
+the processes, and their gradients are averaged, so that the result is that of one process.
 
-Gradients are averaged once an iteration, after all its passes: with many evaluations a gradient,
-overlapping the exchange with the backward pass would gain nothing.
+Gradients are averaged once per iteration, after all passes. A gradient takes many evaluations of
+the velocity, so overlapping the exchange with the backward pass would gain nothing.
 """
 
 import logging
@@ -38,6 +37,9 @@ class Devices:
     def __init__(self, accelerator: Accelerator = "auto", precision: Precision = "fp32") -> None:
         # Here, not above: it brings torch's compiler, seconds that only a training need spend.
         from lightning_fabric import Fabric
+
+        # It would say which precision it uses, in the midst of our own lines.
+        logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 
         found = torch.cuda.is_available()
         if accelerator == "cuda" and not found:

@@ -1,8 +1,8 @@
 """A trained run as the teacher of another model: its answers, and its states along the way.
 
-Answers to rows that are never changed are computed once and kept in the teacher's folder. States
-are compared where both models have one: after a share t of the way, of an ODE the time, of a stack
-the layers that lie behind. Knows runs and models; not how they are trained.
+Answers to rows that training never changes are computed once and kept in the teacher's folder.
+States are compared at the same share t of the depth: the time of an ODE, or the layers passed in a
+stack.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Quality and straightness of a run against steps, measured on the held-out split of its own data.
-
-Knows runs and how they are answered; neither tables nor pictures, and nothing of bundles.
-"""
+"""Quality and straightness of a run at each step count, on the held-out split of its data."""
 
 import itertools
 import logging
@@ -18,8 +15,9 @@ from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
-from train.quality import Gain, Quality, Stability, Tally, Trail, agreement, gain, stability
+from train.quality import Stability, Tally, Trail, agreement, stability
 from train.recipe import Recipe, data_at, ladder_of, steps_of
+from train.tally import Gain, Quality, gain
 
 _log = logging.getLogger("stepdial")
 ADAPTIVE = "adaptive"
@@ -93,7 +91,7 @@ def evaluate_run(
     check_same_meaning(dataset, recipe, facts)
     if facts.get("data_sha256") not in (None, dataset.digest):
         _log.warning(
-            "not the data it was trained on: rows held out of this one may have been learnt"
+            "not the data it was trained on: training may have seen the rows held out here"
         )
     asked = _Evaluation(model, recipe, steps, methods)
     size = rows_at_once(recipe, dataset.sizes)

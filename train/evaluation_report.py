@@ -1,7 +1,4 @@
-"""What `stepdial evaluate RUN` shows of its measurements: the table, the picture and the JSON.
-
-Knows figures and their writing; not how they were measured.
-"""
+"""The report of `stepdial evaluate RUN`: table, plot and JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What can end a run early: Ctrl-C, SIGTERM and a full disk.
+"""What can end a run early: a signal, a full disk, a loss or a solver that fails.
 
 A signal is read between iterations, so that no step is cut in half; a second one ends at once.
 """
@@ -42,8 +42,12 @@ def listen() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-# What a command says when it fails: of a disk without space, what to do about it; to a reader who
-# has gone, nothing.
+class Diverged(RuntimeError):
+    """The loss became NaN or infinite; the message names the last good checkpoint and a remedy."""
+
+
+class SolverError(RuntimeError):
+    """The solver cannot go on; the message says what to change."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -45,7 +45,7 @@ from train.data.batch import Batch, Dataset
 from train.data.labelled import LabelledDataset
 from train.devices import Devices, move_state
 from train.distil import Teacher, check_teacher, kept_logits
-from train.interrupt import listen
+from train.interrupt import Diverged, listen
 from train.model import Stepped, count_parameters
 from train.objective import Objective
 from train.otify import OtifiedTransformer
@@ -126,10 +126,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict) and "iteration" in record:
                 records.append(record)
     return records
-
-
-class Diverged(RuntimeError):
-    """The loss became NaN or infinite; the message names the last good checkpoint and a remedy."""
 
 
 def train(
@@ -324,7 +320,7 @@ class Loop:
                 if best is not None and self.devices.any(over):
                     bar.close()
                     if not self.quiet and self.devices.main:
-                        print(f"no better since iteration {best.iteration}: stopped early")
+                        print(f"stopped early: no improvement since iteration {best.iteration}")
                     break
                 record = self.iterate(iteration)
                 done = iteration + 1
@@ -344,7 +340,7 @@ class Loop:
                     self._save(done)
                     bar.close()
                     if self.devices.main:
-                        print(f"stopped after iteration {done}; the same command goes on there")
+                        print(f"stopped after iteration {done}; run the same command to go on")
                     raise KeyboardInterrupt
         if optim.average and self.devices.main:
             average_checkpoints(self.folder, optim.average)

@@ -2,7 +2,7 @@
 
 The plug-and-play form is `OTTransformer(embed, velocity, head)`: any module that maps (B, N, D) to
 (B, N, D) can be the velocity. With `depth="discrete"` the same parts make the ordinary transformer
-x -> head(velocity(x)), the baseline. Nothing here knows about data or training.
+x -> head(velocity(x)), the baseline.
 """
 
 import math
@@ -438,7 +438,7 @@ class CrossBlock(nn.Module):
 
 # Translators: an encoder reads the source, a decoder that attends to it writes the target. Both
 # cross the same kind of depth, an ODE each unless depth is discrete, with the same number of
-# steps. How an answer is searched for is not known here.
+# steps. The search for an answer is in train.search.
 
 
 class Translator(Stepped):
@@ -552,8 +552,7 @@ class Translator(Stepped):
         )
 
 
-# The model that a recipe describes, for data of given sizes. Puts modules together; how each
-# works is its own file's business.
+# The model that a recipe describes, for data of given sizes.
 
 
 PAD_ID = 0

@@ -1,4 +1,4 @@
-"""What a batch is trained on: the task at one or several step counts, and straight trajectories.
+"""The loss of a batch: the task at one or several step counts, and straight trajectories.
 
     one count    task + lambda * penalty
     sandwich     of the task, the full count has the weight `steps.full_probability` and the shorter
@@ -9,12 +9,12 @@
                  earlier answer may learn from the last one as a shorter pass does
     jump         + `steps.jump` * divergence of head(x_k + (T - t_k) v_k) from the full answer
 
-With a master, another run that is learnt from (the recipe's teacher), the cross-entropy of every
-pass shares its place with the divergence from the master's answer, softened by a temperature, and
-the distance to the master's states may be added.
+With a teacher run, the loss of every pass is a weighted sum of the cross-entropy and of the
+divergence from the teacher's answer, softened by a temperature. The distance to the teacher's
+states may be added.
 
-The answer that others are drawn to is never moved by it. Which counts a batch goes through is
-decided elsewhere.
+No gradient reaches the answer that another one learns from. Which step counts a batch takes is
+decided in train.recipe.
 """
 
 from collections.abc import Callable, Iterator

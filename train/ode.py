@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from train.interrupt import SolverError
+
 Velocity = Callable[..., Tensor]
 Observer = Callable[[int, float, Tensor, Tensor], None]  # step, t, x, v at the start of each step
 
@@ -176,10 +178,6 @@ class AdaptivePath(NamedTuple):
     state: Tensor  # (B, N, D)
     cost: Tensor  # ()
     evaluations: int
-
-
-class SolverError(RuntimeError):
-    """The solver cannot go on; the message says what to change."""
 
 
 def adaptive(

@@ -9,7 +9,7 @@ are kept: with depth="discrete" the answers are those of the original, and a mod
 its own gives its last hidden state as `logits`. The module given is taken over, not copied.
 
 Not supported: cross-attention, BERT as a decoder, padding on the left, segments (every token is of
-the first), and poolers that no class reads (BertModel, ViTModel). Knows neither data nor training.
+the first), and poolers that no class reads (BertModel, ViTModel).
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import difflib
+import itertools
 import json
 import math
 import random
@@ -9,8 +11,9 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -476,17 +479,84 @@ _READ_BY_CHARACTER = ("text", "stdlib", "logic")
 _MADE = ("parity", "listops", "logic", "stdlib")  # data that is made on the spot
 
 
+# What `stepdial recipes` shows, in this order. A pattern takes the names that it matches and that
+# no group above has.
+GROUPS = {
+    "Your own data": ("classifier", "text"),
+    "Data made on the spot, nothing to download": (
+        "parity",
+        "listops",
+        "listops-dial",
+        "listops-dial-discrete",
+        "logic",
+        "logic-discrete",
+        "stdlib",
+    ),
+    "Models of the zoo": ("sentiment", "topics", "shakespeare", "mnist-any"),
+    "OT-Transformer: its experiments, made small, and the plain transformer beside each": (
+        "n*gpt*",
+        "gpt2-*",
+        "mnist*",
+        "cats-dogs*",
+        "imdb*",
+        "modelnet*",
+        "multi30k*",
+    ),
+    "ODE Transformer": ("ode-transformer*",),
+    "TransEvolve": ("transevolve*",),
+    "N-ODE Transformer": ("n-ode-parity*",),
+}
+_SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`-])")
+_FILES = re.compile(r" \(--data [^)]*\)")
+
+
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def grouped_recipes() -> dict[str, list[str]]:
+    """The names of all recipes, in groups."""
+    left = recipe_names()
+    groups: dict[str, list[str]] = {}
+    for title, patterns in GROUPS.items():
+        found = [name for one in patterns for name in left if fnmatchcase(name, one)]
+        groups[title] = found
+        left = [name for name in left if name not in found]
+    if left:
+        groups["Others"] = left
+    return groups
+
+
+def about_recipe(name: str) -> str:
+    """What a recipe trains, and how long that takes: sentences of the comment at its head."""
+    lines = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    first, *others = _SENTENCE.split(" ".join(line.lstrip("# ") for line in head))
+    times = [one for one in others if one.startswith("About ")][:1]
+    return " ".join([_FILES.sub("", first), *times])
+
+
+def needs_data(name: str) -> bool:
+    """Whether a recipe is of no use without --data."""
+    table = tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
+    return table["data"]["kind"] not in (*_MADE, "stream")
+
+
+def _meant(word: str, known: Collection[str]) -> str:
+    """A question to add to a refusal of a word, if it is like one of those known."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def load_recipe(source: str, overrides: list[str] | None = None, data: str = "") -> Recipe:
     """A recipe by name or path, with `key=value` overrides and the data path applied."""
     path = Path(source) if source.endswith(".toml") else RECIPES / f"{source}.toml"
     if not path.is_file():
+        if source.endswith(".toml"):
+            raise RecipeError(f"there is no file {source}")
         raise RecipeError(
-            f"no recipe {source!r}: give the path of a .toml file or one of "
-            f"{', '.join(recipe_names())}"
+            f"there is no recipe {source!r}.{_meant(source, recipe_names())} `stepdial recipes` "
+            "lists them; a recipe of your own is a path that ends in .toml"
         )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -573,8 +643,10 @@ def _build(cls: Any, table: Any, where: str, prefix: str) -> Any:
     names = {f.name for f in dataclasses.fields(cls)}
     for key in table:
         if key not in names:
-            known = ", ".join(sorted(names))
-            raise RecipeError(f"{where}: unknown key {prefix + key!r}; known here: {known}")
+            raise RecipeError(
+                f"{where}: unknown key {prefix + key!r}.{_key_meant(prefix, key, names)} Known "
+                f"here: {', '.join(sorted(names))}"
+            )
     values = {}
     for key, value in table.items():
         hint = hints[key]
@@ -592,6 +664,21 @@ def _build(cls: Any, table: Any, where: str, prefix: str) -> Any:
     if missing:
         raise RecipeError(f"{where}: missing {', '.join(prefix + m for m in missing)}")
     return cls(**values)
+
+
+def _key_meant(prefix: str, key: str, names: Collection[str]) -> str:
+    """The key of this section that was meant, or the one of the same name in another section."""
+    sections = {"data": DataConfig, "model": ModelConfig, "steps": StepsConfig}
+    sections |= {"optim": OptimConfig, "run": RunConfig, "teacher": TeacherConfig}
+    elsewhere = [
+        f"{section}.{key}"
+        for section, config in sections.items()
+        if key in {field.name for field in dataclasses.fields(config)}
+    ]
+    if elsewhere and key not in names:
+        return f" Did you mean {' or '.join(elsewhere)}?"
+    near = difflib.get_close_matches(key, names, n=1)
+    return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:

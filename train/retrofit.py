@@ -1,8 +1,8 @@
 """Any step count for a run that was trained at one: fine-tuning with itself as the teacher.
 
-Every batch goes through the full count, the smallest and one between. All learn the task, the
-answers of the frozen original at full steps, and to jump there from the first evaluations. Makes
-the recipe of that; the training itself is the ordinary loop, and resumes like it.
+Every batch is run at the full count, at the smallest and at one in between. All of them learn the
+task and the answers of the frozen original at full steps, and jumps from the first evaluations are
+trained too. It is an ordinary training run with a recipe made here, and resumes like one.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Greedy and beam search: what a translator answers. No sampling.
+"""Greedy and beam search for the answer of a translator. No sampling.
 
 A hypothesis is a row of tokens after the begin token. The next token is one of all tokens but the
 padding and the begin; its log-probability is the log-softmax of the logits over those. The score of
@@ -16,8 +16,6 @@ Each round
 It stops once W hypotheses are finished, or when the live ones are as long as an answer may be. The
 answer is the finished hypothesis of the best score, the first finished of equal ones; if none is
 finished, the live one of the best rank, unfinished. With W = 1 this is greedy search.
-
-Knows tokens and a model that gives logits, neither text nor velocities.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""What a decoder writes, against what stands there: perplexity, BLEU, ROUGE and BERTScore.
+"""Generated text against the reference: perplexity, BLEU, ROUGE and BERTScore.
 
-Held-out windows are cut into a prompt and a reference. Either the model goes on from the prompt on
-its own, or, with `forced`, it names the likeliest next token at every place of the reference while
-it reads the true ones: much higher scores, and the only ones near the ROUGE-1 of 57 % of the paper,
-which does not say how it was had. The scores are those of sacrebleu, rouge-score and bert-score.
+Held-out windows are cut into a prompt and a reference. The model either continues the prompt on its
+own or, with `forced`, predicts each token of the reference while it reads the true ones before it.
+The second scores much higher, and only it comes near the ROUGE-1 of 57 % in the paper, which does
+not say how that was measured. Scores are computed by sacrebleu, rouge-score and bert-score.
 """
 
 import json

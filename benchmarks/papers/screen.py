@@ -17,7 +17,8 @@ from benchmarks.papers.measure import measured
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.screens import SCREENED, Screen, Variant, planned, read_screens
 from train.evaluate import evaluate_run
-from train.loop import Diverged, train
+from train.interrupt import Diverged
+from train.loop import train
 from train.ode import METHODS
 
 STEPS = [1, 2, 4, 8]

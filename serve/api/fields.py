@@ -360,7 +360,9 @@ class BudgetFields(BaseModel):
         "server never changes it. Cannot be combined with effort.",
     )
     effort: Literal["low", "medium", "high", "max"] | None = Field(
-        None, description="A named step count of the model's ladder. Cannot be combined with steps."
+        None,
+        description="A named step count. Every model takes all four words: one that its ladder "
+        "does not name means the nearest one that it does. Cannot be combined with steps.",
     )
     deadline_ms: float | None = Field(
         None,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from serve.api.body import Reader, read_json
 from serve.api.fields import METRIC, Answer, Health
 from serve.api.submission import answer, problems, takes
+from serve.budget import efforts_of
 from serve.bundle import (
     Cache,
     Depth,
@@ -154,9 +155,7 @@ class ModelCard(Answer):
     input: TakesText | TakesImage | TakesPoints = Field(description="Inputs that the model takes.")
     method: Method = Field(description="Integration method of a step.")
     steps: list[int] = Field(description="Possible values of `steps`.")
-    efforts: dict[str, int] = Field(
-        description="Possible values of `effort`, and the step count of each."
-    )
+    efforts: dict[str, int] = Field(description="The step count that each word of `effort` means.")
     default_steps: int = Field(description="Step count of a request without budget fields.")
     full_steps: int = Field(description="Largest step count.")
     max_disagreement: list[float] = Field(
@@ -263,7 +262,7 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         input=_takes(manifest),
         method=manifest.method,
         steps=list(manifest.steps),
-        efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+        efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
         max_disagreement=[

@@ -57,7 +57,7 @@ from serve.api.submission import (
     token_labels,
     wish_of,
 )
-from serve.budget import Reason
+from serve.budget import Reason, efforts_of
 from serve.bundle import (
     LABELLING,
     ImageInput,
@@ -390,9 +390,7 @@ class ModelParameters(Answer):
 
     task: Task = Field(description="Task of the model.")
     steps: list[int] = Field(description="The ladder: possible values of `steps`.")
-    efforts: dict[str, int] = Field(
-        description="Possible values of `effort`, and the step count of each."
-    )
+    efforts: dict[str, int] = Field(description="The step count that each word of `effort` means.")
     default_steps: int = Field(description="Step count of a request without budget parameters.")
     full_steps: int = Field(description="Largest step count.")
     max_disagreement: list[float] = Field(
@@ -756,7 +754,7 @@ def metadata_of(manifest: Manifest) -> ModelMetadata:
         parameters=ModelParameters(
             task=manifest.task,
             steps=list(manifest.steps),
-            efforts={rung.effort: rung.steps for rung in manifest.rungs if rung.effort is not None},
+            efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
             default_steps=manifest.default_steps,
             full_steps=manifest.full_steps,
             max_disagreement=[

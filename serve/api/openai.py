@@ -620,9 +620,8 @@ class OpenAIFields(BudgetFields):
         Field(
             None,
             description="`effort` in OpenAI's words: `none`, `minimal` and `low` mean `low`; "
-            "`medium` and `high` mean themselves; `xhigh` and `max` mean `max`. If "
-            "the ladder does not have that name, the next higher one is used, else "
-            "the highest. Cannot be combined with steps or effort.",
+            "`medium` and `high` mean themselves; `xhigh` and `max` mean `max`. Cannot be combined "
+            "with steps or effort.",
         )
     )
     n: int | None = Field(
@@ -683,7 +682,7 @@ class OpenAIFields(BudgetFields):
         asked = super().budget_request
         if self.reasoning_effort is None:
             return asked
-        return asked._replace(effort=EFFORT_OF[self.reasoning_effort], effort_or_more=True)
+        return asked._replace(effort=EFFORT_OF[self.reasoning_effort])
 
     @property
     def answers(self) -> int:

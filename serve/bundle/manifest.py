@@ -234,7 +234,7 @@ Metric = Literal["loss", "accuracy", "bleu"]
 
 EVALUATIONS_PER_STEP: dict[str, int] = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}
 METHODS = tuple(EVALUATIONS_PER_STEP)
-EFFORTS = ("low", "medium", "high", "max")
+EFFORTS: tuple[Effort, ...] = ("low", "medium", "high", "max")
 METRICS = ("loss", "accuracy", "bleu")
 MAX_STEPS = 1024
 MAX_EVALUATIONS = 1 << 20

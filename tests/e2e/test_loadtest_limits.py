@@ -82,5 +82,5 @@ def test_a_limit_of_requests_under_way_is_kept_and_its_waits_are_latency(
     assert record["held_max_ms"] > 400
     assert record["held"] > 20
     assert record["rows"][0]["curve_ms"][-1] > record["held_max_ms"]
-    assert "At most 2 requests were under way at a time" in said
-    assert "at most 2 under way at a time; 45 requests" in said
+    assert "At most 2 requests were in flight at a time" in said
+    assert "at most 2 in flight at a time; 45 requests" in said

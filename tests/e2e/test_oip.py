@@ -162,7 +162,7 @@ def test_metadata_names_the_tensors_and_the_dial(client: Any) -> None:
     }
     dial = found["parameters"]
     assert (dial["steps"], dial["default_steps"], dial["full_steps"]) == ([1, 2, 4], 4, 4)
-    assert dial["efforts"] == {"low": 1, "medium": 2, "max": 4}
+    assert dial["efforts"] == {"low": 1, "medium": 2, "high": 4, "max": 4}
     shapes = {
         bundle.manifest.name: client.get_model_metadata(bundle.manifest.name)["inputs"][0]
         for bundle in BUNDLES

@@ -90,7 +90,7 @@ def asks(number: int) -> dict[str, Any]:
         (COMPLETIONS, {"temprature": 1}, "temprature", "did you mean temperature?"),
         (COMPLETIONS, {"messages": []}, "messages", "unknown field"),
         (COMPLETIONS, {"steps": 3}, "steps", "1, 2, 4"),
-        (COMPLETIONS, {"effort": "high"}, "effort", "low (1)"),
+        (COMPLETIONS, {"effort": "huge"}, "effort", "'low', 'medium', 'high' or 'max'"),
         (COMPLETIONS, {"reasoning_effort": "huge"}, "reasoning_effort", "'none', 'minimal'"),
         (COMPLETIONS, {"reasoning_effort": "low", "steps": 1}, "reasoning_effort", "send one"),
         (COMPLETIONS, {"max_disagreement": 0.1}, "max_disagreement", "steps or effort"),

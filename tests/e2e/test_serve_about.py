@@ -33,7 +33,7 @@ def test_models(client: httpx.Client) -> None:
     one = client.get("/v1/models/tiny-generate").json()
     assert one == listed["data"][1]
     assert (one["task"], one["steps"], one["labels"]) == ("generate", [1, 2, 4], None)
-    assert one["efforts"] == {"low": 1, "medium": 2, "max": 4}
+    assert one["efforts"] == {"low": 1, "medium": 2, "high": 4, "max": 4}
     assert [model["cache"] for model in listed["data"]] == ["none", "kv"]
 
 

@@ -45,7 +45,6 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     ("path", "body", "param", "says"),
     [
         (CLASSIFY, TEXT | {"steps": 3}, "steps", "1, 2, 4"),
-        (CLASSIFY, TEXT | {"effort": "high"}, "effort", "low (1)"),
         (GENERATE, PROMPT | {"steps": 1, "effort": "low"}, "effort", "send one"),
         (GENERATE, PROMPT | {"steps": 2**31 - 1}, "steps", "1, 2, 4"),
     ],

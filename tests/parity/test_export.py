@@ -13,8 +13,9 @@ import torch
 
 from export.__main__ import main
 from export.graph import StepGraphs, stitch, stitch_step
+from export.latency import calibrate_latency
 from export.quality import held_out_batches
-from export.run import ExportRequest, calibrate_latency, export_run
+from export.run import ExportRequest, export_run
 from export.trace import Parts, StepParts
 from export.verify import VerificationError
 from serve.bundle import Bundle, Manifest, Precision, read_bundle

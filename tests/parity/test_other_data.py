@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from export import run as pack
 from export.__main__ import main
-from export.latency import measure_latency
-from export.run import ExportRequest, calibrate_latency, export_run
+from export.latency import calibrate_latency, measure_latency
+from export.run import ExportRequest, export_run
 from serve.bundle import MAX_RUNGS, Latency, read_bundle
 from serve.runtime import OpenedModel
 from tests.fixtures.tiny_bundles import build_classify
@@ -66,7 +65,7 @@ def test_heads_too_odd_for_caches_are_named(tmp_path: Path) -> None:
     said: list[str] = []
     request = ExportRequest(tmp_path / "b", (1,), samples=2, latency=False)
     assert export_run(run, request, say=said.append).manifest.cache == "none"
-    assert [line for line in said if "no caches" in line and "must be a multiple of 8" in line]
+    assert [line for line in said if "no KV cache" in line and "must be a multiple of 8" in line]
 
 
 def test_a_damaged_measurement_is_replaced(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_measurement_is_of_the_bundle_that_was_measured(
         (tmp_path / "b" / "latency.json").write_bytes(before)
         return measured
 
-    monkeypatch.setattr(pack, "measure_latency", slowly)
+    monkeypatch.setattr("export.latency.measure_latency", slowly)
     with pytest.raises(ValueError, match="was replaced while it was measured"):
         calibrate_latency(bundle.folder, threads=1)
     assert (bundle.folder / "latency.json").read_bytes() == before

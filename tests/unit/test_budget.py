@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from serve.budget import BudgetRequest, decide
-from serve.bundle import Calibration, Effort, Level
+from serve.budget import BudgetRequest, decide, efforts_of
+from serve.bundle import EFFORTS, Calibration, Effort, Level
 from serve.errors import ImpossibleBudget, NotCalibrated
 from tests.fixtures.tiny_folders import classify_bundle
 
@@ -37,41 +37,42 @@ def test_a_missing_rung_is_refused_with_the_ladder() -> None:
     assert error.value.details == {"ladder": [1, 2, 4]}
 
 
-def test_a_missing_effort_is_refused_with_the_efforts() -> None:
-    with pytest.raises(
-        ImpossibleBudget, match=r"efforts, with their steps, are low \(1\)"
-    ) as error:
-        decide(BudgetRequest(effort="high"), MANIFEST)
-    assert error.value.param == "effort"
-    assert error.value.details["efforts"] == {"low": 1, "medium": 2, "max": 4}
-
-
 @pytest.mark.parametrize(
-    ("named", "asked", "steps"),
+    ("named", "meant"),
     [
-        ({"low": 1, "medium": 2, "max": 4}, "high", 4),
-        ({"low": 1, "medium": 2}, "max", 2),
-        ({"medium": 2, "max": 4}, "low", 2),
-        ({"low": 1, "medium": 2, "max": 4}, "medium", 2),
+        ({"low": 1, "medium": 2, "max": 4}, (1, 2, 4, 4)),
+        ({"low": 1, "medium": 2, "high": 4}, (1, 2, 4, 4)),
+        ({"low": 1, "max": 4}, (1, 1, 4, 4)),
+        ({"max": 1}, (1, 1, 1, 1)),
+        ({"medium": 2}, (2, 2, 2, 2)),
     ],
 )
-def test_a_word_of_those_who_know_no_ladder_finds_the_next_rung(
-    named: dict[Effort, int], asked: Effort, steps: int
+def test_every_word_of_effort_means_a_rung_of_every_model(
+    named: dict[Effort, int], meant: tuple[int, ...]
 ) -> None:
     words = {count: word for word, count in named.items()}
     rungs = tuple(replace(rung, effort=words.get(rung.steps)) for rung in MANIFEST.rungs)
     manifest = replace(MANIFEST, rungs=rungs)
-    decision = decide(BudgetRequest(effort=asked, effort_or_more=True), manifest)
-    assert (decision.steps, decision.reason) == (steps, "effort")
-    if asked not in named:
-        with pytest.raises(ImpossibleBudget):
-            decide(BudgetRequest(effort=asked), manifest)
+    decided = [decide(BudgetRequest(effort=word), manifest) for word in EFFORTS]
+    assert tuple(decision.steps for decision in decided) == meant
+    assert {decision.reason for decision in decided} == {"effort"}
+    assert {word: rung.steps for word, rung in efforts_of(manifest).items()} == dict(
+        zip(EFFORTS, meant, strict=True)
+    )
 
 
-def test_a_ladder_without_efforts_says_so() -> None:
-    rungs = tuple(replace(rung, effort=None) for rung in MANIFEST.rungs)
-    with pytest.raises(ImpossibleBudget, match="it names no efforts; its ladder has 1, 2, 4"):
-        decide(BudgetRequest(effort="low"), replace(MANIFEST, rungs=rungs))
+@pytest.mark.parametrize(
+    ("dominated", "meant"),
+    [((), (1, 2, 2, 4)), ((2,), (1, 1, 4, 4)), ((2, 4), (1, 1, 1, 1)), ((1, 2, 4), (1, 2, 2, 4))],
+)
+def test_where_no_rung_has_a_word_they_spread_over_those_worth_asking_for(
+    dominated: tuple[int, ...], meant: tuple[int, ...]
+) -> None:
+    rungs = tuple(
+        replace(rung, effort=None, dominated=rung.steps in dominated) for rung in MANIFEST.rungs
+    )
+    manifest = replace(MANIFEST, rungs=rungs)
+    assert tuple(rung.steps for rung in efforts_of(manifest).values()) == meant
 
 
 CALIBRATED = replace(

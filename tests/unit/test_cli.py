@@ -1,12 +1,15 @@
 """The dispatcher: what it forwards, to whom, and what it says when it cannot."""
 
+import gzip
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -146,7 +149,7 @@ def test_a_missing_extra_says_what_to_install(
 ) -> None:
     missing = ModuleNotFoundError("No module named 'onnx.helper'", name="onnx.helper")
     plant(monkeypatch, "export", raising(missing))
-    assert stepdial.main(["inspect", "zoo/x"]) == 1
+    assert stepdial.main(["export", "runs/x"]) == 1
     printed = capsys.readouterr().err
     assert "(onnx)" in printed
     assert "pip install -e '.[export]'" in printed
@@ -172,7 +175,6 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", ["parity"]),
         ("evaluate", ["runs/x"]),
         ("export", ["runs/x"]),
-        ("inspect", ["zoo/digits"]),
         ("calibrate", ["zoo/x"]),
         ("serve", []),
         ("loadtest", []),
@@ -200,3 +202,145 @@ def test_help_imports_none_of_the_packages() -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+COMMANDS = [[name] for name in (*stepdial.COMMANDS, "demo")] + [["loadtest", "compare"]]
+
+
+def run_python(code: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **{"cwd": ROOT, **how},
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    heavy = ["torch", "onnx", "onnxruntime", "fastapi", "tokenizers", "locust", "gevent"]
+    code = (
+        "import sys, stepdial\n"
+        "try: stepdial.main([*sys.argv[1:], '--help'])\n"
+        f"finally: print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    done = run_python(code, *command)
+    assert done.returncode == 0 and done.stdout.startswith("usage: stepdial")
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["train", "serve", "export", "loadtest"])
+def test_a_file_of_the_name_of_a_package_is_not_taken_for_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the wrong file')\n")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong folder')\n")
+    # As a user has it: the working folder comes first, the installed code behind it.
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for command in ("train", "inspect", "serve", "predict", "loadtest"):
+        done = subprocess.run(
+            [sys.executable, "-m", "stepdial", command, "--help"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"usage: stepdial {command}" in done.stdout
+
+
+def test_demo_says_where_the_zoo_is_when_there_is_none(tmp_path: Path) -> None:
+    copied = tmp_path / "site"
+    copied.mkdir()
+    shutil.copy(ROOT / "stepdial.py", copied)
+    done = subprocess.run(
+        [sys.executable, "-m", "stepdial", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(copied)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "Run it in a copy of the source" in done.stderr
+    assert "STEPDIAL_ZOO=FOLDER" in done.stderr
+
+
+def test_demo_finds_the_zoo_of_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry = plant(monkeypatch, "serve", lambda: 0)
+    monkeypatch.setattr(stepdial.OwnPackages, "folder", str(tmp_path / "site-packages"))
+    (tmp_path / "zoo" / "tiny").mkdir(parents=True)
+    (tmp_path / "zoo" / "tiny" / "manifest.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert stepdial.main(["demo"]) == 0
+    assert entry.seen == [["--zoo", "zoo", "--host", "127.0.0.1", "--port", "8000"]]
+
+
+# Where only the server is installed: what training, export and drawing need cannot be imported.
+SERVER_ONLY = """
+import importlib.metadata, importlib.util, sys
+ABSENT = {'torch', 'onnx', 'onnxscript', 'lightning_fabric', 'matplotlib', 'safetensors',
+          'tensorboard', 'torchdiffeq', 'tqdm', 'sacrebleu', 'rouge_score', 'transformers',
+          'datasets', 'sklearn', 'locust'}
+find_spec = importlib.util.find_spec
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition('.')[0] in ABSENT:
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+sys.meta_path.insert(0, Absent)
+importlib.util.find_spec = lambda name, package=None: (
+    None if name in ABSENT else find_spec(name, package)
+)
+import stepdial
+sys.exit(stepdial.main(sys.argv[1:]))
+"""
+
+
+def test_bundles_are_inspected_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    topics = str(ROOT / "zoo" / "topics")
+    shown = run_python(SERVER_ONLY, "inspect", topics)
+    assert shown.returncode == 0, shown.stderr
+    assert "frontier" in shown.stdout and "needs matplotlib" in shown.stdout
+    drawn = run_python(SERVER_ONLY, "inspect", topics, "--plot", str(tmp_path / "x.png"))
+    assert drawn.returncode == 2 and "needs matplotlib" in drawn.stderr
+    compared = run_python(SERVER_ONLY, "inspect", topics, str(ROOT / "zoo" / "sentiment"))
+    assert compared.returncode == 0, compared.stderr
+
+
+def test_bundles_are_calibrated_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    shutil.copytree(ROOT / "zoo" / "digits", folder)
+    before = (folder / "latency.json").read_text()
+    done = run_python(SERVER_ONLY, "calibrate", str(folder), "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 of " in done.stdout and (folder / "latency.json").read_text() != before
+
+
+def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path) -> None:
+    rows = [f'{1 + i % 4},"Title {i}","Oil and football and phones, story {i}"' for i in range(80)]
+    for name in ("train_subset.csv.gz", "test.csv.gz"):
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.write("\n".join(rows) + "\n")
+    (tmp_path / "input.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    for model, data in (("topics", tmp_path), ("shakespeare", tmp_path / "input.txt")):
+        command = ["evaluate", str(ROOT / "zoo" / model), "--data", str(data), "--steps", "1,2"]
+        done = run_python(SERVER_ONLY, *command)
+        assert done.returncode == 0, done.stderr
+        assert "in the serving runtime" in done.stdout
+        # The same figures as where torch is installed.
+        assert (
+            done.stdout
+            == run_python(
+                "import stepdial, sys; sys.exit(stepdial.main(sys.argv[1:]))", *command
+            ).stdout
+        )
+
+
+def test_what_trains_says_what_it_needs_where_only_the_server_is_installed() -> None:
+    for command in (["train", "parity"], ["export", "runs/x"], ["evaluate", "runs/x"]):
+        done = run_python(SERVER_ONLY, *command)
+        assert done.returncode == 1 and "package that is not installed" in done.stderr

@@ -1,6 +1,6 @@
 """Which rungs get words, and which one answers where nothing was asked."""
 
-import torch
+import numpy as np
 
 from export.quality import Measured, choose_default, name_efforts
 from serve.bundle import Metric, Quality
@@ -15,15 +15,15 @@ def test_efforts_are_spread_over_the_rungs() -> None:
 
 
 def measured(metric: Metric, per_row: list[float]) -> Measured:
-    rows = torch.tensor(per_row, dtype=torch.float64)
+    rows = np.array(per_row, np.float64)
     value = float(rows.mean())
     return Measured(Quality(metric, value, value, value, len(rows)), rows)
 
 
 def test_the_default_is_the_cheapest_rung_that_is_as_good_as_the_best() -> None:
-    draw = torch.Generator().manual_seed(0)
-    rows = (2 + torch.rand(400, generator=draw)).tolist()
-    noise = (torch.randn(400, generator=draw) * 0.05).tolist()
+    draw = np.random.default_rng(0)
+    rows = (2 + draw.random(400)).tolist()
+    noise = (draw.standard_normal(400) * 0.05).tolist()
     best = measured("loss", rows)
     noisy = measured("loss", [a + b for a, b in zip(rows, noise, strict=True)])
     surely_worse = measured("loss", [a + 0.02 for a in rows])  # by far less than rows differ

@@ -109,3 +109,13 @@ def test_the_device_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*arguments, "--device", "cuda"]) == 2
     assert "no CUDA device: choose cpu" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_library_below_prints_nothing_of_its_own() -> None:
+    # In a process of its own: the library takes standard error when it is imported.
+    program = "from train.devices import Devices; Devices('cpu', 'bf16')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout == ""
+    assert done.stderr in ("", "this CPU has no bf16 arithmetic: training in fp32 instead\n")

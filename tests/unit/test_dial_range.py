@@ -2,24 +2,24 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
 from benchmarks.lab import FOLDER, Result
 from tests.fixtures.tiny_runs import TINY
 from train.loop import Loop, train
-from train.quality import Quality, gain
 from train.recipe import Recipe, load_recipe
+from train.tally import Quality, gain
 
 ROWS = 400
 
 
 def made(shares: dict[int, float], parameters: int = 100, seed: int = 0, full: int = 8) -> Measured:
     """A run whose rows are right up to a share of them, the same ones first."""
-    rows = torch.arange(ROWS) / ROWS
-    per_row = {count: (rows < share).double() for count, share in shares.items()}
+    rows = np.arange(ROWS) / ROWS
+    per_row = {count: (rows < share).astype(np.float64) for count, share in shares.items()}
     qualities = {
         count: Quality("accuracy", share, share, share, ROWS, 0.0, 0.0)
         for count, share in shares.items()
@@ -66,8 +66,8 @@ def test_intervals_are_of_paired_rows_and_of_all_seeds() -> None:
 
 
 def test_fewer_nats_are_better() -> None:
-    assert gain(torch.tensor([2.0, 2.0]), torch.tensor([1.5, 1.5]), "loss").better == 0.5
-    assert gain(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0]), "accuracy").better == 0.5
+    assert gain(np.array([2.0, 2.0]), np.array([1.5, 1.5]), "loss").better == 0.5
+    assert gain(np.array([0.0, 1.0]), np.array([1.0, 1.0]), "accuracy").better == 0.5
 
 
 def test_it_measures_runs_and_leaves_out_unfinished_ones(

@@ -7,7 +7,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
-import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
@@ -33,6 +32,7 @@ from tests.fixtures.tiny_folders import (
     image_bundle,
     translate_bundle,
 )
+from train.tally import PerRow
 
 
 def measured(metric: Metric, values: list[float]) -> dict[int, Measured]:
@@ -40,7 +40,7 @@ def measured(metric: Metric, values: list[float]) -> dict[int, Measured]:
     return {
         2**index: Measured(
             Quality(metric, value, value, value, 100),
-            torch.full((100,), value, dtype=torch.float64),
+            np.full(100, value),
         )
         for index, value in enumerate(values)
     }
@@ -76,10 +76,10 @@ def test_words_name_rungs_of_the_frontier_only(values: list[float], named: dict[
 
 def test_the_default_is_on_the_frontier() -> None:
     """Two steps are surely no worse than eight, one step is not so surely; but it is as good."""
-    rows = torch.full((100,), 2.0, dtype=torch.float64)
-    noise = torch.tensor([0.2, -0.2] * 50, dtype=torch.float64)
+    rows = np.full(100, 2.0)
+    noise = np.array([0.2, -0.2] * 50)
 
-    def of(per_row: torch.Tensor, value: float) -> Measured:
+    def of(per_row: PerRow, value: float) -> Measured:
         return Measured(Quality("loss", value, value, value, 100), per_row)
 
     found = {1: of(rows + noise, 2.0), 2: of(rows, 2.0), 8: of(rows - 0.001, 1.999)}

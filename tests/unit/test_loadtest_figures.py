@@ -63,7 +63,7 @@ def test_goodput_is_never_more_than_throughput() -> None:
     assert made.good_per_s == made.answered_per_s == pytest.approx(3 / 100)
     assert first.good_per_s == first.answered_per_s == pytest.approx(3 / 90)
     assert next(row for row in first.rows if row.requests).good_per_s == pytest.approx(3 / 90)
-    assert "0.0 right answers a second" in render_text(made)
+    assert "0.0 right answers per second" in render_text(made)
 
 
 def test_what_is_said_of_a_whole_stage_stands_once() -> None:
@@ -81,7 +81,7 @@ def test_requests_that_waited_for_a_place_are_told() -> None:
     made = report([stream(held_ms=50.0 * at) for at in range(7)], in_flight=2)
     assert (made.held, made.held_max_ms) == (6, 300.0)
     for shown in (render_text(made), render_html(made)):
-        assert "At most 2 requests were under way at a time: 6 of 7 waited" in shown
+        assert "At most 2 requests were in flight at a time: 6 of 7 waited" in shown
     free = report([stream()])
     assert (free.held, free.held_max_ms) == (0, None)
-    assert "under way at a time" not in render_text(free)
+    assert "in flight at a time" not in render_text(free)

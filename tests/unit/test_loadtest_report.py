@@ -20,10 +20,10 @@ from loadtest.outcomes import (
     judge,
     write_requests,
 )
-from loadtest.page import charts, keep, render_html
+from loadtest.page import Chart, Line, charts, draw_svg, keep, render_html
 from loadtest.report import Report, build_report, read_report, render_json, summarise, timeline
 from loadtest.schedule import Stage, Terms, parse_levels
-from loadtest.tables import render_text, row_table, text_table, verdict_table
+from loadtest.tables import render_markdown, render_text, row_table, text_table, verdict_table
 from loadtest.target import Ask
 
 SLOW, FAST = Operation("generate", "talker", Ask(8)), Operation("generate", "talker", Ask(1))
@@ -296,3 +296,18 @@ def test_few_requests_are_not_taken_for_a_high_rate() -> None:
     )
     assert made.rows[0].requests_per_s == pytest.approx(0.1)
     assert made.answered_per_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("answers", "warned"), [(99, True), (100, False)])
+def test_percentiles_of_few_answers_come_with_a_warning(answers: int, warned: bool) -> None:
+    made = report([Outcome(SLOW, 10.0 + i / 100, 5.0 + i, None) for i in range(answers)])
+    for shown in (render_text(made), render_html(made), render_markdown(made)):
+        assert ("operations have fewer than 100 right" in " ".join(shown.split())) is warned
+
+
+def test_no_two_lines_of_a_picture_have_the_same_colour() -> None:
+    names = [str(i) for i in range(12)]
+    lines = [Line(name, name, [0.0, 1.0], [1.0, float(i)]) for i, name in enumerate(names)]
+    drawn = draw_svg(Chart("Latency", "", "x", "y", lines))
+    colours = set(re.findall(r"stroke: (#[0-9a-f]{6})", drawn)) - {"#d9dee7", "#1c2330"}
+    assert len(colours) >= 12

@@ -65,7 +65,7 @@ def test_another_server_is_not_mistaken_for_ours() -> None:
         (["--spawn-rate", "nan"], "no number above 0"),
         (["--url", "localhost:8000"], "write http://host:port"),
         (["--shapes", "x"], "unrecognized arguments"),
-        (["--rate", "50..0"], "is no rate; write requests a second"),
+        (["--rate", "50..0"], "is no rate; write requests per second"),
         (["--rate", "5", "--shape", "closed"], "--rate is for an open loop"),
         (["--shape", "bursty"], "needs --rate"),
         (["--shape", "replay"], "needs --trace"),

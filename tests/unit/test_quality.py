@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.data.batch import IGNORED, Batch
-from train.quality import Z95, Tally, wilson
+from train.quality import Tally
+from train.tally import Z95, wilson
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])
 LONGEST = 8

@@ -50,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, TextDa
 
 def test_a_model_that_knows_its_text_has_the_best_scores(made: tuple[Run, TextDataset]) -> None:
     run, dataset = made
-    memory = Memory(dataset.held_ids[:240], dataset.sizes.vocabulary, window=24)
+    memory = Memory(torch.from_numpy(dataset.held_ids[:240]), dataset.sizes.vocabulary, window=24)
     model = OTTransformer(memory, nn.Identity(), nn.Identity(), depth="discrete")
     knowing = run._replace(model=model)
     for forced in (False, True):

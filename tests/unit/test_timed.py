@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from tests.traced import check_trace
 from train.blocks import TimedAttention, TimedLinear, TimedVelocity
-from train.ode import Bound, Embedded, SolverError, adaptive, integrate, travel
+from train.interrupt import SolverError
+from train.ode import Bound, Embedded, adaptive, integrate, travel
 
 WIDTH, HEADS = 8, 4
 

@@ -25,7 +25,8 @@ from train.__main__ import main
 from train.blocks import Conditioned
 from train.checkpoint import RunError, load_run, lock_run
 from train.data.batch import Sizes
-from train.loop import Diverged, Loop, MetricsLog, learning_rate, read_metrics, train
+from train.interrupt import Diverged
+from train.loop import Loop, MetricsLog, learning_rate, read_metrics, train
 from train.model import OTTransformer, build_model
 from train.recipe import ModelConfig, turn_for
 

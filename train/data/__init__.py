@@ -1,5 +1,5 @@
-"""Which dataset a recipe means. Batches are a function of (seed, iteration), so that a run can
-resume anywhere; how each kind does that is its own file's business.
+"""The dataset of a recipe. Its batches are a function of (seed, iteration): a run can resume
+anywhere.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""Images and clouds of points from files: idx files, plain or as .gz, and the arrays of .npz
-files.
-"""
+"""Images and point clouds, from idx files (plain or .gz) and .npz files."""
 
 import gzip
 import hashlib
@@ -12,10 +10,9 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
-from train.data.batch import Batch, Sizes
+from train.data.batch import Batch, Sizes, as_tensor
 from train.data.tables import DataError, Shuffle, divide
 from train.recipe import DataConfig
 
@@ -221,12 +218,14 @@ class ImageDataset:
 
     def _normalised(self, examples: Examples) -> Batch:
         mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1)  # (1, C, 1, 1)
+            np.array(values, np.float32).reshape(1, -1, 1, 1)  # (1, C, 1, 1)
             for values in (self.mean, self.std)
         )
-        pixels = torch.from_numpy(np.ascontiguousarray(examples.values)).float()
-        pixels.div_(255).sub_(mean).div_(std)  # (B, C, H, W)
-        return Batch((pixels,), torch.from_numpy(examples.classes))
+        pixels = examples.values.astype(np.float32, order="C")
+        pixels /= np.float32(255)
+        pixels -= mean
+        pixels /= std  # (B, C, H, W)
+        return Batch((as_tensor(pixels),), as_tensor(examples.classes))
 
 
 def shifted(pixels: np.ndarray, most: int, draw: np.random.Generator) -> np.ndarray:
@@ -329,7 +328,7 @@ def unit_sphere(clouds: np.ndarray) -> np.ndarray:
 
 
 def _batch(clouds: np.ndarray, classes: np.ndarray) -> Batch:
-    return Batch((torch.from_numpy(unit_sphere(clouds)),), torch.from_numpy(classes))
+    return Batch((as_tensor(unit_sphere(clouds)),), as_tensor(classes))
 
 
 def _clouds(values: np.ndarray, name: str) -> np.ndarray:

@@ -1,14 +1,17 @@
-"""What training and measuring exchange: batches, and what a dataset promises.
+"""Batches, and what a dataset offers to training and measuring.
 
-Knows neither files nor models.
+Data is read without torch, so that a bundle can be measured where only its server is installed.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import numpy.typing as npt
 from tokenizers import Tokenizer
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORED = -100  # a target that counts for nothing
 
@@ -16,13 +19,22 @@ IGNORED = -100  # a target that counts for nothing
 class Batch(NamedTuple):
     """Rows and what is to be predicted of them."""
 
-    inputs: tuple[Tensor, ...]  # (tokens,), (pixels,), (points,) or (source, target): (B, ...) each
-    targets: Tensor  # (B,) classes, or (B, N) next tokens
-    taught: Tensor | None = None  # (B, classes): logits of a teacher, if they were kept
+    inputs: "tuple[Tensor, ...]"  # tokens; pixels; points; or source and target: (B, ...)
+    targets: "Tensor"  # (B,) classes, or (B, N) next tokens
+    taught: "Tensor | None" = None  # (B, classes): logits of a teacher, if they were kept
 
     @property
     def rows(self) -> int:
         return len(self.targets)
+
+
+def as_tensor(array: npt.NDArray[Any]) -> "Tensor":
+    """The array as a tensor of the same memory; the array itself where there is no torch."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return cast("Tensor", array)
+    return torch.from_numpy(array)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,18 @@ import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from train.data.batch import IGNORED, Batch, Sizes
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor
 from train.data.tables import DataError, Rows, Shuffle, digest_of, divide
 from train.data.text import BEGIN, END, Ids, cut, ids_of, train_tokenizer
 from train.recipe import DataConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger("stepdial")
 Sentences = list[tuple[str, str]]
@@ -113,11 +115,11 @@ class PairDataset:
         return Batch((source, target), following)
 
 
-def _padded(rows: list[list[int]], fill: int) -> Tensor:
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+def _padded(rows: list[list[int]], fill: int) -> "Tensor":
+    padded = np.full((len(rows), max(map(len, rows))), fill, np.int64)
     for i, ids in enumerate(rows):
-        padded[i, : len(ids)] = torch.tensor(ids)
-    return padded
+        padded[i, : len(ids)] = ids
+    return as_tensor(padded)
 
 
 def read_pairs(config: DataConfig, name: str) -> Sentences:
@@ -268,7 +270,7 @@ class LabelledDataset:
             at = order[start : start + size]
             yield at, pad([self._used[i] for i in at], self.pad_id)
 
-    def teach(self, logits: Tensor) -> None:
+    def teach(self, logits: "Tensor") -> None:
         """Give every batch from now on a teacher's logits (R, classes), by the places of rows."""
         self._taught = logits
 
@@ -283,10 +285,11 @@ class LabelledDataset:
 
 def pad(rows: list[Row], pad_id: int = 0) -> Batch:
     longest = max(len(ids) for ids, _ in rows)
-    tokens = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
+    tokens = np.full((len(rows), longest), pad_id, np.int64)
     for i, (ids, _) in enumerate(rows):
-        tokens[i, : len(ids)] = torch.from_numpy(ids)
-    return Batch((tokens,), torch.tensor([label for _, label in rows]))
+        tokens[i, : len(ids)] = ids
+    classes = np.array([label for _, label in rows], np.int64)
+    return Batch((as_tensor(tokens),), as_tensor(classes))
 
 
 def in_order(rows: list[Row], size: int, pad_id: int = 0) -> Iterator[Batch]:

@@ -3,8 +3,8 @@
 A puzzle is dug out of a solved grid for as long as singles alone solve it: cells with one digit
 left, and digits with one cell left in a row, column or box. So it has one solution, and a person
 can find it. Grids that can be turned into each other by renaming digits or moving rows and columns
-have the same form, and a form is in one of the splits only: no test puzzle is a training puzzle in
-other clothes. Training puzzles are turned at random each time they are drawn.
+have the same form, and each form is in one split only, so no test puzzle is a training puzzle in
+disguise. Training puzzles are turned at random each time they are drawn.
 """
 
 import hashlib
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tokenizers import Tokenizer
 
-from train.data.batch import IGNORED, Batch, Sizes
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor
 from train.data.tables import Shuffle, digest_of
 from train.data.text import train_tokenizer
 from train.recipe import DataConfig
@@ -296,6 +295,4 @@ class PuzzleDataset:
     def _batch(self, puzzles: Puzzles, every: bool) -> Batch:
         labels = puzzles.solved - 1
         targets = labels if every else np.where(puzzles.given > 0, IGNORED, labels)
-        return Batch(
-            (torch.from_numpy(self._ids[puzzles.given]),), torch.from_numpy(targets)
-        )  # (B, cells) both
+        return Batch((as_tensor(self._ids[puzzles.given]),), as_tensor(targets))  # (B, cells) both

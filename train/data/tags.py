@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
-from train.data.batch import IGNORED, Batch, Sizes
+from train.data.batch import IGNORED, Batch, Sizes, as_tensor
 from train.data.tables import (
     DataError,
     Shuffle,
@@ -190,16 +189,17 @@ class TagDataset:
 
 def _pad(rows: list[Row]) -> Batch:
     longest = max(len(row.ids) for row in rows)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-    targets = torch.full((len(rows), longest), IGNORED)
+    tokens = np.zeros((len(rows), longest), np.int64)
+    targets = np.full((len(rows), longest), IGNORED, np.int64)
     for i, (ids, labels) in enumerate(rows):
-        tokens[i, : len(ids)] = torch.from_numpy(ids)
-        targets[i, : len(ids)] = torch.from_numpy(labels)
-    return Batch((tokens,), targets)  # (B, N) both
+        tokens[i, : len(ids)] = ids
+        targets[i, : len(ids)] = labels
+    return Batch((as_tensor(tokens),), as_tensor(targets))  # (B, N) both
 
 
 def _first(batch: Batch) -> Batch:
     """The same rows with their first target only."""
-    counted = batch.targets != IGNORED
+    targets = np.asarray(batch.targets)
+    counted = targets != IGNORED
     first = counted & (counted.cumsum(1) == 1)
-    return Batch(batch.inputs, batch.targets.masked_fill(~first, IGNORED))
+    return Batch(batch.inputs, as_tensor(np.where(first, targets, IGNORED)))

@@ -10,11 +10,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from torch import Tensor
 
-from train.data.batch import Batch, Sizes
+from train.data.batch import Batch, Sizes, as_tensor
 from train.data.tables import DataError, digest_of
 from train.recipe import DataConfig
 
@@ -71,6 +69,7 @@ def _text(path: Path) -> str:
 
 Kind = Literal["chars", "bpe", "words", "wordpiece", "unigram"]
 Ids = npt.NDArray[np.int32]
+LongIds = npt.NDArray[np.int64]
 AT_ONCE = 4_000_000  # characters
 PAD, UNKNOWN, LINE_END = "<pad>", "<unk>", "<eos>"
 BEGIN, END = "<s>", "</s>"  # around the target of a translation
@@ -201,7 +200,7 @@ class TextDataset:
         self.validation_ids = self._encode(corpus.validation)
         same = corpus.test == corpus.validation
         self.held_ids = self.validation_ids if same else self._encode(corpus.test)
-        self.digest = digest_of(self.train_ids.numpy(), self.validation_ids.numpy())
+        self.digest = digest_of(self.train_ids, self.validation_ids)
         parts = (self.train_ids, self.validation_ids, self.held_ids)
         self.knows_all = all(bool(part.all()) for part in parts)  # else some is read as padding
         lengths = [len(part) for part in parts]
@@ -215,9 +214,8 @@ class TextDataset:
     def sizes(self) -> Sizes:
         return Sizes(vocabulary=self.tokenizer.get_vocab_size())
 
-    def _encode(self, text: str) -> Tensor:
-        ids = np.concatenate(list(ids_of(self.tokenizer, _pieces(text))))
-        return torch.from_numpy(ids.astype(np.int64))
+    def _encode(self, text: str) -> LongIds:
+        return np.concatenate(list(ids_of(self.tokenizer, _pieces(text)))).astype(np.int64)
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
         return drawn_windows(self.train_ids, self.window, iteration, size, seed)
@@ -229,21 +227,26 @@ class TextDataset:
         return windows_in_order(self.validation_ids, self.window, size)
 
 
-def drawn_windows(ids: Tensor, window: int, iteration: int, size: int, seed: int) -> Batch:
+def drawn_windows(ids: LongIds, window: int, iteration: int, size: int, seed: int) -> Batch:
     """Windows that begin anywhere: a function of (seed, iteration)."""
+    import torch  # whose draws the windows have always been; only training makes them
+
     draw = torch.Generator().manual_seed(seed * 1_000_003 + iteration)
     starts = torch.randint(len(ids) - window - 1, (size,), generator=draw)
-    rows = torch.stack([ids[s : s + window + 1] for s in starts.tolist()])  # (B, N + 1)
-    return Batch((rows[:, :-1],), rows[:, 1:])
+    return _windows(ids, starts.tolist(), window)
 
 
-def windows_in_order(ids: Tensor, window: int, size: int) -> Iterator[Batch]:
+def windows_in_order(ids: LongIds, window: int, size: int) -> Iterator[Batch]:
     """Windows side by side, in batches of `size`."""
     windows = (len(ids) - 1) // window
     for first in range(0, windows, size):
         starts = [i * window for i in range(first, min(first + size, windows))]
-        rows = torch.stack([ids[s : s + window + 1] for s in starts])  # (B, N + 1)
-        yield Batch((rows[:, :-1],), rows[:, 1:])
+        yield _windows(ids, starts, window)
+
+
+def _windows(ids: LongIds, starts: list[int], window: int) -> Batch:
+    rows = as_tensor(np.stack([ids[s : s + window + 1] for s in starts]))  # (B, N + 1)
+    return Batch((rows[:, :-1],), rows[:, 1:])
 
 
 def _pieces(text: str, size: int = 100_000) -> list[str]:
@@ -282,7 +285,7 @@ class StreamDataset:
         self._characters_per_token = sum(map(len, opening[: self._held])) / len(self.held_ids)
         self._restart(0)
         self._ids = self._encode(self._portion)
-        self.digest = digest_of(self._ids.numpy(), self.held_ids.numpy())
+        self.digest = digest_of(self._ids, self.held_ids)
         if min(len(self._ids), len(self.held_ids)) <= window + 1:
             raise DataError(
                 f"{self._source} is too short: its first {self._held} documents, which are held "
@@ -337,12 +340,12 @@ class StreamDataset:
                 yield portion
                 portion, characters = [], 0
 
-    def _encode(self, texts: list[str]) -> Tensor:
+    def _encode(self, texts: list[str]) -> LongIds:
         """The ids of documents, each with an end behind it."""
         mark = self.tokenizer.token_to_id(END_OF_TEXT)
         end = self.tokenizer.encode("\n").ids if mark is None else [mark]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return torch.tensor([i for one in encoded for i in (*one.ids, *end)], dtype=torch.int64)
+        return np.array([i for one in encoded for i in (*one.ids, *end)], np.int64)
 
 
 def _tokenizer(config: DataConfig, texts: list[str]) -> Tokenizer:

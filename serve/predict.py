@@ -1,0 +1,221 @@
+"""The commands `stepdial predict` and `stepdial sample`: a bundle used without a server."""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from serve.bundle import EFFORTS, BundleError, Effort
+from serve.errors import ServeError
+
+if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
+    from serve.local import LocalModel
+
+READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
+MAX_TOKENS = 128
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (BundleError, ServeError, ValueError, OSError) as error:
+        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepdial", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    predict = commands.add_parser(
+        "predict",
+        help="label the rows of a table",
+        description="Label the rows of a table with a bundle, without a server.",
+    )
+    predict.set_defaults(run=_predict)
+    predict.add_argument("bundle", type=Path, metavar="BUNDLE")
+    predict.add_argument(
+        "--input",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="table to read: .csv, .tsv or .jsonl",
+    )
+    predict.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the labelled table (default: standard output)",
+    )
+    predict.add_argument(
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="column of texts (default: as in training)",
+    )
+    sample = commands.add_parser(
+        "sample",
+        help="continue a prompt",
+        description="Continue a prompt, or translate a text, with a bundle and without a server.",
+    )
+    sample.set_defaults(run=_sample)
+    sample.add_argument("bundle", type=Path, metavar="BUNDLE")
+    sample.add_argument("--prompt", required=True, metavar="TEXT")
+    sample.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help="(%(default)s)"
+    )
+    sample.add_argument(
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token"
+    )
+    sample.add_argument("--top-k", type=int, metavar="K")
+    sample.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sample.add_argument("--seed", type=int, metavar="N")
+    for each in (predict, sample):
+        budget = each.add_mutually_exclusive_group()
+        budget.add_argument("--steps", type=int, metavar="N", help="(default: the bundle's)")
+        budget.add_argument("--effort", choices=EFFORTS)
+        each.add_argument("--threads", type=int, help="threads per call (default: all cores)")
+    return parser
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from serve.local import load
+
+    separator = _separator(arguments.input)
+    if arguments.output is not None and _separator(arguments.output) != separator:
+        raise ValueError(
+            f"--output {arguments.output}: end it like --input, {arguments.input.suffix}"
+        )
+    with (
+        load(arguments.bundle, arguments.threads) as model,
+        arguments.input.open(encoding="utf-8-sig", newline="") as source,
+    ):
+        rows = _rows(source, separator, arguments.input)
+        first = next(rows, None)
+        if first is None:
+            raise ValueError(f"{arguments.input} has no rows")
+        columns = arguments.text or _trained_on(model)
+        missing = [column for column in columns if column not in first]
+        if missing:
+            raise ValueError(
+                f"{arguments.input} has no column {', '.join(missing)}; it has "
+                f"{', '.join(first)}: name those of the texts with --text"
+            )
+        target = sys.stdout if arguments.output is None else _open_output(arguments.output)
+        try:
+            write = _Writer(target, separator)
+            waiting = [first]
+            for row in rows:
+                waiting.append(row)
+                if len(waiting) == READ_AT_ONCE:
+                    write.all(_labelled(model, waiting, columns, arguments))
+                    waiting = []
+            if waiting:
+                write.all(_labelled(model, waiting, columns, arguments))
+        finally:
+            if target is not sys.stdout:
+                target.close()
+    if arguments.output is not None:
+        print(f"labelled: {write.count:,} rows, {arguments.output}")
+    return 0
+
+
+def _labelled(
+    model: "LocalModel",
+    rows: list[dict[str, Any]],
+    columns: list[str],
+    arguments: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    texts = [" ".join(str(row[column]) for column in columns) for row in rows]
+    labels = model.classify(texts, steps=arguments.steps, effort=arguments.effort)
+    for row, one in zip(rows, labels, strict=True):
+        found = {"label": one.label, "score": round(one.score, 6), "steps": one.steps}
+        yield row | {f"predicted_{key}": value for key, value in found.items()}
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from serve.local import load
+
+    with load(arguments.bundle, arguments.threads) as model:
+        print(
+            model.generate(
+                arguments.prompt,
+                max_tokens=arguments.max_tokens,
+                steps=arguments.steps,
+                effort=cast(Effort | None, arguments.effort),
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                top_p=arguments.top_p,
+                seed=arguments.seed,
+            )
+        )
+    return 0
+
+
+def _trained_on(model: "LocalModel") -> list[str]:
+    """The columns of the texts in training, as the bundle notes them."""
+    recipe = model._served.manifest.provenance.get("recipe")
+    try:
+        return [str(column) for column in cast(Any, recipe)["data"]["text"]]
+    except (TypeError, KeyError):
+        return ["text"]
+
+
+def _separator(path: Path) -> str:
+    """What stands between cells; "" for a line of JSON each."""
+    separators = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
+    if path.suffix.lower() not in separators:
+        raise ValueError(f"{path}: expected .csv, .tsv or .jsonl")
+    return separators[path.suffix.lower()]
+
+
+def _rows(source: Any, separator: str, path: Path) -> Iterator[dict[str, Any]]:
+    if separator:
+        csv.field_size_limit(1 << 24)
+        reader = csv.DictReader(source, delimiter=separator, strict=True)
+        for number, row in enumerate(reader, 1):
+            if None in row or None in row.values():
+                raise ValueError(f"{path}, row {number}: not as many cells as the header has")
+            yield row
+        return
+    for number, line in enumerate(source, 1):
+        if line.strip():
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: expected one object a line")
+            yield row
+
+
+def _open_output(path: Path) -> Any:
+    return path.open("w", encoding="utf-8", newline="")
+
+
+class _Writer:
+    """Rows of the kind of table that was read."""
+
+    def __init__(self, target: Any, separator: str) -> None:
+        self._target, self._separator = target, separator
+        self._csv: csv.DictWriter[str] | None = None
+        self.count = 0
+
+    def all(self, rows: Iterator[dict[str, Any]]) -> None:
+        for row in rows:
+            self.count += 1
+            if not self._separator:
+                self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
+                continue
+            if self._csv is None:
+                self._csv = csv.DictWriter(self._target, list(row), delimiter=self._separator)
+                self._csv.writeheader()
+            self._csv.writerow(row)
