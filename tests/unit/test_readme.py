@@ -25,9 +25,8 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
-    "docs/choosing-steps.md",
-    "docs/oip.md",
-    "docs/openai.md",
+    "docs/budgets.md",
+    "docs/clients.md",
     "docs/own-data.md",
     "docs/quickstart.md",
     "docs/training.md",
