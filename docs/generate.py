@@ -468,7 +468,7 @@ _SETTINGS_HEAD = """# Settings
 <!-- Written by `python -m docs.generate` from serve/settings.py. -->
 
 Every setting of `stepdial serve` is a flag, an environment variable and a key of a settings file.
-A flag overrides the environment, the environment overrides the file, the file overrides the default.
+A flag overrides the environment, which overrides the file, which overrides the default.
 `stepdial serve --help` lists the same. With an unknown name or an impossible value the server does
 not start.
 
