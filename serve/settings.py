@@ -145,7 +145,8 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             le=86400,
-            description="predicted wait of the queue before 429, but for deadlines that are met",
+            description="predicted wait of the queue before 429; requests whose deadline will be met "
+            "are taken all the same",
         ),
     ] = 60.0
     degrade: Annotated[
@@ -288,13 +289,13 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             le=3600,
-            description="the least time after which a runtime call, if it has also taken 10 times "
-            "as long as usual, is asked to end and /health/ready fails",
+            description="shortest time after which a model call counts as stuck; it must also have "
+            "taken 10 times as long as usual. It is cancelled, and readiness turns off",
         ),
     ] = 1.5
     stall_unknown_s: Annotated[
         float,
-        Field(gt=0, le=3600, description="the same while nobody knows how long it usually takes"),
+        Field(gt=0, le=3600, description="the same for calls whose usual time is unknown"),
     ] = 10.0
     stall_exit_s: Annotated[
         float,
