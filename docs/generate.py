@@ -230,7 +230,7 @@ _PROCESS = {
     ),
     "stepdial_log_lines_dropped_total": Use(
         "lines",
-        "whoever reads the log is too slow, or gone",
+        "log lines are dropped because nothing reads them in time",
         "increase(stepdial_log_lines_dropped_total[5m]) > 0",
     ),
     "stepdial_process_virtual_memory_bytes": Use(

@@ -33,7 +33,7 @@ ADMIN_KEY_VARIABLE = "STEPDIAL_ADMIN_KEY"
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "file of settings, as --config names it",
     KEYS_VARIABLE: "API keys themselves, separated by commas; only their digests are kept",
-    ADMIN_KEY_VARIABLE: "the same for whoever may load and unload models",
+    ADMIN_KEY_VARIABLE: "the same for keys that may load and unload models",
 }
 # Named like settings, but read by the tests: the browser that drives the page, and the description
 # of the Open Inference Protocol.
@@ -145,8 +145,8 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             le=86400,
-            description="predicted wait of the queue before 429; requests whose deadline will be met "
-            "are taken all the same",
+            description="predicted wait of the queue before 429; requests whose deadline will be "
+            "met are taken all the same",
         ),
     ] = 60.0
     degrade: Annotated[
