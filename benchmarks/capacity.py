@@ -2,7 +2,7 @@
 
 Either from service times of benchmarks/results/dial.json, through a queueing formula, or from
 capacity.json files of `stepdial loadtest --find-capacity`. The formulas are explained in
-docs/scale.md; it measures nothing itself, and knows no prices.
+docs/deploying.md; it measures nothing itself, and knows no prices.
 """
 
 import argparse

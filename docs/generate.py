@@ -230,7 +230,7 @@ _PROCESS = {
     ),
     "stepdial_log_lines_dropped_total": Use(
         "lines",
-        "whoever reads the log is too slow, or gone",
+        "log lines are dropped because nothing reads them in time",
         "increase(stepdial_log_lines_dropped_total[5m]) > 0",
     ),
     "stepdial_process_virtual_memory_bytes": Use(
@@ -316,8 +316,8 @@ _API_HEAD = """# API reference
 
 Every route, every field with its limits, every status. A running server has the same at `/docs` for
 people and at `/openapi.json` for programs. What steps and deadlines mean is in
-[budgets.md](budgets.md); the routes in the shape of others are in [openai.md](openai.md) and
-[oip.md](oip.md), keys and limits in [security.md](security.md), each error code in
+[budgets.md](budgets.md); OpenAI's routes and the Open Inference Protocol are in
+[clients.md](clients.md), keys and limits in [security.md](security.md), each error code in
 [errors.md](errors.md).
 """
 _TITLES = {"openai": "OpenAI"}
@@ -468,9 +468,9 @@ _SETTINGS_HEAD = """# Settings
 <!-- Written by `python -m docs.generate` from serve/settings.py. -->
 
 Every setting of `stepdial serve` is a flag, an environment variable and a key of a settings file.
-Flags come before the environment, the environment before the file, the file before the default.
-`stepdial serve --help` lists the same. A name that is no setting ends the server at its start, and
-so does a value that cannot be.
+A flag overrides the environment, which overrides the file, which overrides the default.
+`stepdial serve --help` lists the same. With an unknown name or an impossible value the server does
+not start.
 
 ```toml
 # stepdial.toml, for `stepdial serve --config stepdial.toml`, or STEPDIAL_CONFIG=stepdial.toml
@@ -480,14 +480,14 @@ access_log = true
 cors_origins = ["https://app.example.org"]
 ```
 
-Relative paths begin where the server was started, wherever they are written. A switch has two
-flags: `--degrade` and `--no-degrade`.
+Relative paths start from the folder in which the server was started. A switch has two flags:
+`--degrade` and `--no-degrade`.
 
 | setting | flag and variable | default | may be | what it sets |
 |---|---|---|---|---|
 """
 _MIDDLE = """
-Beside the settings, the environment may hold:
+The environment may also hold:
 
 | variable | what it holds |
 |---|---|

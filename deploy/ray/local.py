@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         "--arguments",
         default="{}",
         metavar="JSON",
-        help="more of those in docs/ray.md; by default a replica a node, and no fewer",
+        help="more of those in docs/deploying.md; by default a replica a node, and no fewer",
     )
     parsed = parser.parse_args(list(argv))
     given = {"min_replicas": parsed.nodes, "max_replicas": parsed.nodes}

@@ -1,4 +1,4 @@
-"""The capacity model: held against simulated queues, and against what docs/scale.md shows."""
+"""The capacity model: held against simulated queues, and against what docs/deploying.md shows."""
 
 import heapq
 import json
@@ -18,7 +18,7 @@ from benchmarks.capacity import (
 )
 from tests.page_blocks import prints_like, read_blocks
 
-PAGE = Path(__file__).parents[2] / "docs/scale.md"
+PAGE = Path(__file__).parents[2] / "docs/deploying.md"
 EQUAL = [Timed("equal", 1.0, 0.010)]
 MIXED = [Timed("short", 3.0, 0.004), Timed("long", 1.0, 0.030)]
 

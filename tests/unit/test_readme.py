@@ -25,9 +25,8 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
-    "docs/choosing-steps.md",
-    "docs/oip.md",
-    "docs/openai.md",
+    "docs/budgets.md",
+    "docs/clients.md",
     "docs/own-data.md",
     "docs/quickstart.md",
     "docs/training.md",
@@ -64,8 +63,12 @@ def prepare(page: str, folder: Path) -> list[Path]:
         (environment / name).symlink_to(Path(sys.prefix) / name)
     for stamp in (".created", ".installed-serve"):
         (environment / stamp).touch()
-    if page != "docs/own-data.md":
+    if page not in ("README.md", "docs/own-data.md"):
         return []
+    short = folder / "programs" / "stepdial"
+    short.parent.mkdir()
+    short.write_text(_SHORT.format(stepdial=Path(sys.executable).with_name("stepdial")))
+    short.chmod(0o755)
     subjects = {"Sports": "the team won its match", "Business": "shares of the firm fell"}
     with (folder / "news.csv").open("w", encoding="utf-8", newline="") as file:
         rows = [
@@ -73,10 +76,6 @@ def prepare(page: str, folder: Path) -> list[Path]:
         ]
         csv.writer(file).writerows([("label", "text"), *rows])
     (folder / "book.txt").write_text("It is a truth that all men know.\n" * 400, encoding="utf-8")
-    short = folder / "programs" / "stepdial"
-    short.parent.mkdir()
-    short.write_text(_SHORT.format(stepdial=Path(sys.executable).with_name("stepdial")))
-    short.chmod(0o755)
     return [short.parent]
 
 
