@@ -107,7 +107,7 @@ def _export(
     precision: Precision, steps: tuple[int, ...], quick: bool, measured: bool
 ) -> dict[str, Any]:
     """Export once; what that took of this process."""
-    import torch
+    import numpy as np
 
     from benchmarks import reference
     from export import run as pack
@@ -118,7 +118,7 @@ def _export(
 
     origin = reference.decoder(quick)
     if not measured:
-        same = Measured(Quality("loss", 0.0, 0.0, 0.0, 1), torch.zeros(2))  # the bundle is deleted
+        same = Measured(Quality("loss", 0.0, 0.0, 0.0, 1), np.zeros(2))  # the bundle is deleted
         for name, found in (("measure_rung", same), ("compare", (same, UNCOMPARED))):
             setattr(trial, name, partial(_given, found))
     stages_s = defaultdict[str, float](float, before=time.process_time())
