@@ -191,7 +191,7 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
-    if arguments.epochs or arguments.teacher_epochs:
+    if (arguments.epochs, arguments.teacher_epochs) != (None, None):
         raise RecipeError(
             "--epochs and --teacher-epochs are for --from; a recipe has optim.iterations"
         )
