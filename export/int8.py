@@ -128,6 +128,7 @@ BLOCK = 64
 ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
 SMALLER_BLOCKS = 32, 16, 8  # of weights that are floats in memory; the first that fits
+TABLE_BLOCK = 32
 LEAST_TABLE = 1 << 21  # numbers of a table that becomes bytes: 8 MB as float32
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
 ACCURACY_LEVEL = 4
@@ -175,21 +176,18 @@ def to_bytes(matrix: npt.NDArray[np.float32]) -> tuple[npt.NDArray[Any], npt.NDA
 
 def to_uneven_bytes(
     matrix: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
-    """Bytes (N, blocks, size), scales and zeros (N, blocks, 1) of a matrix (N, K).
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Bytes (N, blocks, size), scales and least numbers (N, blocks, 1) of a matrix (N, K).
 
-    From the least to the greatest number of each block, with 0 between them.
+    The least and the greatest number of each block are exact.
     """
     N, K = matrix.shape
     size = next(size for size in (*SMALLER_BLOCKS, K) if K % size == 0)
     blocked = matrix.reshape(N, K // size, size)
-    low = np.minimum(blocked.min(axis=2, keepdims=True), 0)  # (N, blocks, 1)
-    high = np.maximum(blocked.max(axis=2, keepdims=True), 0)
-    scales = (high - low) / np.float32(LEVELS)
-    scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
-    zeros = np.rint(-low / scales)
-    data = np.clip(np.rint(blocked / scales) + zeros, 0, LEVELS)
-    return data.astype(np.uint8), scales, zeros.astype(np.uint8)
+    lows = blocked.min(axis=2, keepdims=True)  # (N, blocks, 1)
+    scales = (blocked.max(axis=2, keepdims=True) - lows) / np.float32(LEVELS)
+    scales[scales < np.finfo(np.float32).tiny] = 1  # all of a block is the same
+    return np.rint((blocked - lows) / scales).astype(np.uint8), scales, lows
 
 
 def table_to_bytes(
@@ -197,7 +195,7 @@ def table_to_bytes(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """Bytes (V, blocks, D / blocks) and scales (V, blocks, 1) of a table (V, D)."""
     V, D = table.shape
-    blocked = table.reshape(V, D // BLOCK if D % BLOCK == 0 else 1, -1)
+    blocked = table.reshape(V, D // TABLE_BLOCK if D % TABLE_BLOCK == 0 else 1, -1)
     scales = np.abs(blocked).max(axis=2, keepdims=True) / np.float32(LARGEST)
     scales[scales < np.finfo(np.float32).tiny] = 1  # no number of use, or none but 0
     return np.rint(blocked / scales).astype(np.int8), scales
@@ -290,17 +288,16 @@ class _Quantising:
 
         Not by DequantizeLinear, which ONNX Runtime keeps for every call.
         """
-        name, wide, level = matrix.name, f"{matrix.name}/wide", f"{matrix.name}/level"
-        data, scales, zeros = to_uneven_bytes(values)
+        name = matrix.name
+        data, scales, lows = to_uneven_bytes(values)
         self._make(f"{name}.bytes", data)
         self._make(f"{name}.scales", scales)
-        self._make(f"{name}.zeros", zeros)
+        self._make(f"{name}.lows", lows)
         self._make(f"{name}.shape", np.array([matrix.N, matrix.K], dtype=np.int64))
         return [
-            node_of("Cast", [f"{name}.bytes"], wide, to=onnx.TensorProto.FLOAT),
-            node_of("Cast", [f"{name}.zeros"], level, to=onnx.TensorProto.FLOAT),
-            node_of("Sub", [wide, level], f"{name}/whole"),
-            node_of("Mul", [f"{name}/whole", f"{name}.scales"], f"{name}/blocks"),
+            node_of("Cast", [f"{name}.bytes"], f"{name}/wide", to=onnx.TensorProto.FLOAT),
+            node_of("Mul", [f"{name}/wide", f"{name}.scales"], f"{name}/above"),
+            node_of("Add", [f"{name}/above", f"{name}.lows"], f"{name}/blocks"),
             node_of("Reshape", [f"{name}/blocks", f"{name}.shape"], f"{name}/rows"),
             node_of("Transpose", [f"{name}/rows"], name, perm=[1, 0]),
         ]

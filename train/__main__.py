@@ -209,7 +209,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return _train_from(arguments, overrides)
     from train.loop import train  # with torch, which takes seconds: after the flags are read
 
-    if arguments.epochs or arguments.teacher_epochs:
+    if (arguments.epochs, arguments.teacher_epochs) != (None, None):
         raise RecipeError(
             "--epochs and --teacher-epochs are for --from; a recipe has optim.iterations"
         )

@@ -248,6 +248,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "cannot be fetched from the Hub" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "few"), "--layers", "0,9"]) == 2
     assert "has the layers 0 to 3" in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "none"), "--epochs", "0"]) == 2
+    assert "must be more than 0" in capsys.readouterr().err
+    assert main(["train", "classifier", "--data", str(table), "--epochs", "2"]) == 2
+    assert "are for --from" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_a_pretrained_model_is_not_learnt(tmp_path: Path) -> None:
