@@ -14,7 +14,7 @@ from typing import IO
 
 from benchmarks.lab import ROOT
 
-READY_LINE = "Ctrl-C ends it."  # the last of what a server says when all is well
+READY_LINE = "Press Ctrl-C to stop."  # the last of what a server says when all is well
 _START_S, _STOP_S = 60.0, 45.0
 _URL = re.compile(r"^on http://([\d.]+):(\d+) ", re.MULTILINE)
 
