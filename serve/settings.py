@@ -37,9 +37,14 @@ OTHER_VARIABLES = {
     KEYS_VARIABLE: "API keys, separated by commas; only their digests are kept in memory",
     ADMIN_KEY_VARIABLE: "admin keys, separated by commas; they may load and unload models",
 }
-# Variables that only the tests read: the browser for the page, and the description of the Open
-# Inference Protocol.
-_NOT_SETTINGS = frozenset({*OTHER_VARIABLES, "STEPDIAL_CHROMIUM", "STEPDIAL_OIP_DESCRIPTION"})
+# Variables that only the tests read.
+_OF_TESTS = {
+    "STEPDIAL_CHROMIUM",  # the browser for the page
+    "STEPDIAL_HOSTILE_EXAMPLES",  # how many bodies to generate
+    "STEPDIAL_MINILM",  # the folder of a pretrained model
+    "STEPDIAL_OIP_DESCRIPTION",  # of the Open Inference Protocol
+}
+_NOT_SETTINGS = frozenset({*OTHER_VARIABLES, *_OF_TESTS})
 
 # Variables that Kubernetes sets in every pod beside a Service named stepdial.
 _OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
