@@ -164,12 +164,14 @@ class ConnectionTable:
         if address is not None:
             self._held[address] = self._held.get(address, 0) + 1
             if self._held[address] > self._of_address:
-                room = self._make_room(address)
+                room = self._close_idle(address)
         if room and len(self._addresses) > self._most:
-            room = self._make_room(None)
-        self._idle[connection] = None
+            room = self._close_idle()
         if not room:
+            if len(self._spare) >= _FOR_PROBES:
+                self._close_idle(spare=True)
             self._spare.add(connection)
+        self._idle[connection] = None
         return room
 
     def busy(self, connection: TrackedConnection) -> None:
@@ -193,9 +195,14 @@ class ConnectionTable:
             if not self._held[address]:
                 del self._held[address]
 
-    def _make_room(self, address: str | None) -> bool:
-        """Close the connection idle longest, of this address if one is given."""
+    def _close_idle(self, address: str | None = None, spare: bool = False) -> bool:
+        """Close the connection idle longest, of this address if one is given; False if none is.
+
+        To close one above the limit makes no room below it, only among those above.
+        """
         for connection in self._idle:
+            if (connection in self._spare) != spare:
+                continue
             if address is not None and self._addresses[connection] != address:
                 continue
             if connection.may_go():

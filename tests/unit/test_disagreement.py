@@ -156,7 +156,7 @@ def test_too_few_rows_certify_nothing_and_say_so(rows: int) -> None:
     said: list[str] = []
     batches = [Jumps(population(rows, seed=8))] if rows else []
     assert certify(batches, "a test", said.append) is None
-    assert f"{rows:,} rows" in said[0] and f"{MIN_ROWS:,}" in said[0]
+    assert f"there are {rows:,}" in said[0] and f"{MIN_ROWS:,}" in said[0]
 
 
 def test_a_calibration_survives_its_json() -> None:

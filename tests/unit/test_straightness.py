@@ -191,7 +191,7 @@ def test_a_discrete_run_has_one_row_and_says_so(
     (row,) = evaluate_run(run, [1, 2, 4], ["euler", "heun"]).rows
     assert (row.method, row.steps, row.nfe, row.agreement) == ("discrete", 1, 1, 1)
     assert row.gap == pytest.approx(0)
-    only = "it has one answer, with 1 step"
+    only = "it has one answer, at 1 step"
     for asked, said in ((["--steps", "1,2"], True), (["--method", "all"], True), ([], False)):
         assert main(["evaluate", str(run), *asked]) == 0
         assert (only in capsys.readouterr().out) == said
