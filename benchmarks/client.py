@@ -327,7 +327,7 @@ class _OpenLoop:
             async with asyncio.timeout(last_s + patience_s):
                 await self._done.wait()
         except TimeoutError:
-            pass  # whoever has no answer by now has given up
+            pass  # requests without an answer by now count as unanswered
         finally:
             for task in self._connecting:
                 task.cancel()

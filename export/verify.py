@@ -54,7 +54,7 @@ class Samples(Protocol):
 
 
 def samples_of(dataset: Dataset, most: int, target_most: int) -> Samples:
-    """What draws from a data set; `most` tokens or points a row, and so many of an answer."""
+    """A source of rows: at most `most` tokens or points each, and answers of `target_most`."""
     if dataset.sizes.channels:
         return ImageSamples(dataset)
     if dataset.sizes.dimensions:

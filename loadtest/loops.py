@@ -34,7 +34,7 @@ from loadtest.schedule import Shot
 
 _ABSOLUTE = 1  # TFD_TIMER_ABSTIME
 _NO_BLOCK = os.O_NONBLOCK
-_LONGEST_S = 0.5  # of one wait, so that whoever waits can see that the test is over
+_LONGEST_S = 0.5  # of one wait: in between, a caller checks whether the test is over
 
 
 class _Setting(ctypes.Structure):

@@ -38,7 +38,7 @@ def unwritable(path: Path) -> str | None:
     return None
 
 
-# Says something to whoever runs a test, whatever their terminal can show.
+# Prints a message for the person who runs a test, in what their terminal can show.
 
 
 def room(otherwise: int) -> int:

@@ -74,7 +74,7 @@ def test_lines_that_nobody_takes_are_dropped_and_counted_and_the_others_kept() -
     for number in range(30_000):
         outlet.put(f"{number:09} " + "x" * 89)
     outlet.flush(0.1)
-    assert time.monotonic() - began_s < 5, "it waits for whoever reads"
+    assert time.monotonic() - began_s < 5, "it waits for the reader"
     assert sum(lost) > 10_000
     taken = b""
     while taken.count(b"\n") < 30_000 - sum(lost):
