@@ -294,6 +294,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer after a reset
         # uvicorn reports a disconnect only to the last request of a pipeline.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True

@@ -2,7 +2,9 @@
 heads, and where there are too many connections those idle longest make room."""
 
 import asyncio
+import gc
 import logging
+import weakref
 from ipaddress import ip_network
 from typing import Any
 
@@ -115,6 +117,22 @@ def test_nobody_reads_the_body_of_a_client_that_has_left(state: str) -> None:
     cycle_of(connection).body += b"{}"
     setattr(cycle_of(connection), state, True)
     assert connection._take_body() is None
+
+
+def test_a_connection_that_was_reset_leaves_no_timer() -> None:
+    async def reset() -> LimitedProtocol | None:
+        limits = ConnectionLimits.of(Settings(), 8, lambda code: None)
+        loop = asyncio.get_running_loop()
+        connection = limited(limits)(Config(app, log_config=None), ServerState(), {}, loop)
+        connection.connection_made(Wire())
+        connection._await_next_request()
+        connection.connection_lost(ConnectionResetError())
+        kept = weakref.ref(connection)
+        del connection
+        gc.collect()  # a connection and its parser refer to each other
+        return kept()
+
+    assert asyncio.run(reset()) is None
 
 
 class Member:
