@@ -420,6 +420,10 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._reading is _BODY:
             # Answered before its body arrived, so the body is not read.
             self._await_bytes(self.limits.body_timeout_s)
+        elif self._reading is _NOTHING:
+            # Many connections may wait for a next request: they keep nothing of the last one.
+            self.cycle = self.scope = self._answering = None  # type: ignore[assignment]  # uvicorn's
+            self.headers = []
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
