@@ -329,8 +329,8 @@ def parse(
         if not isinstance(value, dict):
             del value  # a traceback keeps the variables of its frames
             raise InvalidField("the body must be a JSON object")
-        _check_members(value, schema)
         try:
+            _check_members(value, schema)
             return schema.model_validate(value)
         except ValidationError as error:
             raise explain(error, schema) from None
