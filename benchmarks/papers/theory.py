@@ -289,7 +289,8 @@ def result(found: dict[float, list[Found]], provenance: Provenance) -> Result:
         "The theorem of stable forward propagation, on small models",
         f"{LAYERS} blocks of width {WIDTH} without norms, {STEPS} Euler steps, T = {T:g}, L held "
         f"at {L:g}, {TRAINING_ROWS} training rows, {TEST_ROWS} test rows, {WRONG:.0%} wrong "
-        f"labels, {ITERATIONS:,} iterations of Adam on {BATCH} of them; {len(next(iter(found.values())))} seeds, "
+        f"labels, {ITERATIONS:,} iterations of Adam on {BATCH} of them; "
+        f"{len(next(iter(found.values())))} seeds, "
         "means ± standard deviations. The theorem is of the best velocity there is, which may know "
         "the answer of a row; a trained one may not, and need not obey it.",
         [
