@@ -328,6 +328,10 @@ def main(arguments: Sequence[str]) -> int:
         print("paused: trainings halt within a second" if busy.paused else "trainings go on")
         return 0
     jobs = read_plan(parsed.plan)
+    groups = {job.group for job in jobs}
+    if unknown := set(parsed.only or groups) - groups:
+        raise SystemExit(f"--only {min(unknown)}: {parsed.plan} has no such run")
+    jobs = [job for job in jobs if job.group in (parsed.only or groups)]
     place = Place(parsed.runs.resolve(), parsed.data.resolve(), parsed.results.resolve())
     if parsed.do == "status":
         width = max(len(job.name) for job in jobs)
@@ -364,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("do", choices=("run", "status", "pause", "resume"))
     made.add_argument("--plan", type=Path, default=PLAN, help="what to run (default: plan.toml)")
+    made.add_argument("--only", nargs="+", metavar="RUN", help="these of the plan, all their seeds")
     made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     made.add_argument("--data", type=Path, default=Path(), help="folder of the data sets")
     made.add_argument("--results", type=Path, default=FOLDER, help="where figures are kept")

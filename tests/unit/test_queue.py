@@ -101,6 +101,17 @@ def test_faults_of_a_plan_are_named(tmp_path: Path) -> None:
         read_plan(path)
 
 
+def test_some_runs_of_a_plan_may_be_named(
+    tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, 20)
+    assert main(arguments("status", path, "--only", "tiny-lambda0")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["tiny-lambda0-0", "tiny-lambda0-1"]
+    with pytest.raises(SystemExit, match=r"--only huge: .* has no such run"):
+        main(arguments("status", path, "--only", "tiny", "huge"))
+
+
 def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

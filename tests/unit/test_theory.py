@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lab import Provenance, Result
+from benchmarks.papers import theory
 from benchmarks.papers.theory import (
     Found,
     L,
@@ -17,6 +18,7 @@ from benchmarks.papers.theory import (
     Toy,
     bound_of,
     jacobians,
+    kept_or_made,
     main,
     pairs,
     pulled,
@@ -124,6 +126,7 @@ def test_a_larger_lambda_moves_states_less() -> None:
 
 def test_what_breaks_the_bound_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--quick", "--seeds", "0", "--ratios", "0", "2", "--results", str(tmp_path)]
+    command += ["--out", str(tmp_path / "runs" / "theory.jsonl")]
     assert main(command) == 0
     kept = Result.read(tmp_path / "theory.json")
     assert [row[0] for row in kept.tables[0].rows] == ["0", "2"]
@@ -133,3 +136,21 @@ def test_what_breaks_the_bound_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     shown = result({2.0: [steep]}, Provenance.now("papers.theory", []))
     assert [target.value for target in shown.targets] == [1, 0.25]
     assert not any(target.met for target in shown.targets)
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "theory.jsonl"
+    first = kept_or_made(Setting(2, 0, 3), file)
+    trained: list[Setting] = []
+
+    def watched(setting: Setting) -> Found:
+        trained.append(setting)
+        return first
+
+    monkeypatch.setattr(theory, "train_and_measure", watched)
+    assert kept_or_made(Setting(2, 0, 3), file) == first and not trained
+    kept_or_made(Setting(2, 1, 3), file)
+    assert trained == [Setting(2, 1, 3)]
+    monkeypatch.setattr(theory, "CONSTANTS", (1,))  # another experiment
+    kept_or_made(Setting(2, 0, 3), file)
+    assert trained[-1] == Setting(2, 0, 3)
