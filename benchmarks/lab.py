@@ -37,6 +37,7 @@ _OWN_OUTPUTS = (
     "benchmarks/RESULTS.md",
     "benchmarks/papers/measured",
     "benchmarks/papers/screened",
+    "benchmarks/papers/*.json",
     "docs/results",
     "docs/results.md",
 )

@@ -1,14 +1,20 @@
 """Quality of runs on held-out data that was disturbed: the journal paper's four robustness tests.
 
-    python -m benchmarks.robustness --runs runs/mnist-0 --steps 1,4,20 --data PATH
+    python -m benchmarks.robustness --runs runs/mnist-0 runs/mnist-discrete-0 --steps 1,4,20
+
+Runs of all kinds of data may be named at once, where their data is still where it was; `--data`
+says where it is now, for runs of one kind. Runs whose names differ in their last number only are
+seeds of one model. A discrete transformer and a model without a transport cost belong beside an
+OT-Transformer: where one is missing, the table says so.
 
 Characters are replaced, pixels get Gaussian or uniform noise, points are left out; never in
 training. The noise of a row is a function of (seed, row), the same for every model and step count.
 """
 
 import dataclasses
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,9 +78,11 @@ def main(arguments: Sequence[str]) -> int:
 
     def measure(provenance: Provenance) -> Result:
         rows: list[Sequence[Cell]] = []
+        kinds: dict[str, str] = {}
         for folder in parsed.runs:
+            kinds[model_of(folder.name)] = kind_of(load_run(folder))
             rows += measured(folder, steps, parsed.method, parsed.data, samples, parsed.seed)
-        return _result(parsed.name, provenance, rows, samples)
+        return _result(parsed.name, provenance, rows, kinds, samples)
 
     return run(NAME, arguments, parsed, measure)
 
@@ -106,6 +114,53 @@ def measured(
                 ]
                 rows.append([*cells, *_paper(one.name, place)])
     return rows
+
+
+DISCRETE, UNREGULARISED = "discrete", "lambda 0"
+
+
+def model_of(run: str) -> str:
+    """What seeds of one model share of their names."""
+    start, _, seed = run.rpartition("-")
+    return start if start and seed.isdigit() else run
+
+
+def kind_of(found: Run) -> str:
+    """What a model is in the papers' tables."""
+    if found.model.discrete:
+        return DISCRETE
+    transport = found.recipe.optim.transport
+    return f"OT, lambda {transport:g}" if transport else UNREGULARISED
+
+
+def compared(rows: Sequence[Sequence[Cell]], kinds: Mapping[str, str]) -> list[Table]:
+    """A table for each disturbance: models by levels, means over seeds, the paper's beside them."""
+    found: dict[str, dict[tuple[str, Cell], dict[Cell, list[float]]]] = {}
+    for run_name, name, steps, level, _, value, *_ in rows:
+        of_level = found.setdefault(str(name), {}).setdefault((model_of(str(run_name)), steps), {})
+        of_level.setdefault(level, []).append(float(str(value)))
+    tables = []
+    for name, models in found.items():
+        levels = list(next(iter(models.values())))
+        shown: list[Sequence[Cell]] = []
+        for (model, count), values in models.items():
+            seeds = len(values[levels[0]])
+            cells = [mean_of(values[level]) for level in levels]
+            shown.append([model, kinds[model], count, seeds, *cells])
+        for what, paper in zip(("paper, baseline", "paper, OT"), PAPER.get(name, ()), strict=False):
+            shown.append([what, None, None, None, *(f"{value:g}" for value in paper)])
+        there = {kinds[model] for model, _ in models}
+        missing = [kind for kind in (DISCRETE, UNREGULARISED) if kind not in there]
+        missing += [] if any(kind.startswith("OT") for kind in there) else ["OT"]
+        said = f"; not among the runs: {', '.join(missing)}" if missing else ""
+        columns = ("model", "what", "steps", "seeds", *map(str, levels))
+        tables.append(Table(f"{name}, by its level{said}", columns, shown))
+    return tables
+
+
+def mean_of(values: Sequence[float]) -> str:
+    mean = f"{statistics.mean(values):.4f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
 
 
 def _moved(recipe: Recipe, data: str) -> Recipe:
@@ -212,7 +267,11 @@ def _paper(name: str, place: int) -> list[Cell]:
 
 
 def _result(
-    name: str, provenance: Provenance, rows: Sequence[Sequence[Cell]], samples: int
+    name: str,
+    provenance: Provenance,
+    rows: Sequence[Sequence[Cell]],
+    kinds: Mapping[str, str],
+    samples: int,
 ) -> Result:
     columns = (
         *("run", "disturbance", "steps", "level", "metric", "value", "low", "high"),
@@ -231,7 +290,7 @@ def _result(
         name,
         "Robustness to disturbed inputs",
         f"{about}: {samples} rows." if samples else f"{about}: all of it.",
-        [Table(caption, columns, rows)],
+        [*compared(rows, kinds), Table(caption, columns, rows)],
         [],
     )
 

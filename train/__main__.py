@@ -128,6 +128,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ALPHA",
         help="with --beams: scores are divided by length to this power (default 1)",
     )
+    look.add_argument(
+        "--texts",
+        type=int,
+        nargs="?",
+        const=200,
+        metavar="WINDOWS",
+        help="decoders: also score what follows the first half of so many held-out windows, by "
+        "perplexity, BLEU and ROUGE (default 200; slow)",
+    )
+    look.add_argument(
+        "--forced",
+        action="store_true",
+        help="with --texts: name each token after the true ones before it, in place of writing on",
+    )
+    look.add_argument(
+        "--bertscore",
+        type=Path,
+        metavar="FOLDER",
+        help="with --texts: also BERTScore, by the model of the `transformers` library in a folder",
+    )
     return parser
 
 
@@ -362,6 +382,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         check_bleu(arguments.run, arguments.beams, arguments.bleu)
     elif arguments.beams != 1:
         raise RecipeError(f"--beams {arguments.beams} is for --bleu: add that too")
+    if arguments.texts is not None:
+        from train.text_quality import check_texts
+
+        check_texts(arguments.run, arguments.texts, arguments.bertscore)
+    elif arguments.forced or arguments.bertscore:
+        raise RecipeError("--forced and --bertscore are for --texts: add that too")
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     report = evaluate_run(arguments.run, steps, methods, arguments.data)
@@ -372,10 +398,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         write_json(report, arguments.json)
     plot_quality(report, path)
     print(f"plot: {path}")
+    shown = sorted({row.steps for row in report.rows if row.steps is not None})
+    if arguments.texts is not None:
+        from train.text_quality import print_texts
+
+        windows, forced, bert = arguments.texts, arguments.forced, arguments.bertscore
+        print_texts(arguments.run, shown, methods, windows, arguments.data, forced, bert)
     if arguments.bleu is not None:
         from train.text_quality import print_bleu
 
-        shown = sorted({row.steps for row in report.rows if row.steps is not None})
         beams, samples = arguments.beams, arguments.bleu
         print_bleu(arguments.run, shown, methods, beams, samples, arguments.data, alpha)
     return 0

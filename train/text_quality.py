@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,16 +212,70 @@ def bert_score(
     answers: Sequence[str], references: Sequence[str], folder: Path | None
 ) -> tuple[BertScore | None, str | None]:
     """Mean scores with the model in a folder; without one, why there are none."""
-    if folder is None or not (folder / "config.json").is_file():
-        return None, "BERTScore was left out: its model is not on this machine"
-    try:
-        scorer_of: Any = __import__("bert_score").BERTScorer
-    except ImportError:
-        return None, "BERTScore was left out: pip install bert-score"
+    missing = _lacks_bert(folder)
+    if folder is None or missing:
+        return None, f"BERTScore was left out: {missing}"
+    scorer_of: Any = __import__("bert_score").BERTScorer
     layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     scorer = scorer_of(model_type=str(folder), num_layers=max(1, round(layers * 17 / 24)))
     means = (100 * float(one.mean()) for one in scorer.score(list(answers), list(references)))
     return BertScore(*means), None
+
+
+def _lacks_bert(folder: Path | None) -> str:
+    """What BERTScore lacks here, or nothing."""
+    if folder is None:
+        return "its model is not on this machine, or no folder was named"
+    if not (folder / "config.json").is_file():
+        return f"its model is not on this machine: {folder} has no config.json"
+    return "" if find_spec("bert_score") else "pip install bert-score"
+
+
+def check_texts(folder: Path, samples: int, bert_folder: Path | None) -> None:
+    """Before the work, not after it: whether that can be scored."""
+    if samples < 1:
+        raise ValueError("--texts must be at least 1 window")
+    recipe = read_facts(folder)["recipe"]
+    if recipe["model"]["family"] != "decoder":
+        raise ValueError(f"--texts is for decoders, which write texts: {folder} is none")
+    for name in ("sacrebleu", "rouge_score"):
+        if not find_spec(name):
+            raise ValueError(f"--texts needs {name}: pip install 'stepdial[train]'")
+    if bert_folder is not None and (missing := _lacks_bert(bert_folder)):
+        raise ValueError(f"--bertscore: {missing}")
+
+
+def print_texts(
+    folder: Path,
+    steps: list[int],
+    methods: list[str] | None,
+    samples: int,
+    data: str = "",
+    forced: bool = False,
+    bert_folder: Path | None = None,
+) -> None:
+    """The tables of `stepdial evaluate RUN --texts`."""
+    run = load_run(folder)
+    dataset = open_dataset(data_at(run.recipe, data), run.tokenizer)
+    how = "each token named after the true ones" if forced else "written on from the prompt"
+    berts = ("bert-p", "bert-r", "bert-f1") if bert_folder is not None else ()
+    names = ("perplexity", "bleu", *ROUGES, *berts)
+    for method in methods or [run.recipe.steps.method]:
+        print(f"{run.recipe.name}, {method}, second halves of held-out windows, {how}")
+        print(f"{'steps':>5}" + "".join(f" {name:>10}" for name in names))
+        for count in [1] if run.model.discrete else steps:
+            found = text_metrics(
+                run, dataset, count, samples, method, forced=forced, bert_folder=bert_folder
+            )
+            figures = [
+                found.perplexity,
+                found.bleu,
+                *found.rouge.values(),
+                *(found.bertscore or ()),
+            ]
+            print(f"{count:>5}" + "".join(f" {figure:>10.2f}" for figure in figures))
+        print(f"{found.samples} windows, BLEU {found.bleu_signature}")
+        print(f"{found.left_out}\n" if found.left_out else "")
 
 
 # Corpus BLEU of a trained translator on the test split of its data. The texts that come out are

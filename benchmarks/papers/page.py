@@ -1,10 +1,12 @@
 """Writes docs/results.md and its pictures from what was kept and the published figures.
 
     python -m benchmarks.papers.page
+    python -m benchmarks.papers.page --tables --runs RUNS
 
 Measures nothing. Experiments without a measured run are listed as not run yet.
 """
 
+import argparse
 import statistics
 import sys
 import tomllib
@@ -12,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import ROOT, Machine
+from benchmarks.lab import ROOT, Machine, Result
+from benchmarks.papers.measured import FOLDER as MEASURED
 from benchmarks.papers.measured import Measured, Point, read_all
+from benchmarks.papers.queue import PLAN, Place, read_plan, state
 from benchmarks.papers.screens import SCREENED, Screen, read_screens
 
 # The pictures of the results page: quality against steps, and training curves.
@@ -296,7 +300,125 @@ def _diverged(name: str, runs: list[Measured]) -> str:
     )
 
 
+# Fewer parameters, and sensitivity to one setting: what the queue trains, set side by side. What is
+# not finished says so.
+
+
+STEPS_SHOWN = (1, 2, 4, 8)
+
+
+def not_run(group: str) -> str:
+    return "not run yet"
+
+
+def tables_sections(
+    published: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str] = not_run
+) -> list[str]:
+    reduced = [_reduced_table(one, groups, said) for one in published.get("reduced", [])]
+    swept = [_sweep_table(one, groups, said) for one in published.get("sweep", [])]
+    if not reduced and not swept:
+        return []
+    return [
+        "\n\n".join(["## Fewer parameters", published["reduced_note"].strip(), *reduced]) + "\n",
+        "\n\n".join(["## What lambda and the steps buy", published["sweep_note"].strip(), *swept])
+        + "\n",
+    ]
+
+
+def _reduced_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str]) -> str:
+    """An OT model of k parameters beside discrete ones of k and more."""
+    counts = sorted({*STEPS_SHOWN, one["full"]})
+    ours = groups.get(one["rows"][0][1], [])
+    header = [one["task"], "parameters", "of k", *map(_count_name, counts)]
+    header += ["OT ahead by", "ms at 1 / most steps", "evaluations", "CPU s", "seeds"]
+    rows = []
+    for what, name in one["rows"]:
+        runs = groups.get(name, [])
+        if not runs:
+            rows.append([f"{what} (`{name}`)", said(name), *["–"] * (len(header) - 2)])
+            continue
+        size = runs[0].parameters
+        ratio = f"{size / ours[0].parameters:.2f}" if ours else "–"
+        rows.append(
+            [
+                f"{what} (`{name}`)",
+                f"{size:,}",
+                ratio,
+                *(_cell_at(runs, count) for count in counts),
+                _ahead(ours, runs, one["full"]) if runs is not ours else "",
+                _latency(runs),
+                mean([run.evaluations for run in runs], "{:,.0f}"),
+                mean([run.cpu_s for run in runs if run.cpu_s is not None], "{:,.0f}"),
+                str(len(runs)),
+            ]
+        )
+    return table(header, rows)
+
+
+def _count_name(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
+
+
+def _cell_at(runs: Sequence[Measured], count: int) -> str:
+    found = [point for run in runs if (point := run.at(count)) is not None]
+    return quality(found) if len(found) == len(runs) else "–"
+
+
+def _ahead(ours: Sequence[Measured], others: Sequence[Measured], full: int) -> str:
+    """Points of accuracy, or nats, at full steps; of what has one count, at that."""
+    if not ours:
+        return "–"
+    depth = 1 if others[0].at(full) is None else full
+    metric = ours[0].need(full).metric
+    better = _mean(ours, full) - _mean(others, depth)
+    return f"{better:+.2f}" if metric == "accuracy" else f"{-better:+.3f}"
+
+
+def _latency(runs: Sequence[Measured]) -> str:
+    timed = [run.latency_ms for run in runs if run.latency_ms]
+    if not timed:
+        return "–"
+    counts = sorted(timed[0], key=int)
+    ends = dict.fromkeys((counts[0], counts[-1]))
+    return " / ".join(f"{statistics.mean(one[count] for one in timed):.1f}" for count in ends)
+
+
+def _sweep_table(one: Mapping[str, Any], groups: AnyGroups, said: Callable[[str], str]) -> str:
+    """Quality, paths and overfitting against one setting of training."""
+    counts = one["steps"]
+    header = [f"{one['task']}: {one['what']}", *map(_count_name, counts)]
+    header += ["transport cost", "straightness gap", "validation lost after its best", "seeds"]
+    rows = []
+    for what, name in one["rows"]:
+        runs = groups.get(name, [])
+        if not runs:
+            rows.append([what, said(name), *["–"] * (len(header) - 2)])
+            continue
+        fulls = [max(run.points, key=lambda point: point.steps or 0) for run in runs]
+        rows.append(
+            [
+                what,
+                *(_cell_at(runs, count) for count in counts),
+                mean([point.cost for point in fulls], "{:.3g}"),
+                mean([point.gap for point in fulls], "{:.3g}"),
+                mean([lost for run in runs if (lost := _lost(run)) is not None], "{:.3f}"),
+                str(len(runs)),
+            ]
+        )
+    return table(header, rows)
+
+
+def _lost(run: Measured) -> float | None:
+    """By how much the last validation is worse than the best one, at the largest count watched."""
+    label = max((key for moment in run.curve for key in moment.validation), key=_steps, default="")
+    seen = [moment.validation[label] for moment in run.curve if label in moment.validation]
+    if not seen:
+        return None
+    return max(seen) - seen[-1] if label.startswith("accuracy") else seen[-1] - min(seen)
+
+
 PUBLISHED = Path(__file__).parent / "published.toml"
+THEORY = Path(__file__).parent / "theory.json"  # of benchmarks.papers.theory
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "results"
 _HEAD = """# The experiments of the papers
@@ -310,14 +432,19 @@ standard deviation.
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--tables", action="store_true", help="only print the tables of the queue")
+    made.add_argument("--results", type=Path, default=MEASURED, help="with --tables: figures")
+    made.add_argument("--runs", type=Path, help="with --tables: folder of the runs, to say how far")
+    parsed = made.parse_args(arguments)
+    if parsed.tables:
+        print_tables(parsed.results, parsed.runs)
+        return 0
     groups = read_all()
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     experiments = published["experiment"]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page = render(published, groups, read_screens(), read_all(SCREENED))
+    page = render(published, groups, read_screens(), read_all(SCREENED), theory_section())
     PAGE.write_text(page, encoding="utf-8")
     for experiment in experiments:
         _draw(experiment, groups)
@@ -325,11 +452,32 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def print_tables(results: Path, runs: Path | None) -> None:
+    """What the queue has trained, and how far it is with the rest."""
+    published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    place = Place(runs or Path("nowhere"), results=results)
+    jobs = read_plan(PLAN)
+
+    def said(group: str) -> str:
+        seeds = [f"{job.seed}: {state(job, place)}" for job in jobs if job.group == group]
+        return "; ".join(seeds) if runs and seeds else not_run(group)
+
+    print("\n".join(tables_sections(published, read_all(results), said)))
+
+
+def theory_section() -> str:
+    """What the experiment on the theorem found."""
+    if not THEORY.is_file():
+        return "## The theorem\n\nNot run yet: `python -m benchmarks.papers.theory`.\n"
+    return Result.read(THEORY).markdown
+
+
 def render(
     published: Mapping[str, Any],
     groups: Groups,
     screens: Mapping[str, Screen],
     screened: Groups,
+    theory: str = "",
 ) -> str:
     """The text of the page."""
     experiments: Sequence[dict[str, Any]] = published["experiment"]
@@ -344,8 +492,10 @@ def render(
     frontier = published.get("frontier")
     claims = published.get("claim")
     sections = [_claims(claims, groups)] if claims else []
+    sections += tables_sections(published, groups)
     sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
+    sections += [theory] if theory else []
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
 
@@ -393,7 +543,8 @@ def _claims(claims: Sequence[Mapping[str, Any]], groups: Groups) -> str:
         for what, group, steps in claim["here"]:
             points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
             seeds = f", {len(points)} seed{'s' if len(points) > 1 else ''}"
-            found.append(f"{what}: {quality(points) + seeds if points else 'not run yet'}")
+            missing = f"not run yet (`--only {group}`)"
+            found.append(f"{what}: {quality(points) + seeds if points else missing}")
         rows.append([claim["paper"], "; ".join(found) or "–", claim["verdict"]])
     head = "## What the papers claim, and what was found here\n\n"
     return head + table(["claim", "found here", "verdict"], rows) + "\n"

@@ -8,6 +8,11 @@ when its figures are in `measured`, and a training goes on from its own checkpoi
 may share a folder of runs: each run is claimed by a lock. While trainings run, the machine is
 marked as busy (benchmarks/lab.py), and no benchmark measures beside them unless it is told to;
 `pause` stops them where they are, and the mark goes.
+
+Every process it starts is a session of its own at the lowest priority. Where Linux groups
+processes by session, niceness only counts within a group, so the group steps back as well.
+Ctrl-C lets trainings leave a checkpoint; a second one ends them at once, as a kill of the queue
+does: what they did since their last checkpoint is done again.
 """
 
 import argparse
@@ -21,7 +26,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +43,8 @@ ATTEMPTS = 3  # of a run that fails; then it is left out, and `status` says so
 POLL_S = 0.5
 _RUN_KEYS = {"group", "recipe", "set", "steps", "methods", "data", "bleu"}
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_GROUP = Path("/proc/self/autogroup")
+_GROUP_TRIES = 50  # Linux takes one write in a tenth of a second from all who are not root
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +186,14 @@ class Worker:
             log.write(f"\n$ {shlex.join(command)}\n".encode())
             log.flush()
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, env=env, preexec_fn=self._settle
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                preexec_fn=partial(_settle, self.niceness, os.getpid()),
             )
-
-    def _settle(self) -> None:
-        os.nice(self.niceness)
-        # A training that outlived its queue would be started a second time by the next one.
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
     def ended(self) -> bool:
         """Go on with what is next; whether there is nothing more to do."""
@@ -201,15 +211,44 @@ class Worker:
     def stop(self, stopped: bool) -> None:
         """Halt it where it is, or let it go on."""
         if stopped != self.stopped:
-            self.process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
             self.stopped = stopped
 
-    def end(self) -> None:
-        """A training leaves a checkpoint when it is asked to end."""
+    def ask_to_end(self) -> None:
+        """A training leaves a checkpoint then."""
         self.stop(False)
         self.process.terminate()
+
+    def wait(self) -> None:
         self.process.wait()
         self.claim.close()
+
+
+def _settle(niceness: int, queue: int) -> None:
+    """In a new process before it becomes a training: step back, and die with the queue.
+
+    A training that outlived its queue would be started a second time by the next one.
+    """
+    os.nice(niceness)
+    with suppress(OSError):  # not every Linux groups by session
+        _step_back(niceness)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != queue:  # it died before that was asked
+            os._exit(1)
+
+
+def _step_back(niceness: int) -> None:
+    """The whole session; `nice` alone orders only the processes within it."""
+    for left in reversed(range(_GROUP_TRIES)):
+        try:
+            _GROUP.write_text(f"{niceness}\n", encoding="ascii")
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.1)
 
 
 class Queue:
@@ -236,7 +275,9 @@ class Queue:
                 time.sleep(POLL_S)
         finally:
             for worker in self.workers.values():
-                worker.end()
+                worker.ask_to_end()
+            for worker in self.workers.values():
+                worker.wait()
             busy.unmark()
 
     def _advance(self, slots: Sequence[str]) -> None:
@@ -287,6 +328,10 @@ def main(arguments: Sequence[str]) -> int:
         print("paused: trainings halt within a second" if busy.paused else "trainings go on")
         return 0
     jobs = read_plan(parsed.plan)
+    groups = {job.group for job in jobs}
+    if unknown := set(parsed.only or groups) - groups:
+        raise SystemExit(f"--only {min(unknown)}: {parsed.plan} has no such run")
+    jobs = [job for job in jobs if job.group in (parsed.only or groups)]
     place = Place(parsed.runs.resolve(), parsed.data.resolve(), parsed.results.resolve())
     if parsed.do == "status":
         width = max(len(job.name) for job in jobs)
@@ -295,8 +340,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     place.runs.mkdir(parents=True, exist_ok=True)
     ending: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: ending.append(number))
+
+    def asked(number: int, _: object) -> None:
+        if ending:  # again: trainings go with this process, without a checkpoint
+            raise KeyboardInterrupt
+        ending.append(number)
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, asked)
     gpus = parsed.gpus.split(",") if parsed.gpus else []
     slots = [f"{i}:{gpu}" for i, gpu in enumerate(gpus)] or [f"{i}:" for i in range(parsed.workers)]
 
@@ -304,7 +355,10 @@ def main(arguments: Sequence[str]) -> int:
         return Worker(job, claim, place, parsed.threads, parsed.nice, gpu)
 
     queue = Queue(jobs, place, start)
-    queue.run(slots, lambda: bool(ending))
+    try:
+        queue.run(slots, lambda: bool(ending))
+    except KeyboardInterrupt:
+        return 130
     left = [job.name for job in jobs if not place.kept(job)]
     print(f"left: {', '.join(left)}" if left else "everything is measured")
     return 1 if left and not ending else 0
@@ -314,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("do", choices=("run", "status", "pause", "resume"))
     made.add_argument("--plan", type=Path, default=PLAN, help="what to run (default: plan.toml)")
+    made.add_argument("--only", nargs="+", metavar="RUN", help="these of the plan, all their seeds")
     made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     made.add_argument("--data", type=Path, default=Path(), help="folder of the data sets")
     made.add_argument("--results", type=Path, default=FOLDER, help="where figures are kept")

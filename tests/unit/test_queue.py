@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import run as runner
 from benchmarks.lab import FOLDER, ROOT, Busy, quiet_machine
+from benchmarks.papers import queue as papers_queue
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
+from train.checkpoint import load_run
+from train.loop import read_metrics
 from train.recipe import RecipeError, load_recipe
 
 SMALL = [
@@ -98,11 +101,22 @@ def test_faults_of_a_plan_are_named(tmp_path: Path) -> None:
         read_plan(path)
 
 
+def test_some_runs_of_a_plan_may_be_named(
+    tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, 20)
+    assert main(arguments("status", path, "--only", "tiny-lambda0")) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["tiny-lambda0-0", "tiny-lambda0-1"]
+    with pytest.raises(SystemExit, match=r"--only huge: .* has no such run"):
+        main(arguments("status", path, "--only", "tiny", "huge"))
+
+
 def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = plan(tmp_path, 400, "[0]")
-    first = started(arguments("run", path))
+    first = started(arguments("run", path, "--nice", "0"))
     metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
     until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1)
     assert main(arguments("status", path)) == 0
@@ -114,7 +128,7 @@ def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     main(arguments("status", path))
     assert "tiny-0          waiting, " in capsys.readouterr().out
 
-    second = started(arguments("run", path, "--workers", "2"))
+    second = started(arguments("run", path, "--workers", "2", "--nice", "0"))
     assert second.wait(timeout=300) == 0
     kept = {one.name: one for one in map(Measured.read, (tmp_path / "kept").glob("*.json"))}
     assert set(kept) == {"tiny-0", "tiny-lambda0-0"}
@@ -126,11 +140,106 @@ def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     assert capsys.readouterr().out.count("  done\n") == 2
 
 
+@pytest.fixture
+def training(tmp_path: Path, arguments: Callable[..., list[str]]) -> Iterator[tuple[int, int]]:
+    """The process of a queue, and that of its training after a few checkpoints."""
+    queue = started(arguments("run", plan(tmp_path, 100_000, "[0]"), "--nice", "0"))
+    try:
+        metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
+        until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1)
+        yield queue.pid, int(children(queue.pid))
+    finally:
+        queue.kill()
+        queue.wait()
+
+
+def children(process: int) -> str:
+    return Path(f"/proc/{process}/task/{process}/children").read_text()
+
+
+def is_over(process: int) -> bool:
+    """It has ended, whether or not somebody asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_training_steps_back_with_its_whole_session(
+    tmp_path: Path, arguments: Callable[..., list[str]]
+) -> None:
+    queue = started(arguments("run", plan(tmp_path, 100_000, "[0]")))
+    try:
+        until(lambda: bool(children(queue.pid)))
+        process = int(children(queue.pid))
+        until(lambda: os.getpriority(os.PRIO_PROCESS, process) == 19)
+        assert os.getsid(process) == process != os.getsid(queue.pid)
+        group = Path(f"/proc/{process}/autogroup")
+        if group.is_file():
+            until(lambda: group.read_text().endswith(" nice 19\n"))
+            assert group.read_text() != Path(f"/proc/{queue.pid}/autogroup").read_text()
+    finally:
+        queue.kill()
+        queue.wait()
+
+
+def test_ctrl_c_lets_the_training_leave_a_checkpoint(
+    tmp_path: Path, training: tuple[int, int]
+) -> None:
+    queue, process = training
+    os.kill(queue, signal.SIGINT)
+    until(lambda: is_over(process) and is_over(queue))
+    facts = load_run(tmp_path / "runs" / "tiny-0").facts
+    records = read_metrics(tmp_path / "runs" / "tiny-0" / "metrics.jsonl")
+    assert facts["iteration"] >= records[-1]["iteration"]
+    assert not list((tmp_path / "runs").glob("*.failures"))
+
+
+def test_no_training_outlives_a_killed_queue(training: tuple[int, int]) -> None:
+    queue, process = training
+    os.kill(process, signal.SIGSTOP)  # not even one that cannot answer
+    os.kill(queue, signal.SIGKILL)
+    until(lambda: is_over(process), 5)
+
+
+def test_a_second_ctrl_c_does_not_wait(training: tuple[int, int]) -> None:
+    queue, process = training
+    os.kill(process, signal.SIGSTOP)  # one that never leaves a checkpoint
+    for _ in range(2):
+        os.kill(queue, signal.SIGINT)
+        time.sleep(1)
+    until(lambda: is_over(process) and is_over(queue), 5)
+
+
+def test_a_new_process_whose_queue_died_meanwhile_ends(tmp_path: Path) -> None:
+    code = "from benchmarks.papers.queue import _settle; _settle(0, 1 << 30); print('still here')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def test_a_group_is_written_again_when_linux_is_asked_too_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusals = [BlockingIOError(), BlockingIOError()]
+    written = []
+
+    class Group:
+        def write_text(self, text: str, encoding: str) -> None:
+            if refusals:
+                raise refusals.pop()
+            written.append(text)
+
+    monkeypatch.setattr(papers_queue, "_GROUP", Group())
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    papers_queue._step_back(19)
+    assert written == ["19\n"]
+
+
 def test_a_pause_halts_the_training_and_lets_benchmarks_run(
     tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = plan(tmp_path, 100_000, "[0]")
-    queue = started(arguments("run", path))
+    queue = started(arguments("run", path, "--nice", "0"))
     metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
 
     def lines() -> int:
@@ -175,7 +284,7 @@ def test_what_fails_three_times_is_left_out_and_said(
     path.write_text(
         path.read_text().replace("[[experiment.run]]", "data = 'x'\n[[experiment.run]]", 1)
     )
-    assert main(arguments("run", path)) == 1
+    assert main(arguments("run", path, "--nice", "0")) == 1
     assert "left: tiny-0, tiny-lambda0-0" in capsys.readouterr().out
     job = read_plan(path)[0]
     assert state(job, Place(tmp_path / "runs", results=tmp_path / "kept")).startswith(

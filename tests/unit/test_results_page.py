@@ -1,15 +1,24 @@
 """The page of the papers' experiments says what was kept, and names nothing that is not there."""
 
 import copy
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.measure import main
+from benchmarks.papers import page as papers_page
+from benchmarks.papers.measure import latencies, main
 from benchmarks.papers.measured import Measured, read_all
-from benchmarks.papers.page import PAGE, PICTURES, PUBLISHED, render
+from benchmarks.papers.page import (
+    PAGE,
+    PICTURES,
+    PUBLISHED,
+    render,
+    tables_sections,
+    theory_section,
+)
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
 from tests.fixtures.tiny_runs import tiny_label_run
@@ -20,7 +29,8 @@ PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    rendered = render(PUBLISHED_FACTS, read_all(), read_screens(), read_all(SCREENED))
+    kept = read_all(), read_screens(), read_all(SCREENED)
+    rendered = render(PUBLISHED_FACTS, *kept, theory_section())
     assert PAGE.read_text(encoding="utf-8") == rendered
 
 
@@ -88,3 +98,84 @@ def test_runs_of_a_group_differ_in_their_seed_only(runs: list[Measured]) -> None
         *recipe_names(),
         *(name.removesuffix("-any") for name in recipe_names()),
     }
+
+
+def test_tables_name_what_the_queue_trains() -> None:
+    trained = {job.group for job in read_plan(PLAN)}
+    tables = [*PUBLISHED_FACTS["reduced"], *PUBLISHED_FACTS["sweep"]]
+    assert tables and {name for one in tables for _, name in one["rows"]} <= trained
+
+
+def small(name: str, value: float, parameters: int, **changed: object) -> Measured:
+    """A kept run with other figures."""
+    kept = read_all()[name][0]
+    points = [dataclasses.replace(point, value=value) for point in kept.points]
+    return dataclasses.replace(kept, points=points, parameters=parameters, **changed)  # type: ignore[arg-type]  # fields of it
+
+
+def cells(section: str, start: str) -> list[str]:
+    (row,) = [line for line in section.splitlines() if line.startswith(f"| {start} ")]
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_fewer_parameters_stand_beside_more() -> None:
+    groups = {
+        "mnist": [small("mnist", 0.97, 1000, latency_ms={"1": 0.5, "8": 3.0, "20": 7.0})],
+        "mnist-discrete-140": [small("mnist-discrete", 0.945, 4000, latency_ms={"1": 0.9})],
+        "mnist-discrete": [small("mnist-discrete", value, 3400) for value in (0.97, 0.99)],
+    }
+    reduced, _ = tables_sections(PUBLISHED_FACTS, groups)
+    ours = cells(reduced, "OT, k (`mnist`)")
+    assert ours[1:3] == ["1,000", "1.00"] and ours[7:10] == ["97.00", "", "0.5 / 7.0"]
+    larger = cells(reduced, "discrete, 4 k (`mnist-discrete-140`)")
+    assert larger[1:4] == ["4,000", "4.00", "94.50"] and larger[4] == "–"
+    assert larger[8:10] == ["+2.50", "0.9"]
+    papers = cells(reduced, "discrete, the paper's (`mnist-discrete`)")
+    assert papers[3] == "98.00 ± 1.41" and papers[8] == "-1.00" and papers[-1] == "2"
+    assert cells(reduced, "discrete, 2 k (`mnist-discrete-96`)")[1] == "not run yet"
+    assert "not run yet" in cells(reduced, "OT, k (`nanogpt-small-lambda1`)")[1]
+
+
+def test_nats_that_are_fewer_are_ahead() -> None:
+    losses = {"nanogpt-small-lambda1": 1.5, "nanogpt-small-discrete-8": 1.6}
+    groups = {name: [small("overfit-ot", loss, 10)] for name, loss in losses.items()}
+    facts = copy.deepcopy(PUBLISHED_FACTS)
+    for one in facts["reduced"]:
+        one["full"] = 8
+    reduced, _ = tables_sections(facts, groups)
+    assert cells(reduced, "discrete, 4 k (`nanogpt-small-discrete-8`)")[7] == "+0.100"
+
+
+def test_a_sweep_says_what_is_lost_after_the_best_validation() -> None:
+    kept = read_all()["overfit-discrete"][0]
+    losses = [2.0, 1.5, 1.75]
+    curve = [
+        dataclasses.replace(kept.curve[0], validation={"loss@1": 9.0, "loss@5": loss})
+        for loss in losses
+    ]
+    run = small("overfit-ot", 1.5, 10, curve=curve)
+    _, swept = tables_sections(PUBLISHED_FACTS, {"nanogpt-small-lambda0.1": [run]})
+    characters = swept.partition("| characters, nats: lambda |")[2].partition("\n\n")[0]
+    assert cells(characters, "0.1")[-2:] == ["0.250", "1"]
+    assert cells(characters, "0.01")[1] == "not run yet"
+
+
+def test_the_tables_are_printed_with_how_far_the_queue_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert papers_page.main(["--tables", "--results", str(tmp_path)]) == 0
+    assert "waiting" not in capsys.readouterr().out
+    (tmp_path / "mnist-1.failures").write_text("once\n" * 3)
+    runs = ["--runs", str(tmp_path)]
+    assert papers_page.main(["--tables", "--results", str(tmp_path), *runs]) == 0
+    row = cells(capsys.readouterr().out.partition("sentiment")[0], "OT, k (`mnist`)")
+    assert row[1].startswith("0: waiting, not begun; 1: left out after 3 failures, not begun")
+
+
+def test_an_answer_takes_longer_with_more_steps(tmp_path: Path) -> None:
+    run = tiny_label_run(tmp_path, "optim.iterations=2")
+    found = latencies(run, [1, 4], "")
+    assert set(found) == {"1", "4"} and 0 < found["1"] < found["4"]
+    (tmp_path / "one").mkdir()
+    level = tiny_label_run(tmp_path / "one", "optim.iterations=2", "model.depth=discrete")
+    assert set(latencies(level, [1, 4], "")) == {"1"}

@@ -8,7 +8,7 @@ import torch
 from benchmarks import robustness
 from benchmarks.lab import Result
 from benchmarks.robustness import disturbances, disturbed, leave_out
-from tests.fixtures.tiny_runs import tiny_text_recipe
+from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.loop import train
@@ -31,7 +31,11 @@ def test_characters_are_replaced_in_the_text_itself_and_it_is_kept(tmp_path: Pat
     arguments = ["--quick", "--results", str(tmp_path), "--runs", str(tmp_path / "run")]
     assert robustness.main([*arguments, "--steps", "1,2", "--name", "robustness-tiny"]) == 0
     result = Result.read(tmp_path / "robustness-tiny.json")
-    rows = result.tables[0].rows
+    assert [table.caption for table in result.tables[:2]] == [
+        f"{name}, by its level; not among the runs: discrete, lambda 0"
+        for name in ("characters", "characters, inputs only")
+    ]
+    rows = result.tables[-1].rows
     assert len(rows) == 2 * 2 * 5
     assert result.command.startswith("python -m benchmarks.robustness ")
     assert [row[10] for row in rows[:5]] == [1.44, 1.49, 1.55, 1.95, 2.42]
@@ -55,3 +59,32 @@ def test_noise_has_the_size_that_it_says() -> None:
     uniform = robustness._uniform(shape, draw)
     assert float(uniform.abs().max()) == pytest.approx(1, abs=0.01)
     assert float(uniform.mean()) == pytest.approx(0, abs=0.02)
+
+
+def test_models_stand_beside_each_other_with_their_seeds() -> None:
+    values = {"mnist-0": 0.9, "mnist-1": 0.8, "mnist-discrete-0": 0.7}
+    rows = [
+        [run, "gaussian", 4, f"{level:g}", "accuracy", f"{value - level:.4f}", *"010", None, None]
+        for run, value in values.items()
+        for level in robustness.NOISE
+    ]
+    kinds = {"mnist": "OT, lambda 0.01", "mnist-discrete": "discrete"}
+    (table,) = robustness.compared(rows, kinds)
+    assert table.caption == "gaussian, by its level; not among the runs: lambda 0"
+    assert table.columns[:5] == ("model", "what", "steps", "seeds", "0")
+    ours, baseline, paper_baseline, paper_ot = table.rows
+    assert ours[:5] == ["mnist", "OT, lambda 0.01", 4, 2, "0.8500 ± 0.0707"]
+    assert ours[-1] == "0.3500 ± 0.0707"
+    assert baseline[:5] == ["mnist-discrete", "discrete", 4, 1, "0.7000"]
+    assert (paper_baseline[-1], paper_ot[-1]) == ("0.8064", "0.901")
+
+
+def test_runs_of_different_data_are_measured_together(tmp_path: Path) -> None:
+    text, labels = tmp_path / "tiny-text-0", tmp_path / "tiny-labels-discrete-3"
+    train(tiny_text_recipe(tmp_path, "optim.iterations=2", "optim.transport=0"), text, quiet=True)
+    train(tiny_label_recipe("optim.iterations=2", "model.depth=discrete"), labels, quiet=True)
+    arguments = ["--quick", "--results", str(tmp_path), "--runs", str(text), str(labels)]
+    assert robustness.main([*arguments, "--steps", "1"]) == 0
+    tables = Result.read(tmp_path / "robustness.json").tables
+    kinds = {(table.caption.partition(",")[0], table.rows[0][1]) for table in tables[:-1]}
+    assert kinds == {("characters", "lambda 0"), ("tokens", "discrete")}

@@ -1,19 +1,31 @@
 """What a decoder writes, scored: exact where it repeats its data, reproducible where it draws."""
 
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fixtures.tiny_runs import tiny_text_recipe
-from train.checkpoint import Run
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_recipe
+from train.__main__ import main
+from train.checkpoint import Run, load_run
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.data.text import TextDataset
+from train.loop import train
 from train.model import OTTransformer, build_model
-from train.text_quality import Sampling, bert_score, bleu_score, continue_texts, text_metrics
+from train.text_quality import (
+    Sampling,
+    bert_score,
+    bleu_score,
+    check_texts,
+    continue_texts,
+    text_metrics,
+)
 
 
 class Memory(nn.Module):
@@ -91,6 +103,83 @@ def test_scores_are_those_of_the_packages(tmp_path: Path) -> None:
     assert signature.startswith("nrefs:1")
     found, why = bert_score(["a"], ["a"], tmp_path)
     assert found is None and why is not None and "not on this machine" in why
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny_text_recipe(folder, "optim.iterations=2"), folder / "run", quiet=True)
+    return folder / "run"
+
+
+def test_the_command_prints_the_scores_of_each_step_count(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["evaluate", str(trained), "--steps", "1,4", "--texts", "6"]
+    assert main(asked) == 0
+    written, forced = capsys.readouterr().out, ""
+    assert main([*asked, "--forced"]) == 0
+    forced = capsys.readouterr().out
+    run = load_run(trained)
+    dataset = open_dataset(run.recipe, run.tokenizer)
+    for out, way in ((written, False), (forced, True)):
+        lines = out.partition("second halves of held-out windows")[2].splitlines()
+        assert lines[1].split() == ["steps", "perplexity", "bleu", "rouge1", "rouge2", "rougeL"]
+        for line, count in zip(lines[2:4], (1, 4), strict=True):
+            found = text_metrics(run, dataset, count, 6, forced=way)
+            figures = [found.perplexity, found.bleu, *found.rouge.values()]
+            assert line.split() == [str(count), *(f"{figure:.2f}" for figure in figures)]
+        assert lines[4].startswith("6 windows, BLEU nrefs:1|") and "BERTScore was left" in lines[5]
+    assert "written on from the prompt" in written and "after the true ones" in forced
+
+
+def test_the_command_refuses_before_the_work(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, why in (
+        (["--texts", "0"], "at least 1 window"),
+        (["--forced"], "are for --texts: add that too"),
+        (["--texts", "--bertscore", str(tmp_path)], "not on this machine: .* has no config.json"),
+    ):
+        assert main(["evaluate", str(trained), *options]) == 2
+        said = capsys.readouterr()
+        assert re.search(why, said.err) and not said.out
+    labels = tiny_label_run(tmp_path, "optim.iterations=2")
+    assert main(["evaluate", str(labels), "--texts"]) == 2
+    assert "is for decoders" in capsys.readouterr().err
+
+
+def test_bertscore_is_that_of_the_package_with_the_model_of_the_folder(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 12}', encoding="utf-8")
+    monkeypatch.setattr("train.text_quality.find_spec", {"bert_score": None}.get)
+    with pytest.raises(ValueError, match="needs sacrebleu"):
+        check_texts(trained, 5, None)
+    monkeypatch.setattr("train.text_quality.find_spec", lambda name: name != "bert_score")
+    assert main(["evaluate", str(trained), "--texts", "--bertscore", str(tmp_path)]) == 2
+    assert "pip install bert-score" in capsys.readouterr().err
+
+    class Scorer:
+        def __init__(self, model_type: str, num_layers: int) -> None:
+            assert (model_type, num_layers) == (str(tmp_path), 8)
+
+        def score(self, answers: list[str], references: list[str]) -> tuple[Tensor, ...]:
+            assert len(answers) == len(references) == 3
+            return torch.full((3,), 0.25), torch.full((3,), 0.5), torch.tensor([0.1, 0.2, 0.3])
+
+    package = ModuleType("bert_score")
+    package.BERTScorer = Scorer  # type: ignore[attr-defined]  # a module of one class
+    monkeypatch.setitem(sys.modules, "bert_score", package)
+    monkeypatch.setattr("train.text_quality.find_spec", lambda name: True)
+    asked = ["evaluate", str(trained), "--steps", "1", "--texts", "3"]
+    assert main([*asked, "--bertscore", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.partition("second halves of held-out windows")[2].splitlines()
+    assert lines[1].split()[-3:] == ["bert-p", "bert-r", "bert-f1"]
+    assert lines[2].split()[-3:] == ["25.00", "50.00", "20.00"]
 
 
 def test_only_decoders_are_scored(made: tuple[Run, TextDataset]) -> None:
