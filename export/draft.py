@@ -85,6 +85,7 @@ def draft_manifest(
         weights=WEIGHTS,
         rungs=_rungs(traced, ladder, method, model.discrete, precision != "fp32" or small_caches),
         step=step_files(traced),
+        embedding=traced.width if traced.embeds else None,
         card=card,
         provenance={
             "recipe": kept.to_json(),

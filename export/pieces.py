@@ -436,6 +436,7 @@ TOTAL = Port("total", INT32, ())
 SOURCE = Port("source", INT64, ("batch", "source_length"))
 CLASSES = Port("logits", FLOAT, ("batch", "classes"))
 LABELS = Port("logits", FLOAT, ("batch", "length", "classes"))
+EMBEDDING = Port("embedding", FLOAT, ("batch", "width"))
 VOCABULARY = Port("logits", FLOAT, ("batch", "kept", "vocabulary"))
 
 

@@ -358,9 +358,16 @@ class DenseHead(nn.Module):
         self.linear = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        first = self.activation(self.dense(x[:, 0]))  # (B, D)
-        logits: Tensor = self.linear(self.drop(first))  # (B, classes)
-        return logits
+        return self.read(self.pooled(x))
+
+    def pooled(self, x: Tensor, *context: Tensor) -> Tensor:
+        """The first position (B, D): the embedding of the input."""
+        return x[:, 0]
+
+    def read(self, pooled: Tensor) -> Tensor:
+        """The logits of a pooled state."""
+        logits: Tensor = self.linear(self.drop(self.activation(self.dense(pooled))))
+        return logits  # (B, classes)
 
 
 class ConvertedTransformer(OTTransformer):

@@ -113,7 +113,7 @@ READER_ONLY_OF_FAMILIES = (
 # Bundles of earlier releases have none.
 OPTIONAL = {
     "tokenizer": {"chat_template"},
-    "manifest": {"dial", "grid_steps", "range"},
+    "manifest": {"dial", "grid_steps", "range", "embedding"},
     "shape": {"state"},
     "quality": {"exact"},
 }

@@ -107,6 +107,10 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (tag_bundle, "range", {"value": 0.1, "low": 0, "high": 0}, "range.high must be from 0.1"),
     (generate_bundle, "shape.state", 31, "shape.state must be from 32 to"),
     (generate_bundle, "shape.state", 64.5, "shape.state must be an integer"),
+    (classify_bundle, "embedding", 0, "embedding must be from 1 to 65536"),
+    (classify_bundle, "embedding", 16.5, "embedding must be an integer"),
+    (tag_bundle, "embedding", 16, "embedding must be null for the task tag and the input text"),
+    (generate_bundle, "embedding", 16, "embedding must be null for the task generate"),
     (tag_bundle, "shape.state", 32, "shape.state must be null for the cache none"),
     (tag_bundle, "range", [0.1], "range must be an object, not a list"),
     (prefix_bundle, "range", {"value": 0, "low": 0, "high": 0}, "range must be null for one rung"),
@@ -137,7 +141,7 @@ def test_what_a_family_must_not_say_is_refused(
 
 def test_a_manifest_that_says_no_dial_has_that_of_resolution() -> None:
     value = classify_bundle().manifest.to_json()
-    for key in ("dial", "grid_steps", "range"):
+    for key in ("dial", "grid_steps", "range", "embedding"):
         del value[key]
     del value["shape"]["state"]
     for rung in value["rungs"]:
