@@ -291,7 +291,7 @@ def _cached_embed(model: OTTransformer, tokens: Tensor) -> Function:
 
 def _cached_step(plan: _Plan, velocity: Piece, embed: Piece) -> StepParts:
     attentions = marks(velocity)
-    caches = CacheShape(len(attentions), attentions[0].heads, attentions[0].head_width)
+    caches = CacheShape(len(attentions), attentions[0].kv_heads, attentions[0].head_width)
     inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
     state, *injected = plan.states
     return StepParts(

@@ -135,16 +135,22 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with config.json, model.safetensors and tokenizer.json (BERT, MiniLM, "
-        "RoBERTa, DistilBERT, ALBERT), or a name of the Hub",
+        help="a folder with config.json, model.safetensors and tokenizer.json (encoders: BERT, "
+        "MiniLM, RoBERTa, DistilBERT, ALBERT; decoders: GPT-2, Llama, SmolLM, Mistral, Qwen2, "
+        "Pythia), or a name of the Hub",
     )
     parser.add_argument(
-        "--data", default="", metavar="PATH", help="the table, or a recipe's folder"
+        "--data",
+        default="",
+        metavar="PATH",
+        help="the table, of a decoder the text, or a recipe's folder",
     )
     _add_columns(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--recipe", default="classifier", help="whose data settings, title and card are used"
+        "--recipe",
+        default="",
+        help="whose data settings and card are used (default: classifier; of a decoder text)",
     )
     parser.add_argument(
         "--blocks", default="2", help="layers to keep, or `all` with --steps 1 (default 2)"

@@ -88,7 +88,10 @@ class Output(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Token plus position embeddings; a pad id makes a mask of the positions that exist."""
+    """Token plus position embeddings; a pad id makes a mask of the positions that exist.
+
+    Positions are "learned", "sinusoidal" or "none", for blocks that know them by themselves.
+    """
 
     def __init__(
         self,
@@ -103,11 +106,13 @@ class Embedding(nn.Module):
         self.window, self.pad_id = window, pad_id
         self.scale = width**0.5 if positions == "sinusoidal" else 1.0  # else the sines drown tokens
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = Positions(window, width, positions)
+        self.positions = None if positions == "none" else Positions(window, width, positions)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Embedded:
-        x = self.tokens(tokens) * self.scale + self.positions(tokens.shape[1])  # (B, N, D)
+        x = self.tokens(tokens) * self.scale  # (B, N, D)
+        if self.positions is not None:
+            x = x + self.positions(tokens.shape[1])
         if self.pad_id is None:
             return Embedded(self.drop(x))
         mask = tokens != self.pad_id  # (B, N)
