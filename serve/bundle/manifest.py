@@ -474,7 +474,7 @@ class TokenizerSpec:
     pad_id: int
     vocab_size: int
     bos_id: int | None = None  # begins every answer of a translator
-    eos_id: int | None = None  # ends it
+    eos_id: int | None = None  # ends it; of a generator, any answer
     chat_template: str | None = None  # the file that turns messages into a prompt
 
     def __post_init__(self) -> None:
@@ -862,7 +862,8 @@ def _check_tokenizer(manifest: "Manifest") -> None:
             raise BundleError(
                 "must be an integer for the task translate, not null", field=f"tokenizer.{field}"
             )
-        if manifest.task != "translate" and token is not None:
+        ends = manifest.task == "generate" and field == "eos_id"  # where its texts end
+        if manifest.task != "translate" and token is not None and not ends:
             raise BundleError(
                 f"must be null for the task {manifest.task}", field=f"tokenizer.{field}"
             )

@@ -1,5 +1,6 @@
 """Pretrained decoders that have become dials, over HTTP: each rung writes what torch writes."""
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from export.run import ExportRequest, export_run
 from serve.bundle import read_bundle
@@ -145,3 +148,28 @@ def test_rows_of_several_rungs_decode_together_as_alone(server: ServerProcess) -
         }
         found = {steps: {one.result()["text"] for one in many} for steps, many in asked.items()}
     assert found == {steps: {text} for steps, text in alone.items()}
+
+
+def test_an_answer_ends_where_the_model_ends_its_text(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
+    text = written(server, model="whole-llama", steps=1)["text"]
+    fifth = tokenizer(text, add_special_tokens=False).input_ids[4]
+    # Its end is now half as likely again as the fifth token that it wrote.
+    run = tmp_path / "ending"
+    shutil.copytree(folder / "runs/whole-llama", run)
+    weights = load_file(run / "model.safetensors")
+    with safe_open(run / "model.safetensors", "pt") as file:
+        noted = file.metadata()
+    readout = weights["head.linear.weight"]
+    readout[tokenizer.eos_token_id] = 1.5 * readout[fifth]
+    save_file(weights, run / "model.safetensors", noted)
+    asked = ExportRequest(tmp_path / "bundle", (1,), name="ending", samples=16, latency=False)
+    bundle = export_run(run, asked, say=lambda _: None)
+    assert bundle.manifest.text_tokenizer.eos_id == tokenizer.eos_token_id
+    with server_process([tmp_path / "bundle"]) as served:
+        answer = written(served)
+    assert answer["finish_reason"] == "stop"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 5
+    assert text.startswith(answer["text"]) and "</s>" not in answer["text"]

@@ -99,6 +99,7 @@ READER_ONLY_OF_FAMILIES = (
     "for 1 channels",
     "of euler",
     "is 1, like bos_id",
+    "is 0, like pad_id",
     "tokenizer.bos_id must be from 0 to",
     "repeats encoder-1.onnx",
     "is weights already",

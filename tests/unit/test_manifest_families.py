@@ -88,6 +88,10 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (tag_bundle, "step", None, "step must be an object for the task tag"),
     (tag_bundle, "target_max_tokens", 8, "target_max_tokens must be null for the task tag"),
     (tag_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null for the task tag"),
+    (tag_bundle, "tokenizer.eos_id", 3, "tokenizer.eos_id must be null for the task tag"),
+    (classify_bundle, "tokenizer.eos_id", 3, "tokenizer.eos_id must be null for the task classify"),
+    (generate_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null for the task generate"),
+    (generate_bundle, "tokenizer.eos_id", 0, "tokenizer.eos_id is 0, like pad_id"),
     (tag_bundle, "rungs.0.encoder", "e.onnx", "encoder must be null for the task tag"),
     (tag_bundle, "rungs.0.quality.exact", 1.5, "rungs[0].quality.exact must be from 0 to 1"),
     (tag_bundle, "rungs.0.quality.exact", True, "rungs[0].quality.exact must be a number"),
@@ -137,6 +141,11 @@ def test_what_a_family_must_not_say_is_refused(
     with pytest.raises(BundleError) as refusal:
         Manifest.from_json(changed(bundle, path, value))
     assert message in str(refusal.value)
+
+
+def test_a_generator_may_have_a_token_that_ends_its_texts() -> None:
+    value = changed(generate_bundle, "tokenizer.eos_id", 3)
+    assert Manifest.from_json(value).text_tokenizer.eos_id == 3
 
 
 def test_a_manifest_that_says_no_dial_has_that_of_resolution() -> None:
