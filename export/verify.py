@@ -331,9 +331,10 @@ def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Ver
                 _verify_translator(check, opened.translator(steps), rows, target)
         if whole is not None:
             check.compare(whole.forward(rows), "the whole graph")
+    verified = check.verdict()
     if manifest.embedding is not None:
         embeddings.verdict()
-    return check.verdict()
+    return verified
 
 
 def _verify_classifier(
