@@ -186,6 +186,11 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         help="column of a table that holds texts (repeatable)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="column of a table that holds labels")
+    parser.add_argument(
+        "--class-weights",
+        choices=("equal", "balanced"),
+        help="balanced: every class of a table has the same weight, however few rows it has",
+    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -268,12 +273,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _columns(arguments: argparse.Namespace) -> list[str]:
-    """The columns that flags name, as overrides."""
+    """What flags say of a table, as overrides."""
     found = []
     if arguments.text:
         found.append(f"data.text={json.dumps(arguments.text)}")
     if arguments.label:
         found.append(f"data.label={json.dumps(arguments.label)}")
+    if arguments.class_weights:
+        found.append(f"optim.class_weights={json.dumps(arguments.class_weights)}")
     return found
 
 
@@ -316,7 +323,10 @@ def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _converted(folder: Path, steps: tuple[int, ...]) -> None:
     _report(folder)
     counts = ",".join(map(str, steps))
-    export = command("export", folder, "--steps", counts, "--out", Path("bundles") / folder.name)
+    target = Path("bundles") / folder.name
+    export = command(
+        "export", folder, "--steps", counts, "--precision", "int8", "--out", target
+    )  # in float32 the table of embeddings alone is most of it
     print(f"converted: {folder}\nnext: {command('evaluate', folder, '--steps', counts)}")
     print(f"      {export}")
 

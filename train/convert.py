@@ -199,7 +199,8 @@ def _train_whole(
 ) -> None:
     if not quiet:
         print(f"fine-tuning {original.name}, the teacher: {folder}", flush=True)
-    shared = tuple(each for each in request.overrides if each.startswith(("data.", "run.")))
+    of_teacher = ("data.", "run.", "optim.class_weights")
+    shared = tuple(each for each in request.overrides if each.startswith(of_teacher))
     whole = Conversion(steps=(1,), epochs=request.teacher_epochs, overrides=shared)
     layers = tuple(range(original.sizes.layers))
     _train(original, base, folder, layers, None, whole, quiet)
