@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from export.targets import add_arguments, check_target, write_target
-from serve.bundle import MANIFEST_FILE, check_name, read_bundle
+from serve.bundle import MANIFEST_FILE, BundleError, check_name, read_bundle
 from train.interrupt import in_words, reader_gone
 
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         help="step counts of the rungs (default: 1, 2, 4, ... up to that of training)",
     )
     export.add_argument("--method", help="integration method (default: as trained)")
-    export.add_argument("--name", help="name of the model (default: the recipe's)")
+    export.add_argument("--name", help="name of the model (default: the run's folder)")
     export.add_argument("--data", default="", metavar="PATH", help="where the data is now")
     export.add_argument(
         "--samples", type=int, help="calibrate on about this many held-out rows (default: all)"
@@ -152,7 +152,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         target,
         steps,
         arguments.method,
-        arguments.name,
+        arguments.name or name_of(arguments.run),
         check_precision(arguments.precision),
         arguments.cache,
         samples=1 if arguments.no_calibrate else _rows(arguments.samples),
@@ -168,6 +168,16 @@ def _export_run(arguments: argparse.Namespace) -> int:
         print(f"bundle: {target}")
         write_target(bundle, arguments)
     return 0
+
+
+def name_of(run: Path) -> str | None:
+    """The name of a bundle of a run: its folder's, where a model can be called that."""
+    name = run.absolute().name.lower()
+    try:
+        check_name(name)
+    except BundleError:
+        return None  # it has the recipe's then
+    return name
 
 
 def _read_card(path: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.pieces import DOMAIN, NAME, PAST, SEQLENS, TOTAL, Piece
-from train.blocks import Attention, Block, BlockVelocity, Conditioned, Loop
+from export.pieces import DOMAIN, NAME, PAST, SEQLENS, TOTAL, Piece, known_contents
+from train.blocks import Attention, Block, BlockVelocity, Conditioned, Loop, rotations
 from train.families import RungeKuttaStack
 from train.model import Embedding, Prelude
 
@@ -32,8 +32,24 @@ class Mark:
     mask: str  # (B, N), or "" for none
     y: str  # (B, N, H d)
     heads: int
+    kv_heads: int
     head_width: int
     causal: bool
+    rotary: int  # channels of each head that are rotated by their position
+    theta: float
+    window: int  # positions that are known, where some are rotated
+
+    @property
+    def tables(self) -> dict[str, onnx.TensorProto]:
+        """Cosines and sines of all positions (window, rotary / 2), by name."""
+        if not self.rotary:
+            return {}
+        made = rotations(self.window, self.rotary, self.theta)
+        names = (f"rotary.{name}.{self.rotary}.{self.theta!r}" for name in ("cos", "sin"))
+        return {
+            name: numpy_helper.from_array(table.numpy(), name)
+            for name, table in zip(names, made, strict=True)
+        }
 
 
 def marks(piece: Piece) -> list[Mark]:
@@ -63,7 +79,10 @@ def _written(piece: Piece, fuse: bool) -> Piece:
         else:
             write.plain(mark)
     return dataclasses.replace(
-        piece, nodes=tuple(write.nodes), initializers=piece.initializers | write.constants
+        piece,
+        nodes=tuple(write.nodes),
+        initializers=piece.initializers | write.constants,
+        contents=piece.contents | known_contents(write.constants),
     )
 
 
@@ -75,6 +94,7 @@ def with_caches(piece: Piece) -> Piece:
     nodes: list[onnx.NodeProto] = []
     taken: list[str] = []
     given: list[str] = []
+    tables: dict[str, onnx.TensorProto] = {}
     for node in piece.nodes:
         if not _is_mark(node):
             nodes.append(node)
@@ -82,15 +102,17 @@ def with_caches(piece: Piece) -> Piece:
         mark = _read(node)
         caches = [f"{mark.y}/{name}" for name in ("keys", "values")]
         extended = [f"{cache}/extended" for cache in caches]
+        tables |= mark.tables
         nodes.append(
             helper.make_node(
                 CACHED,
-                [mark.qkv, "", "", *caches, "seqlens", "total"],
+                [mark.qkv, "", "", *caches, "seqlens", "total", *mark.tables],
                 [mark.y, *extended],
                 name=mark.y,
                 domain=CONTRIB,
                 num_heads=mark.heads,
-                kv_num_heads=mark.heads,
+                kv_num_heads=mark.kv_heads,
+                do_rotary=int(mark.rotary > 0),
             )
         )
         taken += caches
@@ -101,6 +123,8 @@ def with_caches(piece: Piece) -> Piece:
         nodes=tuple(nodes),
         inputs=(x, "seqlens", "total", *rest, *taken),
         outputs=(*piece.outputs, *given),
+        initializers=piece.initializers | tables,
+        contents=piece.contents | known_contents(tables),
     )
 
 
@@ -111,8 +135,18 @@ def _is_mark(node: onnx.NodeProto) -> bool:
 def _read(node: onnx.NodeProto) -> Mark:
     facts = {one.name: helper.get_attribute_value(one) for one in node.attribute}
     qkv, mask = (*node.input, "")[:2]
-    heads, head_width, causal = (facts[name] for name in ("heads", "head_width", "causal"))
-    return Mark(qkv, mask, node.output[0], heads, head_width, bool(causal))
+    return Mark(
+        qkv,
+        mask,
+        node.output[0],
+        facts["heads"],
+        facts["kv_heads"],
+        facts["head_width"],
+        bool(facts["causal"]),
+        facts["rotary"],
+        facts["theta"],
+        facts["window"],
+    )
 
 
 class _Writing:
@@ -124,10 +158,17 @@ class _Writing:
         self._made: set[str] = set()
 
     def plain(self, mark: Mark) -> None:
-        y, H, d = mark.y, mark.heads, mark.head_width
-        heads = self._node("Reshape", [mark.qkv, self._sizes(0, 0, 3 * H, d)], f"{y}/by_head")
+        y, H, K, d = mark.y, mark.heads, mark.kv_heads, mark.head_width
+        heads = self._node("Reshape", [mark.qkv, self._sizes(0, 0, H + 2 * K, d)], f"{y}/by_head")
         heads = self._node("Transpose", [heads], f"{y}/heads", perm=[0, 2, 1, 3])
-        q, k, v = self._split(heads, y, axis=1)  # (B, H, N, d)
+        if H == K:
+            q, k, v = self._split(heads, y, axis=1)  # (B, H, N, d)
+        else:
+            q, k, v = self._parts(heads, f"{y}/split", 1, H, K, K)
+        if mark.rotary:
+            q, k = self._rotated(mark, q), self._rotated(mark, k)
+        if H != K:
+            k, v = (self._shared(part, H // K, H, d) for part in (k, v))
         k = self._node("Transpose", [k], f"{k}/turned", perm=[0, 1, 3, 2])  # (B, H, d, N)
         q = self._node("Mul", [q, self._number(d**-0.5)], f"{y}/scaled")
         scores = self._node("MatMul", [q, k], f"{y}/scores")  # (B, H, N, N)
@@ -174,6 +215,48 @@ class _Writing:
         split = helper.make_node("Split", [qkv], parts, f"{y}/split", axis=axis, num_outputs=3)
         self.nodes.append(split)
         return parts
+
+    def _parts(self, value: str, name: str, axis: int, *sizes: int) -> list[str]:
+        """The parts of a value, of these sizes along an axis."""
+        parts = [f"{name}/{index}" for index in range(len(sizes))]
+        split = helper.make_node("Split", [value, self._sizes(*sizes)], parts, name, axis=axis)
+        self.nodes.append(split)
+        return parts
+
+    def _rotated(self, mark: Mark, part: str) -> str:
+        """Queries or keys (B, H, N, d), each rotated by its position."""
+        half, rest = mark.rotary // 2, mark.head_width - mark.rotary
+        a, b, *others = self._parts(
+            part, f"{part}/rotary", 3, half, half, *([rest] if rest else [])
+        )
+        cos, sin = (self._up_to_length(mark, name) for name in mark.tables)  # (N, rotary / 2)
+        turned = [
+            self._node(
+                op,
+                [
+                    self._node("Mul", [one, cos], f"{one}/cos"),
+                    self._node("Mul", [other, sin], f"{other}/sin"),
+                ],
+                f"{one}/turned",
+            )
+            for op, one, other in (("Sub", a, b), ("Add", b, a))
+        ]
+        return self._node("Concat", [*turned, *others], f"{part}/rotated", axis=3)
+
+    def _up_to_length(self, mark: Mark, table: str) -> str:
+        """The first rows of a table, as many as there are positions."""
+        name = f"{table}/known"
+        if self._is_new(name):
+            self.constants |= mark.tables
+            length = self._node("Shape", [mark.qkv], f"{name}/length", start=1, end=2)
+            self._node("Slice", [table, self._sizes(0), length, self._sizes(0)], name)
+        return name
+
+    def _shared(self, part: str, times: int, heads: int, width: int) -> str:
+        """Keys or values (B, K, N, d) for all heads (B, H, N, d) that share them."""
+        wide = self._node("Unsqueeze", [part, self._sizes(2)], f"{part}/wide")
+        wide = self._node("Expand", [wide, self._sizes(1, 1, times, 1, 1)], f"{part}/repeated")
+        return self._node("Reshape", [wide, self._sizes(0, heads, -1, width)], f"{part}/shared")
 
     def _by_head(self, part: str, heads: int, width: int) -> str:
         return self._node("Reshape", [part, self._sizes(0, 0, heads, width)], f"{part}/by_head")
@@ -244,7 +327,7 @@ class _Writing:
 # attention becomes a call of the cached one, with the next pair of caches.
 
 
-HEAD_WIDTH_MULTIPLE = 8  # of the operator
+HEAD_WIDTH_MULTIPLE, ROTARY_MULTIPLE = 8, 16  # of the operator
 
 
 def has_cached_form(velocity: nn.Module) -> bool:
@@ -253,7 +336,8 @@ def has_cached_form(velocity: nn.Module) -> bool:
     return (
         _is_of_blocks(velocity)
         and all(one.causal and one.head_width % HEAD_WIDTH_MULTIPLE == 0 for one in found)
-        and len({(one.heads, one.head_width) for one in found}) == 1
+        and all(one.rotary % ROTARY_MULTIPLE == 0 for one in found)
+        and len({(one.kv_heads, one.head_width) for one in found}) == 1
     )
 
 
@@ -280,7 +364,9 @@ class CachedEmbed(nn.Module):
     def forward(self, tokens: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         embed = self.embed.embed if isinstance(self.embed, Prelude) else self.embed
         assert isinstance(embed, Embedding)
-        x: Tensor = embed.tokens(tokens) * embed.scale + embed.positions.at(at)  # (B, N, D)
+        x: Tensor = embed.tokens(tokens) * embed.scale  # (B, N, D)
+        if embed.positions is not None:
+            x = x + embed.positions.at(at)
         if isinstance(self.embed, Prelude):
             return x, self.embed.injected(x)
         return x

@@ -40,6 +40,7 @@ from train.data.text import BEGIN, END
 from train.model import PAD_ID, Stepped, count_parameters
 from train.ode import method_named
 from train.otify import OtifiedTransformer
+from train.pretrained import ConvertedTransformer
 from train.recipe import DataConfig, ModelConfig, Recipe
 
 WEIGHTS, TOKENIZER = "weights.bin", "tokenizer.json"
@@ -80,11 +81,12 @@ def draft_manifest(
         input=_input(recipe, dataset, classifies),
         target_max_tokens=c.target_window if translates else None,
         labels=dataset.labels if classifies else None,
-        tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates),
+        tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates, _end_of(model)),
         shape=_shape(recipe.model, model, traced),
         weights=WEIGHTS,
         rungs=_rungs(traced, ladder, method, model.discrete, precision != "fp32" or small_caches),
         step=step_files(traced),
+        embedding=traced.width if traced.embeds else None,
         card=card,
         provenance={
             "recipe": kept.to_json(),
@@ -146,6 +148,13 @@ def _rungs(
     )
 
 
+def _end_of(model: Stepped) -> int | None:
+    """The token with which texts of a pretrained decoder end, if it has one."""
+    origin = model.origin if isinstance(model, ConvertedTransformer) else {}
+    found: int | None = origin.get("decoder", {}).get("eos_id")
+    return found
+
+
 def _input(recipe: Recipe, dataset: Dataset, classifies: bool) -> InputSpec:
     sizes, window = dataset.sizes, recipe.model.window
     if isinstance(dataset, ImageDataset):
@@ -166,13 +175,13 @@ def _input(recipe: Recipe, dataset: Dataset, classifies: bool) -> InputSpec:
 
 
 def _tokenizer(
-    data: DataConfig, tokenizer: Tokenizer | None, translates: bool
+    data: DataConfig, tokenizer: Tokenizer | None, translates: bool, eos_id: int | None
 ) -> TokenizerSpec | None:
     if tokenizer is None:
         return None
     size = tokenizer.get_vocab_size()
     if not translates:
-        return TokenizerSpec(data.tokenizer, TOKENIZER, data.pad_id, size)
+        return TokenizerSpec(data.tokenizer, TOKENIZER, data.pad_id, size, eos_id=eos_id)
     marks = (tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END))
     return TokenizerSpec("bpe", TOKENIZER, PAD_ID, size, *marks)
 

@@ -231,8 +231,8 @@ def _head(build: GraphBuilder, parts: Parts, one: StepParts) -> onnx.ModelProto:
     if parts.keeps:
         inputs.append(KEEP)
         seen.append(KEEP.name)
-    (answer,) = build.paste(parts.head, "head", "head", seen)
-    return build.model("head", inputs, {answer: parts.output})
+    answers = build.paste(parts.head, "head", "head", seen)
+    return build.model("head", inputs, dict(zip(answers, parts.outputs, strict=True)))
 
 
 def _step(build: GraphBuilder, parts: Parts, one: StepParts, table: Method) -> onnx.ModelProto:
@@ -342,8 +342,9 @@ def stitch(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
             x = _integrate(build, parts, index, table, steps, x, context)
     keep = [KEEP] if parts.keeps else []
     seen = [x, *context] if parts.head_sees_context else [x]
-    (answer,) = build.paste(parts.head, "head", "head", seen + [port.name for port in keep])
-    return build.model(f"{method}-{steps}", [*parts.inputs, *keep], {answer: parts.output})
+    answers = build.paste(parts.head, "head", "head", seen + [port.name for port in keep])
+    outputs = dict(zip(answers, parts.outputs, strict=True))
+    return build.model(f"{method}-{steps}", [*parts.inputs, *keep], outputs)
 
 
 def _integrate(

@@ -26,9 +26,10 @@ from train.model import OTTransformer, Stepped
 
 
 PARTS = ("keys", "values")
+_SCALES_AT = 12  # the operator's inputs before them
 CachePrecision = Literal["fp32", "int8"]
 # What a byte of 1 stands for: of each attention, keys and values, head and channel.
-Scales = npt.NDArray[np.float32]  # (attentions, 2, H, d)
+Scales = npt.NDArray[np.float32]  # (attentions, 2, K, d)
 
 
 def cache_bytes(step: onnx.GraphProto, scales: Scales) -> None:
@@ -36,11 +37,12 @@ def cache_bytes(step: onnx.GraphProto, scales: Scales) -> None:
     ports = {value.name: value for value in (*step.input, *step.output)}
     cached = [node for node in step.node if node.op_type == CACHED]
     for index, node in enumerate(cached):
-        node.input.extend([""] * 5)  # rotary tables, positions, a bias, a sink: none is used
+        # Before them: rotary tables, where there are any, positions, a bias and a sink.
+        node.input.extend([""] * (_SCALES_AT - len(node.input)))
         for part, values in zip(PARTS, scales[index % len(scales)], strict=True):
             name = f"{node.name}/{part}/scale"
             step.initializer.append(numpy_helper.from_array(values[None, :, None], name))
-            node.input.append(name)  # (1, H, 1, d)
+            node.input.append(name)  # (1, K, 1, d)
         node.attribute.extend(
             [
                 helper.make_attribute("kv_cache_bit_width", 8),
@@ -75,13 +77,15 @@ def measured_scales(
 
 @contextmanager
 def _watched(velocity: nn.Module) -> Iterator[list[Tensor]]:
-    """The largest keys and values (2, H, d) of each call of an attention, as they happen."""
+    """The largest keys and values (2, K, d) of each call of an attention, as they happen."""
     seen: list[Tensor] = []
 
     def watch(module: Attention) -> RemovableHandle:
         def look(_: nn.Module, __: object, qkv: Tensor) -> None:
-            parts = qkv.unflatten(-1, (3, module.heads, module.head_width))  # (B, N, 3, H, d)
-            seen.append(parts[:, :, 1:].abs().amax(dim=(0, 1)))
+            heads = qkv.unflatten(-1, (-1, module.head_width)).transpose(1, 2)  # (B, H + 2 K, N, d)
+            _, keys, values = heads.split([module.heads, module.kv_heads, module.kv_heads], 1)
+            keys = module.rotated(keys) if module.rotary else keys  # (B, K, N, d)
+            seen.append(torch.stack([each.abs().amax(dim=(0, 2)) for each in (keys, values)]))
 
         return module.qkv.register_forward_hook(look)
 

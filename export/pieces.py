@@ -227,6 +227,12 @@ def contents_of(tensor: TensorProto) -> Contents | None:
     return Contents(_content(array), _content(array.T) if array.ndim == 2 else None)
 
 
+def known_contents(tensors: dict[str, TensorProto]) -> dict[str, Contents]:
+    """Those of the large ones of these tensors, by name."""
+    found = {name: contents_of(tensor) for name, tensor in tensors.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
 def _content(array: np.ndarray[Any, Any]) -> Content:
     data = np.ascontiguousarray(array)
     return data.dtype.str, data.shape, hashlib.sha256(data.data).digest()
@@ -286,14 +292,18 @@ class MarkedAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         attention = self.attention
-        qkv = attention.qkv(x)  # (B, N, 3 H d)
+        qkv = attention.qkv(x)  # (B, N, (H + 2 K) d)
         y = torch.onnx.ops.symbolic(
             f"{DOMAIN}::{NAME}",
             [qkv] if mask is None else [qkv, mask],
             attrs={
                 "heads": attention.heads,
+                "kv_heads": attention.kv_heads,
                 "head_width": attention.head_width,
                 "causal": int(attention.causal),
+                "rotary": attention.rotary,
+                "theta": attention.theta,
+                "window": attention.window,
             },
             dtype=torch.float32,
             shape=(*x.shape[:2], attention.heads * attention.head_width),
@@ -407,8 +417,7 @@ def _piece(graph: onnx.GraphProto, inputs: list[str], outputs: list[str]) -> Pie
             nodes.append(node)
             needed.update(node.input)
     initializers = {t.name: t for t in graph.initializer if t.name in needed}
-    found = {name: contents_of(tensor) for name, tensor in initializers.items()}
-    contents = {name: one for name, one in found.items() if one is not None}
+    contents = known_contents(initializers)
     return Piece(tuple(reversed(nodes)), initializers, tuple(inputs), tuple(outputs), contents)
 
 
@@ -436,6 +445,7 @@ TOTAL = Port("total", INT32, ())
 SOURCE = Port("source", INT64, ("batch", "source_length"))
 CLASSES = Port("logits", FLOAT, ("batch", "classes"))
 LABELS = Port("logits", FLOAT, ("batch", "length", "classes"))
+EMBEDDING = Port("embedding", FLOAT, ("batch", "width"))
 VOCABULARY = Port("logits", FLOAT, ("batch", "kept", "vocabulary"))
 
 

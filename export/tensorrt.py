@@ -75,17 +75,19 @@ def verify_engines(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> 
 
 
 def largest_error(found: OpenedModel, reference: OpenedModel, steps: int) -> float:
-    """Over rows of several sizes: the largest difference, over the largest logit."""
+    """Over rows of several sizes: the largest difference, over the largest number of its kind."""
     manifest = reference.bundle.manifest
     random = np.random.default_rng(_SEED)
     worst = 0.0
     for rows in sample_rows(manifest, random):
-        wanted = _logits(reference, steps, rows)
-        scale = max(float(np.abs(wanted).max()), 1e-6)
+        wanted = _answers(reference, steps, rows)
+        scales = [max(float(np.abs(one).max()), 1e-6) for one in wanted]
         # The second time captures a graph, which the third one runs.
         for _ in range(3):
-            error = float(np.abs(_logits(found, steps, rows) - wanted).max())
-            worst = max(worst, error / scale if np.isfinite(error) else float("inf"))
+            answers = _answers(found, steps, rows)
+            for answer, right, scale in zip(answers, wanted, scales, strict=True):
+                error = float(np.abs(answer - right).max())
+                worst = max(worst, error / scale if np.isfinite(error) else float("inf"))
     return worst
 
 
@@ -117,15 +119,19 @@ def _lengths(most: int) -> list[int]:
     return sorted({1, max(1, most // 2), most})
 
 
-def _logits(model: OpenedModel, steps: int, rows: RowArray) -> FloatArray:
+def _answers(model: OpenedModel, steps: int, rows: RowArray) -> list[FloatArray]:
+    """The logits, and the embeddings if there are any."""
     manifest = model.bundle.manifest
+    if manifest.embedding is not None:
+        run = model.classifier(steps)
+        return [run.run(rows), run.embed(rows)]
     if manifest.task != "translate":
-        return model.unrolled(steps).forward(rows)
+        return [model.unrolled(steps).forward(rows)]
     assert manifest.target_max_tokens is not None
     source = rows.astype(np.int64)
     # What the answers say means nothing, so they are the sources themselves.
     answers = source[:, : manifest.target_max_tokens]
-    return model.translator(steps).forward(source, answers)
+    return [model.translator(steps).forward(source, answers)]
 
 
 # One graph to one serialized TensorRT engine: the only place that calls TensorRT's builder.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from export.attention import (
 )
 from export.pieces import (
     CLASSES,
+    EMBEDDING,
     FLOAT,
     LABELS,
     PAST,
@@ -33,7 +35,16 @@ from export.pieces import (
     trace_functions,
 )
 from serve.bundle import Cache, Task
-from train.model import Coda, Embedding, OTTransformer, Prelude, Stepped, Translator, as_embedded
+from train.model import (
+    Coda,
+    Embedding,
+    OTTransformer,
+    Prelude,
+    Stepped,
+    Translator,
+    as_embedded,
+    pools,
+)
 from train.ode import Depth, flows
 
 
@@ -53,11 +64,11 @@ class Parts:
     embed: Piece  # *inputs -> x, *context
     velocities: tuple[Piece, ...]  # x, *context, [t, h,] caches -> v, caches
     timed: bool
-    head: Piece  # x, [*context,] [keep] -> output
+    head: Piece  # x, [*context,] [keep] -> outputs
     head_sees_context: bool
     inputs: tuple[Port, ...]  # of the embedding
     keeps: bool  # whether the head also takes the positions to answer for
-    output: Port
+    outputs: tuple[Port, ...]  # of the head: logits, and of a text's classifier its embedding
     depth: Depth
     T: float
     grid_steps: int | None  # of the dial of time: steps that cross [0, T]
@@ -87,6 +98,11 @@ class Traced:
     graph: Parts
     encoder: Parts | None = None  # of a translator
     step: StepParts | None = None  # where one velocity makes the whole depth
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the graphs also give the embedding of a text."""
+        return len(self.graph.outputs) > 1
 
     @property
     def caches(self) -> CacheShape | None:
@@ -141,6 +157,18 @@ class _KeptHead(nn.Module):
         return logits
 
 
+class _PoolingHead(nn.Module):
+    """Logits, and the pooled state that they are read from."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head: Any = head
+
+    def forward(self, x: Tensor, *context: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = self.head.pooled(x, *context)
+        return self.head.read(pooled), pooled
+
+
 def trace(
     model: Stepped, small: Sequence[Tensor], large: Sequence[Tensor], labelled: bool = False
 ) -> Traced:
@@ -154,15 +182,18 @@ def trace(
         assert isinstance(model, OTTransformer)
         positions = model(*small, steps=1).logits.dim() == 3
         generates = positions and not labelled
+        embeds = not positions and pools(model.head) and not small[0].is_floating_point()
+        head = _PoolingHead(model.head) if embeds else model.head
         plan = _Plan(model, generates)
-        plan.follow(_Embed(model.embed), model.velocity, model.head, (small, large))
+        plan.follow(_Embed(model.embed), model.velocity, head, (small, large))
     inputs = (TOKENS if generates else _port(small[0]),)
     cached = [_cached_embed(model, small[0])] if generates and _cacheable(model) else []
     pieces = trace_functions(plan.functions + cached)
     count = len(plan.functions)
     task: Task = "generate" if generates else "tag" if positions else "classify"
     output = {"generate": VOCABULARY, "tag": LABELS}.get(task, CLASSES)
-    graph = plan.parts(pieces[:count], inputs, output)
+    outputs = (output, EMBEDDING) if embeds else (output,)
+    graph = plan.parts(pieces[:count], inputs, *outputs)
     if cached:
         step = _cached_step(plan, velocity=pieces[1], embed=pieces[count])
     elif model.depth == "ode":
@@ -218,7 +249,7 @@ class _Plan:
             one, two = [*one, torch.arange(2)], [*two, torch.arange(3)]
         self._note(head, one, two)
 
-    def parts(self, pieces: list[Piece], inputs: tuple[Port, ...], output: Port) -> Parts:
+    def parts(self, pieces: list[Piece], inputs: tuple[Port, ...], *outputs: Port) -> Parts:
         """The traced functions, in the order in which they were noted."""
         embed, *velocities, head = pieces
         return Parts(
@@ -229,7 +260,7 @@ class _Plan:
             self.head_sees_context,
             inputs,
             self.keeps,
-            output,
+            outputs,
             self.depth,
             self.T,
             self.grid_steps,
@@ -260,7 +291,7 @@ def _cached_embed(model: OTTransformer, tokens: Tensor) -> Function:
 
 def _cached_step(plan: _Plan, velocity: Piece, embed: Piece) -> StepParts:
     attentions = marks(velocity)
-    caches = CacheShape(len(attentions), attentions[0].heads, attentions[0].head_width)
+    caches = CacheShape(len(attentions), attentions[0].kv_heads, attentions[0].head_width)
     inputs, context = (TOKENS, PAST), (SEQLENS, TOTAL)
     state, *injected = plan.states
     return StepParts(

@@ -306,6 +306,9 @@ def _with_scores(bundle: Bundle, rung: Rung) -> onnx.ModelProto:
     """The graph of a rung, which also gives the scores that its logits mean."""
     model = onnx.load(bundle.graph_path(rung.steps), load_external_data=False)
     classes = len(bundle.manifest.labels or ())
+    only = [output for output in model.graph.output if output.name == "logits"]
+    del model.graph.output[:]
+    model.graph.output.extend(only)
     model.graph.node.append(helper.make_node("Softmax", ["logits"], ["scores"], axis=-1))
     model.graph.output.append(
         helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", classes])

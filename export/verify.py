@@ -6,12 +6,13 @@ weights, activations and caches of 8 bits, in proportion to their coarser roundi
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from serve.runtime.protocol import (
 )
 from train.data.arrays import unit_sphere
 from train.data.batch import Dataset
-from train.model import PAD_ID, OTTransformer, Stepped
+from train.model import PAD_ID, OTTransformer, Stepped, pools
 
 # Real held-out inputs in any shape: what graphs are traced and verified with.
 
@@ -175,6 +176,7 @@ class Expected:
     inputs: Inputs
     logits: NDArray[np.float64]
     float32_error: float  # the farthest that torch's own float32 is from these
+    embedding: "Expected | None" = None  # of a model that embeds: the same of its pooled state
 
     @property
     def scale(self) -> float:
@@ -224,16 +226,26 @@ class Answers:
 
     def expect(self, steps: int, inputs: Inputs) -> Expected:
         """The answer to one sample."""
-        logits = self._logits(self._double, inputs, steps)
-        error = (self._logits(self._single, inputs, steps).double() - logits).abs().max()
-        return Expected(inputs, logits.numpy(), float(error))
+        found = [
+            Expected(inputs, double.numpy(), float((single.double() - double).abs().max()))
+            for double, single in zip(
+                self._run(self._double, inputs, steps),
+                self._run(self._single, inputs, steps),
+                strict=True,
+            )
+        ]
+        return dataclasses.replace(found[0], embedding=found[1]) if found[1:] else found[0]
 
-    def _logits(self, model: Stepped, inputs: Inputs, steps: int) -> Tensor:
+    def _run(self, model: Stepped, inputs: Inputs, steps: int) -> list[Tensor]:
+        """The logits, and of a model that pools its states what its head reads."""
         kind = next(model.parameters()).dtype
-        cast = (each.to(kind) if each.is_floating_point() else each for each in inputs)
+        given = (each.to(kind) if each.is_floating_point() else each for each in inputs)
         with torch.no_grad():
-            logits: Tensor = model(*cast, steps=steps, method=self.method).logits
-        return logits
+            out = model(*given, steps=steps, method=self.method)
+            if not pools(model.head):
+                return [out.logits]
+            head = cast(Any, model.head)
+            return [out.logits, head.pooled(out.legs[-1].end, *out.context)]
 
 
 class FirstKept(nn.Module):
@@ -294,16 +306,24 @@ class VerificationError(ValueError):
 def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Verified:
     """Every kind of call that serving makes, and every graph of the rung, on each sample."""
     manifest, steps = opened.bundle.manifest, rung.steps
-    check = _Check(rung, manifest.rounds)
+    check, embeddings = (_Check(rung, manifest.rounds) for _ in range(2))
     whole = None if manifest.task == "translate" else opened.unrolled(steps)
     for expected in answers:
         rows = expected.inputs[0].numpy()
         check.begin(expected, present_positions(rows, manifest))
         match manifest.task:
             case "classify" | "tag":
-                _verify_classifier(check, opened.classifier(steps), rows, "a batch")
+                runs: dict[str, Classifier] = {"a batch": opened.classifier(steps)}
                 if manifest.step is not None:
-                    _verify_classifier(check, opened.step_classifier(steps), rows, "single steps")
+                    runs["single steps"] = opened.step_classifier(steps)
+                for what, run in runs.items():
+                    _verify_classifier(check, run.run, rows, what)
+                if manifest.embedding is not None:
+                    assert expected.embedding is not None
+                    embeddings.begin(expected.embedding)
+                    runs["the whole graph"] = cast(Classifier, whole)  # as those of labels are
+                    for what, run in runs.items():
+                        _verify_classifier(embeddings, run.embed, rows, f"embeddings of {what}")
             case "generate":
                 _verify_decoder(check, opened.decoder(steps), rows)
             case "translate":
@@ -311,14 +331,19 @@ def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Ver
                 _verify_translator(check, opened.translator(steps), rows, target)
         if whole is not None:
             check.compare(whole.forward(rows), "the whole graph")
-    return check.verdict()
+    verified = check.verdict()
+    if manifest.embedding is not None:
+        embeddings.verdict()
+    return verified
 
 
-def _verify_classifier(check: "_Check", run: Classifier, rows: RowArray, what: str) -> None:
-    together = run.run(rows)
+def _verify_classifier(
+    check: "_Check", run: Callable[[RowArray], FloatArray], rows: RowArray, what: str
+) -> None:
+    together = run(rows)
     check.compare(together, what)
     if len(rows) > 1:
-        check.same(together, [run.run(rows[i : i + 1]) for i in range(len(rows))], what)
+        check.same(together, [run(rows[i : i + 1]) for i in range(len(rows))], what)
 
 
 def _verify_decoder(check: "_Check", run: Decoder, tokens: IntArray) -> None:

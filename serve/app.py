@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.api.body import Reader
+from serve.api.embeddings import EmbeddingRequest, embedding_routes
 from serve.api.fields import ClassifyRequest, DoneChunk, GenerateRequest, TokenChunk
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
 from serve.api.native import classify_routes, generate_routes
@@ -163,6 +164,7 @@ _OWN_SHAPES = (
     GenerateRequest,
     CompletionRequest,
     ChatRequest,
+    EmbeddingRequest,
     InferRequest,
     IndexRequest,
     LoadRequest,
@@ -192,7 +194,13 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     reader = Reader(settings, engine)
     posts = [
         make(settings, engine, reader)
-        for make in (classify_routes, generate_routes, completion_routes, chat_routes)
+        for make in (
+            classify_routes,
+            generate_routes,
+            completion_routes,
+            chat_routes,
+            embedding_routes,
+        )
     ]
     handle = _error_handler(engine)
     middleware = partial(

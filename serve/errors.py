@@ -22,7 +22,8 @@
     │   ├── NotCalibrated     422  the model was not calibrated for max_disagreement
     │   ├── BrokenBundle      422  a bundle that cannot be served
     │   ├── WrongInput        422  the model takes another kind of input
-    │   └── WrongTask         422  the model is served by another endpoint
+    │   ├── WrongTask         422  the model is served by another endpoint
+    │   └── NoEmbeddings      422  the model gives no embeddings
     ├── QueueFull             429  the queue is full; try again after `retry_after_s`
     │   ├── TooBusy           429  the queue is too long for the deadline
     │   ├── RateLimited       429  the API key has sent too many requests
@@ -212,6 +213,10 @@ class WrongInput(Unprocessable):
 
 class WrongTask(Unprocessable):
     code = "wrong_task"
+
+
+class NoEmbeddings(Unprocessable):
+    code = "no_embeddings"
 
 
 class QueueFull(ServeError):

@@ -295,7 +295,7 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
     """The error body for a request to this path."""
     if speaks_oip(path):
         return {"error": error.message}
-    if path.startswith(("/v1/completions", "/v1/chat/")):
+    if path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings")):
         body = error.body()
         body["error"]["type"] = _openai_type(error.status)
         return body

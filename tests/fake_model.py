@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serve.bundle import Bundle
+from serve.bundle import Bundle, BundleError
 from serve.catalog import Catalog, Served
 from serve.runtime import Outcome, Segment, Speculation
 from serve.runtime.protocol import (
@@ -65,6 +65,9 @@ class FakeClassifier:
         logits = np.zeros((len(tokens), 2), np.float32)
         logits[:, 1] = 0.1 * (tokens != self._pad_id).sum(axis=1)
         return self._mood.logits(logits)
+
+    def embed(self, rows: RowArray) -> FloatArray:
+        raise BundleError("the fake model has no embeddings")
 
 
 class FakePrefill:

@@ -1,4 +1,4 @@
-"""Pretrained encoders in the Hub's format for tests: tiny, of random weights, of every family.
+"""Pretrained models in the Hub's format for tests: tiny, of random weights, of every family.
 
 `transformers` writes them, and says what each should answer.
 """
@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra otify is not installed")
 
 FAMILIES = ("bert", "roberta", "distilbert", "albert")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox")
 SIZES = {"vocab_size": 120, "max_position_embeddings": 80}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": (
@@ -50,6 +59,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_OF_LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+CONFIGS |= {
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 4, "n_head": 2}),
+    "llama": (
+        "Llama",
+        _OF_LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "mistral": ("Mistral", _OF_LLAMA | {"num_key_value_heads": 1, "sliding_window": None}),
+    "qwen2": ("Qwen2", _OF_LLAMA | {"tie_word_embeddings": True}),
+    "gpt_neox": (  # a quarter of the channels of each head is rotated
+        "GPTNeoX",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+        },
+    ),
+}
 GOOD = ("bright", "warm", "lovely", "great", "kind")
 BAD = ("dull", "cold", "awful", "poor", "cruel")
 FILLER = ("the", "film", "story", "was", "and", "very", "a", "scene", "music", "long", "it's")
@@ -74,14 +108,44 @@ def write_table(path: Path, rows: int = 160) -> Path:
     return path
 
 
+def write_corpus(path: Path, rows: int = 2000) -> Path:
+    path.write_text("\n".join(text for text, _ in texts(rows)), encoding="utf-8")
+    return path
+
+
 def tokenizer_for(family: str) -> Any:
     """The kind of tokenizer that the family has, learnt from the texts."""
     corpus = [text for text, _ in texts()]
+    if family == "gpt2":  # one special token alone, and nothing around a text
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=SIZES["vocab_size"], special_tokens=["<|endoftext|>"], show_progress=False
+        )
+        tokenizer.train_from_iterator(corpus, trainer)
+        end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **end)
+    if family in DECODERS:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        names = ["<unk>", "<s>", "</s>"]
+        trainer = trainers.BpeTrainer(
+            vocab_size=SIZES["vocab_size"], special_tokens=names, show_progress=False
+        )
+        tokenizer.train_from_iterator(corpus, trainer)
+        if family == "llama":
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", 1)]
+            )
+        special = dict(zip(("unk_token", "bos_token", "eos_token"), names, strict=True))
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     if family == "roberta":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-        trainer: Any = trainers.BpeTrainer(
+        trainer = trainers.BpeTrainer(
             vocab_size=SIZES["vocab_size"], special_tokens=names, show_progress=False
         )
         tokenizer.train_from_iterator(corpus, trainer)
@@ -130,9 +194,17 @@ def original(family: str, kind: str = "Model", **changes: Any) -> Any:
 
 
 def write_folder(folder: Path, family: str, kind: str = "Model", **changes: Any) -> Any:
-    """A model and its tokenizer as the Hub has them; the model."""
+    """A model and its tokenizer as the Hub has them; the model.
+
+    That of a decoder has a few more rows than there are tokens, as some have.
+    """
     tokenizer = tokenizer_for(family)
-    model = original(family, kind, vocab_size=len(tokenizer), **changes)
+    rows = len(tokenizer)
+    if family in DECODERS:
+        kind = {"gpt2": "LMHeadModel"}.get(family, "ForCausalLM") if kind == "Model" else kind
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        rows, changes = rows + 7, ends | changes
+    model = original(family, kind, vocab_size=rows, **changes)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model

@@ -155,16 +155,22 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with config.json, model.safetensors and tokenizer.json (BERT, MiniLM, "
-        "RoBERTa, DistilBERT, ALBERT), or a name of the Hub",
+        help="a folder with config.json, model.safetensors and tokenizer.json (encoders: BERT, "
+        "MiniLM, RoBERTa, DistilBERT, ALBERT; decoders: GPT-2, Llama, SmolLM, Mistral, Qwen2, "
+        "Pythia), or a name of the Hub",
     )
     parser.add_argument(
-        "--data", default="", metavar="PATH", help="the table, or a recipe's folder"
+        "--data",
+        default="",
+        metavar="PATH",
+        help="the table, of a decoder the text, or a recipe's folder",
     )
     _add_columns(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--recipe", default="classifier", help="whose data settings, title and card are used"
+        "--recipe",
+        default="",
+        help="whose data settings and card are used (default: classifier; of a decoder text)",
     )
     parser.add_argument(
         "--blocks", default="2", help="layers to keep, or `all` with --steps 1 (default 2)"
@@ -200,6 +206,11 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         help="column of a table that holds texts (repeatable)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="column of a table that holds labels")
+    parser.add_argument(
+        "--class-weights",
+        choices=("equal", "balanced"),
+        help="balanced: every class of a table has the same weight, however few rows it has",
+    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -282,12 +293,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _columns(arguments: argparse.Namespace) -> list[str]:
-    """The columns that flags name, as overrides."""
+    """What flags say of a table, as overrides."""
     found = []
     if arguments.text:
         found.append(f"data.text={json.dumps(arguments.text)}")
     if arguments.label:
         found.append(f"data.label={json.dumps(arguments.label)}")
+    if arguments.class_weights:
+        found.append(f"optim.class_weights={json.dumps(arguments.class_weights)}")
     return found
 
 
@@ -330,7 +343,10 @@ def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _converted(folder: Path, steps: tuple[int, ...]) -> None:
     _report(folder)
     counts = ",".join(map(str, steps))
-    export = command("export", folder, "--steps", counts, "--out", Path("bundles") / folder.name)
+    target = Path("bundles") / folder.name
+    export = command(
+        "export", folder, "--steps", counts, "--precision", "int8", "--out", target
+    )  # in float32 the table of embeddings alone is most of it
     print(f"converted: {folder}\nnext: {command('evaluate', folder, '--steps', counts)}")
     print(f"      {export}")
 

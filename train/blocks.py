@@ -16,7 +16,14 @@ Activation = Literal["gelu", "gelu-exact", "relu"]  # gelu by tanh, as GPT-2; ex
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, causal or over all positions that the mask allows."""
+    """Multi-head self-attention, causal or over all positions that the mask allows.
+
+    With fewer `kv_heads` several query heads share one of keys and values. With `rotary` channels
+    of each query and key are rotated by their position, by `theta` and up to a window.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(
         self,
@@ -27,6 +34,10 @@ class Attention(nn.Module):
         bias: bool = True,
         project: bool = True,
         head_width: int = 0,
+        kv_heads: int = 0,
+        rotary: int = 0,
+        theta: float = 10_000.0,
+        window: int = 0,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -36,15 +47,25 @@ class Attention(nn.Module):
         if inner != width and not project:
             raise ValueError(f"heads of {head_width} need a projection back to width {width}")
         self.heads, self.causal, self.dropout = heads, causal, dropout
-        self.qkv = nn.Linear(width, 3 * inner, bias=bias)
+        self.kv_heads = kv_heads or heads
+        self.rotary, self.theta, self.window = rotary, theta, window
+        if rotary:
+            for name, table in zip(("cos", "sin"), rotations(window, rotary, theta), strict=True):
+                self.register_buffer(name, table, persistent=False)
+        self.qkv = nn.Linear(width, inner + 2 * self.kv_heads * self.head_width, bias=bias)
         self.out: nn.Module = nn.Linear(inner, width, bias=bias) if project else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, N, _ = x.shape
+        counts = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = (
-            part.view(B, N, self.heads, self.head_width).transpose(1, 2)  # (B, H, N, D/H)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            part.view(B, N, count, self.head_width).transpose(1, 2)  # (B, H, N, D/H)
+            for count, part in zip(
+                counts, self.qkv(x).split([n * self.head_width for n in counts], -1), strict=True
+            )
         )
+        if self.rotary:
+            q, k = self.rotated(q), self.rotated(k)
         allowed = None if mask is None else mask[:, None, None, :]
         y = F.scaled_dot_product_attention(
             q,
@@ -53,9 +74,24 @@ class Attention(nn.Module):
             attn_mask=allowed,
             is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.kv_heads != self.heads,
         )
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # (B, N, D)
         return out
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Queries or keys (B, H, N, E), each rotated by its position."""
+        half = self.rotary // 2
+        a, b, rest = x.split([half, half, self.head_width - self.rotary], -1)
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]  # (N, half)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def rotations(window: int, channels: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (window, channels / 2) of rotary positions: slower for later channels."""
+    rates = 1.0 / theta ** (torch.arange(0, channels, 2).float() / channels)
+    angles = torch.outer(torch.arange(window).float(), rates)
+    return angles.cos(), angles.sin()
 
 
 class RelativeAttention(nn.Module):
@@ -135,6 +171,33 @@ class FeedForward(nn.Module):
         return out
 
 
+class GatedFeedForward(nn.Module):
+    """down(silu(gate) * up), both from one linear layer: SwiGLU."""
+
+    def __init__(self, width: int, hidden: int, bias: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * hidden, bias=bias)  # the gate before what it gates
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.drop = nn.Dropout(dropout)  # of what is activated
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)  # (B, N, hidden) each
+        out: Tensor = self.down(self.drop(F.silu(gate) * up))
+        return out
+
+
+class RootNorm(nn.Module):
+    """x over its root mean square, times a weight for each channel: RMSNorm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each with a skip; norms before, after, or nowhere.
 
@@ -174,7 +237,7 @@ class Block(nn.Module):
             )
         self.norm1 = new_norm()
         self.drop = nn.Dropout(dropout)
-        self.feedforward: FeedForward | None = None
+        self.feedforward: FeedForward | GatedFeedForward | None = None
         if hidden:
             self.feedforward = FeedForward(width, hidden, activation, bias, activation_dropout)
             self.norm2 = new_norm()
@@ -200,6 +263,16 @@ class Block(nn.Module):
         if self.norm == "post":
             changed = self.norm2(changed)
         return changed
+
+
+class ParallelBlock(Block):
+    """A block whose halves read the same state, as those of GPT-NeoX do."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert self.feedforward is not None and self.norm == "pre"
+        attended = self.drop(self.attention(self.norm1(x), mask))
+        out: Tensor = x + attended + self.drop(self.feedforward(self.norm2(x)))
+        return out
 
 
 class BlockVelocity(nn.Module):

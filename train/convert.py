@@ -1,6 +1,7 @@
-"""Converts a pretrained encoder: fine-tune it, then train a few of its layers as a velocity.
+"""Converts a pretrained model: fine-tune it, then train a few of its layers as a velocity.
 
-The fine-tuned encoder is the teacher. The layers that are kept become the velocity of an ODE (with
+Encoders learn from a table of texts and labels, decoders from a text that they go on with. The
+fine-tuned model is the teacher. The layers that are kept become the velocity of an ODE (with
 one step alone, a shallow stack) and learn from the labels and from the teacher. Both are ordinary
 training runs with recipes made here, so the same command resumes them.
 """
@@ -13,7 +14,9 @@ from typing import Any
 
 from train.checkpoint import STATE, RunError, load_run, read_facts
 from train.data import open_dataset
+from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
+from train.data.text import TextDataset
 from train.loop import train
 from train.pretrained import (
     ConvertedTransformer,
@@ -28,7 +31,8 @@ from train.pretrained import (
 from train.recipe import Recipe, load_recipe, overridden
 
 TEACHER = "teacher"  # its run, inside that of the dial
-BATCH = 32
+BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
+WINDOW = 256  # tokens of such a window, unless more are asked for
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -39,7 +43,7 @@ class Conversion:
     blocks: int = 2  # layers that are kept; 0: all
     layers: tuple[int, ...] = ()  # which; (): as far apart as can be
     steps: tuple[int, ...] = (1, 2, 3)  # (1,): a stack, no ODE
-    recipe: str = "classifier"  # whose data, title and card are used
+    recipe: str = ""  # whose data, title and card are used; "": classifier, of a decoder text
     teacher: Path | None = None  # a run; None: the original is fine-tuned first
     teacher_epochs: float = 3.0
     epochs: float = 6.0
@@ -54,12 +58,10 @@ def convert(
     """Convert a pretrained model into a run; the recipe that this took."""
     request = _with_window(request)
     original = find_original(model)
-    encoder = original.encoder
-    layers = request.layers
-    if not layers:
-        layers = apart(request.blocks or encoder.layers, encoder.layers)
-    whole = layers == tuple(range(encoder.layers)) and request.steps == (1,)
-    base = _base(original, request, data)
+    count = original.sizes.layers
+    layers = request.layers or apart(request.blocks or count, count)
+    whole = layers == tuple(range(count)) and request.steps == (1,)
+    base = (_text_base if original.decodes else _base)(original, request, data)
     teacher = request.teacher
     if teacher is None and not whole:
         teacher = folder / TEACHER
@@ -112,7 +114,7 @@ def find_original(model: str) -> Original:
 
 def _base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
     """A recipe's table with its data read as the original reads it, the rest still as it was."""
-    recipe = load_recipe(request.recipe, [], data)
+    recipe = load_recipe(request.recipe or "classifier", [], data)
     if recipe.data.kind != "table":
         raise PretrainedError(
             f"recipe {recipe.name!r} is not of a table of texts and labels: convert needs one"
@@ -125,24 +127,43 @@ def _base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
     head, tail = recipe.data.head, recipe.data.tail
     if not 0 < head + tail <= window:
         head, tail = window - behind, behind
-    table = recipe.to_json()
-    table["data"] |= {
-        "tokenizer": kind_of(original.tokenizer),
-        "pad_id": encoder.pad_id,
-        "lowercase": False,
-        "head": head,
-        "tail": tail,
-    }
+    table = _table(original, recipe, window, BATCH)
+    table["data"] |= {"head": head, "tail": tail}
     table["model"] |= {
         "family": "encoder",
-        "block": "transformer",
-        "heads": encoder.heads,
-        "width": encoder.width,
-        "hidden": encoder.hidden,
-        "window": window,
         "norm": "post",
         "final_norm": "none",
         "pool": encoder.pool,
+    }
+    return table
+
+
+def _text_base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
+    """A recipe's table with its corpus in tokens of the original."""
+    recipe = load_recipe(request.recipe or "text", [], data)
+    if recipe.data.kind not in ("text", "stdlib"):
+        raise PretrainedError(
+            f"recipe {recipe.name!r} is not of a text to continue: to convert a decoder needs one"
+        )
+    sizes = original.sizes
+    table = _table(original, recipe, request.max_tokens or min(WINDOW, sizes.positions), WINDOWS)
+    table["model"] |= {"family": "decoder", "norm": "pre", "final_norm": "outside", "tied": False}
+    return table
+
+
+def _table(original: Original, recipe: Recipe, window: int, batch: int) -> dict[str, Any]:
+    sizes, table = original.sizes, recipe.to_json()
+    table["data"] |= {
+        "tokenizer": kind_of(original.tokenizer),
+        "pad_id": sizes.pad_id,
+        "lowercase": False,
+    }
+    table["model"] |= {
+        "block": "transformer",
+        "heads": sizes.heads,
+        "width": sizes.width,
+        "hidden": sizes.hidden,
+        "window": window,
         "conditioned": False,
         "T": 1.0,
         "embed_dropout": 0.0,
@@ -154,7 +175,7 @@ def _base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
         **table["card"],
     }
     table["optim"] |= {
-        "batch": BATCH,
+        "batch": batch,
         "beta2": 0.999,
         "weight_decay": 0.01,
         "transport": 0.0,
@@ -178,9 +199,10 @@ def _train_whole(
 ) -> None:
     if not quiet:
         print(f"fine-tuning {original.name}, the teacher: {folder}", flush=True)
-    shared = tuple(each for each in request.overrides if each.startswith(("data.", "run.")))
+    of_teacher = ("data.", "run.", "optim.class_weights")
+    shared = tuple(each for each in request.overrides if each.startswith(of_teacher))
     whole = Conversion(steps=(1,), epochs=request.teacher_epochs, overrides=shared)
-    layers = tuple(range(original.encoder.layers))
+    layers = tuple(range(original.sizes.layers))
     _train(original, base, folder, layers, None, whole, quiet)
 
 
@@ -212,22 +234,29 @@ def _train(
     where = f"convert {original.name}"
     first = overridden(table, list(request.overrides), where)
     dataset = open_dataset(first, original.tokenizer)
-    assert isinstance(dataset, LabelledDataset)
-    epoch = max(1, dataset.rows_to_train // first.optim.batch)
+    epoch = max(1, _rows(dataset, first.model.window) // first.optim.batch)
     iterations = max(1, round(request.epochs * epoch))
     table["optim"] |= {"iterations": iterations, "warmup": max(1, round(0.06 * iterations))}
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
     recipe = overridden(table, list(request.overrides), where)
-    gain = request.gain or original.encoder.layers / len(layers)
+    gain = request.gain or original.sizes.layers / len(layers)
     model = _model(original, recipe, dataset, layers, gain if depth == "ode" else 0.0, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer)
     return recipe
 
 
+def _rows(dataset: Dataset, window: int) -> int:
+    """Labelled rows to train on, or windows of a text."""
+    if isinstance(dataset, LabelledDataset):
+        return dataset.rows_to_train
+    assert isinstance(dataset, TextDataset)
+    return len(dataset.train_ids) // window
+
+
 def _model(
     original: Original,
     recipe: Recipe,
-    dataset: LabelledDataset,
+    dataset: Dataset,
     layers: tuple[int, ...],
     gain: float,
     folder: Path,
@@ -259,7 +288,7 @@ def _start_from_teacher(model: ConvertedTransformer, folder: Path, layers: tuple
     if not isinstance(taught, ConvertedTransformer):
         return
     mine, theirs = model.origin, taught.origin
-    if mine["encoder"] != theirs["encoder"] or mine["window"] != theirs["window"]:
+    if any(mine.get(key) != theirs.get(key) for key in ("encoder", "decoder", "window")):
         return
     model.embed.load_state_dict(taught.embed.state_dict())
     model.head.load_state_dict(taught.head.state_dict())

@@ -276,6 +276,15 @@ class Best:
             load_best(self.folder, model)
 
 
+def _class_weights(recipe: Recipe, dataset: Dataset, devices: Devices) -> Tensor | None:
+    """One over a class's share of the rows, so that in the mean a row has the weight 1."""
+    if recipe.optim.class_weights == "equal":
+        return None
+    assert isinstance(dataset, LabelledDataset)
+    counts = torch.tensor(dataset.class_counts, dtype=torch.float32).clamp(min=1)
+    return (counts.sum() / (len(counts) * counts)).to(devices.device)
+
+
 class Loop:
     def __init__(
         self,
@@ -294,7 +303,13 @@ class Loop:
         self.saved = 0
         self.evaluations = 0  # velocity evaluations trained through: the cost of the run
         self.steps = steps_of(recipe)
-        self.objective = Objective(recipe, model, devices.autocast, teacher)
+        self.objective = Objective(
+            recipe,
+            model,
+            devices.autocast,
+            teacher,
+            class_weights=_class_weights(recipe, dataset, devices),
+        )
 
     def run(self, reached: Reached) -> None:
         recipe, optim = self.recipe, self.recipe.optim
@@ -308,7 +323,7 @@ class Loop:
             range(first, optim.iterations),
             initial=first,
             total=optim.iterations,
-            desc=recipe.name,
+            desc=self.folder.name,
             unit="it",
             disable=self.quiet or not self.devices.main,
             mininterval=1.0,

@@ -7,7 +7,7 @@ x -> head(velocity(x)), the baseline.
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,10 @@ class Output(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Token plus position embeddings; a pad id makes a mask of the positions that exist."""
+    """Token plus position embeddings; a pad id makes a mask of the positions that exist.
+
+    Positions are "learned", "sinusoidal" or "none", for blocks that know them by themselves.
+    """
 
     def __init__(
         self,
@@ -103,11 +106,13 @@ class Embedding(nn.Module):
         self.window, self.pad_id = window, pad_id
         self.scale = width**0.5 if positions == "sinusoidal" else 1.0  # else the sines drown tokens
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = Positions(window, width, positions)
+        self.positions = None if positions == "none" else Positions(window, width, positions)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Embedded:
-        x = self.tokens(tokens) * self.scale + self.positions(tokens.shape[1])  # (B, N, D)
+        x = self.tokens(tokens) * self.scale  # (B, N, D)
+        if self.positions is not None:
+            x = x + self.positions(tokens.shape[1])
         if self.pad_id is None:
             return Embedded(self.drop(x))
         mask = tokens != self.pad_id  # (B, N)
@@ -153,6 +158,10 @@ class PooledHead(nn.Module):
         self.linear = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.read(self.pooled(x, mask))
+
+    def pooled(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """One vector (B, D) of all positions: the embedding of the input."""
         x = self.norm(x)
         if self.pool == "first":
             pooled = x[:, 0]
@@ -164,7 +173,11 @@ class PooledHead(nn.Module):
                 pooled = (x * present - (1 - present) * 1e4).amax(1)
             else:
                 pooled = (x * present).sum(1) / present.sum(1)
-        pooled = self.norm_pooled(pooled)
+        normed: Tensor = self.norm_pooled(pooled)
+        return normed
+
+    def read(self, pooled: Tensor) -> Tensor:
+        """The logits of a pooled state."""
         for layer in self.layers:
             pooled = layer(pooled).relu()
         logits: Tensor = self.linear(self.drop(pooled))  # (B, classes)
@@ -212,6 +225,17 @@ class Coda(nn.Module):
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
         x, context = self.behind(x, *context)
         logits: Tensor = self.head(x, *context)
+        return logits
+
+    def pooled(self, x: Tensor, *context: Tensor) -> Tensor:
+        """The state that the head pools, where it pools one."""
+        x, context = self.behind(x, *context)
+        pooled: Tensor = cast(Any, self.head).pooled(x, *context)
+        return pooled
+
+    def read(self, pooled: Tensor) -> Tensor:
+        """The logits of a pooled state."""
+        logits: Tensor = cast(Any, self.head).read(pooled)
         return logits
 
     def behind(self, x: Tensor, *context: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -296,6 +320,11 @@ class OTTransformer(Stepped):
         early = tuple(self.head(each, *start.context) for each in passed)
         logits = self.head(state, *start.context)
         return Output(logits, cost, evaluations, legs, start.context, early)
+
+
+def pools(head: nn.Module) -> bool:
+    """Whether a head reads its answer from one pooled state, which `pooled` and `read` give."""
+    return hasattr(head.head if isinstance(head, Coda) else head, "pooled")
 
 
 def as_embedded(made: Tensor | Embedded) -> Embedded:

@@ -65,7 +65,9 @@ class Objective:
         autocast: Callable[[], AbstractContextManager[object]],
         teacher: Stepped | None = None,
         master: Teacher | None = None,
+        class_weights: Tensor | None = None,
     ) -> None:
+        self.class_weights = class_weights
         self.steps, self.optim, self.learning = recipe.steps, recipe.optim, recipe.teacher
         self.model, self.teacher, self.autocast = model, teacher, autocast
         self.master = master
@@ -158,7 +160,7 @@ class Objective:
         turn: Turn,
         taught: Tensor | None,
     ) -> Tensor:
-        task = task_loss(logits, targets, self.optim.smoothing)
+        task = task_loss(logits, targets, self.optim.smoothing, self.class_weights)
         if taught is not None:
             share, soft = self.learning.weight, self.learning.temperature
             apart = soft**2 * divergence(logits / soft, taught / soft, targets)
@@ -204,12 +206,15 @@ def exit_weights(steps: StepsConfig, counts: tuple[int, ...]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def task_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy in nats, per token or per row."""
+def task_loss(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None
+) -> Tensor:
+    """Mean cross-entropy in nats, per token or per row; weighted if the classes have weights."""
     classes = logits.shape[-1]
     return F.cross_entropy(
         logits.float().reshape(-1, classes),
         targets.reshape(-1),
+        weight=weights,
         label_smoothing=smoothing,
         ignore_index=IGNORED,
     )

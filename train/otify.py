@@ -125,6 +125,7 @@ def _gpt2(model: Any, readout: nn.Linear | None, inside: bool) -> Parts:
     width = config.n_embd
     velocity = GPT2Velocity([_gpt2_block(block) for block in model.h], width, final_norm=False)
     embed = Embedding(config.vocab_size, config.n_positions, width, None, config.embd_pdrop)
+    assert embed.positions is not None
     embed.tokens, embed.positions.weight = model.wte, model.wpe.weight
     head = _placed(velocity, model.ln_f, inside, readout or nn.Identity())
     return embed, velocity, head

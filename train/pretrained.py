@@ -1,11 +1,13 @@
-"""Pretrained encoders, read from a folder in the Hub's format, and models made of their layers.
+"""Pretrained models, read from a folder in the Hub's format, and models made of their layers.
 
     original = read_original(Path("all-MiniLM-L6-v2"))
     whole = converted(original, classes=4)  # every layer: what is fine-tuned
     dial = converted(original, classes=4, layers=(0, 5), gain=3.0)
 
 A folder has config.json, model.safetensors and tokenizer.json; no code of it is run and
-`transformers` is not needed. Families: BERT (and MiniLM), RoBERTa, DistilBERT, ALBERT.
+`transformers` is not needed. Encoders: BERT (and MiniLM), RoBERTa, DistilBERT, ALBERT. Decoders:
+GPT-2, Llama (and SmolLM), Mistral, Qwen2, GPT-NeoX (Pythia); they go on writing, so they need no
+classes.
 
 With a gain the layers F are the velocity of an ODE, x' = g (F(x) - x), g a vector that is learnt.
 From a gain of (layers of the original / layers kept), as many steps as that are the layers applied
@@ -25,8 +27,16 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from train.blocks import Activation, Attention, Block, BlockVelocity
-from train.model import OTTransformer, PooledHead, Positions
+from train.blocks import (
+    Activation,
+    Attention,
+    Block,
+    BlockVelocity,
+    GatedFeedForward,
+    ParallelBlock,
+    RootNorm,
+)
+from train.model import Embedding, OTTransformer, PooledHead, Positions, TokenHead
 from train.ode import Embedded
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -66,6 +76,30 @@ class Encoder:
     pad_id: int
     pool: Literal["mean", "first"]
     dense: Activation | Literal["tanh", ""]  # the classifier's own layer before its last, if any
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The sizes and the form of a pretrained decoder."""
+
+    family: str
+    vocabulary: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    layers: int
+    positions: int  # tokens that it was trained on
+    eps: float
+    activation: Activation
+    form: Literal["gpt2", "llama", "neox"]
+    rotary: int  # channels of each head; 0: positions are learned vectors
+    theta: float
+    biases: tuple[bool, bool, bool]  # of queries, keys and values; of what follows; of feed-forward
+    tied: bool  # whether the readout is the token embedding
+    pad_id: int  # a token that no text becomes
+    eos_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +184,10 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A pretrained encoder as it lies in its folder."""
+    """A pretrained model as it lies in its folder."""
 
     name: str
-    encoder: Encoder
+    sizes: Encoder | Decoder
     weights: dict[str, Tensor]  # without the family's prefix
     tokenizer: Tokenizer
     licence: str
@@ -161,11 +195,22 @@ class Original:
 
     def facts(self) -> dict[str, Any]:
         """What a run and a card say of where its weights came from."""
-        return {"name": self.name, "licence": self.licence, "family": self.encoder.family}
+        return {"name": self.name, "licence": self.licence, "family": self.sizes.family}
+
+    @property
+    def encoder(self) -> Encoder:
+        """The sizes of one that reads a text as a whole."""
+        assert isinstance(self.sizes, Encoder), f"{self.name} is a decoder"
+        return self.sizes
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it writes, token by token."""
+        return isinstance(self.sizes, Decoder)
 
 
 def read_original(folder: Path) -> Original:
-    """A pretrained encoder; PretrainedError names the file at fault."""
+    """A pretrained model; PretrainedError names the file at fault."""
     if not folder.is_dir():
         raise PretrainedError(
             f"{folder} is no folder: give one that holds {CONFIG}, {WEIGHTS} and {TOKENIZER}, as "
@@ -173,10 +218,12 @@ def read_original(folder: Path) -> Original:
         )
     config = _read_json(folder / CONFIG)
     family = config.get("model_type")
+    if family in _DECODERS:
+        return _read_decoder(folder, config, family)
     if family not in _FAMILIES:
         raise PretrainedError(
             f"{folder / CONFIG}: model_type is {family!r}; convert takes encoders of the families "
-            f"{', '.join(_FAMILIES)}"
+            f"{', '.join(_FAMILIES)}, and decoders of {', '.join(_DECODERS)}"
         )
     names = _FAMILIES[family]
     weights = {
@@ -189,10 +236,8 @@ def read_original(folder: Path) -> Original:
         numbered = config.get("id2label") or {}
         count = len(weights[f"{names.classifier}.weight"])
         labels = tuple(str(numbered.get(str(i), f"LABEL_{i}")) for i in range(count))
-    card = folder / "README.md"
-    licence = _licence(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else ""
     return Original(
-        folder.absolute().name, encoder, weights, _read_tokenizer(folder), licence, labels
+        folder.absolute().name, encoder, weights, _read_tokenizer(folder), _licence(folder), labels
     )
 
 
@@ -256,7 +301,10 @@ def _pooling(folder: Path) -> Literal["mean", "first"]:
     return "first" if first else "mean"
 
 
-def _licence(card: str) -> str:
+def _licence(folder: Path) -> str:
+    """As the model card says it; empty if there is none."""
+    path = folder / "README.md"
+    card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     line = re.search(r"^license:\s*(\S+)", found[1], re.MULTILINE) if found else None
     return line[1] if line else ""
@@ -313,6 +361,176 @@ def _encoder(
     )
 
 
+# Decoders. Where a key of config.json has another name in a family, `sizes` has that.
+
+
+_LLAMA_SIZES = {
+    "kv_heads": "num_key_value_heads",
+    "eps": "rms_norm_eps",
+}
+_DECODERS: dict[str, tuple[Literal["gpt2", "llama", "neox"], str, dict[str, str]]] = {
+    # The form of its blocks, the prefix of its weights, and names in config.json.
+    "gpt2": (
+        "gpt2",
+        "transformer.",
+        {
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+            "eps": "layer_norm_epsilon",
+        },
+    ),
+    "llama": ("llama", "model.", _LLAMA_SIZES),
+    "mistral": ("llama", "model.", _LLAMA_SIZES),
+    "qwen2": ("llama", "model.", _LLAMA_SIZES),
+    "gpt_neox": ("neox", "gpt_neox.", {"eps": "layer_norm_eps"}),
+}
+_ENDS = {  # token embedding, norm before the readout, readout
+    "gpt2": ("wte.weight", "ln_f", "lm_head.weight"),
+    "llama": ("embed_tokens.weight", "norm", "lm_head.weight"),
+    "neox": ("embed_in.weight", "final_layer_norm", "embed_out.weight"),
+}
+
+
+def _read_decoder(folder: Path, config: dict[str, Any], family: str) -> Original:
+    form, prefix, _ = _DECODERS[family]
+    weights = {name.removeprefix(prefix): w for name, w in _read_weights(folder).items()}
+    tokenizer = _read_tokenizer(folder)
+    sizes = _decoder(config, family, weights, tokenizer, folder)
+    tokens, _, readout = _ENDS[form]
+    for name in (tokens, readout):
+        if name in weights:  # rows behind those of the tokenizer fill up the table
+            weights[name] = weights[name][: sizes.vocabulary]
+    name, licence = folder.absolute().name, _licence(folder)
+    return Original(name, sizes, weights, tokenizer, licence, labels=None)
+
+
+def _decoder(
+    config: dict[str, Any],
+    family: str,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    folder: Path,
+) -> Decoder:
+    form, _, names = _DECODERS[family]
+    where = folder / CONFIG
+
+    def size(name: str) -> Any:
+        key = names.get(name, name)
+        if config.get(key) is None:
+            raise PretrainedError(f"{where} has no {key}")
+        return config[key]
+
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    activation = "silu" if form == "llama" else size("hidden_act")
+    positions = size("max_position_embeddings")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    usual = {
+        "hidden_act": config.get("hidden_act", "silu") == "silu"
+        if form == "llama"
+        else activation in _ACTIVATIONS,
+        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "default",
+        "sliding_window": window is None or window >= positions,
+        "scale_attn_weights": config.get("scale_attn_weights", True),
+        "scale_attn_by_inverse_layer_idx": not config.get("scale_attn_by_inverse_layer_idx"),
+        "add_cross_attention": not config.get("add_cross_attention"),
+        "use_parallel_residual": form != "neox" or config.get("use_parallel_residual", True),
+    }
+    for key, is_usual in usual.items():
+        if not is_usual:
+            shown = rope if key == "rope_scaling" else config.get(key)
+            raise PretrainedError(f"{where}: {key} = {shown!r} is not supported")
+    tokens, _, readout = _ENDS[form]
+    for name in (tokens, *_wanted(form)):
+        if name not in weights:
+            raise PretrainedError(f"{folder / WEIGHTS} has no {name}")
+    tied = bool(config.get("tie_word_embeddings", form == "gpt2"))
+    if not tied and readout not in weights:
+        raise PretrainedError(
+            f"{folder / WEIGHTS} has no {readout}, which reads out the next token: save the whole "
+            "language model, not its states alone"
+        )
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    head_width = config.get("head_dim") or width // heads
+    if head_width * heads != width:
+        raise PretrainedError(f"{where}: head_dim = {head_width} is not supported")
+    share = config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25))
+    pad_id, eos_id = _special_ids(config, folder, tokenizer)
+    biases = {
+        "gpt2": (True, True, True),
+        "neox": (bool(config.get("attention_bias", True)),) * 2 + (True,),
+        "llama": (
+            family == "qwen2" or bool(config.get("attention_bias")),
+            family != "qwen2" and bool(config.get("attention_bias")),
+            bool(config.get("mlp_bias")),
+        ),
+    }[form]
+    return Decoder(
+        family=family,
+        vocabulary=_tokens_of(tokenizer, len(weights[tokens]), folder),
+        width=width,
+        heads=heads,
+        kv_heads=(config.get("num_key_value_heads") or heads) if form == "llama" else heads,
+        head_width=head_width,
+        hidden=(config.get("n_inner") or 4 * width)
+        if form == "gpt2"
+        else size("intermediate_size"),
+        layers=size("num_hidden_layers"),
+        positions=len(weights["wpe.weight"]) if form == "gpt2" else positions,
+        eps=float(size("eps")),
+        activation="gelu" if form == "llama" else _ACTIVATIONS[activation],
+        form=form,
+        rotary={"gpt2": 0, "llama": head_width, "neox": int(share * head_width)}[form],
+        theta=float(
+            config.get("rope_theta")
+            or config.get("rotary_emb_base")
+            or rope.get("rope_theta", 10_000.0)
+        ),
+        biases=(biases[0], biases[1], biases[2]),
+        tied=tied,
+        pad_id=pad_id,
+        eos_id=eos_id,
+    )
+
+
+def _wanted(form: str) -> tuple[str, ...]:
+    return ("wpe.weight",) if form == "gpt2" else ()
+
+
+def _tokens_of(tokenizer: Tokenizer, rows: int, folder: Path) -> int:
+    """The tokens of a tokenizer, without the rows that fill up a table."""
+    count = tokenizer.get_vocab_size()
+    if max(tokenizer.get_vocab().values()) != count - 1 or count > rows:
+        raise PretrainedError(
+            f"{folder / TOKENIZER} has {count} tokens, whose ids do not fit the {rows} rows of the "
+            "embedding"
+        )
+    return count
+
+
+def _special_ids(
+    config: dict[str, Any], folder: Path, tokenizer: Tokenizer
+) -> tuple[int, int | None]:
+    """A token that no text becomes, to pad with; and the one that ends a text, if another."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = sorted(number for number, token in added.items() if token.special)
+    if not special:
+        raise PretrainedError(
+            f"{folder / TOKENIZER} has no special token, and one has to stand for padding"
+        )
+    ends = config.get("eos_token_id")
+    ends = ends[0] if isinstance(ends, list) and ends else ends
+    if ends not in special:
+        return special[0], None
+    wanted = (config.get("pad_token_id"), config.get("bos_token_id"), *special)
+    for token in wanted:
+        if token in special and token != ends:
+            return token, ends
+    return ends, None  # GPT-2 has one special token alone
+
+
 class PretrainedEmbedding(nn.Module):
     """Tokens, positions and the first segment, normed; what is not padding is the mask."""
 
@@ -358,9 +576,16 @@ class DenseHead(nn.Module):
         self.linear = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        first = self.activation(self.dense(x[:, 0]))  # (B, D)
-        logits: Tensor = self.linear(self.drop(first))  # (B, classes)
-        return logits
+        return self.read(self.pooled(x))
+
+    def pooled(self, x: Tensor, *context: Tensor) -> Tensor:
+        """The first position (B, D): the embedding of the input."""
+        return x[:, 0]
+
+    def read(self, pooled: Tensor) -> Tensor:
+        """The logits of a pooled state."""
+        logits: Tensor = self.linear(self.drop(self.activation(self.dense(pooled))))
+        return logits  # (B, classes)
 
 
 class ConvertedTransformer(OTTransformer):
@@ -377,20 +602,35 @@ def converted(
     gain: float = 0.0,
     dropout: float = 0.0,
 ) -> ConvertedTransformer:
-    """A classifier of an original's layers, all of them by default, with its weights.
+    """A model of an original's layers, all of them by default, with its weights.
 
-    With a gain it is an ODE, otherwise one pass. The readout is the original's if that has one
-    for so many classes, and new otherwise.
+    With a gain it is an ODE, otherwise one pass. The readout of an encoder is the original's if
+    that has one for so many classes, and new otherwise; a decoder has its own.
     """
-    encoder = original.encoder
-    window = window or encoder.positions
-    if window > encoder.positions:
-        raise PretrainedError(f"{original.name} reads at most {encoder.positions} tokens")
-    layers = layers or tuple(range(encoder.layers))
-    if not all(0 <= layer < encoder.layers for layer in layers):
+    sizes = original.sizes
+    window = window or sizes.positions
+    if window > sizes.positions:
+        raise PretrainedError(f"{original.name} reads at most {sizes.positions} tokens")
+    layers = layers or tuple(range(sizes.layers))
+    if not all(0 <= layer < sizes.layers for layer in layers):
         raise PretrainedError(
-            f"{original.name} has the layers 0 to {encoder.layers - 1}, not {list(layers)}"
+            f"{original.name} has the layers 0 to {sizes.layers - 1}, not {list(layers)}"
         )
+    if isinstance(sizes, Decoder):
+        model = converted_from(
+            {
+                "decoder": dataclasses.asdict(sizes),
+                "window": window,
+                "layers": list(layers),
+                "gain": gain,
+                "dropout": dropout,
+                "source": original.facts(),
+            }
+        )
+        with torch.no_grad():
+            _load_decoder(model, original, sizes, layers)
+        return model
+    encoder = sizes
     own_head = original.labels is not None and len(original.labels) == classes
     if not own_head:
         encoder = dataclasses.replace(encoder, dense="")
@@ -412,6 +652,8 @@ def converted(
 
 def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     """The model of a run again, with fresh weights."""
+    if "decoder" in origin:
+        return _decoder_from(origin)
     given = origin["encoder"]
     if given["activation"] == "erf-gelu":  # as early runs call it
         given = given | {"activation": "gelu-exact"}
@@ -438,6 +680,58 @@ def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     model = ConvertedTransformer(embed, velocity, head, 1.0, depth)
     model.origin = origin
     return model
+
+
+def _decoder_from(origin: dict[str, Any]) -> ConvertedTransformer:
+    given = origin["decoder"]
+    sizes = Decoder(**given | {"biases": tuple(given["biases"])})
+    width, window, dropout = sizes.width, origin["window"], origin["dropout"]
+    blocks = [_decoder_block(sizes, window, dropout) for _ in origin["layers"]]
+    velocity: nn.Module
+    if origin["gain"]:
+        velocity = GainVelocity(blocks, width, origin["gain"])
+    else:
+        velocity = BlockVelocity(blocks, width, final_norm=False)
+    positions = "none" if sizes.rotary else "learned"
+    embed = Embedding(sizes.vocabulary, window, width, None, dropout, positions)
+    embed.tokens.weight.requires_grad_(False)
+    head = TokenHead(width, sizes.vocabulary, norm=False, bias=False)
+    head.norm = _norm(sizes)
+    if sizes.tied:
+        head.linear.weight = embed.tokens.weight
+    depth: Literal["ode", "discrete"] = "ode" if origin["gain"] else "discrete"
+    model = ConvertedTransformer(embed, velocity, head, 1.0, depth)
+    model.origin = origin
+    return model
+
+
+def _norm(sizes: Decoder) -> nn.Module:
+    if sizes.form == "llama":
+        return RootNorm(sizes.width, sizes.eps)
+    return nn.LayerNorm(sizes.width, eps=sizes.eps)
+
+
+def _decoder_block(sizes: Decoder, window: int, dropout: float) -> Block:
+    width, heads, hidden = sizes.width, sizes.heads, sizes.hidden
+    into, out, feeds = sizes.biases
+    made = ParallelBlock if sizes.form == "neox" else Block
+    block = made(width, heads, hidden, True, "pre", dropout, sizes.activation, feeds)
+    block.attention = Attention(
+        width,
+        heads,
+        causal=True,
+        dropout=dropout,
+        bias=into,
+        kv_heads=sizes.kv_heads,
+        rotary=sizes.rotary,
+        theta=sizes.theta,
+        window=window,
+    )
+    block.attention.out = nn.Linear(width, width, bias=out)
+    block.norm1, block.norm2 = _norm(sizes), _norm(sizes)
+    if sizes.form == "llama":
+        block.feedforward = GatedFeedForward(width, hidden, feeds)
+    return block
 
 
 class Repeated(BlockVelocity):
@@ -480,9 +774,7 @@ def _load(
     for block, layer in zip(model.velocity.blocks, layers, strict=False):
         assert isinstance(block, Block) and block.feedforward is not None
         at = names.layer.format(layer)
-        for part in ("weight", "bias"):
-            three = [take(f"{at}{name}.{part}") for name in (names.q, names.k, names.v)]
-            getattr(block.attention.qkv, part).copy_(torch.cat(three))
+        take.stacked(block.attention.qkv, [at + name for name in (names.q, names.k, names.v)])
         for module, name in (
             (block.attention.out, names.out),
             (block.norm1, names.norm1),
@@ -498,6 +790,72 @@ def _load(
         take.into(head.linear, names.classifier)
 
 
+def _load_decoder(
+    model: ConvertedTransformer, original: Original, sizes: Decoder, layers: tuple[int, ...]
+) -> None:
+    take, (tokens, norm, readout) = _Taking(original), _ENDS[sizes.form]
+    embed, head = model.embed, model.head
+    assert isinstance(embed, Embedding) and isinstance(head, TokenHead)
+    embed.tokens.weight.copy_(take(tokens))
+    if embed.positions is not None:
+        embed.positions.weight.copy_(take("wpe.weight")[: embed.window])
+    take.into(head.norm, norm)
+    if not sizes.tied:
+        head.linear.weight.copy_(take(readout))
+    assert isinstance(model.velocity, BlockVelocity)
+    for block, layer in zip(model.velocity.blocks, layers, strict=True):
+        assert isinstance(block, Block)
+        match sizes.form:
+            case "gpt2":
+                _load_gpt2(block, take, f"h.{layer}.")
+            case "llama":
+                _load_llama(block, take, f"layers.{layer}.")
+            case "neox":
+                _load_neox(block, take, f"layers.{layer}.", sizes)
+
+
+def _load_gpt2(block: Block, take: "_Taking", at: str) -> None:
+    take.into(block.norm1, f"{at}ln_1")
+    take.into(block.norm2, f"{at}ln_2")
+    assert block.feedforward is not None
+    for module, name in (
+        (block.attention.qkv, "attn.c_attn"),
+        (block.attention.out, "attn.c_proj"),
+        (block.feedforward.up, "mlp.c_fc"),
+        (block.feedforward.down, "mlp.c_proj"),
+    ):
+        assert isinstance(module, nn.Linear)
+        module.weight.copy_(take(f"{at}{name}.weight").t())  # theirs is transposed
+        module.bias.copy_(take(f"{at}{name}.bias"))
+
+
+def _load_llama(block: Block, take: "_Taking", at: str) -> None:
+    take.into(block.norm1, f"{at}input_layernorm")
+    take.into(block.norm2, f"{at}post_attention_layernorm")
+    assert block.feedforward is not None
+    projections = [f"{at}self_attn.{name}_proj" for name in "qkv"]
+    gates = [f"{at}mlp.{name}_proj" for name in ("gate", "up")]
+    take.stacked(block.attention.qkv, projections)
+    take.stacked(block.feedforward.up, gates)
+    take.into(block.attention.out, f"{at}self_attn.o_proj")
+    take.into(block.feedforward.down, f"{at}mlp.down_proj")
+
+
+def _load_neox(block: Block, take: "_Taking", at: str, sizes: Decoder) -> None:
+    take.into(block.norm1, f"{at}input_layernorm")
+    take.into(block.norm2, f"{at}post_attention_layernorm")
+    assert block.feedforward is not None
+    qkv = block.attention.qkv
+    for part, parameter in qkv.named_parameters():
+        # Theirs has the query, key and value of the first head, then of the second, and so on.
+        theirs = take(f"{at}attention.query_key_value.{part}")
+        by_head = theirs.unflatten(0, (sizes.heads, 3, sizes.head_width))
+        parameter.copy_(by_head.transpose(0, 1).reshape(theirs.shape))
+    take.into(block.attention.out, f"{at}attention.dense")
+    take.into(block.feedforward.up, f"{at}mlp.dense_h_to_4h")
+    take.into(block.feedforward.down, f"{at}mlp.dense_4h_to_h")
+
+
 class _Taking:
     """Takes weights by name; says which one a file lacks."""
 
@@ -510,9 +868,13 @@ class _Taking:
             raise PretrainedError(f"the weights of {self._original.name} have no {name}")
         return found
 
-    def into(self, module: Any, name: str) -> None:
-        for part in ("weight", "bias"):
-            getattr(module, part).copy_(self(f"{name}.{part}"))
+    def into(self, module: nn.Module, name: str) -> None:
+        self.stacked(module, [name])
+
+    def stacked(self, module: nn.Module, names: list[str]) -> None:
+        """Weights and biases, if the module has them: of several, one below the other."""
+        for part, parameter in module.named_parameters():
+            parameter.copy_(torch.cat([self(f"{name}.{part}") for name in names]))
 
 
 def apart(blocks: int, layers: int) -> tuple[int, ...]:

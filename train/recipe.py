@@ -194,6 +194,8 @@ class OptimConfig:
     # What lambda weighs: the transport cost, its excess over the straight way, or its mean in time.
     penalty: Literal["transport", "curvature", "speed"] = "transport"
     smoothing: float = 0.0  # label smoothing
+    # Tables: balanced gives every class the same weight in the loss, however few rows it has.
+    class_weights: Literal["equal", "balanced"] = "equal"
     average: int = 0  # the model that a run leaves is the mean of so many last checkpoints
     token_dropout: float = 0.0  # share of input tokens hidden from a classifier
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -237,6 +239,10 @@ class Recipe:
         for sentence, holds in {
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
+            'optim.class_weights "balanced" needs data.kind "table" and one label a row': (
+                self.optim.class_weights == "equal"
+                or (self.data.kind == "table" and self.model.family == "encoder")
+            ),
             **_teacher_rules(self.teacher),
             **_depth_rules(self.model, self.steps, self.optim),
             **_dial_rules(self.model, self.steps),

@@ -17,8 +17,8 @@ from serve.inputs.values import MAX_INPUTS, Items, Text
 
 METRIC = "`loss` (nats per token, lower is better), `accuracy`, or `bleu` (0 to 100)."
 _FINISH = (
-    "`stop`: a stop string was reached, or a translation was complete. `length`: max_tokens "
-    "were generated."
+    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
+    "generated."
 )
 
 

@@ -40,6 +40,7 @@ from serve.api.submission import (
     answer_of,
     check_answer,
     check_beams,
+    check_count,
     check_max_tokens,
     deadline_of,
     decide_budget,
@@ -67,7 +68,7 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
-from serve.errors import InvalidField, Unprocessable
+from serve.errors import InvalidField
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
 
@@ -226,7 +227,7 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         decision = decide_budget(request, served, asked)
         top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
         _check_trace(asked, served)
-        _check_count(asked, settings.max_inputs)
+        check_count(asked.input, settings.max_inputs)
         check_kinds(asked.input, manifest)
         refuse_early(request, engine, served, asked, decision, len(asked.input))
         inputs = await reader.read(
@@ -273,15 +274,6 @@ def _check_trace(asked: ClassifyRequest, served: Served) -> None:
             f"{served.name} does not run step by step here, so there is nothing to trace: leave "
             "trace out",
             param="trace",
-        )
-
-
-def _check_count(asked: ClassifyRequest, max_inputs: int) -> None:
-    if len(asked.input) > max_inputs:
-        raise Unprocessable(
-            f"input has {len(asked.input)} items, but this server takes at most {max_inputs} at "
-            "once: send several requests",
-            param="input",
         )
 
 

@@ -75,8 +75,8 @@ from serve.settings import Settings
 
 
 _FINISH = (
-    "`stop`: a stop string was reached, or a translation was complete. `length`: max_tokens "
-    "were generated."
+    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
+    "generated."
 )
 _WHEN = "When the answer was started, in Unix seconds."
 _MODEL = "The model that answered."

@@ -47,8 +47,9 @@ from serve.engine.job import (
 )
 from serve.engine.sampling import Sampling
 from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
-from serve.errors import InternalError, InvalidField
+from serve.errors import InternalError, InvalidField, Unprocessable
 from serve.inputs.rows import InputRow, greatest_length, row_length
+from serve.inputs.values import Input
 from serve.middleware import (
     ARRIVED_KEY,
     COMPUTED_KEY,
@@ -657,6 +658,16 @@ def _deliver(deliver: Callable[[TextEvent], None], index: int, event: Event) -> 
 # Classification, for any protocol.
 
 
+def check_count(inputs: Sequence[Input], max_inputs: int) -> None:
+    """Unprocessable above the server's limit."""
+    if len(inputs) > max_inputs:
+        raise Unprocessable(
+            f"input has {len(inputs)} items, but this server takes at most {max_inputs} at once: "
+            "send several requests",
+            param="input",
+        )
+
+
 def refuse_early(
     request: Request,
     engine: Engine,
@@ -681,13 +692,14 @@ async def labelled(
     decision: Decision,
     inputs: Sequence[InputRow],
     traced: bool = False,
+    embeds: bool = False,
 ) -> ClassifiedEvent:
-    """Classify these rows; raises the error if that fails."""
+    """Classify or embed these rows; raises the error if that fails."""
     manifest = served.manifest
     events: EventQueue[Event] = EventQueue()
     rows = [one.row for one in inputs]
     job: Job[Work] = Job(
-        lane=_lane(served, decision)._replace(traced=traced),
+        lane=_lane(served, decision)._replace(traced=traced, embeds=embeds),
         work=Classification(rows, events.deliver),
         lengths=tuple(row_length(row, manifest) for row in rows),
         may_pad=manifest.input.kind == "text",

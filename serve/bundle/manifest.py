@@ -474,7 +474,7 @@ class TokenizerSpec:
     pad_id: int
     vocab_size: int
     bos_id: int | None = None  # begins every answer of a translator
-    eos_id: int | None = None  # ends it
+    eos_id: int | None = None  # ends it; of a generator, any answer
     chat_template: str | None = None  # the file that turns messages into a prompt
 
     def __post_init__(self) -> None:
@@ -747,6 +747,12 @@ def check_task(manifest: "Manifest") -> None:
     _check_step(manifest)
     if manifest.shape.state is not None and not manifest.keeps_caches:
         raise BundleError("must be null for the cache none", field="shape.state")
+    if manifest.embedding is not None:
+        if task != "classify" or not isinstance(spec, TextInput):
+            raise BundleError(
+                f"must be null for the task {task} and the input {spec.kind}", field="embedding"
+            )
+        check_integer("embedding", manifest.embedding, 1, 1 << 16)
     if manifest.range is not None and len(manifest.rungs) == 1:
         raise BundleError("must be null for one rung", field="range")
     for index, rung in enumerate(manifest.rungs):
@@ -856,7 +862,8 @@ def _check_tokenizer(manifest: "Manifest") -> None:
             raise BundleError(
                 "must be an integer for the task translate, not null", field=f"tokenizer.{field}"
             )
-        if manifest.task != "translate" and token is not None:
+        ends = manifest.task == "generate" and field == "eos_id"  # where its texts end
+        if manifest.task != "translate" and token is not None and not ends:
             raise BundleError(
                 f"must be null for the task {manifest.task}", field=f"tokenizer.{field}"
             )
@@ -1017,6 +1024,7 @@ class Manifest:
     rungs: tuple[Rung, ...]
     range: Range | None = None  # of its quality, if measured
     step: StepFiles | None = None  # graphs of one step, which can run any rung
+    embedding: int | None = None  # numbers in the embedding of a text, if the graphs give one
     calibration: Calibration | None = None  # of early answers
     card: Mapping[str, object] = dataclass_field(default_factory=dict)
     provenance: Mapping[str, object] = dataclass_field(default_factory=dict)
@@ -1114,7 +1122,8 @@ class Manifest:
             check_version(value["schema_version"], SCHEMA_VERSION)
         if isinstance(value, dict):
             # Bundles of earlier releases have the dial of resolution and do not say so.
-            value = {"dial": "resolution", "grid_steps": None, "range": None} | value
+            absent = {"dial": "resolution", "grid_steps": None, "range": None, "embedding": None}
+            value = absent | value
         members = dict(check_members(value, _MANIFEST_KEYS))
         with inside("input"):
             members["input"] = read_input(members["input"])
@@ -1244,6 +1253,7 @@ _MANIFEST_KEYS = (
     "rungs",
     "range",
     "step",
+    "embedding",
     "calibration",
     "card",
     "provenance",

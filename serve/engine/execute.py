@@ -44,6 +44,7 @@ from serve.engine.work import (
     Translation,
     Work,
     answer_of,
+    embedded_rows,
     labelled_rows,
     work_as,
 )
@@ -283,7 +284,9 @@ class Runner:
             return model.step_classifier(lane.steps).traced(stacked, lane.threshold)
         if lane.threshold is not None:
             return model.step_classifier(lane.steps).early(stacked, lane.threshold)
-        logits = model.classifier(lane.steps).run(stacked)  # (B, C), or (B, N, C)
+        classifier = model.classifier(lane.steps)
+        run = classifier.embed if lane.embeds else classifier.run
+        logits = run(stacked)  # (B, C), or (B, N, C); of embeddings (B, D)
         nfe = model.bundle.manifest.rung(lane.steps).nfe
         return EarlyAnswers(logits, np.full(len(stacked), nfe, dtype=np.int64))
 
@@ -1091,7 +1094,11 @@ class Executor:
         rung = call.rung
         try:
             found = self._runner.classify(rung, [work.rows[row] for _, work, row in rows])
-            answers = labelled_rows(found, [work.rows[row] for _, work, row in rows])
+            answers = (
+                embedded_rows(found.logits)
+                if rung.embeds
+                else labelled_rows(found, [work.rows[row] for _, work, row in rows])
+            )
         except Exception as error:
             return self._ender.fail(rung, [job for job, _ in call.rows], error)
         self._ender.ran(rung)

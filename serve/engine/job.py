@@ -34,6 +34,7 @@ class LaneKey(NamedTuple):
     threshold: float | None = None  # classifications: margin of an early answer
     late: bool = False  # classifications: `steps` are the most; a batch may get fewer
     traced: bool = False  # classifications: the readout after each step is wanted too
+    embeds: bool = False  # classifications: the pooled state is wanted, not labels
 
     @property
     def name(self) -> str:
@@ -280,7 +281,7 @@ class GeneratedEvent:
     span: Span
 
 
-Scores = tuple[float, ...]  # the probability of every label
+Scores = tuple[float, ...]  # the probability of every label; or the numbers of an embedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,15 @@ def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
     ]
 
 
+def embedded_rows(embeddings: FloatArray) -> list[Labelled | ModelFailure]:
+    """The embedding of each row (B, D), or an error if it is not finite."""
+    finite = np.logical_and.reduce(np.isfinite(embeddings), axis=1)  # (B,)
+    return [
+        Labelled(tuple(row)) if good else ModelFailure(_NO_NUMBERS)
+        for row, good in zip(embeddings.tolist(), finite.tolist(), strict=True)
+    ]
+
+
 def answer_of(logits: FloatArray, row: Row) -> tuple[int, ...]:
     """The likeliest label of a row's logits (C,), or of each position of (N, C)."""
     if logits.ndim == 1:

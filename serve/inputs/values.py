@@ -162,6 +162,27 @@ Items = Annotated[
 ]
 
 
+def check_texts(value: object) -> tuple[Input, ...]:
+    """The texts of a request, in order; InvalidField if they are malformed."""
+    for index, one in enumerate(value if isinstance(value, list) else [value]):
+        if not isinstance(one, str):
+            param = f"input[{index}]" if isinstance(value, list) else "input"
+            raise InvalidField(
+                f"{param} must be a string: this server reads texts, not tokens", param=param
+            )
+    return check_items(value)
+
+
+Texts = Annotated[
+    tuple[Input, ...],
+    PlainValidator(
+        check_texts,
+        json_schema_input_type=Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)],
+    ),
+]
+
+
 # Prompts of completions: one or several texts or lists of tokens.
 
 

@@ -33,6 +33,11 @@ class OrtStepClassifier:
             last, beside = state, context
         return self._read(last, beside)
 
+    def embed(self, rows: RowArray) -> FloatArray:
+        for state, context in self._states(rows):
+            last, beside = state, context
+        return self._read(last, beside, "embedding")
+
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         self._check_jumps()
         x, beside = self._embed(rows)
@@ -130,10 +135,10 @@ class OrtStepClassifier:
         state: FloatArray = y
         return state
 
-    def _read(self, state: FloatArray, beside: Beside) -> FloatArray:
+    def _read(self, state: FloatArray, beside: Beside, output: str = "logits") -> FloatArray:
         seen = {name: beside[name] for name in self._sessions.head_contexts}
-        logits: FloatArray = self._sessions.head.run(["logits"], {"x": state} | seen)[0]
-        return logits  # (B, C), or (B, N, C)
+        found: FloatArray = self._sessions.head.run([output], {"x": state} | seen)[0]
+        return found  # (B, C), or (B, N, C)
 
 
 @final
@@ -146,9 +151,15 @@ class OrtClassifier:
         self._name = session.get_inputs()[0].name
 
     def run(self, rows: RowArray) -> FloatArray:
+        return self._run("logits", rows)  # (B, C)
+
+    def embed(self, rows: RowArray) -> FloatArray:
+        return self._run("embedding", rows)  # (B, D)
+
+    def _run(self, output: str, rows: RowArray) -> FloatArray:
         rows = check_rows(rows, self._manifest)
-        logits: FloatArray = self._session.run(["logits"], {self._name: rows})[0]
-        return logits  # (B, C)
+        found: FloatArray = self._session.run([output], {self._name: rows})[0]
+        return found
 
     def forward(self, rows: RowArray) -> FloatArray:
         """The same; whole graphs of every task have this name."""
@@ -240,6 +251,9 @@ class ParallelClassifier:
 
     def run(self, rows: RowArray) -> FloatArray:
         return np.concatenate(self._splitter.each(self._classifier.run, rows))
+
+    def embed(self, rows: RowArray) -> FloatArray:
+        return np.concatenate(self._splitter.each(self._classifier.embed, rows))
 
 
 @final

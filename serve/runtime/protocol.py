@@ -32,6 +32,10 @@ class Classifier(Protocol):
         """
         ...
 
+    def embed(self, rows: RowArray) -> FloatArray:
+        """The pooled states (B, D) of tokens (B, N); only where the manifest has an embedding."""
+        ...
+
 
 class EarlyAnswers(NamedTuple):
     """Answers to rows, some of which may have stopped before the last step."""

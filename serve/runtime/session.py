@@ -59,7 +59,7 @@ _CONTEXTS: Nodes = {f"context_{index}": ("", None) for index in range(8)}
 def graph_interface(manifest: Manifest) -> Interface:
     """For the graph of any rung: the whole depth, without caches."""
     if manifest.labelled:
-        return Interface(_taken(manifest), _classes(manifest))
+        return Interface(_taken(manifest), _classes(manifest) | _embedding(manifest))
     if manifest.task == "translate":
         inputs = _TOKENS | _source() | _memory(manifest) | _KEEP
         return Interface(inputs, _vocabulary(manifest))
@@ -104,7 +104,8 @@ def step_interface(manifest: Manifest) -> Interface:
 def head_interface(manifest: Manifest) -> Interface:
     """For the graph that reads the answer from the last state."""
     if manifest.labelled:
-        return Interface(_state("x", manifest), _classes(manifest), more_inputs=_CONTEXTS)
+        outputs = _classes(manifest) | _embedding(manifest)
+        return Interface(_state("x", manifest), outputs, more_inputs=_CONTEXTS)
     inputs, more = _state("x", manifest) | _KEEP, {} if manifest.keeps_caches else _CONTEXTS
     return Interface(inputs, _vocabulary(manifest), more_inputs=more)
 
@@ -140,6 +141,13 @@ def _classes(manifest: Manifest) -> Nodes:
     """The scores of every label, for a row or for each of its positions."""
     place = ("batch", "length") if manifest.task == "tag" else ("batch",)
     return {"logits": (_FLOAT, (*place, len(manifest.labels or ())))}
+
+
+def _embedding(manifest: Manifest) -> Nodes:
+    """The pooled state that a classifier of texts reads its answer from, if it gives that."""
+    if manifest.embedding is None:
+        return {}
+    return {"embedding": (_FLOAT, ("batch", manifest.embedding))}
 
 
 def _vocabulary(manifest: Manifest) -> Nodes:

@@ -99,6 +99,7 @@ READER_ONLY_OF_FAMILIES = (
     "for 1 channels",
     "of euler",
     "is 1, like bos_id",
+    "is 0, like pad_id",
     "tokenizer.bos_id must be from 0 to",
     "repeats encoder-1.onnx",
     "is weights already",
@@ -113,7 +114,7 @@ READER_ONLY_OF_FAMILIES = (
 # Bundles of earlier releases have none.
 OPTIONAL = {
     "tokenizer": {"chat_template"},
-    "manifest": {"dial", "grid_steps", "range"},
+    "manifest": {"dial", "grid_steps", "range", "embedding"},
     "shape": {"state"},
     "quality": {"exact"},
 }

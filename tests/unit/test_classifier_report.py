@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from export.inspect import describe
 from serve.bundle import read_bundle
 from stepdial import main
 from tests.pretrained_folders import write_folder, write_table
+from train.checkpoint import load_run
 from train.classifier_report import ClassifierReport, at_chance, confusion_lines, print_report
 
 TINY = [
@@ -117,3 +119,47 @@ def test_from_a_pretrained_model_by_one_flag(
     said = capsys.readouterr().out
     assert "fine-tuning tiny-bert, the teacher" in said and "bag of words" in said
     assert "--steps 1,2,3" in said
+
+
+def test_balanced_weights_give_a_rare_class_as_much_as_a_common_one(tmp_path: Path) -> None:
+    rows = [["body", "topic"], *([["the film", "common"]] * 9 + [["the film", "rare"]]) * 24]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(map(",".join, rows)))
+    shares = {}
+    for weights in ("equal", "balanced"):
+        out = tmp_path / weights
+        words = ["train", "classifier", "--data", str(table), "--text", "body", "--label", "topic"]
+        learning = ("optim.iterations=150", "optim.lr=0.01", "optim.warmup=5")
+        flags = [part for one in (*TINY, *learning) for part in ("--set", one)]
+        assert main([*words, "--class-weights", weights, "--out", str(out), *flags]) == 0
+        run = load_run(out)
+        assert run.tokenizer is not None and run.facts["labels"] == ["common", "rare"]
+        tokens = torch.tensor([run.tokenizer.encode("the film").ids])
+        with torch.no_grad():
+            shares[weights] = float(run.model(tokens, steps=2).logits.softmax(-1)[0, 1])
+    assert shares["equal"] == pytest.approx(0.1, abs=0.07)
+    assert shares["balanced"] == pytest.approx(0.5, abs=0.17)
+
+
+def test_weights_of_classes_are_for_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "mnist", "--class-weights", "balanced", "--data", "x"]) == 2
+    assert 'needs data.kind "table"' in capsys.readouterr().err
+
+
+def test_a_conversion_names_its_bars_and_its_bundle_after_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "bert", "bert")
+    table = write_table(tmp_path / "table.csv", 64)
+    few = ("optim.batch=16", "optim.precision=fp32", "run.threads=1")
+    command = ["convert", str(tmp_path / "bert"), "--data", str(table), "--text", "body"]
+    command += ["--label", "topic", "--max-tokens", "12", "--epochs", "1", "--teacher-epochs", "1"]
+    command += [part for one in few for part in ("--set", one)]
+    assert main([*command, "--out", str(tmp_path / "News-1")]) == 0
+    said = capsys.readouterr()
+    assert "teacher:" in said.err and "News-1:" in said.err and "classifier:" not in said.err
+    assert "--steps 1,2,3 --precision int8 --out" in said.out
+    bundle = tmp_path / "bundle"
+    exported = ["export", str(tmp_path / "News-1"), "--out", str(bundle), "--steps", "1,2,3"]
+    assert main([*exported, "--no-calibrate"]) == 0
+    assert read_bundle(bundle).manifest.name == "news-1"

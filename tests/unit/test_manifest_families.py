@@ -88,6 +88,10 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (tag_bundle, "step", None, "step must be an object for the task tag"),
     (tag_bundle, "target_max_tokens", 8, "target_max_tokens must be null for the task tag"),
     (tag_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null for the task tag"),
+    (tag_bundle, "tokenizer.eos_id", 3, "tokenizer.eos_id must be null for the task tag"),
+    (classify_bundle, "tokenizer.eos_id", 3, "tokenizer.eos_id must be null for the task classify"),
+    (generate_bundle, "tokenizer.bos_id", 3, "tokenizer.bos_id must be null for the task generate"),
+    (generate_bundle, "tokenizer.eos_id", 0, "tokenizer.eos_id is 0, like pad_id"),
     (tag_bundle, "rungs.0.encoder", "e.onnx", "encoder must be null for the task tag"),
     (tag_bundle, "rungs.0.quality.exact", 1.5, "rungs[0].quality.exact must be from 0 to 1"),
     (tag_bundle, "rungs.0.quality.exact", True, "rungs[0].quality.exact must be a number"),
@@ -107,6 +111,10 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (tag_bundle, "range", {"value": 0.1, "low": 0, "high": 0}, "range.high must be from 0.1"),
     (generate_bundle, "shape.state", 31, "shape.state must be from 32 to"),
     (generate_bundle, "shape.state", 64.5, "shape.state must be an integer"),
+    (classify_bundle, "embedding", 0, "embedding must be from 1 to 65536"),
+    (classify_bundle, "embedding", 16.5, "embedding must be an integer"),
+    (tag_bundle, "embedding", 16, "embedding must be null for the task tag and the input text"),
+    (generate_bundle, "embedding", 16, "embedding must be null for the task generate"),
     (tag_bundle, "shape.state", 32, "shape.state must be null for the cache none"),
     (tag_bundle, "range", [0.1], "range must be an object, not a list"),
     (prefix_bundle, "range", {"value": 0, "low": 0, "high": 0}, "range must be null for one rung"),
@@ -135,9 +143,14 @@ def test_what_a_family_must_not_say_is_refused(
     assert message in str(refusal.value)
 
 
+def test_a_generator_may_have_a_token_that_ends_its_texts() -> None:
+    value = changed(generate_bundle, "tokenizer.eos_id", 3)
+    assert Manifest.from_json(value).text_tokenizer.eos_id == 3
+
+
 def test_a_manifest_that_says_no_dial_has_that_of_resolution() -> None:
     value = classify_bundle().manifest.to_json()
-    for key in ("dial", "grid_steps", "range"):
+    for key in ("dial", "grid_steps", "range", "embedding"):
         del value[key]
     del value["shape"]["state"]
     for rung in value["rungs"]:

@@ -231,6 +231,12 @@ class LabelledDataset:
         self._shuffle = Shuffle([len(ids) for ids, _ in self._used])
 
     @property
+    def class_counts(self) -> list[int]:
+        """Rows to train on of each class."""
+        counts = np.bincount([label for _, label in self._used], minlength=len(self.labels))
+        return [int(count) for count in counts]
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(
             vocabulary=self.tokenizer.get_vocab_size(),

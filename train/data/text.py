@@ -202,7 +202,8 @@ class TextDataset:
         self.held_ids = self.validation_ids if same else self._encode(corpus.test)
         self.digest = digest_of(self.train_ids, self.validation_ids)
         parts = (self.train_ids, self.validation_ids, self.held_ids)
-        self.knows_all = all(bool(part.all()) for part in parts)  # else some is read as padding
+        # Else characters are read as padding; other tokenizers know every text.
+        self.knows_all = config.tokenizer != "chars" or all(bool(part.all()) for part in parts)
         lengths = [len(part) for part in parts]
         if min(lengths) <= window + 1:
             raise DataError(

@@ -1,0 +1,175 @@
+"""Pretrained decoders that have become dials, over HTTP: each rung writes what torch writes."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from export.run import ExportRequest, export_run
+from serve.bundle import read_bundle
+from serve.runtime import open_model
+from tests.pretrained_folders import DECODERS, transformers, write_corpus, write_folder
+from tests.server_process import ServerProcess, server_process
+from train.checkpoint import load_run
+from train.convert import Conversion, convert
+
+pytestmark = pytest.mark.long
+STEPS, WINDOW, WRITTEN = (1, 2, 3), 48, 16
+PROMPT = "the film was very"
+SETTINGS = ("optim.precision=fp32", "run.threads=1", "data.held_out=0.2")
+REQUEST = Conversion(
+    max_tokens=WINDOW,
+    epochs=0.3,
+    teacher_epochs=0.1,
+    overrides=("optim.lr=0.003", *SETTINGS),
+)
+# All layers, as good as untrained.
+WHOLE = Conversion(
+    blocks=0, steps=(1,), max_tokens=WINDOW, epochs=0.02, overrides=("optim.lr=1e-30", *SETTINGS)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each family a pretrained folder, a run and a bundle; of some all layers too."""
+    folder: Path = tmp_path_factory.mktemp("decoders")
+    corpus = write_corpus(folder / "corpus.txt")
+    for family in DECODERS:
+        write_folder(folder / "hub" / family, family)
+        convert(
+            str(folder / "hub" / family), folder / "runs" / family, REQUEST, str(corpus), quiet=True
+        )
+        export(folder, family, STEPS)
+    for family in ("gpt2", "llama"):
+        run = folder / "runs" / f"whole-{family}"
+        convert(str(folder / "hub" / family), run, WHOLE, str(corpus), quiet=True)
+        export(folder, f"whole-{family}", (1,))
+    return folder
+
+
+def export(folder: Path, name: str, steps: tuple[int, ...], **changes: Any) -> Path:
+    target = folder / "".join((name, *changes.values()))
+    asked = ExportRequest(target, steps, name=target.name, samples=16, latency=False, **changes)
+    export_run(folder / "runs" / name, asked, say=lambda _: None)
+    return target
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    names = (*DECODERS, "whole-gpt2", "whole-llama")
+    with server_process([folder / name for name in names]) as served:
+        yield served
+
+
+def written(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": WRITTEN} | fields
+    answer = httpx.post(f"{server.url}/v1/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def greedy(folder: Path, family: str, steps: int) -> str:
+    """What the run writes, without a cache; neither padding nor an end."""
+    run = load_run(folder / "runs" / family)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
+    pad_id = read_bundle(folder / family).manifest.text_tokenizer.pad_id
+    prompt = tokenizer(PROMPT).input_ids
+    tokens = torch.tensor([prompt])
+    for _ in range(WRITTEN):
+        with torch.no_grad():
+            logits = run.model(tokens, steps=steps).logits[0, -1]
+        logits[pad_id] = -torch.inf
+        tokens = torch.cat([tokens, logits.argmax().view(1, 1)], 1)
+    text: str = tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_rung_writes_what_torch_does(
+    server: ServerProcess, folder: Path, family: str, steps: int
+) -> None:
+    answer = written(server, model=family, steps=steps)
+    assert answer["text"] == greedy(folder, family, steps)
+    assert answer["budget"]["steps"] == steps
+    assert answer["usage"]["completion_tokens"] == WRITTEN
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_all_layers_give_the_logits_of_transformers(folder: Path, family: str) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hub" / family).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
+    tokens = np.array(tokenizer(PROMPT + " long and lovely story").input_ids)
+    bundle = read_bundle(folder / f"whole-{family}")
+    assert bundle.manifest.keeps_caches and bundle.manifest.shape.layers == 4
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    expected = expected[:, : bundle.manifest.text_tokenizer.vocab_size]
+    batch = open_model(bundle, 1).decoder(1).open_batch()
+    found = [batch.add(tokens[:2]), *(batch.step(tokens[i : i + 1])[0] for i in range(2, 6))]
+    np.testing.assert_allclose(found, expected[1:6], atol=1e-4)
+
+
+def test_caches_hold_the_heads_of_keys_and_values(folder: Path) -> None:
+    shapes = {name: read_bundle(folder / name).manifest.shape for name in DECODERS}
+    assert {name: (one.layers, one.heads) for name, one in shapes.items()} == {
+        "gpt2": (2, 2),
+        "llama": (2, 2),
+        "mistral": (2, 1),
+        "qwen2": (2, 2),
+        "gpt_neox": (2, 2),
+    }
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_caches_of_bytes_are_verified(folder: Path, family: str) -> None:
+    bundle = read_bundle(export(folder, family, (1, 3), cache="int8"))
+    assert bundle.manifest.cache == "kv_int8"
+
+
+def test_rows_of_several_rungs_decode_together_as_alone(server: ServerProcess) -> None:
+    alone = {steps: written(server, model="llama", steps=steps)["text"] for steps in STEPS}
+    with ThreadPoolExecutor(len(STEPS)) as pool:
+        asked = {
+            steps: [
+                pool.submit(written, server, model="llama", steps=steps, seed=seed)
+                for seed in range(3)
+            ]
+            for steps in STEPS
+        }
+        found = {steps: {one.result()["text"] for one in many} for steps, many in asked.items()}
+    assert found == {steps: {text} for steps, text in alone.items()}
+
+
+def test_an_answer_ends_where_the_model_ends_its_text(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
+    text = written(server, model="whole-llama", steps=1)["text"]
+    fifth = tokenizer(text, add_special_tokens=False).input_ids[4]
+    # Its end is now half as likely again as the fifth token that it wrote.
+    run = tmp_path / "ending"
+    shutil.copytree(folder / "runs/whole-llama", run)
+    weights = load_file(run / "model.safetensors")
+    with safe_open(run / "model.safetensors", "pt") as file:
+        noted = file.metadata()
+    readout = weights["head.linear.weight"]
+    readout[tokenizer.eos_token_id] = 1.5 * readout[fifth]
+    save_file(weights, run / "model.safetensors", noted)
+    asked = ExportRequest(tmp_path / "bundle", (1,), name="ending", samples=16, latency=False)
+    bundle = export_run(run, asked, say=lambda _: None)
+    assert bundle.manifest.text_tokenizer.eos_id == tokenizer.eos_token_id
+    with server_process([tmp_path / "bundle"]) as served:
+        answer = written(served)
+    assert answer["finish_reason"] == "stop"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 5
+    assert text.startswith(answer["text"]) and "</s>" not in answer["text"]

@@ -1,0 +1,149 @@
+"""Pretrained decoders: golden logits and token ids, and what cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.pretrained_folders import DECODERS, texts, transformers, write_folder
+from train.pretrained import (
+    Decoder,
+    PretrainedError,
+    converted,
+    converted_from,
+    kind_of,
+    read_original,
+)
+
+
+def tokens_of(folder: Path, rows: int = 3, length: int = 40) -> torch.Tensor:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(" ".join(text for text, _ in texts(60))).input_ids
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+def sizes_of(folder: Path) -> Decoder:
+    sizes = read_original(folder).sizes
+    assert isinstance(sizes, Decoder)
+    return sizes
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_at_the_original_depth_logits_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = write_folder(tmp_path, family)
+    original = read_original(tmp_path)
+    ours, tokens = converted(original, 0).eval(), tokens_of(tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits[..., : original.sizes.vocabulary]
+        found = ours(tokens).logits
+    assert float(expected.std()) > 0.3
+    assert found.shape[-1] == original.tokenizer.get_vocab_size() < model.config.vocab_size
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_one_layer_at_as_many_steps_as_layers_is_that_layer_repeated(
+    family: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family)
+    original, tokens = read_original(tmp_path), tokens_of(tmp_path)
+    dial = converted(original, 0, layers=(2,), gain=4.0).eval()
+    stack = converted(original, 0, layers=(2, 2, 2, 2)).eval()
+    with torch.no_grad():
+        found, expected = dial(tokens, steps=4).logits, stack(tokens).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert (dial(tokens, steps=1).logits - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_run_makes_its_model_again(family: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, family)
+    model = converted(read_original(tmp_path), 0, 50, (0, 3), 2.0).eval()
+    again = converted_from(json.loads(json.dumps(model.origin))).eval()
+    again.load_state_dict(model.state_dict())
+    tokens = tokens_of(tmp_path)
+    assert torch.equal(again(tokens, steps=2).logits, model(tokens, steps=2).logits)
+    assert not model.embed.tokens.weight.requires_grad  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_its_own_tokenizer_gives_the_same_ids(family: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, family)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    original = read_original(tmp_path)
+    assert kind_of(original.tokenizer) == "bpe"
+    for text in [text for text, _ in texts(20)] + [" ", "it's  spaced"]:
+        assert original.tokenizer.encode(text).ids == theirs(text).input_ids
+
+
+def test_what_stands_for_padding_is_no_token_of_a_text(tmp_path: Path) -> None:
+    for family, pad_id, eos_id in (("gpt2", 0, None), ("llama", 1, 2), ("qwen2", 1, 2)):
+        write_folder(tmp_path / family, family)
+        sizes = sizes_of(tmp_path / family)
+        assert (sizes.pad_id, sizes.eos_id) == (pad_id, eos_id), family
+
+
+def test_heads_biases_and_ties_are_as_the_family_has_them(tmp_path: Path) -> None:
+    for family, kv_heads, rotary, biases, tied in (
+        ("gpt2", 2, 0, (True, True, True), True),
+        ("llama", 2, 16, (False, False, False), False),
+        ("mistral", 1, 16, (False, False, False), False),
+        ("qwen2", 2, 16, (True, False, False), True),
+        ("gpt_neox", 2, 16, (True, True, True), False),
+    ):
+        write_folder(tmp_path / family, family)
+        sizes = sizes_of(tmp_path / family)
+        found = (sizes.kv_heads, sizes.rotary, sizes.biases, sizes.tied)
+        assert found == (kv_heads, rotary, biases, tied), family
+
+
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling = .*llama3"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("llama", {"head_dim": 32}, "head_dim = 32 is not supported"),
+        ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
+        ("mistral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual = False"),
+        ("llama", {"model_type": "t5"}, "decoders of gpt2, llama"),
+    ],
+)
+def test_a_form_that_is_not_known_is_refused(
+    family: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family)
+    change(tmp_path, **changes)
+    with pytest.raises(PretrainedError, match=said):
+        read_original(tmp_path)
+
+
+def test_a_readout_or_a_row_that_is_missing_is_said(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    without = {name: w for name, w in weights.items() if name != "lm_head.weight"}
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(PretrainedError, match="save the whole language model"):
+        read_original(tmp_path)
+    short = weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"][:50]}
+    save_file({name: w.contiguous() for name, w in short.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(PretrainedError, match="do not fit the 50 rows"):
+        read_original(tmp_path)
+
+
+def test_more_tokens_than_it_was_trained_on_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama")
+    with pytest.raises(PretrainedError, match="reads at most 80 tokens"):
+        converted(read_original(tmp_path), 0, 81)
