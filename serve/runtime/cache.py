@@ -250,7 +250,11 @@ def _libc() -> ctypes.CDLL:
 BUCKET_POSITIONS = 64
 _VERSIONS = count()  # unique over all caches
 _FLOATS = np.dtype(np.float32)
-_KINDS: dict[Cache, np.dtype[Any]] = {"kv": _FLOATS, "kv_int8": np.dtype(np.int8)}
+_KINDS: dict[Cache, np.dtype[Any]] = {
+    "kv": _FLOATS,
+    "kv_fp16": np.dtype(np.float16),
+    "kv_int8": np.dtype(np.int8),
+}
 
 
 @dataclass(frozen=True, slots=True)

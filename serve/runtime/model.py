@@ -363,8 +363,12 @@ class OrtModel:
         manifest = self._bundle.manifest
         if manifest.step is None or not self._place.runs_single_steps:
             return False
-        # With 8 bits only the step uses the runtime's own integer products.
-        return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
+        # With 8 bits only the step uses the runtime's own integer products; and of 16 bits the
+        # matrices of a whole rung would become float32 in every call.
+        return (
+            manifest.precision in ("int8", "fp16")
+            or manifest.files[manifest.weights].bytes > TINY_BYTES
+        )
 
     def _rung(self, steps: int, *tasks: "Task") -> Rung:
         manifest = self._bundle.manifest

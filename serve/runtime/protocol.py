@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 RowArray = IntArray | FloatArray
 Row = list[int] | FloatArray  # tokens of a text, pixels (C, H, W), or points (N, dimensions)
-CacheArray = FloatArray | npt.NDArray[np.int8]
+CacheArray = FloatArray | npt.NDArray[np.float16] | npt.NDArray[np.int8]
 
 
 class WindowFullError(ValueError):

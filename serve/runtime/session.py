@@ -46,8 +46,9 @@ class Interface:
     more_outputs: Nodes = field(default_factory=dict)
 
 
-_INT64, _INT32, _INT8 = "tensor(int64)", "tensor(int32)", "tensor(int8)"
+_INT64, _INT32 = "tensor(int64)", "tensor(int32)"
 _FLOAT = "tensor(float)"
+_CACHED = {"kv": _FLOAT, "kv_fp16": "tensor(float16)", "kv_int8": "tensor(int8)"}
 _TOKENS: Nodes = {"tokens": (_INT64, ("batch", "length"))}
 _KEEP: Nodes = {"keep": (_INT64, ("kept",))}
 _A_ROW: Nodes = {"h": (_FLOAT, ("batch",))}
@@ -91,8 +92,7 @@ def step_interface(manifest: Manifest) -> Interface:
     if not manifest.keeps_caches:
         return Interface(inputs, outputs, more_inputs=_TIME | _CONTEXTS)
     shape = manifest.shape
-    kind = _INT8 if manifest.cache == "kv_int8" else _FLOAT
-    cache = (kind, ("batch", shape.heads, "capacity", shape.head_width))
+    cache = (_CACHED[manifest.cache], ("batch", shape.heads, "capacity", shape.head_width))
     names = cache_names(EVALUATIONS_PER_STEP[manifest.method], shape.layers)
     return Interface(
         inputs | _LENGTHS | dict.fromkeys(names, cache),
