@@ -1,8 +1,8 @@
 """What ONNX Runtime's CUDA provider says it computes, and the check of a graph against it.
 
 Data of docs/OperatorKernels.md of microsoft/onnxruntime at 001d12d: the row of each operator of
-ours that serves opset 21, with the types of its parameters; which pairs of types attention with caches
-has kernels for, and what of it must be on the host, are those registered in
+ours that serves opset 21, with the types of its parameters. Which pairs of types attention with
+caches has kernels for, and what of it must be on the host, are those registered in
 onnxruntime/contrib_ops/cuda/bert/group_query_attention.cc of the same commit.
 """
 

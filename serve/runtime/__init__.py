@@ -64,7 +64,7 @@ def open_model(bundle: Bundle, threads: int | None = None, device: Device = _CPU
     if device.engines is not None:
         from serve.runtime.tensorrt import TrtModel, engines_of
 
-        return TrtModel(bundle, engines_of(device.engines, bundle))
+        return TrtModel(bundle, engines_of(device.engines, bundle), device.number)
     from serve.runtime.model import OrtModel
 
     return OrtModel(bundle, threads, device)
