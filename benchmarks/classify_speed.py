@@ -35,8 +35,8 @@ from benchmarks.lab import (
 )
 from export.run import Origin
 from serve.runtime import open_model
+from serve.runtime.device import HOST
 from serve.runtime.protocol import FloatArray, IntArray
-from serve.runtime.session import bind_input, bind_output
 from train.model import OTTransformer, as_embedded
 from train.recipe import ModelConfig
 
@@ -99,9 +99,9 @@ def _session(pairs: list[tuple[Shape, Shape, bool]]) -> Callable[[], None]:
     session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for name, array in fed.items():
-        bind_input(binding, name, array)
+        HOST.bind_input(binding, name, array)
     for name, array in made.items():
-        bind_output(binding, name, array)
+        HOST.bind_output(binding, name, array)
     kept = (fed, made)  # the binding knows only addresses
 
     def call() -> None:

@@ -46,8 +46,9 @@ from serve.engine.work import Generation, GenerationRequest, Work
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout, RowCaches
+from serve.runtime.device import HOST
 from serve.runtime.protocol import FloatArray, IntArray
-from serve.runtime.session import bind_input, bind_output, cache_names, usable_cores
+from serve.runtime.session import cache_names, usable_cores
 
 # Clients that ask an engine again as soon as they have their answer, without HTTP.
 
@@ -256,11 +257,11 @@ class UnrolledRows:
         binding = self._session.io_binding()
         self._kept = (tokens, past, keep, logits)  # bound by address
         for name, array in (("tokens", tokens), ("past", past), ("keep", keep)):
-            bind_input(binding, name, array)
+            HOST.bind_input(binding, name, array)
         for (taken, given), array in zip(self._slots, self._caches.arrays, strict=True):
-            bind_input(binding, taken, array[first:end])
-            bind_output(binding, given, array[first:end])
-        bind_output(binding, "head/logits", logits)
+            HOST.bind_input(binding, taken, array[first:end])
+            HOST.bind_output(binding, given, array[first:end])
+        HOST.bind_output(binding, "head/logits", logits)
         return binding
 
 

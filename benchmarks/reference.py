@@ -80,7 +80,7 @@ def bundles(
             precision,
             {},
             iteration=0,
-            small_caches=small_caches,
+            cache="kv_int8" if small_caches else traced.cache,
         )
         with open_staging(folder / name) as staging:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")

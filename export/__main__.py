@@ -39,7 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Stitch, verify, calibrate and pack every rung of a run into a bundle.",
     )
     export.set_defaults(run_command=_export)
-    export.add_argument("run", type=Path, metavar="RUN", help="a run; with --target, also a bundle")
+    export.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a run; with --target, or --precision fp16 or bf16, also a bundle",
+    )
     export.add_argument("--out", type=Path, metavar="FOLDER", help="default bundles/NAME")
     add_arguments(export)
     export.add_argument(
@@ -53,13 +58,15 @@ def _parser() -> argparse.ArgumentParser:
         "--samples", type=int, help="calibrate on about this many held-out rows (default: all)"
     )
     export.add_argument(
-        "--precision", default="fp32", help="fp32 (default), or int8: weights of 8 bits"
+        "--precision",
+        default="fp32",
+        help="of the weights: fp32 (default), fp16, bf16, or int8",
     )
     export.add_argument(
         "--cache",
-        choices=("fp32", "int8"),
-        default="fp32",
-        help="KV cache of a generator: fp32 (default), or int8 in a quarter of the memory",
+        choices=("fp32", "fp16", "int8"),
+        help="KV cache of a generator: fp32, fp16 in half or int8 in a quarter of the memory "
+        "(default: fp16 with --precision fp16 or bf16, else fp32)",
     )
     export.add_argument(
         "--no-calibrate",
@@ -113,15 +120,48 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    if (arguments.run / MANIFEST_FILE).is_file():
-        if arguments.target == "onnx":
-            raise ValueError(
-                f"{arguments.run} is a bundle already: name the run that it was made of, or make "
-                "something else of it with --target"
-            )
+    if not (arguments.run / MANIFEST_FILE).is_file():
+        return _export_run(arguments)
+    if arguments.target != "onnx":
         write_target(read_bundle(arguments.run), arguments)
         return 0
-    return _export_run(arguments)
+    if arguments.precision in ("fp16", "bf16"):
+        return _export_bundle(arguments)
+    raise ValueError(
+        f"{arguments.run} is a bundle already: name the run that it was made of, or make "
+        "something else of it with --target, or with --precision fp16 or bf16"
+    )
+
+
+def _export_bundle(arguments: argparse.Namespace) -> int:
+    """A 16-bit bundle of a float32 one."""
+    from export.half_bundle import halve_bundle
+    from export.inspect import describe
+    from export.latency import calibrate_latency
+    from export.quality import dataset_of, held_out_batches
+    from train.__main__ import command
+
+    for flag in ("steps", "method", "name", "cache", "card", "chat_template"):
+        if getattr(arguments, flag) is not None:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} needs the run that {arguments.run} was made of: a "
+                "bundle only gets another precision"
+            )
+    bundle = read_bundle(arguments.run)
+    dataset = dataset_of(bundle, arguments.data)
+    samples = 1 if arguments.no_calibrate else _rows(arguments.samples)
+    target = arguments.out or Path("bundles") / f"{bundle.manifest.name}-{arguments.precision}"
+    made = halve_bundle(
+        bundle,
+        target,
+        arguments.precision,
+        lambda: held_out_batches(dataset, bundle.manifest, samples),
+    )
+    if not arguments.no_calibrate:
+        calibrate_latency(made.folder)
+    print(describe(read_bundle(made.folder)))
+    print(f"bundle: {target}\nnext: {command('serve', target)}")
+    return 0
 
 
 def _rows(samples: int | None) -> int | None:

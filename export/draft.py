@@ -18,6 +18,7 @@ from export.trace import Traced
 from serve.bundle import (
     LABELLING,
     AgainstFp32,
+    Cache,
     Depth,
     ImageInput,
     InputSpec,
@@ -32,6 +33,7 @@ from serve.bundle import (
     TokenizerSpec,
     Truncation,
     Verified,
+    rounds,
     steps_in_words,
 )
 from train.data.arrays import ImageDataset
@@ -60,7 +62,7 @@ def draft_manifest(
     precision: Precision,
     card: dict[str, Any],
     iteration: int,
-    small_caches: bool = False,
+    cache: Cache = "none",
 ) -> Manifest:
     """The manifest with quality and verification still open."""
     c, classifies = recipe.model, traced.task in LABELLING
@@ -77,14 +79,14 @@ def draft_manifest(
         dial=model.dial,
         grid_steps=traced.graph.grid_steps,
         depth=_depth(model),
-        cache="kv_int8" if small_caches else traced.cache,
+        cache=cache,
         input=_input(recipe, dataset, classifies),
         target_max_tokens=c.target_window if translates else None,
         labels=dataset.labels if classifies else None,
         tokenizer=_tokenizer(recipe.data, dataset.tokenizer, translates, _end_of(model)),
         shape=_shape(recipe.model, model, traced),
         weights=WEIGHTS,
-        rungs=_rungs(traced, ladder, method, model.discrete, precision != "fp32" or small_caches),
+        rungs=_rungs(traced, ladder, method, model.discrete, rounds(precision, cache)),
         step=step_files(traced),
         embedding=traced.width if traced.embeds else None,
         card=card,

@@ -11,11 +11,12 @@ import onnx
 from onnx import helper, numpy_helper
 
 from export.draft import WEIGHTS, encoder_name, graph_name, step_files
+from export.half import Products, half_caches, half_of, use_half
 from export.int8 import Ranges, measured_ranges, quantise, use_integers
 from export.int8_cache import Scales, cache_bytes
 from export.pieces import FLOAT, KEEP, OPSET, Content, Contents, Piece, Port, WeightsFile
 from export.trace import Parts, StepParts, Traced
-from serve.bundle import LABELLING, Precision
+from serve.bundle import LABELLING, Cache, Precision
 from serve.runtime.protocol import RowArray
 from train.ode import Method, method_named
 
@@ -431,6 +432,7 @@ def write_graphs(
     unseen: Iterable[RowArray] = (),
     scales: Scales | None = None,
     floats: bool = False,
+    cache: Cache = "none",
 ) -> None:
     """Write all graphs and the weights; each graph is checked as it then lies there.
 
@@ -443,15 +445,18 @@ def write_graphs(
         whole = (stitch(traced.graph, ladder.method, steps) for steps in ladder.steps)
         ranges = measured_ranges(whole, unseen)
     files = step_files(traced)
+    products: Products = "float" if files is None else "shared"
     if traced.step is not None and files is not None:
         graphs = stitch_step(traced.graph, traced.step, ladder.method)._asdict()
         if scales is not None:
             cache_bytes(graphs["step"].graph, scales)
+        elif cache == "kv_fp16":
+            half_caches(graphs["step"].graph)
         for field, name in files.graphs.items():
-            _write(folder / name, graphs[field], weights, precision, ranges, floats, plain=False)
+            _write(folder / name, graphs[field], weights, precision, ranges, floats, "own")
     for steps in ladder.steps:
         graph = stitch(traced.graph, ladder.method, steps)
-        _write(folder / graph_name(steps), graph, weights, precision, ranges, floats, plain=True)
+        _write(folder / graph_name(steps), graph, weights, precision, ranges, floats, products)
         if traced.encoder is not None:
             encoder = stitch(traced.encoder, ladder.method, steps)
             _write(
@@ -461,7 +466,7 @@ def write_graphs(
                 precision,
                 ranges,
                 floats,
-                plain=True,
+                products,
             )
     weights.write(folder)
     for path in folder.glob("*.onnx"):
@@ -475,11 +480,14 @@ def _write(
     precision: Precision,
     ranges: Ranges,
     floats: bool,
-    plain: bool,
+    products: Products,
 ) -> None:
+    plain = products != "own"  # of a whole rung
     if precision == "int8":
         use_integers(graph, ranges, plain)
         quantise(graph, plain, floats)
+    if (half := half_of(precision)) is not None:
+        use_half(graph, half, products)
     weights.externalise(graph)
     if plain:
         keep_shapes(graph)

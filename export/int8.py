@@ -49,14 +49,14 @@ NOTHING_LARGE = (
 class Layers:
     """Which nodes of a graph are layers, and their matrices."""
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    def __init__(self, graph: onnx.GraphProto, least: int = LEAST_ELEMENTS) -> None:
         self._graph = graph
         self._large = {
             tensor.name: tensor
             for tensor in graph.initializer
             if tensor.data_type == TensorProto.FLOAT
             and len(tensor.dims) == 2
-            and tensor.dims[0] * tensor.dims[1] >= LEAST_ELEMENTS
+            and tensor.dims[0] * tensor.dims[1] >= least
         }
         self._transposed = {
             node.output[0]: node.input[0]
@@ -70,6 +70,10 @@ class Layers:
     def some(self) -> bool:
         """Whether there are any."""
         return bool(self._large) and any(self.of(node) for node in self._graph.node)
+
+    def knows(self, name: str) -> bool:
+        """Whether that is a large matrix."""
+        return name in self._large
 
     def of(self, node: onnx.NodeProto) -> Layer | None:
         """What the node multiplies, if it is a layer."""
@@ -201,7 +205,7 @@ def table_to_bytes(
     return np.rint(blocked / scales).astype(np.int8), scales
 
 
-def _looks_up_rows(node: onnx.NodeProto) -> bool:
+def looks_up_rows(node: onnx.NodeProto) -> bool:
     return all(each.i == 0 for each in node.attribute if each.name == "axis")
 
 
@@ -232,7 +236,7 @@ class _Quantising:
 
     def rewritten(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place."""
-        if node.op_type == "Gather" and node.input[0] in self._tables and _looks_up_rows(node):
+        if node.op_type == "Gather" and node.input[0] in self._tables and looks_up_rows(node):
             return self._looked_up(node)
         layer = self._layers.of(node)
         if layer is None:

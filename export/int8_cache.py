@@ -27,7 +27,7 @@ from train.model import OTTransformer, Stepped
 
 PARTS = ("keys", "values")
 _SCALES_AT = 12  # the operator's inputs before them
-CachePrecision = Literal["fp32", "int8"]
+CachePrecision = Literal["fp32", "fp16", "int8"]
 # What a byte of 1 stands for: of each attention, keys and values, head and channel.
 Scales = npt.NDArray[np.float32]  # (attentions, 2, K, d)
 

@@ -16,6 +16,7 @@ from export.attention import HEAD_WIDTH_MULTIPLE
 from export.draft import TOKENIZER, draft_manifest, model_card
 from export.early import Jumps, certify
 from export.graph import Ladder, stitch, write_graphs
+from export.half import half_of
 from export.inspect import flat_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
@@ -36,6 +37,7 @@ from serve.bundle import (
     LABELLING,
     MAX_RUNGS,
     Bundle,
+    Cache,
     Calibration,
     Manifest,
     Precision,
@@ -103,7 +105,7 @@ class Trial:
     @contextmanager
     def opened(self, staging: Path, target: Path) -> Iterator[OpenedModel]:
         """The staged graphs as a bundle of their own, gone afterwards."""
-        with _sealed(self.draft, staging, target, self._threads) as model:
+        with sealed_trial(self.draft, staging, target, self._threads) as model:
             yield model
 
     @contextmanager
@@ -117,7 +119,7 @@ class Trial:
             if draft.tokenizer is not None:
                 os.link(staging / draft.tokenizer.file, folder / draft.tokenizer.file)
             write_graphs(folder, traced, ladder, "fp32")
-            with _sealed(draft, folder, target, self._threads) as model:
+            with sealed_trial(draft, folder, target, self._threads) as model:
                 yield model
 
     def run(self, opened: OpenedModel, reference: OpenedModel | None = None) -> Tried:
@@ -205,7 +207,10 @@ def threads_each(rungs: int) -> int:
 
 
 @contextmanager
-def _sealed(draft: Manifest, staging: Path, target: Path, threads: int) -> Iterator[OpenedModel]:
+def sealed_trial(
+    draft: Manifest, staging: Path, target: Path, threads: int | None = None
+) -> Iterator[OpenedModel]:
+    """The staged graphs, sealed and opened, beside the target; gone afterwards."""
     with open_staging(target.with_name(f"{target.name}.trial")) as trial:
         for path in staging.iterdir():
             os.link(path, trial / path.name)
@@ -243,6 +248,7 @@ def _report(rung: Rung, verified: Verified, say: Callable[[str], None]) -> None:
 
 
 CARD = "README.md"
+_CACHES: dict[CachePrecision, Cache] = {"fp32": "kv", "fp16": "kv_fp16", "int8": "kv_int8"}
 CHAT_TEMPLATE = "chat_template.jinja"
 Say = Callable[[str], None]
 
@@ -256,7 +262,7 @@ class ExportRequest:
     method: str | None = None  # None: as trained
     name: str | None = None
     precision: Precision = "fp32"
-    cache: CachePrecision = "fp32"  # of a generator
+    cache: CachePrecision | None = None  # of a generator; None: as the precision wants it
     samples: int | None = None  # held-out rows to measure quality on; None: all of them
     latency: bool = True  # measure it here, when the bundle is sealed
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -309,7 +315,8 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         # Rounded activations are too coarse for the outliers of pretrained models.
         floats = isinstance(model, ConvertedTransformer)
         unseen = None if floats else _unseen(request.precision, traced.task, dataset)
-        scales = _scales(origin, request, traced, ladder)
+        cache = _cache(request, traced, recipe.name)
+        scales = _scales(origin, traced, ladder) if cache == "kv_int8" else None
         card = {"title": recipe.title, **recipe.card, **request.card}
         if (doubt := _doubt(request.precision, traced, ladder, unseen)) is not None:
             print(f"{recipe.name}: {doubt}", file=sys.stderr)
@@ -325,14 +332,16 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             request.precision,
             card,
             origin.iteration,
-            small_caches=scales is not None,
+            cache=cache,
         )
         if request.chat_template is not None:
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
         with torch_threads(threads), answers.ahead(ladder.steps):
-            write_graphs(staging, traced, ladder, request.precision, unseen or (), scales, floats)
+            write_graphs(
+                staging, traced, ladder, request.precision, unseen or (), scales, floats, cache
+            )
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if not draft.rounds:
@@ -374,18 +383,23 @@ def _doubt(
     return NOTHING_UNSEEN if unseen == [] else None
 
 
-def _scales(
-    origin: Origin, request: ExportRequest, traced: Traced, ladder: Ladder
-) -> Scales | None:
-    """Those of 8-bit caches, if they are asked for."""
-    if request.cache == "fp32":
-        return None
-    if traced.caches is None:
-        raise ValueError(
-            f"{origin.recipe.name} keeps no keys and values between tokens, so there is nothing "
-            "for --cache int8 to make smaller: leave it out, or, of a generator, train with a "
-            f"model.width / model.heads that is a multiple of {HEAD_WIDTH_MULTIPLE}"
-        )
+def _cache(request: ExportRequest, traced: Traced, name: str) -> Cache:
+    """How keys and values are kept, if they are: in 16 bits with 16-bit weights, if not told."""
+    asked = request.cache or ("fp32" if half_of(request.precision) is None else "fp16")
+    if traced.caches is not None:
+        return _CACHES[asked]
+    if request.cache in (None, "fp32"):
+        return "none"
+    raise ValueError(
+        f"{name} keeps no keys and values between tokens, so there is nothing for --cache "
+        f"{request.cache} to make smaller: leave it out, or, of a generator, train with a "
+        f"model.width / model.heads that is a multiple of {HEAD_WIDTH_MULTIPLE}"
+    )
+
+
+def _scales(origin: Origin, traced: Traced, ladder: Ladder) -> Scales:
+    """Those of 8-bit caches."""
+    assert traced.caches is not None
     return measured_scales(
         origin.model, origin.dataset, ladder.steps, ladder.method, traced.caches.pairs
     )

@@ -2,7 +2,7 @@
 
 The tolerance is a multiple of the error of torch's own float32 at that rung, so a long rung of an
 ill-conditioned velocity does not fail for an error that every float32 runtime has. It is wider for
-weights, activations and caches of 8 bits, in proportion to their coarser rounding.
+weights, activations and caches of 16 and 8 bits, in proportion to their coarser rounding.
 """
 
 import copy
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from serve.bundle import Rung, Verified, steps_in_words
+from serve.bundle import Manifest, Rung, Verified, steps_in_words
 from serve.runtime import OpenedModel, SteppedBatch
 from serve.runtime.margins import Present, present_positions
 from serve.runtime.protocol import (
@@ -290,10 +290,11 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-COARSER = 2.0**16  # 8 bits round to 2^-8 where float32 does to 2^-24
 # Times torch's own float32 error, and times the largest logit: a few units in the last place.
-SLACK, COARSE_SLACK = 16.0, COARSER
-FLOOR, COARSE_FLOOR = 2e-6, 8 * 2.0**-8
+SLACK, FLOOR = 16.0, 2e-6
+# What numbers are rounded to where float32 rounds to 2^-24.
+ROUNDED_TO = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8}
+CACHES_ROUNDED_TO = {"kv_fp16": 2.0**-11, "kv_int8": 2.0**-8}
 CONTINUED_TOKENS = 24
 EXTENDED_TOKENS = 3
 ALONE_TOKENS = 5
@@ -303,10 +304,19 @@ class VerificationError(ValueError):
     """A rung whose graph does not compute what the model computes."""
 
 
+def allowed(manifest: Manifest) -> tuple[float, float]:
+    """How many of torch's float32 errors, and what share of the largest logit, may be missing."""
+    if not manifest.rounds:
+        return SLACK, FLOOR
+    weights = ROUNDED_TO.get(manifest.precision, 0.0)
+    rounded_to = max(weights, CACHES_ROUNDED_TO.get(manifest.cache, 0.0))
+    return rounded_to * 2.0**24, 8 * rounded_to
+
+
 def verify_rung(opened: OpenedModel, rung: Rung, answers: list[Expected]) -> Verified:
     """Every kind of call that serving makes, and every graph of the rung, on each sample."""
     manifest, steps = opened.bundle.manifest, rung.steps
-    check, embeddings = (_Check(rung, manifest.rounds) for _ in range(2))
+    check, embeddings = (_Check(rung, *allowed(manifest)) for _ in range(2))
     whole = None if manifest.task == "translate" else opened.unrolled(steps)
     for expected in answers:
         rows = expected.inputs[0].numpy()
@@ -400,8 +410,8 @@ def _continue(batch: DecodeBatch, tokens: IntArray, logits: FloatArray, count: i
 class _Check:
     """The differences seen so far at one rung."""
 
-    def __init__(self, rung: Rung, coarse: bool) -> None:
-        self.rung, self.coarse = rung, coarse
+    def __init__(self, rung: Rung, slack: float, floor: float) -> None:
+        self.rung, self.slack, self.floor = rung, slack, floor
         self.error = self.float32_error = self.scale = 0.0
         self.worst = ""
         self.shape: tuple[int, ...] = ()
@@ -434,8 +444,7 @@ class _Check:
             )
 
     def verdict(self) -> Verified:
-        slack, floor = (COARSE_SLACK, COARSE_FLOOR) if self.coarse else (SLACK, FLOOR)
-        tolerance = slack * self.float32_error + floor * self.scale
+        tolerance = self.slack * self.float32_error + self.floor * self.scale
         if not self.error <= tolerance:
             raise VerificationError(
                 f"{self._where} is off by {self.error:.3g} in {self.worst}, above its tolerance "

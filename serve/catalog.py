@@ -22,7 +22,7 @@ from serve.bundle.manifest import model_key
 from serve.errors import UnknownModel, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
-from serve.runtime import Model, Place, open_model
+from serve.runtime import Device, Model, open_model
 
 InputKind = Literal["text", "image", "points"]
 
@@ -33,7 +33,7 @@ _ENDPOINTS: dict[Task, str] = {
     "translate": "/v1/generate",
 }
 WRITING: tuple[Task, ...] = ("generate", "translate")
-_CPU = Place()
+_CPU = Device()
 
 
 @dataclass(slots=True)
@@ -179,9 +179,9 @@ def find_bundles(zoo: Path) -> list[Path]:
     return folders
 
 
-def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _CPU) -> Catalog:
+def open_catalog(folders: Sequence[Path], threads: int | None, device: Device = _CPU) -> Catalog:
     """Read, open and warm up these bundles; BundleError names the file that is wrong."""
-    bundles = [read_servable(folder, place) for folder in folders]
+    bundles = [read_servable(folder, device) for folder in folders]
     seen: dict[str, Bundle] = {}
     for bundle in bundles:
         name = bundle.manifest.name
@@ -191,21 +191,21 @@ def open_catalog(folders: Sequence[Path], threads: int | None, place: Place = _C
                 file=str(bundle.folder),
             )
         seen[name] = bundle
-    return Catalog([open_served(bundle, threads, place) for bundle in bundles])
+    return Catalog([open_served(bundle, threads, device) for bundle in bundles])
 
 
-def read_servable(folder: Path, place: Place, verify: bool = True) -> Bundle:
+def read_servable(folder: Path, device: Device, verify: bool = True) -> Bundle:
     """The bundle, as this device serves it. Without `verify` only file sizes are checked."""
     bundle = read_bundle(folder, verify)
-    if place.runs_single_steps:
+    if device.runs_single_steps:
         return bundle
     # Without single steps no row can stop early.
     return replace(bundle, manifest=replace(bundle.manifest, calibration=None))
 
 
-def open_served(bundle: Bundle, threads: int | None, place: Place, edition: int = 0) -> Served:
+def open_served(bundle: Bundle, threads: int | None, device: Device, edition: int = 0) -> Served:
     """Open a bundle and run every rung once."""
-    served = Served.open(bundle, open_model(bundle, threads, place), edition)
+    served = Served.open(bundle, open_model(bundle, threads, device), edition)
     try:
         served.model.warm_up()
     except BaseException:

@@ -102,7 +102,7 @@ def command(line: CommandLine, listening: Callable[[], None]) -> int:
                 health = bind(host, settings.health_port, _HEALTH_FLAGS)
                 listeners.append(bound.enter_context(health))
             folders = line.bundles or find_bundles(settings.zoo)
-            catalog = open_catalog(folders, settings.threads, settings.place)
+            catalog = open_catalog(folders, settings.threads, settings.runs_on)
             zoo = None if line.bundles else settings.zoo
             _serve(settings, catalog, listeners, zoo, listening)
     except (SettingsError, BundleError, AddressError) as error:

@@ -135,7 +135,7 @@ class Loading:
         """`zoo` is searched for new bundles; `changed` is called after each change."""
         self._engine = engine
         self._threads = settings.threads
-        self._place = settings.place
+        self._device = settings.runs_on
         self._zoo = zoo
         self._changed = changed
         self._editions = count(1)
@@ -208,7 +208,7 @@ class Loading:
         if not folder.is_dir():
             _log.warning("%s has vanished; the model loaded from it stays", folder)
             return
-        bundle = await asyncio.to_thread(read_servable, folder, self._place, verify=False)
+        bundle = await asyncio.to_thread(read_servable, folder, self._device, verify=False)
         if bundle.manifest == self._manifests.get(folder):
             return
         if folder not in self._manifests:
@@ -239,10 +239,10 @@ class Loading:
     def _open(self, folder: Path, edition: int) -> Served:
         """A warm model whose first calls were timed."""
         self._check_open()
-        bundle = read_servable(folder, self._place)
+        bundle = read_servable(folder, self._device)
         self._check_open()
         try:
-            served = open_served(bundle, self._threads, self._place, edition)
+            served = open_served(bundle, self._threads, self._device, edition)
             self._measure(served)
         except (BundleError, Draining):
             raise

@@ -21,7 +21,7 @@ from serve.engine.work import Classification, Generation, Work
 from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
 from serve.inputs.values import Input, Kind
 from serve.metrics import Metrics
-from serve.runtime import Place
+from serve.runtime import Device
 from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
@@ -43,7 +43,7 @@ class LocalModel:
     """One open, warm bundle. Close it, or use it in a `with` statement."""
 
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
-        self._catalog: Catalog = open_catalog([Path(folder)], threads, Place())
+        self._catalog: Catalog = open_catalog([Path(folder)], threads, Device())
         self._served: Served = next(iter(self._catalog))
         self._engine = Engine(self._catalog, Settings.read(environ={}).limits, Metrics())
         self._engine.start()

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
 from serve.logs import LogFormat
-from serve.runtime.protocol import Device, Place
+from serve.runtime.protocol import Device, DeviceName
 
 if TYPE_CHECKING:
     from serve.engine.watchdog import StallLimits
@@ -132,8 +132,20 @@ class Settings(BaseSettings):
         ),
     ] = None
     device: Annotated[
-        Device, Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt")
+        DeviceName, Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt")
     ] = "cpu"
+    device_number: Annotated[
+        int, Field(ge=0, le=255, description="which GPU, as the driver numbers them")
+    ] = 0
+    device_memory_mb: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1 << 24,
+            description="most memory of the GPU that each graph may take for weights and work; "
+            "`cache_mb` bounds KV caches (default: all there is)",
+        ),
+    ] = None
     allow_cpu_fallback: Annotated[
         bool, Field(description="if the device cannot be used, run on the CPU and log a warning")
     ] = False
@@ -419,9 +431,15 @@ class Settings(BaseSettings):
         return origins
 
     @property
-    def place(self) -> Place:
+    def runs_on(self) -> Device:
         """The device settings, for the runtime."""
-        return Place(self.device, self.allow_cpu_fallback, self.engines)
+        return Device(
+            self.device,
+            self.allow_cpu_fallback,
+            self.engines,
+            self.device_number,
+            self.device_memory_mb,
+        )
 
     @property
     def patience(self) -> "StallLimits":

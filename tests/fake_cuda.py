@@ -24,6 +24,7 @@ class FakeCuda(ModuleType):
     def __init__(self, gpus: int = 1, status: int = 0) -> None:
         super().__init__("cuda.bindings.runtime")
         self.gpus, self.status = gpus, status
+        self.device = 0  # that calls go to
         self.memory: dict[int, Any] = {}
         self.captured: list[Callable[[], None]] | None = None
         self.streams: set[int] = set()
@@ -32,6 +33,10 @@ class FakeCuda(ModuleType):
 
     def cudaGetDeviceCount(self) -> tuple[int, int | None]:
         return self.status, None if self.status else self.gpus
+
+    def cudaSetDevice(self, device: int) -> tuple[int]:
+        self.device = device
+        return (0 if device < self.gpus else 101,)
 
     def cudaGetErrorString(self, status: int) -> tuple[int, bytes]:
         return 0, f"error {status}".encode()

@@ -103,7 +103,7 @@ class Arguments(BaseModel):
     def read_bundles(self, settings: Settings) -> list[Bundle]:
         """What the folders hold, none of it open; ValueError where two have the same name."""
         folders = self.bundles or find_bundles(settings.zoo)
-        bundles = [read_servable(folder, settings.place, verify=False) for folder in folders]
+        bundles = [read_servable(folder, settings.runs_on, verify=False) for folder in folders]
         names = [bundle.manifest.name for bundle in bundles]
         if len(set(names)) < len(names):
             raise ValueError(f"two bundles have the same name, of {', '.join(names)}: serve one")
@@ -207,7 +207,7 @@ class Replica:
         )
         self._loading = Loading(self._engine, settings)
         shelf.stock(
-            bundles, settings.place.runs_single_steps
+            bundles, settings.runs_on.runs_single_steps
         )  # behind the engine, which takes what is listed for loaded
         self._app = create_app(settings, self._engine, self._loading)
 

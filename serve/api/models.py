@@ -175,10 +175,12 @@ class ModelCard(Answer):
         description="Most tokens of a translation; null for other tasks."
     )
     parameters: int = Field(description="Number of weights.")
-    precision: str = Field(description="Number format of the weights, such as `fp32` or `int8`.")
+    precision: str = Field(
+        description="Number format of the weights, such as `fp32`, `fp16` or `int8`."
+    )
     cache: Cache = Field(
-        description="How the KV cache is stored: as floating-point numbers (`kv`) or as bytes "
-        "(`kv_int8`); `none` for models that generate no text."
+        description="How the KV cache is stored: as floating-point numbers of 32 (`kv`) or "
+        "16 bits (`kv_fp16`) or as bytes (`kv_int8`); `none` for models that generate no text."
     )
     card: dict[str, Any] = Field(
         description="The model card: facts given by the makers of the model."

@@ -48,6 +48,7 @@ from serve.bundle.manifest import (
     Truncation,
     Verified,
     check_name,
+    rounds,
     steps_in_words,
 )
 
@@ -95,6 +96,7 @@ __all__ = [
     "open_staging",
     "read_bundle",
     "read_checked",
+    "rounds",
     "seal_bundle",
     "steps_in_words",
     "write_latency",

@@ -714,14 +714,15 @@ def read_input(value: object) -> InputSpec:
 
 Task = Literal["generate", "classify", "translate", "tag"]
 Depth = Literal["ode", "fixed", "chain"]
-Cache = Literal["kv", "kv_int8", "none"]  # float caches, byte caches, or none
+Cache = Literal["kv", "kv_fp16", "kv_int8", "none"]  # of 32, 16 or 8 bits, or no caches
 # How rungs relate: each M crosses [0, T] in steps of T / M, or all follow one grid and stop at M.
 Dial = Literal["resolution", "time"]
 
 TASKS = ("generate", "classify", "translate", "tag")
 LABELLING: tuple[Task, ...] = ("classify", "tag")  # one label a row, or one a position
 DEPTHS = ("ode", "fixed", "chain")
-CACHES = ("kv", "kv_int8", "none")
+CACHES = ("kv", "kv_fp16", "kv_int8", "none")
+_CACHE_BITS = {"kv_fp16": 16, "kv_int8": 8}  # of those that are rounded
 DIALS = ("resolution", "time")
 MAX_LABELS = 100_000
 
@@ -988,13 +989,18 @@ def _needed(level: Level) -> float:
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 LATENCY_FILE = "latency.json"
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _EDITION = "@"  # not allowed in names of models
 
-Precision = Literal["fp32", "int8"]
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+def rounds(precision: Precision, cache: Cache) -> bool:
+    """Whether weights or caches have a lower precision than in training."""
+    return precision != "fp32" or cache in _CACHE_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1081,12 +1087,13 @@ class Manifest:
     @property
     def rounds(self) -> bool:
         """Whether weights or caches have a lower precision than in training."""
-        return self.precision != "fp32" or self.cache == "kv_int8"
+        return rounds(self.precision, self.cache)
 
     @property
     def precision_in_words(self) -> str:
         """The precision for people, with that of the caches if it differs."""
-        return f"{self.precision}, 8-bit caches" if self.cache == "kv_int8" else self.precision
+        bits = _CACHE_BITS.get(self.cache)
+        return f"{self.precision}, {bits}-bit caches" if bits else self.precision
 
     @property
     def text_input(self) -> TextInput:

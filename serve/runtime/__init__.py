@@ -10,12 +10,12 @@ from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,
     Decoder,
+    Device,
     EarlyAnswers,
     Mix,
     Model,
     OpenedModel,
     Outcome,
-    Place,
     Prefill,
     RunningTranslation,
     Segment,
@@ -38,12 +38,12 @@ __all__ = [
     "Classifier",
     "DecodeBatch",
     "Decoder",
+    "Device",
     "EarlyAnswers",
     "Mix",
     "Model",
     "OpenedModel",
     "Outcome",
-    "Place",
     "Prefill",
     "RunningTranslation",
     "Segment",
@@ -55,16 +55,16 @@ __all__ = [
     "open_model",
 ]
 
-_CPU = Place()
+_CPU = Device()
 
 
-def open_model(bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> OpenedModel:
+def open_model(bundle: Bundle, threads: int | None = None, device: Device = _CPU) -> OpenedModel:
     """Open a bundle for running, with `threads` threads a call (default: the usable cores)."""
     # Imported here, so that reading a bundle or a Protocol loads no runtime.
-    if place.engines is not None:
+    if device.engines is not None:
         from serve.runtime.tensorrt import TrtModel, engines_of
 
-        return TrtModel(bundle, engines_of(place.engines, bundle))
+        return TrtModel(bundle, engines_of(device.engines, bundle), device.number)
     from serve.runtime.model import OrtModel
 
-    return OrtModel(bundle, threads, place)
+    return OrtModel(bundle, threads, device)

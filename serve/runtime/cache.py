@@ -250,7 +250,11 @@ def _libc() -> ctypes.CDLL:
 BUCKET_POSITIONS = 64
 _VERSIONS = count()  # unique over all caches
 _FLOATS = np.dtype(np.float32)
-_KINDS: dict[Cache, np.dtype[Any]] = {"kv": _FLOATS, "kv_int8": np.dtype(np.int8)}
+_KINDS: dict[Cache, np.dtype[Any]] = {
+    "kv": _FLOATS,
+    "kv_fp16": np.dtype(np.float16),
+    "kv_int8": np.dtype(np.int8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,15 +387,28 @@ class RowCaches:
         first = _places(self.layout.steps, self.lead)[step]
         return [block[first : first + count, 0] for block in self._blocks]
 
-    def move(self, source: int, target: int, positions: int) -> None:
-        """Copy the cached positions of one row over another row."""
-        for array in self.arrays:
-            array[target, :, :positions] = array[source, :, :positions]
+    def join(self, lengths: Sequence[int], other: Any, length: int, positions: int) -> None:
+        """Append the only row of other caches, which has so many positions.
 
-    def take(self, target: int, other: "RowCaches", positions: int) -> None:
-        """Copy the cached positions of another cache's only row into a row."""
+        The rows here have these lengths; each may grow to `positions`.
+        """
+        assert isinstance(other, RowCaches)
+        row = len(lengths)
+        self.reserve(row, max(lengths, default=0), row + 1, positions)
         for array, theirs in zip(self.arrays, other.arrays, strict=True):
-            array[target, :, :positions] = theirs[0, :, :positions]
+            array[row, :, :length] = theirs[0, :, :length]
+
+    def leave(self, row: int, lengths: Sequence[int], positions: int) -> None:
+        """Remove one of the rows of these lengths; the last takes its number.
+
+        Room for this many positions stays.
+        """
+        last, length = len(lengths) - 1, lengths[-1]
+        if row != last:
+            for array in self.arrays:
+                array[row, :, :length] = array[last, :, :length]
+        left = [one for index, one in enumerate(lengths) if index != row]
+        self.shrink(last, max(left, default=0), positions)
 
     def parts(self, step: int, rows: int) -> list[MemoryRange]:
         """Where the first rows' buffers of a step lie, to be mapped next to others."""

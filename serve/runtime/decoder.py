@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from serve.bundle import Manifest, Rung
 from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
+from serve.runtime.device import HOST, Array, Caches
 from serve.runtime.protocol import (
     CacheArray,
     FloatArray,
@@ -19,7 +20,7 @@ from serve.runtime.protocol import (
     WindowFullError,
     check_tokens,
 )
-from serve.runtime.session import StepSessions, bind_input, bind_output, cache_names
+from serve.runtime.session import StepSessions, cache_names
 
 
 @final
@@ -33,7 +34,7 @@ class BoundPass:
         self,
         sessions: StepSessions,
         names: Sequence[str],
-        caches: Sequence[CacheArray],
+        caches: Sequence[Array],
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,
@@ -43,44 +44,54 @@ class BoundPass:
         """`caches` has the buffers of one step after another; `names` are those of one step."""
         self.tokens, self.past = tokens, past  # (B, S), (B,)
         rows, length = tokens.shape
-        self.logits = np.empty((rows, len(keep), vocab_size), dtype=np.float32)  # (B, K, V)
+        memory = self._memory = sessions.memory
+        self._logits = memory.empty((rows, len(keep), vocab_size), np.float32)  # (B, K, V)
         self._sessions = sessions
         steps = len(caches) // len(names)
-        states = [np.empty((rows, length, width), dtype=np.float32) for _ in range(2)]
-        velocities = [np.zeros_like(states[0]) for _ in range(2 if sessions.history else 0)]
-        seqlens, total = np.empty(rows, dtype=np.int32), np.empty((), dtype=np.int32)
+        shape = rows, length, width
+        states = [memory.empty(shape, np.float32) for _ in range(2)]
+        velocities = [
+            memory.hold(np.zeros(shape, np.float32)) for _ in range(2 if sessions.history else 0)
+        ]
+        seqlens = memory.empty((rows,), np.int32)
+        total = np.empty((), dtype=np.int32)  # attention reads it on the host, wherever it runs
+        self._given: list[tuple[Array, IntArray | npt.NDArray[np.int32]]] = [
+            (memory.hold(values), values) for values in (tokens, past)
+        ]
+        kept_positions = memory.hold(keep)
         self._embed = sessions.embed.io_binding()
-        bind_input(self._embed, "tokens", tokens)
-        bind_input(self._embed, "past", past)
-        bind_output(self._embed, "x", states[0])
-        bind_output(self._embed, "seqlens", seqlens)
-        bind_output(self._embed, "total", total)
+        memory.bind_input(self._embed, "tokens", self._given[0][0])
+        memory.bind_input(self._embed, "past", self._given[1][0])
+        memory.bind_output(self._embed, "x", states[0])
+        memory.bind_output(self._embed, "seqlens", seqlens)
+        HOST.bind_output(self._embed, "total", total)
         self._step = sessions.step_of(tokens.size)
         self._steps: list[ort.IOBinding] = []
-        self._kept: list[object] = [keep, *states, *velocities, seqlens, total, list(caches)]
+        self._kept: list[object] = [*states, *velocities, seqlens, total, list(caches)]
+        self._kept.append(kept_positions)
         for step in range(steps):
             binding = self._step.io_binding()
             now, then = step % 2, (step + 1) % 2
-            bind_input(binding, "x", states[now])
-            bind_output(binding, "y", states[then])
-            told = sessions.times(step, steps, rows)
-            self._kept.append(told)
-            for name, array in told.items():
-                bind_input(binding, name, array)
+            memory.bind_input(binding, "x", states[now])
+            memory.bind_output(binding, "y", states[then])
+            for name, values in sessions.times(step, steps, rows).items():
+                array = memory.hold(values)
+                self._kept.append(array)
+                memory.bind_input(binding, name, array)
             if sessions.history:
-                bind_input(binding, "previous", velocities[now])
-                bind_output(binding, "v", velocities[then])
-            bind_input(binding, "seqlens", seqlens)
-            bind_input(binding, "total", total)
+                memory.bind_input(binding, "previous", velocities[now])
+                memory.bind_output(binding, "v", velocities[then])
+            memory.bind_input(binding, "seqlens", seqlens)
+            HOST.bind_input(binding, "total", total)
             here = caches[step * len(names) : (step + 1) * len(names)]
             for name, cache in zip(names, here, strict=True):
-                bind_input(binding, name, cache)
-                bind_output(binding, f"{name}_out", cache)
+                memory.bind_input(binding, name, cache)
+                memory.bind_output(binding, f"{name}_out", cache)
             self._steps.append(binding)
         self._head = sessions.head.io_binding()
-        bind_input(self._head, "x", states[steps % 2])
-        bind_input(self._head, "keep", keep)
-        bind_output(self._head, "logits", self.logits)
+        memory.bind_input(self._head, "x", states[steps % 2])
+        memory.bind_input(self._head, "keep", kept_positions)
+        memory.bind_output(self._head, "logits", self._logits)
 
     @property
     def steps(self) -> int:
@@ -94,6 +105,8 @@ class BoundPass:
 
     def begin(self) -> None:
         """Embed the tokens."""
+        for held, values in self._given:
+            self._memory.write(held, values)
         self._sessions.embed.run_with_iobinding(self._embed)
 
     def advance(self, first: int, end: int) -> None:
@@ -104,7 +117,8 @@ class BoundPass:
     def end(self) -> FloatArray:
         """The logits after the last step; the next run overwrites them."""
         self._sessions.head.run_with_iobinding(self._head)
-        return self.logits
+        logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
+        return logits
 
 
 # Attention sums in another order for chunks of another size, so a prompt's chunks depend on the
@@ -114,7 +128,7 @@ class BoundPass:
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[list[CacheArray], IntArray, int], BoundPass]  # (caches, tokens (S,), past)
+Opening = Callable[[Sequence[Array], IntArray, int], BoundPass]  # (caches, tokens (S,), past)
 
 
 @final
@@ -122,7 +136,7 @@ class OrtPrefill:
     """The prefill of one prompt, in pieces, with caches of its own."""
 
     def __init__(
-        self, caches: RowCaches, open_pass: Opening, tokens: IntArray, positions: int
+        self, caches: Caches, open_pass: Opening, tokens: IntArray, positions: int
     ) -> None:
         """`caches` are empty; the row may grow to this many positions."""
         self.tokens = tokens  # (S,)
@@ -229,11 +243,11 @@ class EmbedAndHead:
             np.empty(rows, dtype=np.int32),
             np.empty((), dtype=np.int32),
         )
-        bind_input(call.binding, "tokens", call.tokens)
-        bind_input(call.binding, "past", call.past)
-        bind_output(call.binding, "x", call.x)
-        bind_output(call.binding, "seqlens", call.seqlens)
-        bind_output(call.binding, "total", call.total)
+        HOST.bind_input(call.binding, "tokens", call.tokens)
+        HOST.bind_input(call.binding, "past", call.past)
+        HOST.bind_output(call.binding, "x", call.x)
+        HOST.bind_output(call.binding, "seqlens", call.seqlens)
+        HOST.bind_output(call.binding, "total", call.total)
         if len(self._embeds) >= _KEPT_SIZES:
             self._embeds.clear()
         self._embeds[rows] = call
@@ -245,9 +259,9 @@ class EmbedAndHead:
             np.zeros((rows, 1, self._width), dtype=np.float32),
             np.empty((rows, 1, self._vocab_size), dtype=np.float32),
         )
-        bind_input(call.binding, "x", call.x)
-        bind_input(call.binding, "keep", self._first)
-        bind_output(call.binding, "logits", call.logits)
+        HOST.bind_input(call.binding, "x", call.x)
+        HOST.bind_input(call.binding, "keep", self._first)
+        HOST.bind_output(call.binding, "logits", call.logits)
         if len(self._heads) >= _KEPT_SIZES:
             self._heads.clear()
         self._heads[rows] = call
@@ -287,7 +301,7 @@ class OrtDecodeBatch:
         self.sessions, self.names, self.width = sessions, names, width
         self._embed_and_head = embed_and_head
         self._vocab_size = vocab_size
-        self._caches = RowCaches(layout)
+        self._caches = sessions.memory.caches(layout)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # the most positions of each row
         self._lead = 1  # of the last row that speculated
@@ -332,7 +346,7 @@ class OrtDecodeBatch:
                 "keep its last ones"
             )
         # With the lead of the last row that speculated; the next one probably uses the same.
-        caches = RowCaches(self._caches.layout, self._lead)
+        caches = self.sessions.memory.caches(self._caches.layout, self._lead)
         return OrtPrefill(caches, self._open_alone, tokens, positions)
 
     def join(self, prefill: Prefill) -> None:
@@ -342,11 +356,8 @@ class OrtDecodeBatch:
         if row == 0:
             self._caches = prefill.caches
         else:
-            longest = self._longest()
-            self._caches.reserve(
-                row, longest, row + 1, max(prefill.room, *self._rooms, longest + 1)
-            )
-            self._caches.take(row, prefill.caches, length)
+            most = max(prefill.room, *self._rooms, self._longest() + 1)
+            self._caches.join(self.lengths, prefill.caches, length, most)
         self._past = np.append(self._past, np.int32(length))
         self._rooms.append(prefill.room)
         self._bound_pass = None
@@ -423,13 +434,13 @@ class OrtDecodeBatch:
         """
         assert self.rows == 1 and self.step_state is None
         self._lead, held = lead, positions - 1
-        arranged = self._caches.arrange(lead, held)
+        arranged = self._mapped.arrange(lead, held)
         if self._caches.reserve(1, held, 1, positions) or arranged:
             self._bound_pass = None
 
     def along(self, step: int, count: int) -> list[CacheArray]:
         """The only row's caches at this step and the next ones, each a lead further."""
-        return self._caches.along(step, count)
+        return self._mapped.along(step, count)
 
     def lengthen(self) -> None:
         """The only row has one position more, which a speculation has written."""
@@ -439,26 +450,29 @@ class OrtDecodeBatch:
     def caches(self, step: int) -> list[CacheArray]:
         """The caches of a step; they stay where they are until the version changes."""
         each, rows = len(self.names), self.rows
-        return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
+        return [array[:rows] for array in self._mapped.arrays[step * each : (step + 1) * each]]
 
     def parts(self, step: int) -> list[MemoryRange]:
         """The caches of a step as memory ranges, to be mapped next to those of other batches."""
-        return self._caches.parts(step, self.rows)
+        return self._mapped.parts(step, self.rows)
+
+    @property
+    def _mapped(self) -> RowCaches:
+        """Caches of the host, which rungs that share calls and rows that speculate need."""
+        assert isinstance(self._caches, RowCaches), "caches of a device"
+        return self._caches
 
     def remove(self, row: int) -> None:
         self._check_row(row)
         assert self.step_state is None, "a row leaves between two tokens"
-        last = len(self._past) - 1
-        if row != last:
-            self._caches.move(last, row, int(self._past[last]))
+        before, last = self.lengths, len(self._past) - 1
         past = self._past[:last].copy()
         if row != last:
             past[row] = self._past[last]
         self._past = past
         self._rooms[row] = self._rooms[last]
         self._rooms.pop()
-        longest = self._longest()
-        self._caches.shrink(len(past), longest, max(longest + 1, *self._rooms, 0))
+        self._caches.leave(row, before, max(self._longest() + 1, *self._rooms, 0))
         self._bound_pass = None
 
     def _longest(self) -> int:
@@ -484,15 +498,15 @@ class OrtDecodeBatch:
             self._bound_pass = None
         return self._past
 
-    def _used(self) -> list[CacheArray]:
+    def _used(self) -> list[Array]:
         return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _open_alone(self, caches: list[CacheArray], tokens: IntArray, past: int) -> BoundPass:
+    def _open_alone(self, caches: Sequence[Array], tokens: IntArray, past: int) -> BoundPass:
         return self._open(caches, tokens[None], _one(past), last_of(tokens))
 
     def _open(
         self,
-        caches: list[CacheArray],
+        caches: Sequence[Array],
         tokens: IntArray,
         past: npt.NDArray[np.int32],
         keep: IntArray,
@@ -560,7 +574,7 @@ class OrtDecoder:
         # Nothing is decoded afterwards, so all steps, stages and layers can use one pair of
         # buffers: each writes all its positions before it reads them, and none starts before the
         # last is done.
-        pair = [np.empty(shape, dtype=self._layout.kind) for _ in range(2)]
+        pair = [self._sessions.memory.empty(shape, self._layout.kind) for _ in range(2)]
         bound_pass = BoundPass(
             self._sessions,
             self._names,

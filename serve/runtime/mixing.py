@@ -11,6 +11,7 @@ from serve.bundle import BundleError, Manifest
 from serve.runtime.cache import can_map_shared, map_adjacent
 from serve.runtime.classifier import Threads
 from serve.runtime.decoder import OrtDecodeBatch, StepState
+from serve.runtime.device import HOST
 from serve.runtime.protocol import (
     MOST_AHEAD,
     CacheArray,
@@ -25,8 +26,6 @@ from serve.runtime.protocol import (
 from serve.runtime.session import (
     InterruptibleSession,
     StepSessions,
-    bind_input,
-    bind_output,
     cache_names,
 )
 
@@ -138,18 +137,18 @@ class _SpeculationCall:
         self._session = sessions.step
         self._binding = self._session.io_binding()
         for name, array in self._times.items():
-            bind_input(self._binding, name, array)
-        bind_input(self._binding, "x", self.x)
-        bind_input(self._binding, "seqlens", self._seqlens)
-        bind_input(self._binding, "total", self._total)
-        bind_output(self._binding, "y", self.y)
+            HOST.bind_input(self._binding, name, array)
+        HOST.bind_input(self._binding, "x", self.x)
+        HOST.bind_input(self._binding, "seqlens", self._seqlens)
+        HOST.bind_input(self._binding, "total", self._total)
+        HOST.bind_output(self._binding, "y", self.y)
 
     def bind(self, batch: OrtDecodeBatch) -> None:
         """Bind the caches of the batch's only row; they stay until its version changes."""
         caches = batch.along(self._stands[0], len(self._stands))
         for name, array in zip(batch.names, caches, strict=True):
-            bind_input(self._binding, name, array)
-            bind_output(self._binding, f"{name}_out", array)
+            HOST.bind_input(self._binding, name, array)
+            HOST.bind_output(self._binding, f"{name}_out", array)
         self.version = batch.version
 
     def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
@@ -388,8 +387,8 @@ class _MixCall:
             ]
             self._adjacent = caches
         for name, array in zip(self._names, caches, strict=True):
-            bind_input(self._binding, name, array)
-            bind_output(self._binding, f"{name}_out", array)
+            HOST.bind_input(self._binding, name, array)
+            HOST.bind_output(self._binding, f"{name}_out", array)
 
     def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
         array = np.empty(shape, dtype=np.float32)
@@ -398,7 +397,7 @@ class _MixCall:
 
     def _give(self, name: str, array: np.ndarray, out: bool = False) -> None:
         self._kept.append(array)
-        bind = bind_output if out else bind_input
+        bind = HOST.bind_output if out else HOST.bind_input
         bind(self._binding, name, array)
 
 

@@ -25,7 +25,7 @@ from serve.runtime.classifier import (
 from serve.runtime.decoder import OrtDecoder
 from serve.runtime.mixing import OrtMix
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
-from serve.runtime.protocol import Model, Place, largest_in_words, largest_row, largest_tokens
+from serve.runtime.protocol import Device, Model, largest_in_words, largest_row, largest_tokens
 from serve.runtime.session import (
     Interface,
     InterruptibleSession,
@@ -116,23 +116,23 @@ def _timed(model: Model) -> tuple[float, int]:
 
 
 TINY_BYTES = 1 << 20  # of weights: calling a step takes as long as computing it
-_CPU = Place()
+_CPU = Device()
 
 
 @final
 class OrtModel:
     """All rungs of a bundle, in one process."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, place: Place = _CPU) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, device: Device = _CPU) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.threads = usable_cores() if threads is None else threads
         self._bundle = bundle
-        self._place = place
+        self._device = device
         self._classifiers: dict[int, ParallelClassifier] = {}
         self._session_threads = self.threads  # until warm-up finds that one is better
         # A GPU splits the rows itself.
-        self._row_threads = Threads(self.threads if place.device == "cpu" else 1)
+        self._row_threads = Threads(self.threads if device.name == "cpu" else 1)
         self._splitter = RowSplitter(self._row_threads)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
@@ -158,7 +158,7 @@ class OrtModel:
     @property
     def single_steps(self) -> bool:
         manifest = self._bundle.manifest
-        return manifest.labelled and manifest.step is not None and self._place.runs_single_steps
+        return manifest.labelled and manifest.step is not None and self._device.runs_single_steps
 
     def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")
@@ -174,7 +174,7 @@ class OrtModel:
         self._rung(steps, "classify", "tag")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
-        if not self._place.runs_single_steps:
+        if not self._device.runs_single_steps:
             raise BundleError("only the CPU runs single steps; other devices run whole rungs")
         steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
         return ParallelStepClassifier(steps_alone, self._splitter)
@@ -185,14 +185,14 @@ class OrtModel:
             manifest = self._bundle.manifest
             self._decoders[steps] = (
                 OrtDecoder(self._step_sessions(), manifest, rung)
-                if manifest.keeps_caches and self._place.runs_single_steps
+                if self._device.keeps_caches(manifest)
                 else OrtPrefixDecoder(self._open_graph(rung), manifest)
             )
         return self._decoders[steps]
 
     def mix(self) -> OrtMix | None:
         manifest = self._bundle.manifest
-        if not manifest.keeps_caches or not self._place.runs_single_steps:
+        if not manifest.keeps_caches or not self._device.runs_single_steps:
             return None
         if self._mix is None:
             self._mix = OrtMix(
@@ -230,7 +230,7 @@ class OrtModel:
         }[manifest.task]
         for rung in manifest.rungs:
             try:
-                if not self.open_steps and self.threads > 1 and self._place.device == "cpu":
+                if not self.open_steps and self.threads > 1 and self._device.name == "cpu":
                     self._tune_threads()
                 run(rung.steps)
             except BundleError:
@@ -333,7 +333,7 @@ class OrtModel:
                 file,
                 interface,
                 threads or self._session_threads,
-                self._place,
+                self._device,
                 self._run_options,
                 self._lent(),
                 self._writes,
@@ -344,13 +344,18 @@ class OrtModel:
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
             self._steps = open_steps(
-                self._bundle, self._session_threads, self._run_options, self._lent(), self._writes
+                self._bundle,
+                self._session_threads,
+                self._run_options,
+                self._lent(),
+                self._writes,
+                self._device,
             )
         return self._steps
 
     def _lent(self) -> Weights | None:
         """The weights for sessions that open now; on a GPU they are read from the file."""
-        if self._place.device != "cpu":
+        if self._device.name != "cpu":
             return None
         if self._bundle.manifest.keeps_caches or self._shares_weights():
             return Weights.read(self._bundle, in_place=False)
@@ -361,10 +366,14 @@ class OrtModel:
     def _shares_weights(self) -> bool:
         """Whether a classifier's rungs run from single steps, not from a session each."""
         manifest = self._bundle.manifest
-        if manifest.step is None or not self._place.runs_single_steps:
+        if manifest.step is None or not self._device.runs_single_steps:
             return False
-        # With 8 bits only the step uses the runtime's own integer products.
-        return manifest.precision == "int8" or manifest.files[manifest.weights].bytes > TINY_BYTES
+        # With 8 bits only the step uses the runtime's own integer products; and of 16 bits the
+        # matrices of a whole rung would become float32 in every call.
+        return (
+            manifest.precision in ("int8", "fp16")
+            or manifest.files[manifest.weights].bytes > TINY_BYTES
+        )
 
     def _rung(self, steps: int, *tasks: "Task") -> Rung:
         manifest = self._bundle.manifest

@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 RowArray = IntArray | FloatArray
 Row = list[int] | FloatArray  # tokens of a text, pixels (C, H, W), or points (N, dimensions)
-CacheArray = FloatArray | npt.NDArray[np.int8]
+CacheArray = FloatArray | npt.NDArray[np.float16] | npt.NDArray[np.int8]
 
 
 class WindowFullError(ValueError):
@@ -371,25 +371,36 @@ class OpenedModel(Model, Protocol):
         ...
 
 
-Device = Literal["cpu", "cuda", "tensorrt"]
+DeviceName = Literal["cpu", "cuda", "tensorrt"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Device:
     """Where a bundle runs: the CPU by default."""
 
-    device: Device = "cpu"
+    name: DeviceName = "cpu"
     allow_cpu_fallback: bool = False
     engines: Path | None = None  # native engines, which need no device of onnxruntime
+    number: int = 0  # of the GPU
+    memory_mb: int | None = None  # the most of a GPU that each session of onnxruntime may take
 
     @property
     def runs_single_steps(self) -> bool:
-        """Whether graphs of one step run there; otherwise each rung is one whole graph.
+        """Whether classifiers run step by step there, and rungs of a decoder share calls.
 
-        Attention with caches has CUDA kernels for 16-bit floats only, and caches here are float32;
-        and single steps would return to the host after each.
+        Elsewhere a classifier's rung is one whole graph, since the state would return to the host
+        after each step.
         """
-        return self.device == "cpu" and self.engines is None
+        return self.name == "cpu" and self.engines is None
+
+    def keeps_caches(self, manifest: Manifest) -> bool:
+        """Whether a decoder runs with KV caches there.
+
+        Attention with caches has CUDA kernels for 16-bit floats only.
+        """
+        if not manifest.keeps_caches or self.engines is not None:
+            return False
+        return self.name == "cpu" or manifest.cache == "kv_fp16"
 
 
 def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray:

@@ -9,13 +9,12 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Self, final
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.bundle import (
@@ -29,7 +28,8 @@ from serve.bundle import (
     check_file,
     read_checked,
 )
-from serve.runtime.protocol import Device, FloatArray, Place
+from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
+from serve.runtime.protocol import Device, DeviceName, FloatArray
 
 # By name: the ONNX type and the shape. A word in a shape stands for any size, None for any shape,
 # an empty type for any type.
@@ -46,8 +46,9 @@ class Interface:
     more_outputs: Nodes = field(default_factory=dict)
 
 
-_INT64, _INT32, _INT8 = "tensor(int64)", "tensor(int32)", "tensor(int8)"
+_INT64, _INT32 = "tensor(int64)", "tensor(int32)"
 _FLOAT = "tensor(float)"
+_CACHED = {"kv": _FLOAT, "kv_fp16": "tensor(float16)", "kv_int8": "tensor(int8)"}
 _TOKENS: Nodes = {"tokens": (_INT64, ("batch", "length"))}
 _KEEP: Nodes = {"keep": (_INT64, ("kept",))}
 _A_ROW: Nodes = {"h": (_FLOAT, ("batch",))}
@@ -91,8 +92,7 @@ def step_interface(manifest: Manifest) -> Interface:
     if not manifest.keeps_caches:
         return Interface(inputs, outputs, more_inputs=_TIME | _CONTEXTS)
     shape = manifest.shape
-    kind = _INT8 if manifest.cache == "kv_int8" else _FLOAT
-    cache = (kind, ("batch", shape.heads, "capacity", shape.head_width))
+    cache = (_CACHED[manifest.cache], ("batch", shape.heads, "capacity", shape.head_width))
     names = cache_names(EVALUATIONS_PER_STEP[manifest.method], shape.layers)
     return Interface(
         inputs | _LENGTHS | dict.fromkeys(names, cache),
@@ -241,30 +241,33 @@ _log = logging.getLogger("stepdial.runtime")
 
 def providers_for(device: Device, bundle: Bundle, interface: Interface) -> list[Provider]:
     """The providers for a session, the wanted one first, without those not installed."""
-    if device == "cpu":
+    if device.name == "cpu":
         return [_CPU]
-    _load_libraries(device)
-    wanted: list[Provider] = [("CUDAExecutionProvider", {"use_tf32": "0"}), _CPU]
-    if device == "tensorrt":
+    _load_libraries(device.name)
+    # TF32 keeps 11 bits of a number: all that weights of 16 bits have, but not of 32.
+    tf32 = bundle.manifest.precision in ("fp16", "bf16")
+    wanted: list[Provider] = [cuda_provider(device, tf32), _CPU]
+    if device.name == "tensorrt":
         profile = one_profile(interface.inputs, bundle.manifest)
-        wanted.insert(0, (_NAMES["tensorrt"], _tensorrt_options(cache_folder(bundle), profile)))
+        options = _tensorrt_options(cache_folder(bundle), profile)
+        wanted.insert(0, (_NAMES["tensorrt"], {"device_id": str(device.number)} | options))
     available = ort.get_available_providers()
     return [provider for provider in wanted if provider[0] in available]
 
 
-def check_providers(got: Sequence[str], place: Place, file: str) -> None:
+def check_providers(got: Sequence[str], device: Device, file: str) -> None:
     """BundleError unless a session got the provider of its device."""
-    if place.device == "cpu" or _NAMES[place.device] in got:
+    if device.name == "cpu" or _NAMES[device.name] in got:
         return
-    problem = f"cannot run on {place.device}, only on {', '.join(got)}: {missing(place.device)}"
-    if not place.allow_cpu_fallback:
+    problem = f"cannot run on {device.name}, only on {', '.join(got)}: {missing(device.name)}"
+    if not device.allow_cpu_fallback:
         raise BundleError(
             f"{problem}; or serve with --device cpu, or with --allow-cpu-fallback", file=file
         )
     _log.warning("%s %s", file, problem)
 
 
-def missing(device: Device) -> str:
+def missing(device: DeviceName) -> str:
     """What must be installed for this device, as far as can be told."""
     if _NAMES.get(device) not in ort.get_available_providers():
         return f"this onnxruntime ({ort.__version__}) is for the CPU only: {INSTALL}"
@@ -305,7 +308,7 @@ def _tensorrt_options(folder: Path, profile: Profile) -> dict[str, str]:
     return options
 
 
-def _load_libraries(device: Device) -> None:
+def _load_libraries(device: DeviceName) -> None:
     """Load the CUDA and TensorRT libraries that were installed as Python packages, if any."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
@@ -344,6 +347,7 @@ class InterruptibleSession:
         self._lent = lent
         self.get_inputs = session.get_inputs
         self.get_outputs = session.get_outputs
+        self.get_providers = session.get_providers
         self.get_session_options = session.get_session_options
         self.io_binding = session.io_binding
         self.run = partial(session.run, run_options=options)
@@ -383,7 +387,7 @@ class Weights:
         )
 
 
-_SESSION_CPU = Place()
+_SESSION_CPU = Device()
 # How long threads stay awake for more work: through a call and to the next, but no longer, since
 # they take cores from other sessions meanwhile.
 _SPIN_US = 200
@@ -407,7 +411,7 @@ def open_session(
     file: str,
     interface: Interface,
     threads: int,
-    place: Place = _SESSION_CPU,
+    device: Device = _SESSION_CPU,
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
     spin: bool = False,
@@ -433,14 +437,14 @@ def open_session(
     if weights is not None:
         weights.lend(options)
     try:
-        providers = providers_for(place.device, bundle, interface)
+        providers = providers_for(device, bundle, interface)
         session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # onnxruntime has no base class of its own
         raise failure(f"cannot be opened by onnxruntime {ort.__version__}", error, path) from error
     # Only now: another bundle may have replaced this one since the files were checked.
     for name in (file,) if weights is not None else (file, bundle.manifest.weights):
         check_file(bundle.folder / name, bundle.manifest.files[name], verify=True)
-    check_providers(session.get_providers(), place, str(path))
+    check_providers(session.get_providers(), device, str(path))
     check_interface(path, interface, session)
     return InterruptibleSession(session, run_options or shared_options(), weights)
 
@@ -523,6 +527,7 @@ class StepSessions:
     grid_steps: int | None  # dial of time: steps that cross [0, T]
     contexts: tuple[str, ...]  # outputs of the embedding that the step takes besides the state
     head_contexts: tuple[str, ...]  # and that the head takes
+    memory: Memory = HOST  # where states and caches are
 
     def step_of(self, tokens: int) -> InterruptibleSession:
         """The session for a step of this many tokens."""
@@ -546,12 +551,16 @@ def open_steps(
     run_options: ort.RunOptions | None = None,
     weights: Weights | None = None,
     spin: bool = False,
+    device: Device = _SESSION_CPU,
 ) -> StepSessions:
     """The sessions of a bundle with graphs of one step; `spin` as in `open_session`."""
     manifest = bundle.manifest
     files = manifest.step
     assert files is not None, f"{manifest.name} has no graphs of one step"
-    weights = weights or Weights.read(bundle, in_place=False)
+    if device.name == "cpu":
+        weights = weights or Weights.read(bundle, in_place=False)
+    else:  # TensorRT has no attention with caches, which CUDA has
+        device = replace(device, name="cuda")
 
     def opened(file: str, interface: Interface, threads: int, spins: bool) -> InterruptibleSession:
         return open_session(
@@ -559,9 +568,10 @@ def open_steps(
             file,
             interface,
             threads,
-            run_options=run_options,
-            weights=weights,
-            spin=spins,
+            device,
+            run_options,
+            weights,
+            spins,
         )
 
     # Between two tokens other sessions' threads would slow the step.
@@ -593,6 +603,7 @@ def open_steps(
         grid_steps=manifest.grid_steps,
         contexts=tuple(name for name in given if name != "x" and name in names),
         head_contexts=tuple(name for name in given if name != "x" and name in head_names),
+        memory=memory_for(device, step.get_providers()),
     )
 
 
@@ -602,23 +613,3 @@ def _small_ends(manifest: Manifest) -> bool:
         return False
     tokens = manifest.text_tokenizer.vocab_size
     return tokens * manifest.shape.width * np.dtype(np.float32).itemsize <= _SMALL_END_BYTES
-
-
-# numpy arrays are bound by address, without a copy. The caller keeps each array alive, contiguous
-# and unmoved while it is bound.
-
-
-def bind_input(binding: ort.IOBinding, name: str, array: npt.NDArray[np.generic]) -> None:
-    """Let the graph read this array."""
-    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
-
-
-def bind_output(binding: ort.IOBinding, name: str, array: npt.NDArray[np.generic]) -> None:
-    """Let the graph write this array."""
-    binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    assert array.flags.c_contiguous
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -35,6 +35,7 @@ from serve.runtime.session import INSTALL, Dims, Profile, ShapeRange
 
 Array = npt.NDArray[np.generic]
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+LEAST_VERSION = (10, 1)  # since when an engine tells the size of its memory in 64 bits
 
 
 def load_tensorrt() -> ModuleType:
@@ -43,15 +44,17 @@ def load_tensorrt() -> ModuleType:
         library = importlib.import_module("tensorrt")
     except ImportError as error:
         raise BundleError(f"TensorRT cannot be loaded ({error}): {INSTALL}") from None
-    if int(library.__version__.split(".")[0]) < 10:
+    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    if version < LEAST_VERSION:
         raise BundleError(
-            f"TensorRT {library.__version__} is too old, 10 or newer is needed: {INSTALL}"
+            f"TensorRT {library.__version__} is too old, {'.'.join(map(str, LEAST_VERSION))} or "
+            f"newer is needed: {INSTALL}"
         )
     return library
 
 
-def open_cuda() -> "Cuda":
-    """The first GPU; BundleError says what is missing."""
+def open_cuda(number: int = 0) -> "Cuda":
+    """The GPU of this number; BundleError says what is missing."""
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -68,15 +71,23 @@ def open_cuda() -> "Cuda":
             "there is no NVIDIA GPU here: use a machine that has one, or stepdial serve --device "
             "cpu, which needs none"
         )
-    return Cuda(runtime)
+    if number >= found:
+        raise BundleError(
+            f"there is no NVIDIA GPU {number}: the driver shows {found}, numbered from 0; choose "
+            "another --device-number"
+        )
+    cuda = Cuda(runtime, number)
+    cuda.use()
+    return cuda
 
 
 @final
 class Cuda:
     """One GPU and one stream on it. A failed call raises an error that names it."""
 
-    def __init__(self, runtime: ModuleType) -> None:
+    def __init__(self, runtime: ModuleType, number: int = 0) -> None:
         self._runtime = runtime
+        self._number = number
         self._stream: Any = None
 
     @property
@@ -84,13 +95,17 @@ class Cuda:
         """The handle of the stream, for TensorRT."""
         return int(self._opened_stream())
 
+    def use(self) -> None:
+        """Have the calls of this thread go to this GPU; CUDA asks for that in every thread."""
+        self._call("cudaSetDevice", self._number)
+
     def count(self) -> int:
         """The number of GPUs."""
         return int(self._call("cudaGetDeviceCount"))
 
     def facts(self) -> dict[str, str]:
         """What an engine depends on, besides TensorRT itself."""
-        properties = self._call("cudaGetDeviceProperties", 0)
+        properties = self._call("cudaGetDeviceProperties", self._number)
         cuda = int(self._call("cudaRuntimeGetVersion"))
         return {
             "gpu": properties.name.decode().rstrip("\0"),
@@ -174,7 +189,7 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-MAX_GRAPHS = 32
+MAX_GRAPHS = 32  # of a model
 # Inputs that all rows share; others, and all outputs, have one part a row.
 _SHARED = frozenset({"keep"})
 Key = tuple[tuple[str, Dims], ...]
@@ -197,17 +212,112 @@ class _Captured:
 
 
 @final
-class TrtSession:
-    """A context for each profile and for each captured graph, with one block of working memory."""
+class ContextPool:
+    """The execution contexts and captured graphs of a model's engines.
 
-    def __init__(
-        self, library: ModuleType, cuda: Cuda, plan: bytes, profiles: Sequence[Profile]
-    ) -> None:
+    Calls run one after another, so all share one block of working memory, which is as large as the
+    largest engine needs.
+    """
+
+    def __init__(self, library: ModuleType, cuda: Cuda) -> None:
         self._library = library
         self._cuda = cuda
+        self._memory = self._size = 0  # its address and bytes
+        self._contexts: dict[tuple[int, int], Any] = {}  # by engine and profile
+        self._captured: dict[tuple[int, Key], _Captured] = {}  # by engine and shapes
         # The runtime is kept, since an engine must not outlive it.
-        self._runtime = library.Runtime(library.Logger(library.Logger.WARNING))
-        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        self.runtime = library.Runtime(library.Logger(library.Logger.WARNING))
+
+    @property
+    def contexts(self) -> int:
+        return len(self._contexts) + len(self._captured)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more shapes can be captured."""
+        return len(self._captured) >= MAX_GRAPHS
+
+    def grow(self, size: int) -> None:
+        """Have this much working memory; if it moves, contexts and graphs are made anew."""
+        if size <= self._size:
+            return
+        self._forget(None)
+        if self._memory:
+            self._cuda.free(self._memory)
+        self._memory = self._size = 0
+        self._memory, self._size = self._cuda.allocate(size), size
+
+    def context(self, engine: Any, index: int) -> Any:
+        """The context of an engine's profile, for shapes that are not captured."""
+        key = id(engine), index
+        if key not in self._contexts:
+            self._contexts[key] = self.new_context(engine, index)
+        return self._contexts[key]
+
+    def new_context(self, engine: Any, index: int) -> Any:
+        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = engine.create_execution_context(strategy)
+        if context is None:
+            raise BundleError("TensorRT has no memory for another execution context")
+        context.set_device_memory(self._memory, engine.device_memory_size_v2)
+        if not context.set_optimization_profile_async(index, self._cuda.stream):
+            raise BundleError(f"TensorRT refused the optimization profile {index}")
+        self._cuda.wait()
+        return context
+
+    def captured(self, engine: Any, key: Key) -> _Captured | None:
+        """The graph of these shapes, if it is kept."""
+        return self._captured.get((id(engine), key))
+
+    def keep(self, engine: Any, key: Key, captured: _Captured) -> None:
+        self._captured[id(engine), key] = captured
+
+    def count(self, engine: Any) -> int:
+        """The captured shapes of an engine."""
+        return sum(owner == id(engine) for owner, _ in self._captured)
+
+    def discard_graphs(self, engine: Any) -> None:
+        """Free the captured graphs of an engine, whose buffers move."""
+        self._cuda.wait()
+        for key in [one for one in self._captured if one[0] == id(engine)]:
+            self._cuda.discard(self._captured.pop(key).executable)
+
+    def forget(self, engine: Any) -> None:
+        """Free all contexts and graphs of an engine, which must not outlive it."""
+        self._forget(id(engine))
+
+    def close(self) -> None:
+        """Free all of it."""
+        self._forget(None)
+        if self._memory:
+            self._cuda.free(self._memory)
+            self._memory = self._size = 0
+        self.runtime = None
+
+    def _forget(self, owner: int | None) -> None:
+        if self._captured:
+            self._cuda.wait()
+        for key in [one for one in self._captured if owner in (None, one[0])]:
+            self._cuda.discard(self._captured.pop(key).executable)
+        for context in [one for one in self._contexts if owner in (None, one[0])]:
+            del self._contexts[context]
+
+
+@final
+class TrtSession:
+    """An engine with its buffers; its contexts and captured graphs are in the pool."""
+
+    def __init__(
+        self,
+        library: ModuleType,
+        cuda: Cuda,
+        pool: ContextPool,
+        plan: bytes,
+        profiles: Sequence[Profile],
+    ) -> None:
+        self._cuda = cuda
+        self._pool = pool
+        self._engine = pool.runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
             raise BundleError("TensorRT cannot load this engine; its log above says why")
         self._profiles = profiles
@@ -217,15 +327,13 @@ class TrtSession:
         self._outputs = [one for one in names if one not in self._inputs]
         self._types = {one: library.nptype(self._engine.get_tensor_dtype(one)) for one in names}
         self._buffers: dict[str, tuple[int, int]] = {}  # name: (address, bytes)
-        self._contexts: dict[int, Any] = {}
-        self._captured: dict[Key, _Captured] = {}
         self._seen: set[Key] = set()
-        self._memory = cuda.allocate(max(1, self._engine.device_memory_size_v2))
+        pool.grow(max(1, self._engine.device_memory_size_v2))
 
     @property
     def graphs(self) -> int:
         """The number of captured shapes."""
-        return len(self._captured)
+        return self._pool.count(self._engine)
 
     def get_inputs(self) -> list[InputName]:
         """As on a session of onnxruntime."""
@@ -233,18 +341,15 @@ class TrtSession:
 
     def close(self) -> None:
         """Free the GPU's memory; nothing runs here any more."""
-        self._discard_graphs()
-        self._contexts.clear()
+        self._pool.forget(self._engine)
         while self._buffers:
             _, (address, _) = self._buffers.popitem()
             self._cuda.free(address)
-        if self._memory:
-            self._cuda.free(self._memory)
-            self._memory = 0
-        self._engine = self._runtime = None  # in this order: see above
+        self._engine = None
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
         """Run for these outputs; more rows than the engine takes are split into parts."""
+        self._cuda.use()
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
         most = self._max_rows()
         parts = [
@@ -275,43 +380,29 @@ class TrtSession:
 
     def _execute(self, key: Key) -> Mapping[str, Dims]:
         """Put the engine's work on the stream; returns the shapes of its outputs."""
-        if key in self._captured:
-            captured = self._captured[key]
+        captured = self._pool.captured(self._engine, key)
+        if captured is not None:
             self._cuda.launch(captured.executable)
             return captured.outputs
         # The first shapes that repeat are kept; replacing one at each call would cost more.
-        if key in self._seen and len(self._captured) < MAX_GRAPHS:
+        if key in self._seen and not self._pool.full:
             return self._capture(key)
         self._seen.add(key)
-        index = self._choose(key)
-        if index not in self._contexts:
-            self._contexts[index] = self._make_context(index)
-        context = self._contexts[index]
+        context = self._pool.context(self._engine, self._choose(key))
         shapes = self._prepare(context, key)
         self._enqueue(context)
         return shapes
 
     def _capture(self, key: Key) -> Mapping[str, Dims]:
         """Run a shape on a context of its own, and keep it as a graph."""
-        context = self._make_context(self._choose(key))
+        context = self._pool.new_context(self._engine, self._choose(key))
         shapes = self._prepare(context, key)
         # TensorRT initialises in the first run with new shapes, which must not be captured.
         self._enqueue(context)
         self._cuda.wait()
         executable = self._cuda.capture(lambda: self._enqueue(context))
-        self._captured[key] = _Captured(executable, context, shapes)
+        self._pool.keep(self._engine, key, _Captured(executable, context, shapes))
         return shapes
-
-    def _make_context(self, index: int) -> Any:
-        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
-        if context is None:
-            raise BundleError("TensorRT has no memory for another execution context")
-        context.set_device_memory(self._memory, self._engine.device_memory_size_v2)
-        if not context.set_optimization_profile_async(index, self._cuda.stream):
-            raise BundleError(f"TensorRT refused the optimization profile {index}")
-        self._cuda.wait()
-        return context
 
     def _prepare(self, context: Any, key: Key) -> Mapping[str, Dims]:
         """Set a context's shapes and addresses; returns the shapes of the outputs."""
@@ -347,16 +438,10 @@ class TrtSession:
         if size <= has:
             return
         if address:
-            self._discard_graphs()
+            self._pool.discard_graphs(self._engine)
             del self._buffers[name]
             self._cuda.free(address)
         self._buffers[name] = (self._cuda.allocate(size), size)
-
-    def _discard_graphs(self) -> None:
-        self._cuda.wait()
-        for captured in self._captured.values():
-            self._cuda.discard(captured.executable)
-        self._captured.clear()
 
     def _max_rows(self) -> int:
         name = next(one for one in self._inputs if one not in _SHARED)
@@ -551,12 +636,13 @@ def engines_of(folder: Path, bundle: Bundle) -> Path:
 class TrtModel:
     """All rungs of a bundle as engines on one GPU, opened when first needed; no caches."""
 
-    def __init__(self, bundle: Bundle, folder: Path) -> None:
+    def __init__(self, bundle: Bundle, folder: Path, number: int = 0) -> None:
         self._library = load_tensorrt()
-        self._cuda = open_cuda()
+        self._cuda = open_cuda(number)
         self._bundle = bundle
         self._folder = folder
         self._engines = read_engines(folder, bundle, this_host(self._cuda))
+        self._pool = ContextPool(self._library, self._cuda)
         self._sessions: dict[str, TrtSession] = {}
 
     @property
@@ -618,8 +704,10 @@ class TrtModel:
 
     def close(self) -> None:
         """Free the GPU's memory."""
+        self._cuda.use()
         while self._sessions:
             self._sessions.popitem()[1].close()
+        self._pool.close()
         self._cuda.close()
 
     @property
@@ -634,11 +722,12 @@ class TrtModel:
 
     def _session(self, graph: str) -> TrtSession:
         if graph not in self._sessions:
+            self._cuda.use()
             engine = self._engines.engine(graph)
             path = self._folder / engine.file
             with inside_file(path):
                 self._sessions[graph] = TrtSession(
-                    self._library, self._cuda, path.read_bytes(), engine.profiles
+                    self._library, self._cuda, self._pool, path.read_bytes(), engine.profiles
                 )
         return self._sessions[graph]
 

@@ -104,7 +104,7 @@ async function open(entry, wanted) {
 }
 
 function describe({ id, task, precision, cache, parameters, card }) {
-  const caches = cache === "kv_int8" && "8-bit caches";
+  const caches = { kv_fp16: "16-bit caches", kv_int8: "8-bit caches" }[cache];
   const parts = [id, task, precision, caches, parameters && `${format.count(parameters)} parameters`, card?.license];
   return parts.filter(Boolean).join(" · ");
 }

@@ -16,7 +16,7 @@ import pytest
 from serve.__main__ import main
 from serve.bundle import Bundle
 from serve.catalog import Catalog, open_catalog
-from serve.runtime.protocol import Place
+from serve.runtime.protocol import Device
 from serve.server import bind, listen
 from tests.fixtures.tiny_bundles import build_classify, build_generate
 from tests.fixtures.tiny_folders import (
@@ -144,9 +144,9 @@ def test_a_port_that_another_server_takes_meanwhile_is_said_in_one_line(
     with bind("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
 
-        def load_slowly(folders: Sequence[Path], threads: int | None, place: Place) -> Catalog:
+        def load_slowly(folders: Sequence[Path], threads: int | None, device: Device) -> Catalog:
             listen(other)
-            return open_catalog(folders, threads, place)
+            return open_catalog(folders, threads, device)
 
         monkeypatch.setattr("serve.command.open_catalog", load_slowly)
         # As the process does it: afterwards these would change the tests that follow.

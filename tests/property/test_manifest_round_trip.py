@@ -38,7 +38,7 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from serve.bundle.manifest import parse_json
+from serve.bundle.manifest import parse_json, rounds
 
 TASKS: tuple[Task, ...] = get_args(Task)
 Kind = Literal["classify", "prefill", "decode"]
@@ -177,7 +177,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     precision: Precision = draw(st.sampled_from(get_args(Precision)))
     keeps = task == "generate" and depth != "chain"
     cache: Cache = draw(st.sampled_from(get_args(Cache))) if keeps else "none"
-    rungs = draw(ladders(task, depth, precision != "fp32" or cache == "kv_int8"))
+    rungs = draw(ladders(task, depth, rounds(precision, cache)))
     spec = draw(inputs(task))
     tokenizer = draw(tokenizers(task)) if spec.kind == "text" else None
     labels = tuple(draw(st.lists(texts, min_size=2, max_size=5, unique=True)))

@@ -20,7 +20,7 @@ SAID = {
     "export RUN --steps 0": "counts are from 1",
     "export RUN --steps ": "write counts like 1,2,4,8",
     "evaluate BUNDLE --steps ": "write counts like 1,2,4,8",
-    "export RUN --precision int4": "choose one of fp32, int8",
+    "export RUN --precision int4": "choose one of fp32, fp16, bf16, int8",
     "export RUN": "is not a run",
     "inspect RUN": "is no folder",
     "calibrate BUNDLE --threads 0": "at least 1",

@@ -39,7 +39,7 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (image_bundle, "task", "generate", "labels must be null for the task generate"),
     (image_bundle, "cache", "kv", "cache must be none for the task classify"),
     (image_bundle, "cache", "kv_int8", "cache must be none for the task classify"),
-    (image_bundle, "cache", "lru", "cache must be one of kv, kv_int8, none"),
+    (image_bundle, "cache", "lru", "cache must be one of kv, kv_fp16, kv_int8, none"),
     (image_bundle, "rungs.0.encoder", "e.onnx", "rungs[0].encoder must be null"),
     (image_bundle, "target_max_tokens", 3, "target_max_tokens must be null"),
     (points_bundle, "input.max_points", 0, "input.max_points must be from 1"),

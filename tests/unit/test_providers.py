@@ -11,7 +11,7 @@ import pytest
 from serve.bundle import Bundle, BundleError
 from serve.runtime import open_model
 from serve.runtime import session as providers
-from serve.runtime.protocol import Device, Place
+from serve.runtime.protocol import Device, DeviceName
 from serve.runtime.session import check_providers, graph_interface, missing, providers_for
 from tests.fixtures.tiny_bundles import build_classify, build_generate
 
@@ -34,22 +34,22 @@ def gpu_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_needs_nothing(bundle: Bundle) -> None:
     interface = graph_interface(bundle.manifest)
-    assert providers_for("cpu", bundle, interface) == [("CPUExecutionProvider", {})]
-    check_providers(CPU, Place(), "steps-1.onnx")
-    assert Place().runs_single_steps and not Place("cuda").runs_single_steps
-    assert not Place(engines=Path("engines")).runs_single_steps
+    assert providers_for(Device(), bundle, interface) == [("CPUExecutionProvider", {})]
+    check_providers(CPU, Device(), "steps-1.onnx")
+    assert Device().runs_single_steps and not Device("cuda").runs_single_steps
+    assert not Device(engines=Path("engines")).runs_single_steps
 
 
 def test_cuda_computes_in_float32_and_may_fall_back(bundle: Bundle, gpu_package: None) -> None:
-    (cuda, options), cpu = providers_for("cuda", bundle, graph_interface(bundle.manifest))
-    assert (cuda, options) == ("CUDAExecutionProvider", {"use_tf32": "0"})
+    (cuda, options), cpu = providers_for(Device("cuda"), bundle, graph_interface(bundle.manifest))
+    assert (cuda, options) == ("CUDAExecutionProvider", {"device_id": "0", "use_tf32": "0"})
     assert cpu[0] == "CPUExecutionProvider"
 
 
 def test_tensorrt_gets_one_profile_for_all_shapes_and_keeps_its_engines(
     bundle: Bundle, gpu_package: None, tmp_path: Path
 ) -> None:
-    found = providers_for("tensorrt", bundle, graph_interface(bundle.manifest))
+    found = providers_for(Device("tensorrt"), bundle, graph_interface(bundle.manifest))
     assert [name for name, _ in found] == GPU
     options = found[0][1]
     assert options["trt_profile_min_shapes"] == "tokens:1x1,keep:1"
@@ -64,14 +64,14 @@ def test_tensorrt_gets_one_profile_for_all_shapes_and_keeps_its_engines(
 
 @pytest.mark.parametrize("device", ["cuda", "tensorrt"])
 def test_a_package_for_the_cpu_only_is_refused_with_what_to_install(
-    bundle: Bundle, device: Device
+    bundle: Bundle, device: DeviceName
 ) -> None:
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("onnxruntime-gpu is installed here")
-    found = providers_for(device, bundle, graph_interface(bundle.manifest))
+    found = providers_for(Device(device), bundle, graph_interface(bundle.manifest))
     session = ort.InferenceSession(bundle.graph_path(1), providers=found)
     with pytest.raises(BundleError, match=rf"steps-1.*cannot run on {device}.*\.\[gpu\]"):
-        check_providers(session.get_providers(), Place(device), "steps-1.onnx")
+        check_providers(session.get_providers(), Device(device), "steps-1.onnx")
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_a_silent_fall_back_to_the_cpu_is_refused_with_the_reason(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     for got in (CPU, GPU[1:]):
         with pytest.raises(BundleError, match=reason):
-            check_providers(got, Place("tensorrt"), "steps-1.onnx")
+            check_providers(got, Device("tensorrt"), "steps-1.onnx")
     assert "libcuda.so.1" in missing("cuda") or loads
-    check_providers(GPU, Place("tensorrt"), "steps-1.onnx")
-    check_providers(GPU[1:], Place("cuda"), "steps-1.onnx")
+    check_providers(GPU, Device("tensorrt"), "steps-1.onnx")
+    check_providers(GPU[1:], Device("cuda"), "steps-1.onnx")
 
 
 def test_a_fall_back_that_is_allowed_is_logged(
     gpu_package: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "stepdial.runtime"):
-        check_providers(CPU, Place("cuda", allow_cpu_fallback=True), "steps-1.onnx")
+        check_providers(CPU, Device("cuda", allow_cpu_fallback=True), "steps-1.onnx")
     assert "steps-1.onnx cannot run on cuda, only on CPUExecutionProvider" in caplog.text
 
 
@@ -108,8 +108,8 @@ def test_a_model_elsewhere_runs_whole_rungs_and_never_silently_on_the_cpu(bundle
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("onnxruntime-gpu is installed here")
     with pytest.raises(BundleError, match=r"steps-1\.onnx: cannot run on cuda"):
-        open_model(bundle, 1, Place("cuda")).warm_up()
-    allowed = open_model(bundle, 1, Place("cuda", allow_cpu_fallback=True))
+        open_model(bundle, 1, Device("cuda")).warm_up()
+    allowed = open_model(bundle, 1, Device("cuda", allow_cpu_fallback=True))
     decoder = allowed.decoder(2)
     assert decoder.bytes_for(16) == 0, "whole prefixes keep no caches"
     tokens = np.arange(1, 13, dtype=np.int64)[None]  # (1, 12)
@@ -121,4 +121,4 @@ def test_a_model_on_engines_says_what_to_install(bundle: Bundle, tmp_path: Path)
     if importlib.util.find_spec("tensorrt") is not None:
         pytest.skip("tensorrt is installed here")
     with pytest.raises(BundleError, match="TensorRT cannot be loaded"):
-        open_model(bundle, place=Place(engines=tmp_path))
+        open_model(bundle, device=Device(engines=tmp_path))

@@ -210,5 +210,7 @@ def test_precisions_have_names_and_dynamic_ones_a_reason() -> None:
     for word in ("dynamic", "dynamic-int8", "int8-dynamic"):
         with pytest.raises(ValueError, match=r"tokens after it\. Choose int8"):
             check_precision(word)
-    with pytest.raises(ValueError, match="unknown precision int4: choose one of fp32, int8"):
+    with pytest.raises(
+        ValueError, match="unknown precision int4: choose one of fp32, fp16, bf16, int8"
+    ):
         check_precision("int4")

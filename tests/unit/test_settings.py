@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
-from serve.runtime import Place
+from serve.runtime import Device
 from serve.settings import (
     OTHER_VARIABLES,
     Settings,
@@ -29,9 +29,9 @@ def test_defaults_are_those_of_the_documents() -> None:
 
 
 def test_a_place_is_made_of_its_flags() -> None:
-    assert Settings.read().place == Place()
+    assert Settings.read().runs_on == Device()
     flags = parse(["--device", "cuda", "--allow-cpu-fallback", "--engines", "made"]).flags
-    assert Settings.read(flags).place == Place("cuda", True, Path("made"))
+    assert Settings.read(flags).runs_on == Device("cuda", True, Path("made"))
 
 
 def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

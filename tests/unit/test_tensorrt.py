@@ -12,7 +12,7 @@ import pytest
 
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error
 from serve.bundle import AgainstFp32, Bundle, BundleError
-from serve.runtime import open_model
+from serve.runtime import Device, open_model
 from serve.runtime.session import encoder_interface, graph_interface, profiles
 from serve.runtime.tensorrt import (
     ENGINES_FILE,
@@ -145,6 +145,44 @@ def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
     assert held[0] == held[1] == held[2] and min(held[0]) > 0
 
 
+def test_engines_of_a_model_share_contexts_memory_and_the_limit_of_graphs(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.runtime.tensorrt.MAX_GRAPHS", 3)
+    bundle = build_points(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    model, reference = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
+    random = np.random.default_rng(0)
+    ladder = bundle.manifest.steps
+    assert len(ladder) > 1
+    for count in (5, 9):
+        rows = random.standard_normal((2, count, 3)).astype(np.float32)
+        for _ in range(3):
+            for steps in ladder:
+                got = model.classifier(steps).run(rows)
+                np.testing.assert_allclose(got, reference.unrolled(steps).forward(rows), atol=1e-6)
+    assert model._pool.full and len(cuda.graphs) == 3
+    assert model._pool.contexts <= 3 + len(ladder)  # one profile of each ran besides
+    buffers = sum(len(session._buffers) for session in model._sessions.values())
+    assert len(cuda.memory) == buffers + 1  # one block of working memory for all engines
+    model.close()
+    assert not cuda.memory and not cuda.graphs
+
+
+def test_engines_run_on_the_gpu_that_is_asked_for(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda
+) -> None:
+    bundle = build_points(tmp_path / "bundle")
+    build(bundle, tmp_path / "engines")
+    with pytest.raises(BundleError, match="no NVIDIA GPU 1: the driver shows 1, numbered from 0"):
+        open_model(bundle, device=Device(engines=tmp_path / "engines", number=1))
+    cuda.gpus = 2
+    model = open_model(bundle, device=Device(engines=tmp_path / "engines", number=1))
+    cuda.device = 0  # as a thread has it that has not asked for another
+    model.warm_up()
+    assert cuda.device == 1
+
+
 def test_more_rows_than_the_engine_takes_run_one_part_after_another(
     tmp_path: Path, library: FakeTensorrt
 ) -> None:
@@ -246,8 +284,14 @@ def test_without_the_packages_or_a_gpu_the_error_says_what_to_install(
     with pytest.raises(BundleError, match=r"TensorRT cannot be loaded.*pip install '\.\[gpu\]'"):
         build(bundle, tmp_path / "engines")
     monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="8.6.1"))
-    with pytest.raises(BundleError, match=r"8\.6\.1 is too old"):
+    with pytest.raises(BundleError, match=r"8\.6\.1 is too old, 10\.1 or newer"):
         load_tensorrt()
+    # 10.0 has no device_memory_size_v2.
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.0.1"))
+    with pytest.raises(BundleError, match=r"10\.0\.1 is too old"):
+        load_tensorrt()
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorrt(FakeCuda(), version="10.1.0.27"))
+    assert load_tensorrt().__version__ == "10.1.0.27"
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(BundleError, match="cuda-python cannot be loaded"):
         open_cuda()

@@ -25,7 +25,7 @@ from benchmarks.lab import Cell, Provenance, Table
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error, sample_tokens
 from serve.bundle import Bundle, BundleError, Manifest, TextInput, read_bundle
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.protocol import Place, RowArray, largest_row
+from serve.runtime.protocol import Device, RowArray, largest_row
 from serve.runtime.tensorrt import Precision, open_cuda
 
 WRONG, UNUSABLE, NO_GPU = 1, 2, 3
@@ -134,8 +134,8 @@ def measure(
 def ways(bundle: Bundle, folder: Path) -> Iterator[Way]:
     """The CPU first, since the others are held against it."""
     yield Way("cpu", 0.0, lambda: open_model(bundle))
-    yield Way("cuda", PROVIDER_TOLERANCE, lambda: open_model(bundle, place=Place("cuda")))
-    yield Way("tensorrt", PROVIDER_TOLERANCE, lambda: open_model(bundle, place=Place("tensorrt")))
+    yield Way("cuda", PROVIDER_TOLERANCE, lambda: open_model(bundle, device=Device("cuda")))
+    yield Way("tensorrt", PROVIDER_TOLERANCE, lambda: open_model(bundle, device=Device("tensorrt")))
     for precision, tolerance in TOLERANCES.items():
         yield Way(
             f"engines {precision}",
@@ -146,7 +146,7 @@ def ways(bundle: Bundle, folder: Path) -> Iterator[Way]:
 
 def _open_engines(bundle: Bundle, folder: Path, precision: Precision) -> OpenedModel:
     build_engines(bundle, folder, EngineRequest(precision))
-    return open_model(bundle, place=Place(engines=folder))
+    return open_model(bundle, device=Device(engines=folder))
 
 
 def _calls(model: OpenedModel, steps: int) -> Iterator[tuple[int, Callable[[], object]]]:

@@ -1,0 +1,131 @@
+"""A 16-bit bundle of a float32 bundle, without the run that it was made of.
+
+Its graphs get the matrices and caches that an export of the run with `--precision` would give them.
+What the model computes in float64 is not known here, so answers are held against the float32
+bundle, on the rows that quality is measured on.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from export.draft import UNCOMPARED, UNMEASURED, model_card
+from export.graph import keep_shapes
+from export.half import Half, Products, half_caches, use_half
+from export.pieces import WeightsFile
+from export.quality import Measured, choose_default, compare, logits_of, named_rungs, range_of
+from export.run import CARD, sealed_trial
+from export.verify import VerificationError, allowed
+from serve.bundle import (
+    Bundle,
+    Manifest,
+    Rung,
+    Verified,
+    open_staging,
+    seal_bundle,
+    steps_in_words,
+)
+from serve.runtime import OpenedModel, open_model
+from train.data.batch import Batch
+
+Batches = Callable[[], Iterable[Batch]]
+
+
+def halve_bundle(
+    bundle: Bundle, target: Path, half: Half, batches: Batches, say: Callable[[str], None] = print
+) -> Bundle:
+    """The bundle with 16-bit weights and caches, each rung measured on these rows."""
+    manifest = bundle.manifest
+    if manifest.rounds:
+        raise ValueError(
+            f"{manifest.name} is {manifest.precision_in_words} already: name a bundle of fp32, or "
+            "the run that it was made of"
+        )
+    rungs = tuple(
+        dataclasses.replace(rung, verified=UNMEASURED, against_fp32=UNCOMPARED)
+        for rung in manifest.rungs
+    )
+    draft = dataclasses.replace(
+        manifest,
+        precision=half,
+        cache="kv_fp16" if manifest.keeps_caches else manifest.cache,
+        rungs=rungs,
+        calibration=None,  # thresholds of float32 hold for float32 only
+        files={},
+    )
+    with open_staging(target) as staging:
+        _write_graphs(bundle, draft, half, staging)
+        with sealed_trial(draft, staging, target) as opened:
+            tried = _tried(opened, open_model(bundle), batches, say)
+        (staging / CARD).write_text(model_card(tried), encoding="utf-8")
+        return seal_bundle(staging, tried, target)
+
+
+def _write_graphs(bundle: Bundle, draft: Manifest, half: Half, staging: Path) -> None:
+    step = {} if draft.step is None else draft.step.graphs
+    weights = WeightsFile(draft.weights)
+    for path in sorted(bundle.folder.glob("*.onnx")):
+        model = onnx.load(str(path))
+        if draft.cache == "kv_fp16" and path.name == step.get("step"):
+            half_caches(model.graph)
+        each: Products = "own" if path.name in step.values() else "shared"
+        use_half(model, half, each if step else "float")
+        weights.externalise(model)
+        if path.name not in step.values():
+            del model.graph.value_info[:]
+            keep_shapes(model)
+        (staging / path.name).write_bytes(model.SerializeToString(deterministic=True))
+    weights.write(staging)
+    for path in staging.glob("*.onnx"):
+        onnx.checker.check_model(str(path))
+    spec = draft.tokenizer
+    for file in () if spec is None else (spec.file, spec.chat_template):
+        if file is not None:
+            shutil.copyfile(bundle.folder / file, staging / file)
+
+
+def _tried(
+    opened: OpenedModel, reference: OpenedModel, batches: Batches, say: Callable[[str], None]
+) -> Manifest:
+    """The manifest with every rung measured beside the float32 bundle's."""
+    draft = opened.bundle.manifest
+    measured: dict[int, Measured] = {}
+    rungs: list[Rung] = []
+    for rung in draft.rungs:
+        measured[rung.steps], against = compare(opened, reference, rung.steps, batches())
+        verified = _verified(opened, reference, rung, next(iter(batches())))
+        quality = measured[rung.steps].quality
+        say(
+            f"{steps_in_words(rung.steps):>9}: {quality.metric} {quality.value:.4f}, "
+            f"{against.change:+.4f} beside float32, {100 * against.top1_agreement:.2f} % answers "
+            "as in float32"
+        )
+        rungs.append(
+            dataclasses.replace(rung, quality=quality, verified=verified, against_fp32=against)
+        )
+    return dataclasses.replace(
+        draft,
+        rungs=named_rungs(tuple(rungs), measured),
+        default_steps=choose_default(measured),
+        range=range_of(measured),
+        files={},
+    )
+
+
+def _verified(opened: OpenedModel, reference: OpenedModel, rung: Rung, batch: Batch) -> Verified:
+    """How far answers are from the float32 bundle's, and those were from float64."""
+    pair = [logits_of(one, rung.steps, batch).astype(np.float64) for one in (opened, reference)]
+    known = reference.bundle.manifest.rung(rung.steps).verified
+    error = float(np.abs(pair[0] - pair[1]).max()) + known.max_abs_error
+    slack, floor = allowed(opened.bundle.manifest)
+    tolerance = slack * known.float32_error + floor * float(np.abs(pair[1]).max())
+    if not error <= tolerance:
+        raise VerificationError(
+            f"the rung of {steps_in_words(rung.steps)} is off by {error:.3g}, above its tolerance "
+            f"{tolerance:.3g}. No bundle was kept."
+        )
+    return Verified(error, tolerance, known.float32_error)

@@ -1,0 +1,191 @@
+"""16-bit bundles: verified and compared at the export, half the file, and the answers of fp32."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+
+from export.__main__ import main
+from export.half import Half, Products, to_half, use_half
+from export.half_bundle import halve_bundle
+from export.inspect import describe
+from export.pieces import OPSET
+from export.run import ExportRequest, export_run
+from serve.bundle import Bundle, read_bundle
+from serve.runtime import open_model
+from serve.runtime.protocol import IntArray
+from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
+from train.data.batch import Batch
+
+HALVES = pytest.mark.parametrize("half", ["fp16", "bf16"])
+ZOO = Path(__file__).parents[2] / "zoo" / "shakespeare"
+STEPS = (1, 2, 3)
+AGREEMENT, LOSS = 0.99, 0.002  # at least, and at most
+ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text_run(tmp_path_factory.mktemp("text"))
+
+
+def export(run: Path, target: Path, half: Half | None = None, method: str = "euler") -> Bundle:
+    request = ExportRequest(target, STEPS, method, precision=half or "fp32", latency=False)
+    return export_run(run, request, say=lambda line: None)
+
+
+def check_quality(bundle: Bundle) -> None:
+    for rung in bundle.manifest.rungs:
+        assert 0 < rung.verified.max_abs_error <= rung.verified.tolerance
+        assert rung.against_fp32 is not None
+        assert rung.against_fp32.top1_agreement >= AGREEMENT
+        assert abs(rung.against_fp32.change) <= LOSS
+
+
+@HALVES
+@pytest.mark.parametrize("method", ["euler", "ab2", "heun"])
+def test_every_rung_of_a_decoder_is_verified_and_compared(
+    text_run: Path, tmp_path: Path, method: str, half: Half
+) -> None:
+    bundle = export(text_run, tmp_path / "b", half, method)
+    check_quality(bundle)
+    assert (bundle.manifest.cache, bundle.manifest.precision) == ("kv_fp16", half)
+    assert f"  {half}, 16-bit caches, " in describe(bundle)
+    card = (bundle.folder / "README.md").read_text(encoding="utf-8")
+    assert f"{half}, 16-bit caches." in card
+    decoder = open_model(bundle).decoder(3)
+    whole = open_model(bundle).unrolled(3)
+    tokens = np.arange(1, 21, dtype=np.int64)[None]
+    assert np.abs(decoder.forward(tokens) - whole.forward(tokens)).max() < 0.01
+
+
+@HALVES
+def test_a_classifier_too_in_half_the_file(tmp_path: Path, half: Half) -> None:
+    run = tiny_label_run(tmp_path, "model.width=64", "model.hidden=128")
+    bundle, floats = export(run, tmp_path / "b", half), export(run, tmp_path / "f")
+    check_quality(bundle)
+    assert bundle.manifest.cache == "none"
+    sizes = [one.weights_path.stat().st_size for one in (bundle, floats)]
+    assert sizes[0] < 0.65 * sizes[1]
+    for rung in bundle.manifest.rungs:
+        graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False).graph
+        assert {node.domain for node in graph.node} == {""}
+
+
+@HALVES
+def test_the_decoder_of_the_zoo_answers_as_in_float32_at_every_rung(
+    tmp_path: Path, half: Half
+) -> None:
+    """On text that the model wrote itself; and one that goes on greedily goes the same way."""
+    floats = read_bundle(ZOO)
+    written = written_by(floats, ROWS)
+    bundle = halve_bundle(floats, tmp_path / "b", half, lambda: iter([written]), lambda line: None)
+    check_quality(bundle)
+    same = counted = 0
+    for steps in bundle.manifest.steps:
+        pair = [open_model(one).decoder(steps).open_batch() for one in (floats, bundle)]
+        prompt = np.asarray(written.inputs[0])[0, :64]
+        tokens = [int(batch.add(prompt).argmax()) for batch in pair]
+        for _ in range(64):
+            same, counted = same + (tokens[0] == tokens[1]), counted + 1
+            tokens = [int(batch.step(np.array(tokens[:1]))[0].argmax()) for batch in pair]
+    assert same >= AGREEMENT * counted
+
+
+def written_by(bundle: Bundle, rows: int) -> Batch:
+    """Rows that fill the window, drawn from the model's own distribution."""
+    chance = np.random.default_rng(0)
+    length = bundle.manifest.text_input.max_tokens
+    batch = open_model(bundle).decoder(1).open_batch()
+    tokens = np.zeros((rows, length + 1), dtype=np.int64)
+    tokens[:, 0] = chance.integers(1, bundle.manifest.text_tokenizer.vocab_size, rows)
+    logits = np.stack([batch.add(row[:1]) for row in tokens])
+    for at in range(1, length + 1):
+        drawn = logits + chance.gumbel(size=logits.shape)
+        tokens[:, at] = drawn.argmax(-1)
+        if at < length:
+            logits = batch.step(tokens[:, at].copy())
+    return Batch((torch.from_numpy(tokens[:, :-1]),), torch.from_numpy(tokens[:, 1:]))
+
+
+@HALVES
+def test_a_decoder_of_six_million_weights_answers_as_in_float32(tmp_path: Path, half: Half) -> None:
+    run = tiny_text_run(
+        tmp_path,
+        *("model.width=320", "model.hidden=1280", "model.heads=5", "model.layers=5"),
+        "optim.iterations=1",
+        "run.evaluate_every=1",
+    )
+    request = ExportRequest(tmp_path / "b", (1, 2, 4), precision=half, samples=64, latency=False)
+    bundle = export_run(run, request, say=lambda line: None)
+    assert 6e6 < bundle.manifest.shape.parameters < 7e6
+    check_quality(bundle)
+
+
+def test_a_bundle_gets_16_bits_from_the_command(
+    text_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    floats = export(text_run, tmp_path / "f")
+    data = str(text_run.parent / "corpus.txt")
+    target = tmp_path / "b"
+    words = ["export", str(floats.folder), "--precision", "fp16", "--data", data]
+    assert main([*words, "--out", str(target), "--no-calibrate"]) == 0
+    made = read_bundle(target)
+    check_quality(made)
+    direct = export(text_run, tmp_path / "d", "fp16")
+    assert made.weights_path.stat().st_size == direct.weights_path.stat().st_size
+    tokens = np.arange(1, 21, dtype=np.int64)[None]
+    for steps in STEPS:
+        answers = [open_model(one).decoder(steps).forward(tokens) for one in (made, direct)]
+        assert np.array_equal(answers[0], answers[1])
+    capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path / "c"), "--steps", "1"]) == 2
+    assert "--steps needs the run" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is fp16, 16-bit caches already"):
+        halve_bundle(made, tmp_path / "c", "bf16", Iterator)
+
+
+def test_a_weight_too_large_for_the_type_is_refused() -> None:
+    values = np.array([[1.0, 7e4]], dtype=np.float32)
+    with pytest.raises(ValueError, match=r"a weight of 7e\+04 is beyond the numbers of fp16: use"):
+        to_half(values, "fp16")
+    found = onnx.numpy_helper.to_array(to_half(values, "bf16", "w")).astype(np.float32)
+    assert np.abs(found / values - 1).max() < 2.0**-8
+
+
+@HALVES
+@pytest.mark.parametrize("products", ["shared", "own", "float"])
+def test_values_that_are_used_in_other_ways_stay_right(half: Half, products: Products) -> None:
+    """A table that is looked up, multiplied with, and added to, in one graph."""
+    node, helper = onnx.helper.make_node, onnx.helper
+    table = np.random.default_rng(0).standard_normal((24, 24)).astype(np.float32)
+    nodes = [
+        node("Gather", ["w", "i"], ["x"]),
+        node("Transpose", ["w"], ["turned"], perm=[1, 0]),
+        node("MatMul", ["x", "turned"], ["a"]),
+        node("Gemm", ["a", "w", "b"], ["c"], transB=1),
+        node("Add", ["w", "b"], ["d"]),
+        node("MatMul", ["c", "d"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("i", onnx.TensorProto.INT64, ["n"])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 24])],
+        [onnx.numpy_helper.from_array(table, "w"), onnx.numpy_helper.from_array(table[0], "b")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    use_half(model, half, products)
+    onnx.checker.check_model(model, full_check=True)
+    kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    again = {"w.fp16.2"} if (half, products) == ("fp16", "own") else set()
+    assert kinds.keys() == {f"w.{half}", "b", *again}
+    session = ort.InferenceSession(model.SerializeToString())
+    index: IntArray = np.array([3, 5])
+    (answer,) = session.run(None, {"i": index})
+    expected = (table[index] @ table.T @ table.T + table[0]) @ (table + table[0])
+    assert np.abs(answer - expected).max() <= 0.05 * np.abs(expected).max()

@@ -1,0 +1,131 @@
+"""The graphs of decoders against what the CUDA and TensorRT providers say they compute."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from export.half import Half, half_caches, use_half
+from serve.bundle import AgainstFp32, Bundle, Manifest, read_bundle
+from serve.runtime.device import copy_graph
+from serve.runtime.protocol import Device
+from serve.runtime.session import embed_interface, head_interface, step_interface
+from tests.fixtures.tiny_bundles import build_generate
+from tests.onnxruntime_kernels import (
+    CONTRIB,
+    HEAD_WIDTH_MULTIPLE,
+    KERNELS,
+    MOST_HEAD_WIDTH,
+    unsupported,
+)
+from tests.tensorrt_operators import unsupported as unsupported_by_tensorrt
+
+ZOO = Path(__file__).parents[2] / "zoo" / "shakespeare"
+HALVES = pytest.mark.parametrize("half", ["fp16", "bf16"])
+NAMES = {1: "tensor(float)", 6: "tensor(int32)", 7: "tensor(int64)", 10: "tensor(float16)"}
+
+
+def graphs_of(bundle: Bundle, half: Half | None) -> dict[str, onnx.ModelProto]:
+    """All graphs of a decoder, as a bundle of this precision has them."""
+    manifest = bundle.manifest
+    assert manifest.step is not None
+    found = {}
+    for path in sorted(bundle.folder.glob("*.onnx")):
+        model = onnx.load(str(path))
+        if half is not None:
+            if path.name == manifest.step.step:
+                half_caches(model.graph)
+            own = path.name in manifest.step.graphs.values()
+            use_half(model, half, "own" if own else "shared")
+        found[path.name] = model
+    return found
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["zoo", "tiny"])
+def test_cuda_has_a_kernel_for_every_node_of_16_bit_decoders(
+    tmp_path: Path, half: Half, name: str
+) -> None:
+    bundle = read_bundle(ZOO) if name == "zoo" else build_generate(tmp_path / "g", steps=(1, 2))
+    graphs = graphs_of(bundle, half)
+    assert len(graphs) >= 5
+    problems = {file: unsupported(model) for file, model in graphs.items()}
+    assert not any(problems.values()), problems
+    seen = {node.op_type for model in graphs.values() for node in model.graph.node}
+    assert {"GroupQueryAttention", "MatMul", "Cast"} <= seen
+
+
+def test_float32_caches_have_no_kernel_there_which_is_why_they_run_whole_rungs() -> None:
+    bundle = read_bundle(ZOO)
+    graphs = graphs_of(bundle, None)
+    problems = {file: found for file, model in graphs.items() if (found := unsupported(model))}
+    step = bundle.manifest.step
+    assert step is not None and list(problems) == [step.step]
+    assert "attention of FLOAT with caches of FLOAT" in problems[step.step]
+    assert not Device("cuda").keeps_caches(bundle.manifest)
+
+
+@HALVES
+def test_bindings_are_those_that_the_kernels_take(half: Half) -> None:
+    """Inputs and outputs that are bound have the types of the graphs; `total` is on the host."""
+    bundle = read_bundle(ZOO)
+    manifest: Manifest = bundle.manifest
+    shape = manifest.shape
+    assert shape.head_width % HEAD_WIDTH_MULTIPLE == 0 and shape.head_width <= MOST_HEAD_WIDTH
+    graphs, step = graphs_of(bundle, half), manifest.step
+    assert step is not None
+    against = tuple(
+        dataclasses.replace(rung, against_fp32=AgainstFp32(1.0, 0.0, 1)) for rung in manifest.rungs
+    )
+    rounded = dataclasses.replace(manifest, precision=half, cache="kv_fp16", rungs=against)
+    for file, interface in (
+        (step.embed, embed_interface(rounded)),
+        (step.step, step_interface(rounded)),
+        (step.head, head_interface(rounded)),
+    ):
+        graph = graphs[file].graph
+        for nodes, ports in ((interface.inputs, graph.input), (interface.outputs, graph.output)):
+            types = {port.name: NAMES[port.type.tensor_type.elem_type] for port in ports}
+            assert {name: kind for name, (kind, _) in nodes.items()} == types
+    on_host = KERNELS[CONTRIB, "GroupQueryAttention"].on_host
+    for node in graphs[step.step].graph.node:
+        if node.op_type == "GroupQueryAttention":
+            assert [node.input[index] for index in on_host] == ["total"]
+            # In place: each cache goes in and out under the name of its buffer.
+            assert [f"{name}_out" for name in node.input[3:5]] == list(node.output[1:3])
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_caches_are_moved_by_what_cuda_computes(joins: bool) -> None:
+    model = onnx.load_from_string(copy_graph(np.dtype(np.float16), joins))
+    assert unsupported(model) == []
+
+
+@HALVES
+def test_whole_rungs_of_16_bits_are_what_tensorrt_reads(half: Half) -> None:
+    bundle = read_bundle(ZOO)
+    graphs = graphs_of(bundle, half)
+    whole = {rung.graph: graphs[rung.graph] for rung in bundle.manifest.rungs}
+    problems = {file: unsupported_by_tensorrt(model) for file, model in whole.items()}
+    assert len(whole) == 4 and not any(problems.values()), problems
+
+
+def test_the_check_finds_what_the_provider_would_leave_to_the_cpu() -> None:
+    graph = helper.make_graph(
+        [
+            helper.make_node("Det", ["x"], ["y"]),
+            helper.make_node("MatMul", ["i", "i"], ["z"]),
+            helper.make_node("Shape", ["x"], ["s"]),
+        ],
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2]),
+            helper.make_tensor_value_info("i", TensorProto.INT32, [2, 2]),
+        ],
+        [helper.make_tensor_value_info(name, TensorProto.INT32, None) for name in ("y", "z")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+    assert unsupported(model) == ["MatMul of INT32 as T", "Shape of opset 23", "onnx.Det"]
