@@ -321,7 +321,7 @@ def parse(
     _check_parts(body)
     with _no_collection(len(body) > LARGE_BODY_BYTES):
         try:
-            value = from_json(body, cache_strings="keys")
+            value = from_json(body, cache_strings="none")
         except ValueError as error:
             raise BadRequest(
                 f"the body is not JSON that can be read: {describe_json_problem(str(error))}"

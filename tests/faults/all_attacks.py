@@ -205,6 +205,7 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
         threads.append(threading.Thread(target=_probe, args=(health, found, over)))
         for thread in threads:
             thread.start()
+        httpx.get(f"{server.url}/docs", timeout=30)  # made once, when it is first asked for
         time.sleep(_WARM_S)
         before = _mib(server, "VmRSS")
         command = [sys.executable, "-m", "tests.faults.all_attacks", "--port", str(server.port)]
