@@ -185,6 +185,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=0, metavar="N", help="longest text, in tokens"
     )
+    parser.add_argument(
+        "--prune-vocabulary",
+        action="store_true",
+        help="keep only the pieces of the vocabulary that the training texts use, for a smaller "
+        "bundle; other words are read in smaller pieces",
+    )
     _add_epochs(parser)
     _add_overrides(parser)
 
@@ -285,6 +291,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         recipe=arguments.recipe,
         teacher=arguments.teacher,
         max_tokens=arguments.max_tokens,
+        prune=arguments.prune_vocabulary,
         overrides=(*_columns(arguments), *_overrides(arguments)),
     )
     convert(arguments.model, arguments.out, _epochs(arguments, request), arguments.data)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint import STATE, RunError, load_run, read_facts
-from train.data import open_dataset
+from train.data import open_dataset, training_texts
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
 from train.data.text import TextDataset
@@ -29,6 +29,7 @@ from train.pretrained import (
     special_ends,
 )
 from train.recipe import Recipe, load_recipe, overridden
+from train.vocabulary import pruned
 
 TEACHER = "teacher"  # its run, inside that of the dial
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
@@ -48,6 +49,7 @@ class Conversion:
     teacher_epochs: float = 3.0
     epochs: float = 6.0
     max_tokens: int = 0  # 0: the recipe's
+    prune: bool = False  # keep only the pieces of the vocabulary that the training texts use
     gain: float = 0.0  # 0: layers of the original / layers kept
     overrides: tuple[str, ...] = ()  # of data and run for the teacher as well
 
@@ -61,7 +63,17 @@ def convert(
     count = original.sizes.layers
     layers = request.layers or apart(request.blocks or count, count)
     whole = layers == tuple(range(count)) and request.steps == (1,)
-    base = (_text_base if original.decodes else _base)(original, request, data)
+    base = _base(original, request, data)
+    if request.prune:
+        settings = [each for each in request.overrides if each.startswith(("data.", "run."))]
+        recipe = overridden(base, settings, f"convert {original.name}")
+        before = original.sizes.vocabulary
+        original = pruned(original, training_texts(recipe))
+        base = _base(original, request, data)
+        after = original.sizes.vocabulary
+        base["card"]["made_with"] += f" Its vocabulary is cut from {before:,} to {after:,} pieces."
+        if not quiet:
+            print(f"the training texts use {after:,} of {before:,} pieces of the vocabulary")
     teacher = request.teacher
     if teacher is None and not whole:
         teacher = folder / TEACHER
@@ -114,6 +126,10 @@ def find_original(model: str) -> Original:
 
 def _base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
     """A recipe's table with its data read as the original reads it, the rest still as it was."""
+    return (_text_base if original.decodes else _labelled_base)(original, request, data)
+
+
+def _labelled_base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
     recipe = load_recipe(request.recipe or "classifier", [], data)
     if recipe.data.kind != "table":
         raise PretrainedError(

@@ -394,6 +394,14 @@ _ENDS = {  # token embedding, norm before the readout, readout
 }
 
 
+def tables_of(original: Original) -> list[str]:
+    """The weights with a row for each token, by name."""
+    if isinstance(original.sizes, Encoder):
+        return ["embeddings.word_embeddings.weight"]
+    tokens, _, readout = _ENDS[original.sizes.form]
+    return [name for name in (tokens, readout) if name in original.weights]
+
+
 def _read_decoder(folder: Path, config: dict[str, Any], family: str) -> Original:
     form, prefix, _ = _DECODERS[family]
     weights = {name.removeprefix(prefix): w for name, w in _read_weights(folder).items()}

@@ -109,6 +109,28 @@ def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
     assert [one.label for one in labels] == ["good", "bad"]
 
 
+@pytest.mark.minilm
+def test_embeddings_of_all_of_minilm_are_those_of_transformers(
+    minilm: Path, tmp_path: Path
+) -> None:
+    table = write_table(tmp_path / "table.csv", 24)
+    still = ("optim.lr=1e-30", "run.threads=1", "optim.batch=4", "optim.precision=fp32")
+    columns = ('data.text="body"', 'data.label="topic"')
+    request = Conversion(
+        blocks=0, steps=(1,), max_tokens=16, epochs=0.2, overrides=(*still, *columns)
+    )
+    convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
+    asked = ExportRequest(tmp_path / "bundle", (1,), samples=4, latency=False)
+    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    assert bundle.manifest.embedding == 384
+    theirs = transformers.AutoModel.from_pretrained(minilm).eval()
+    ids = TextCodec(bundle).encode_input("Stocks fell sharply on Monday.", truncate=True).tokens
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).last_hidden_state.mean(1).numpy()
+    found = open_model(bundle, 1).classifier(1).embed(np.array([ids]))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 def test_a_killed_conversion_goes_on_to_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,17 @@ from train.data.arrays import ImageDataset, PointDataset
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset, PairDataset
 from train.data.logic import PuzzleDataset
-from train.data.tables import DataError, Rows, read_table
+from train.data.tables import DataError, Rows, divide, read_table
 from train.data.tags import TagDataset, Tagged, read_tags
-from train.data.text import StreamDataset, TextDataset, plain, read_corpus
+from train.data.text import (
+    Corpus,
+    StreamDataset,
+    TextDataset,
+    divided,
+    pieces,
+    plain,
+    read_corpus,
+)
 from train.recipe import DataConfig, ModelConfig, Recipe
 
 
@@ -46,6 +54,18 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
         )
     train, test = _labelled_rows(data, recipe.run.seed)
     return LabelledDataset(train, test, data, model.window, tokenizer, recipe.run.seed)
+
+
+def training_texts(recipe: Recipe) -> list[str]:
+    """The texts of a table or corpus that a model learns from, without what is held out."""
+    data = recipe.data
+    if data.kind == "table":
+        train, _ = _labelled_rows(data, recipe.run.seed)
+        used, _ = divide(len(train), data.held_out, recipe.run.seed)
+        return [train[i][0] for i in used]
+    text = generators.stdlib_text() if data.kind == "stdlib" else read_corpus(data)
+    corpus = text if isinstance(text, Corpus) else divided(text, data.held_out)
+    return pieces(corpus.train)
 
 
 def _tagged_rows(data: DataConfig, seed: int) -> tuple[list[Tagged], list[Tagged] | None]:

@@ -216,7 +216,7 @@ class TextDataset:
         return Sizes(vocabulary=self.tokenizer.get_vocab_size())
 
     def _encode(self, text: str) -> LongIds:
-        return np.concatenate(list(ids_of(self.tokenizer, _pieces(text)))).astype(np.int64)
+        return np.concatenate(list(ids_of(self.tokenizer, pieces(text)))).astype(np.int64)
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
         return drawn_windows(self.train_ids, self.window, iteration, size, seed)
@@ -250,14 +250,14 @@ def _windows(ids: LongIds, starts: list[int], window: int) -> Batch:
     return Batch((rows[:, :-1],), rows[:, 1:])
 
 
-def _pieces(text: str, size: int = 100_000) -> list[str]:
+def pieces(text: str, size: int = 100_000) -> list[str]:
     """A text in pieces that end where a line does: no word is in two of them."""
-    pieces, start = [], 0
+    found, start = [], 0
     while start < len(text):
         end = text.find("\n", start + size) + 1 or len(text)
-        pieces.append(text[start:end])
+        found.append(text[start:end])
         start = end
-    return pieces
+    return found
 
 
 DEFAULT = "Skylion007/openwebtext"

@@ -1,0 +1,97 @@
+"""A vocabulary cut to what texts use: the same pieces for them, the same answers, fewer rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.run import ExportRequest, export_run
+from stepdial import main
+from tests.pretrained_folders import texts, write_folder, write_table
+from train.checkpoint import load_run
+from train.pretrained import Decoder, Original, converted, read_original
+from train.vocabulary import pruned
+
+KINDS = ("bert", "roberta", "albert", "gpt2", "llama")
+USED = [text for text, _ in texts(4, seed=5)]
+
+
+def both(folder: Path, family: str) -> tuple[Original, Original]:
+    write_folder(folder, family)
+    original = read_original(folder)
+    return original, pruned(original, USED)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_texts_have_the_same_pieces_and_answers(family: str, tmp_path: Path) -> None:
+    original, small = both(tmp_path, family)
+    assert small.sizes.vocabulary == small.tokenizer.get_vocab_size()
+    assert small.sizes.vocabulary < original.sizes.vocabulary
+    torch.manual_seed(0)
+    model = converted(original, 2).eval()
+    torch.manual_seed(0)
+    cut = converted(small, 2).eval()
+    for text in USED:
+        before, after = original.tokenizer.encode(text), small.tokenizer.encode(text)
+        assert before.tokens == after.tokens
+        with torch.no_grad():
+            expected = model(torch.tensor([before.ids])).logits
+            found = cut(torch.tensor([after.ids])).logits
+        if isinstance(original.sizes, Decoder):
+            expected = expected[..., [original.tokenizer.token_to_id(p) for p in _pieces(small)]]
+        torch.testing.assert_close(found, expected)
+
+
+def _pieces(original: Original) -> list[str]:
+    return [
+        piece
+        for number in range(original.sizes.vocabulary)
+        if (piece := original.tokenizer.id_to_token(number)) is not None
+    ]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_other_texts_are_read_in_smaller_pieces(family: str, tmp_path: Path) -> None:
+    original, small = both(tmp_path, family)
+    text = "the lovely story was cruel and cold"
+    unknown = small.tokenizer.token_to_id("[UNK]")
+    before, after = original.tokenizer.encode(text).ids, small.tokenizer.encode(text).ids
+    # The tiny Unigram of ALBERT has letters for these words already.
+    assert len(after) > len(before) or (family == "albert" and len(after) == len(before))
+    assert after.count(unknown) == before.count(original.tokenizer.token_to_id("[UNK]"))
+    if family in ("gpt2", "llama"):
+        assert small.tokenizer.decode(after) == text
+
+
+def test_padding_and_ends_keep_their_meaning(tmp_path: Path) -> None:
+    for family in KINDS:
+        original, small = both(tmp_path / family, family)
+        for name in ("pad_id", "eos_id"):
+            old, new = (getattr(one.sizes, name, None) for one in (original, small))
+            known = [
+                None if at is None else one.tokenizer.id_to_token(at)
+                for one, at in ((original, old), (small, new))
+            ]
+            assert known[0] == known[1], (family, name)
+
+
+@pytest.mark.long
+def test_the_flag_makes_a_smaller_bundle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "bert", "bert")
+    table = write_table(tmp_path / "table.csv", 24)
+    few = ("optim.batch=8", "optim.precision=fp32", "run.threads=1")
+    command = ["convert", str(tmp_path / "bert"), "--data", str(table), "--text", "body"]
+    command += ["--label", "topic", "--max-tokens", "12", "--epochs", "1", "--teacher-epochs", "1"]
+    command += [part for one in few for part in ("--set", one)]
+    assert main([*command, "--prune-vocabulary", "--out", str(tmp_path / "run")]) == 0
+    assert "pieces of the vocabulary" in capsys.readouterr().out
+    run, original = load_run(tmp_path / "run"), read_original(tmp_path / "bert")
+    assert run.tokenizer is not None
+    size = run.tokenizer.get_vocab_size()
+    assert size < original.tokenizer.get_vocab_size()
+    asked = ExportRequest(tmp_path / "bundle", (1, 2), samples=4, latency=False)
+    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    assert bundle.manifest.text_tokenizer.vocab_size == size
+    assert f"to {size:,} pieces" in (tmp_path / "bundle/README.md").read_text()
