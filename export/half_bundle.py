@@ -57,6 +57,11 @@ def halve_bundle(
         calibration=None,  # thresholds of float32 hold for float32 only
         files={},
     )
+    if manifest.calibration is not None:
+        say(
+            "max_disagreement stays uncalibrated: the thresholds of float32 hold for float32; "
+            "export the run with this precision for others"
+        )
     with open_staging(target) as staging:
         _write_graphs(bundle, draft, half, staging)
         with sealed_trial(draft, staging, target) as opened:

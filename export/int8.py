@@ -49,7 +49,9 @@ NOTHING_LARGE = (
 class Layers:
     """Which nodes of a graph are layers, and their matrices."""
 
-    def __init__(self, graph: onnx.GraphProto, least: int = LEAST_ELEMENTS) -> None:
+    def __init__(self, graph: onnx.GraphProto, least: int | None = None) -> None:
+        """`least` numbers make a matrix large, if not LEAST_ELEMENTS."""
+        least = LEAST_ELEMENTS if least is None else least
         self._graph = graph
         self._large = {
             tensor.name: tensor

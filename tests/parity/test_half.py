@@ -17,7 +17,7 @@ from export.pieces import OPSET
 from export.run import ExportRequest, export_run
 from serve.bundle import Bundle, read_bundle
 from serve.runtime import open_model
-from serve.runtime.protocol import IntArray
+from serve.runtime.protocol import IntArray, largest_row
 from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
 from train.data.batch import Batch
 
@@ -189,3 +189,18 @@ def test_values_that_are_used_in_other_ways_stay_right(half: Half, products: Pro
     (answer,) = session.run(None, {"i": index})
     expected = (table[index] @ table.T @ table.T + table[0]) @ (table + table[0])
     assert np.abs(answer - expected).max() <= 0.05 * np.abs(expected).max()
+
+
+def test_a_classifier_made_of_a_bundle_says_that_it_has_no_early_answers(tmp_path: Path) -> None:
+    floats = read_bundle(ZOO.parent / "digits")
+    assert floats.manifest.calibration is not None
+    pixels = np.random.default_rng(0).standard_normal((8, *largest_row(floats.manifest).shape))
+    rows = torch.from_numpy(pixels.astype(np.float32))
+    batch = Batch((rows,), torch.zeros(8, dtype=torch.int64))
+    said: list[str] = []
+    bundle = halve_bundle(floats, tmp_path / "b", "fp16", lambda: [batch], said.append)
+    assert said[0].startswith("max_disagreement stays uncalibrated")
+    assert bundle.manifest.calibration is None
+    for steps in bundle.manifest.steps:
+        pair = [open_model(one).classifier(steps).run(rows.numpy()) for one in (floats, bundle)]
+        assert 0 < np.abs(pair[0] - pair[1]).max() < 0.05

@@ -6,6 +6,7 @@ Stand-ins count what ONNX Runtime allocates and what crosses between the device 
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import onnxruntime as ort
 import pytest
 
 from serve.bundle import Bundle, Cache
+from serve.local import LocalModel
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout
 from serve.runtime.decoder import OrtDecodeBatch, OrtDecoder
 from serve.runtime.device import (
+    HOST,
     DeviceCaches,
     Memory,
     ProviderMemory,
@@ -45,7 +48,10 @@ def provider_memory() -> ProviderMemory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProviderMemory]:
     """What models that open on a device use; it stands in for the memory of a GPU."""
     made = provider_memory()
-    monkeypatch.setattr("serve.runtime.session.memory_for", lambda device, providers: made)
+    monkeypatch.setattr(
+        "serve.runtime.session.memory_for",
+        lambda device, providers: HOST if device.name == "cpu" else made,
+    )
     yield made
 
 
@@ -279,3 +285,25 @@ def test_moved_caches_hold_what_they_held_and_zeros_behind_it() -> None:
     assert caches.nbytes == caches.arrays[0].value.tensor_size_in_bytes()
     caches.leave(0, [7], 20)
     assert caches.nbytes == 0 and not caches.arrays
+
+
+def test_the_engine_writes_the_same_on_a_device_where_rungs_take_turns(
+    tmp_path: Path, memory: ProviderMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three at once, of two rungs, one of them cut by its window."""
+    folder = bundle_of(tmp_path, "kv_fp16").folder
+    asked = [("fox", 4, 90), ("dog", 1, 90), ("lazy", 4, MAX_TOKENS + 40)]
+
+    def written() -> list[str]:
+        with LocalModel(folder, threads=1) as model, ThreadPoolExecutor(3) as pool:
+            answers = [
+                pool.submit(model.generate, text, steps=steps, max_tokens=count, temperature=0.0)
+                for text, steps, count in asked
+            ]
+            return [answer.result(timeout=120) for answer in answers]
+
+    host = written()
+    assert memory.read_bytes == 0
+    monkeypatch.setattr("serve.local.Device", lambda: CUDA)
+    assert written() == host and all(host)
+    assert memory.read_bytes > 0
