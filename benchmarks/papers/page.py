@@ -7,6 +7,7 @@ Measures nothing. Experiments without a measured run are listed as not run yet.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import tomllib
@@ -418,7 +419,7 @@ def _lost(run: Measured) -> float | None:
 
 
 PUBLISHED = Path(__file__).parent / "published.toml"
-THEORY = Path(__file__).parent / "theory.json"  # of benchmarks.papers.theory
+EXTRA = Path(__file__).parent  # theory.json, and what benchmarks.robustness keeps there
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "results"
 _HEAD = """# The experiments of the papers
@@ -444,7 +445,7 @@ def main(arguments: Sequence[str]) -> int:
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     experiments = published["experiment"]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page = render(published, groups, read_screens(), read_all(SCREENED), theory_section())
+    page = render(published, groups, read_screens(), read_all(SCREENED), read_extra())
     PAGE.write_text(page, encoding="utf-8")
     for experiment in experiments:
         _draw(experiment, groups)
@@ -465,11 +466,9 @@ def print_tables(results: Path, runs: Path | None) -> None:
     print("\n".join(tables_sections(published, read_all(results), said)))
 
 
-def theory_section() -> str:
-    """What the experiment on the theorem found."""
-    if not THEORY.is_file():
-        return "## The theorem\n\nNot run yet: `python -m benchmarks.papers.theory`.\n"
-    return Result.read(THEORY).markdown
+def read_extra(folder: Path = EXTRA) -> list[Result]:
+    """What was measured by other scripts than the queue: the theorem, robustness."""
+    return [Result.read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def render(
@@ -477,7 +476,7 @@ def render(
     groups: Groups,
     screens: Mapping[str, Screen],
     screened: Groups,
-    theory: str = "",
+    kept: Sequence[Result] = (),
 ) -> str:
     """The text of the page."""
     experiments: Sequence[dict[str, Any]] = published["experiment"]
@@ -490,12 +489,12 @@ def render(
     if unknown:
         raise ValueError(f"screened, but no screen of screens.toml names: {unknown}")
     frontier = published.get("frontier")
-    claims = published.get("claim")
-    sections = [_claims(claims, groups)] if claims else []
+    extra = {one.name: one for one in kept}
+    sections = [_overview(published, groups, extra)] if published.get("claim") else []
     sections += tables_sections(published, groups)
     sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
-    sections += [theory] if theory else []
+    sections += [robustness_section(extra), _theory_section(extra.get("theory"))]
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
 
@@ -535,19 +534,88 @@ def _differences(
     return said
 
 
-def _claims(claims: Sequence[Mapping[str, Any]], groups: Groups) -> str:
+def _claims(
+    claims: Sequence[Mapping[str, Any]], groups: Groups, extra: Mapping[str, Result]
+) -> str:
     """What the papers say, what was found here, and what to make of it."""
     rows = []
     for claim in claims:
-        found = []
-        for what, group, steps in claim["here"]:
-            points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
-            seeds = f", {len(points)} seed{'s' if len(points) > 1 else ''}"
-            missing = f"not run yet (`--only {group}`)"
-            found.append(f"{what}: {quality(points) + seeds if points else missing}")
+        found = [_here(groups, *one) for one in claim.get("here", [])]
+        found += [_bleu_here(groups, *one) for one in claim.get("bleu", [])]
+        found += [_robust_here(extra, *one) for one in claim.get("robust", [])]
+        if claim.get("theory"):
+            theory = extra.get("theory")
+            found += (
+                [f"{one.what}: {one.shown}" for one in theory.targets]
+                if theory
+                else ["not run yet (`python -m benchmarks.papers.theory`)"]
+            )
         rows.append([claim["paper"], "; ".join(found) or "–", claim["verdict"]])
-    head = "## What the papers claim, and what was found here\n\n"
-    return head + table(["claim", "found here", "verdict"], rows) + "\n"
+    return table(["claim", "found here", "verdict"], rows)
+
+
+def _here(groups: Groups, what: str, group: str, steps: int) -> str:
+    points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
+    return f"{what}: {quality(points)}, {_seeds(points)}" if points else _missing(what, group)
+
+
+def _bleu_here(groups: Groups, what: str, group: str) -> str:
+    """At the most steps."""
+    found = [one.bleu[max(one.bleu, key=int)] for one in groups.get(group, []) if one.bleu]
+    return (
+        f"{what}: {mean(found, '{:.1f}')} BLEU, {_seeds(found)}" if found else _missing(what, group)
+    )
+
+
+def _robust_here(
+    extra: Mapping[str, Result], what: str, group: str, disturbance: str, level: str
+) -> str:
+    """From tables of benchmarks.robustness: a row for each model, a column for each level."""
+    for one in extra.values():
+        for found in one.tables:
+            if found.caption.startswith(f"{disturbance}, by its level"):
+                for row in found.rows:
+                    if row[0] == group:
+                        clean = row[found.columns.index("0")]
+                        return f"{what}: {clean} to {row[found.columns.index(level)]}"
+    return f"{what}: not run yet (`python -m benchmarks.robustness --runs RUNS/{group}-*`)"
+
+
+def _seeds(found: Sequence[object]) -> str:
+    return f"{len(found)} seed{'s' if len(found) > 1 else ''}"
+
+
+def _missing(what: str, group: str) -> str:
+    return f"{what}: not run yet (`--only {group}`)"
+
+
+def _overview(published: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]) -> str:
+    """The first page: claims and verdicts, then what is not as in the papers."""
+    gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
+    parts = ["## What the papers claim, and what was found here", published["claims_note"].strip()]
+    parts += [_claims(published["claim"], groups, extra)]
+    if gaps:
+        parts += ["## What is not as in the papers, and why", table(["what", "why"], gaps)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _theory_section(found: Result | None) -> str:
+    if found is None:
+        return "## The theorem\n\nNot run yet: `python -m benchmarks.papers.theory`.\n"
+    return found.markdown
+
+
+def robustness_section(extra: Mapping[str, Result]) -> str:
+    """Models beside each other on disturbed data."""
+    parts = ["## Robustness"]
+    for one in extra.values():
+        tables = [found for found in one.tables if ", by its level" in found.caption]
+        if tables:
+            shown = dataclasses.replace(one, tables=tables)
+            parts.append(shown.markdown.partition("\n\n")[2].strip())
+    if len(parts) == 1:
+        parts.append("Not run yet: `python -m benchmarks.robustness --runs RUNS`.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[str, str]) -> str:

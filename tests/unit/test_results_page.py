@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import Cell, Provenance, Table, Target
 from benchmarks.papers import page as papers_page
 from benchmarks.papers.measure import latencies, main
 from benchmarks.papers.measured import Measured, read_all
@@ -15,9 +16,9 @@ from benchmarks.papers.page import (
     PAGE,
     PICTURES,
     PUBLISHED,
+    read_extra,
     render,
     tables_sections,
-    theory_section,
 )
 from benchmarks.papers.queue import PLAN, meaning_of, read_plan
 from benchmarks.papers.screens import SCREENED, read_screens
@@ -30,7 +31,7 @@ PUBLISHED_FACTS = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 def test_the_page_is_what_the_script_writes() -> None:
     kept = read_all(), read_screens(), read_all(SCREENED)
-    rendered = render(PUBLISHED_FACTS, *kept, theory_section())
+    rendered = render(PUBLISHED_FACTS, *kept, read_extra())
     assert PAGE.read_text(encoding="utf-8") == rendered
 
 
@@ -75,7 +76,31 @@ def test_a_figure_beside_a_papers_says_what_is_not_as_there() -> None:
 def test_claims_name_runs_that_an_experiment_has() -> None:
     named = {run for experiment in PUBLISHED_FACTS["experiment"] for run in experiment["runs"]}
     for claim in PUBLISHED_FACTS["claim"]:
-        assert claim["verdict"] and {group for _, group, _ in claim["here"]} <= named
+        told = [*claim.get("here", []), *claim.get("bleu", []), *claim.get("robust", [])]
+        assert claim["verdict"] and {group for _, group, *_ in told} <= named
+        assert told or claim.get("theory")
+
+
+def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> None:
+    scored = small("mnist-discrete", 0.9, 10, bleu={"1": 20.0, "4": 25.0})
+    groups = {"translation-rk4": [scored], "mnist-discrete": [scored]}
+    page = render(PUBLISHED_FACTS, groups, {}, {})
+    assert "RK4: 25.0 BLEU, 1 seed" in page and "discrete, 60k: 90.00, 1 seed" in page
+    assert "residual: not run yet (`--only translation-residual`)" in page
+    assert "not run yet (`python -m benchmarks.papers.theory`)" in page
+    assert "OT: not run yet (`python -m benchmarks.robustness --runs RUNS/mnist-*`)" in page
+    provenance = Provenance.now("robustness", [])
+    columns = ("model", "what", "steps", "seeds", "0", "0.5")
+    rows: list[list[Cell]] = [["mnist", "OT, lambda 0.005", 20, 3, "0.97 ± 0.01", "0.90 ± 0.02"]]
+    robust = provenance.result(
+        "robustness-mnist", "Noise", "", [Table("gaussian, by its level", columns, rows)], []
+    )
+    target = Target("models with lambda > T L² that are steeper than the bound", 3, "==", 0)
+    proven = provenance.result("theory", "The theorem, tried", "", [], [target])
+    page = render(PUBLISHED_FACTS, groups, {}, {}, [robust, proven])
+    assert "OT: 0.97 ± 0.01 to 0.90 ± 0.02" in page and "## The theorem, tried" in page
+    assert "steeper than the bound: 3" in page.partition("## What is not")[0]
+    assert "| mnist | OT, lambda 0.005 | 20 |" in page.partition("## Robustness")[2]
 
 
 def test_what_the_queue_trains_has_a_place_on_the_page() -> None:
