@@ -1,25 +1,29 @@
 """The backlog: when a request could start and end, given everything that waits and runs now.
 
-Reads the lanes and never changes them.
+It reads the lanes and never changes them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Generic, NamedTuple
+from typing import NamedTuple, Protocol
 
 from serve.bundle.manifest import LatencyEntry
-from serve.engine.classify import ClassifyLanes
-from serve.engine.cost import IDLE_ANSWER_S, CostKey, CostLine, GenerateCosts, LatencyModel
-from serve.engine.generate import DecodeLanes, GenerateLane, SearchLane
-from serve.engine.job import Job, LaneKey, Limits, Turn, WorkT
+from serve.engine.classify import ClassifyLane
+from serve.engine.cost import IDLE_ANSWER_S, Cost, CostKey, CostLine
+from serve.engine.generate import GenerateLane
+from serve.engine.job import Deadline, Job, LaneKey, Turn
+from serve.engine.loaded import Call, Common, LoadedModel
+from serve.engine.search import SearchLane
+from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy
 
 
-class BusyLane(NamedTuple, Generic[WorkT]):
+class BusyLane(NamedTuple):
     """A lane with generations that wait or run."""
 
-    lane: GenerateLane[WorkT]
-    occupants: list[Job[WorkT]]
+    lane: GenerateLane
+    occupants: Sequence[Job]
     rows: int  # that decode in one batch, now or soon
     token: CostLine  # cost of a token of those rows
     prefill_s: float  # time of the prompts to prefill
@@ -36,19 +40,19 @@ class BusyLane(NamedTuple, Generic[WorkT]):
         return sum([job.tokens_left for job in self.occupants]) + self.tokens_waiting
 
 
-class DecodeBacklog(Generic[WorkT]):
+class DecodeBacklog:
     """The decode work of one model, from its lanes as they are now."""
 
     def __init__(
         self,
-        lanes: Iterable[GenerateLane[WorkT]],
-        costs: GenerateCosts,
+        lanes: Iterable[GenerateLane],
+        costs: Cost,
         max_rows: int,
         beside_s: float,
         shared: bool = False,
     ) -> None:
         """`shared` if lanes whose rows fit share calls."""
-        self.busy: dict[LaneKey, BusyLane[WorkT]] = {}
+        self.busy: dict[LaneKey, BusyLane] = {}
         self.prefill_s = 0.0  # of all prompts that still wait for prefill
         self._costs = costs
         self._max_rows = max_rows
@@ -62,12 +66,12 @@ class DecodeBacklog(Generic[WorkT]):
             if rows:
                 rows = rows if rows < max_rows else max_rows
                 unread, prompts, prefill_s = lane.waiting_prompt_tokens, waiting, 0.0
-                if lane.prefilling is not None:
-                    unread, prompts = unread + lane.prefilling.lengths[0], prompts + 1
+                if lane.unread is not None:
+                    unread, prompts = unread + lane.unread.lengths[0], prompts + 1
                 if prompts:
-                    prefill_s = costs.prompts_s(lane.key, unread, prompts, lane.prefill_cost_key)
+                    prefill_s = costs.prompts_s(lane.key, unread, prompts)
                     self.prefill_s += prefill_s
-                token = costs.token(lane.key, rows, lane.decode_cost_key)
+                token = costs.token(lane.key, rows)
                 self._tokens.append((lane.key.steps, token))
                 # Rows began at random times, so the longest is on average this far through its
                 # tokens.
@@ -112,9 +116,7 @@ class DecodeBacklog(Generic[WorkT]):
             return self._costs.token(key, min(self._max_rows, jobs))
         if busy.rows == self._max_rows:
             return 0.0, 0.0
-        fixed_s, each_s = self._costs.token(
-            key, min(self._max_rows, busy.rows + jobs), busy.lane.decode_cost_key
-        )
+        fixed_s, each_s = self._costs.token(key, min(self._max_rows, busy.rows + jobs))
         return fixed_s - busy.token[0], each_s - busy.token[1]
 
     def until_slot(self, key: LaneKey) -> tuple[float, float]:
@@ -127,7 +129,7 @@ class DecodeBacklog(Generic[WorkT]):
             )
         return place
 
-    def waiting_s(self, busy: BusyLane[WorkT]) -> float:
+    def waiting_s(self, busy: BusyLane) -> float:
         """What the waiting generations add to the time until a slot is free."""
         fixed_s, each_s = self.round(busy.lane.key.steps)
         tokens = busy.tokens_waiting / self._max_rows
@@ -143,7 +145,7 @@ class DecodeBacklog(Generic[WorkT]):
         needed = rounds * self.calls
         return total_s if needed <= calls else total_s * calls / needed
 
-    def _lane_until_slot(self, busy: BusyLane[WorkT]) -> tuple[float, float]:
+    def _lane_until_slot(self, busy: BusyLane) -> tuple[float, float]:
         lane, left = busy.lane, [job.tokens_left for job in busy.occupants]
         waiting = len(lane.waiting)
         if (behind := waiting + len(left) - self._max_rows) < 0:
@@ -193,7 +195,7 @@ class _Lane(NamedTuple):
     all: LaneWork
 
 
-class SearchBacklog(Generic[WorkT]):
+class SearchBacklog:
     """The beam searches of one model as they are now, and one that may come.
 
     A call takes one search of a lane one token further; the searches take turns.
@@ -201,8 +203,8 @@ class SearchBacklog(Generic[WorkT]):
 
     def __init__(
         self,
-        lanes: Iterable[SearchLane[WorkT]],
-        costs: GenerateCosts,
+        lanes: Iterable[SearchLane],
+        costs: Cost,
         max_rows: int,
     ) -> None:
         self._costs = costs
@@ -264,7 +266,7 @@ class SearchBacklog(Generic[WorkT]):
                     until = self._until(lane, place) if runs else LaneWork(calls, seconds)
                     yield DueSearch(key, one.left, until, one.ends_s)
 
-    def _search(self, job: Job[WorkT]) -> _Search:
+    def _search(self, job: Job) -> _Search:
         key, left, beams = job.lane, job.tokens_left, job.beams
         if left < job.most_tokens:
             each_s = self._costs.search_call_s(key, beams, job.most_tokens - left // 2)
@@ -308,28 +310,24 @@ class _NewWork(NamedTuple):
     each_s: float = 0.0  # of one of those calls
 
 
-class ModelBacklog(Generic[WorkT]):
+class ModelBacklog:
     """The backlog of one model that generates."""
 
     def __init__(
         self,
-        model: str,
-        lanes: Iterable[GenerateLane[WorkT]],
-        searches: Iterable[SearchLane[WorkT]],
-        latency: LatencyModel,
+        costs: Cost,
+        answer_s: float,
+        lanes: Iterable[GenerateLane],
+        searches: Iterable[SearchLane],
         max_rows: int,
-        costs: GenerateCosts,
         beside_s: float,
         shared: bool = False,
     ) -> None:
-        self.model = model
-        self._caution, self._answer_s = latency.caution(model), latency.answer_s
+        self._caution, self._answer_s = costs.caution, answer_s
         self._max_rows = max_rows
         self._costs = costs
-        self._decode_backlog: DecodeBacklog[WorkT] = DecodeBacklog(
-            lanes, costs, max_rows, beside_s, shared
-        )
-        self._search_backlog: SearchBacklog[WorkT] = SearchBacklog(searches, costs, max_rows)
+        self._decode_backlog = DecodeBacklog(lanes, costs, max_rows, beside_s, shared)
+        self._search_backlog = SearchBacklog(searches, costs, max_rows)
         self._beside_s = beside_s  # other models' work between two calls
 
     def token_s(self, key: LaneKey, rows: int, length: int) -> float:
@@ -395,7 +393,7 @@ class ModelBacklog(Generic[WorkT]):
         searches = map(self.wait_s, self._search_backlog.waiting())
         return max([*map(self._decode_backlog.waiting_s, lanes), *searches], default=0.0)
 
-    def _begin_s(self, busy: BusyLane[WorkT]) -> float:
+    def _begin_s(self, busy: BusyLane) -> float:
         tokens, slot_s = self._decode_backlog.until_slot(busy.lane.key)
         if not self._search_backlog.idle:
             slot_s += self._searches_s(tokens)
@@ -456,8 +454,8 @@ class ModelBacklog(Generic[WorkT]):
 
     def _late_in_lane_s(
         self,
-        busy: BusyLane[WorkT],
-        running: list[Job[WorkT]],
+        busy: BusyLane,
+        running: list[Job],
         new: _NewWork,
         token_s: tuple[float, float],
         begin_s: float,
@@ -467,12 +465,12 @@ class ModelBacklog(Generic[WorkT]):
         caution, prefill_s = self._caution, self._decode_backlog.prefill_s
         read_s = prefill_s + new.read_s
 
-        def late_s(job: Job[WorkT]) -> float:
+        def late_s(job: Job) -> float:
             searches_s = self._searches_s(job.tokens_left, new)
             work_s = read_s + job.tokens_left * token_s[1] + searches_s
             return caution * work_s - share * (job.ends_s - begin_s)
 
-        def before_s(job: Job[WorkT]) -> float:
+        def before_s(job: Job) -> float:
             work_s = prefill_s + job.tokens_left * token_s[0] + self._searches_s(job.tokens_left)
             return caution * work_s - (job.ends_s - begin_s)
 
@@ -524,131 +522,303 @@ def _length(size: GenerationSize) -> int:
     return size.prompt + size.tokens // 2
 
 
-# The usual time of a call of a turn; None before the first.
-CallSeconds = Callable[[Turn], float | None]
+class RetryAfter:
+    """Spreads the clients that were refused over time, so that they do not all come back at once.
 
-
-class Backlog(Generic[WorkT]):
-    """Everything that waits and runs in one scheduler, in seconds.
-
-    Admission, deadlines, load shedding and Retry-After ask it.
+    Each gets a turn behind those that were refused before it. Turns in the past are forgotten.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        latency: LatencyModel,
-        usual_s: CallSeconds,
-        classify_lanes: ClassifyLanes[WorkT],
-        search: Mapping[LaneKey, SearchLane[WorkT]],
-        decode_lanes: Mapping[str, DecodeLanes[WorkT]],
-        busy_turns: Callable[[str], list[Turn]],
-    ) -> None:
-        self._limits = limits
-        self._latency = latency
-        self._usual_s = usual_s
-        self._costs = GenerateCosts(latency, self._usual_token_s)
-        self._classify_lanes = classify_lanes
-        self._search = search
-        self._decode_lanes = decode_lanes  # by model
-        self._busy_turns = busy_turns  # of all models but one
-        self._busy_until_s = 0.0
+    def __init__(self, most_jobs: int) -> None:
+        self._most_jobs = most_jobs  # turns kept; all later clients share the last
+        self._turns: deque[tuple[float, int]] = deque()  # (time, jobs)
+        self._jobs = 0
 
-    def begin(self, turn: Turn, now_s: float, seconds: float | None) -> None:
-        """A call begins; `seconds` is its predicted time if there is one."""
-        self._busy_until_s = now_s + (seconds or self._usual_s(turn) or 0.0)
+    def turn_s(self, now_s: float, wait_s: float, each_s: float, jobs: int) -> float:
+        """Seconds until the turn of these jobs, which is kept for them.
+
+        The queue will take `wait_s`; each turn that was given out adds `each_s`.
+        """
+        while self._turns and self._turns[0][0] <= now_s:
+            self._jobs -= self._turns.popleft()[1]
+        told_s = wait_s + each_s * self._jobs
+        if self._jobs + jobs <= self._most_jobs:
+            self._turns.append((now_s + told_s, jobs))
+            self._jobs += jobs
+        return told_s
+
+
+# A generation may plan with this share of its time only, since more requests will come.
+_TARGET_SHARE = 0.6
+# The time a request may have spent before admission and still count as new on an idle server.
+_USUAL_S = 0.01
+
+
+class Unread(Protocol):
+    """Requests that are not in the scheduler yet, because their input is still being parsed."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+
+
+class NothingUnread:
+    """Used where requests are never parsed apart from the engine."""
+
+    waiting = 0
+    running = 0
+
+
+class Backlog:
+    """Everything that waits and runs, in seconds: which requests may queue, and at how many steps.
+
+    Admission, deadlines, load shedding and Retry-After ask it. Call with the engine's lock held.
+    """
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._limits, self._jobs = common.limits, common.jobs
+        self._retry_after = RetryAfter(common.limits.queue_requests)
+        self._busy_until_s = 0.0
+        self.unread: Unread = NothingUnread()
+
+    def begin(self, call: Call, now_s: float) -> None:
+        """A call begins."""
+        seconds = call.seconds
+        if seconds is None and call.kind is not None:
+            seconds = call.by.model.cost.usual_s((call.lane, call.kind))
+        self._busy_until_s = now_s + (seconds or 0.0)
 
     def rest(self) -> None:
         """Nothing runs now."""
         self._busy_until_s = 0.0
 
-    def beside_s(self, key: LaneKey) -> float:
-        """The time of all other turns between two calls of a classification lane."""
-        others = (turn for turn in self._busy_turns("") if turn != (key, "classify"))
-        return sum(self._usual_s(turn) or 0.0 for turn in others)
+    def check(self, jobs: Sequence[Job], now_s: float) -> None:
+        """Refuse a request if the queue is full or it cannot be in time."""
+        self._check_places(now_s, len(jobs))
+        if jobs[0].admitted:
+            return
+        model_backlog = None
+        if jobs[0].lane.kind != "classify":
+            model_backlog = self.of_model(self._common.models[jobs[0].lane.model])
+        for job in jobs:
+            if job.deadline is None:
+                continue
+            if model_backlog is None:
+                self._check_classified(job, job.deadline, now_s)
+            else:
+                size = GenerationSize(job.lengths[0], job.tokens_left, len(jobs), job.beams)
+                self._check_written(model_backlog, job.lane, size, job.deadline, now_s)
+        self._check_wait(now_s, len(jobs), jobs[0].deadline)
 
-    def idle_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
-        """The time of a classification on an idle server, including the way out."""
-        return self._classify_lanes.idle_s(key, steps, lengths)
+    def check_unread(self, wait_s: float, deadline: Deadline | None, now_s: float) -> None:
+        """Refuse a request that would wait too long to be parsed."""
+        self._check_places(now_s, 1)
+        if deadline is not None:
+            if deadline.ends_s <= now_s:
+                raise DeadlineLapsed(deadline.given_s)
+            if now_s + wait_s > deadline.ends_s:
+                raise _too_busy(now_s + wait_s - deadline.ends_s)
+        elif wait_s > self._limits.queue_wait_s:
+            raise _too_long(wait_s, wait_s)
 
-    def least_late_s(self, key: LaneKey, steps: int, due_s: float, now_s: float) -> float:
-        """The least lateness of a classification due then."""
-        start_s = max(now_s, self._busy_until_s)
-        return self._classify_lanes.least_late_s(key, steps, due_s, start_s)
+    def check_early(
+        self, key: LaneKey, least: int, most: tuple[int, ...], deadline: Deadline, now_s: float
+    ) -> None:
+        """Refuse, before it is parsed, a classification that cannot be in time whatever its text.
 
-    def late_s(self, job: Job[WorkT], now_s: float) -> float:
-        """How late a classification, or one that it pushes back, would be at worst."""
-        start_s = max(now_s, self._busy_until_s)
-        return self._classify_lanes.late_s(job, start_s, self.beside_s(job.lane))
+        `least` is the fewest steps it may get, `most` the most tokens of each row. Not refused
+        here: one that may be too long for its deadline even on an idle server, which gets another
+        error.
+        """
+        lane = self._classify_lane(key)
+        if lane is None:
+            return
+        late_s = lane.least_late_s(least, deadline.ends_s, max(now_s, self._busy_until_s))
+        if late_s > 0 and lane.idle_s(least, most) <= deadline.given_s:
+            raise _too_busy(late_s)
+
+    def steps_for(
+        self,
+        key: LaneKey,
+        choices: Sequence[int],
+        size: GenerationSize,
+        deadline: Deadline | None,
+        now_s: float,
+    ) -> int:
+        """The most of these steps, ascending, at which generations that come now are in time.
+
+        Refuses them if there are none, so that `check` need not look again.
+        """
+        steps = self._steps_for(key, choices, size, deadline, now_s)
+        self._check_places(now_s, size.jobs)
+        self._check_wait(now_s, size.jobs, deadline)
+        return steps
+
+    def _steps_for(
+        self,
+        key: LaneKey,
+        choices: Sequence[int],
+        size: GenerationSize,
+        deadline: Deadline | None,
+        now_s: float,
+    ) -> int:
+        model = self._common.models[key.model]
+        model_backlog = self.of_model(model)
+        if deadline is None:
+            share = model.shedder.share(model_backlog.wait_s(key._replace(steps=choices[-1])))
+            fitting = [steps for steps in choices if steps <= share * choices[-1]]
+            return fitting[-1] if fitting else choices[0]
+        busy = not self._jobs.idle
+        for steps in reversed(choices):
+            lane = LaneKey(key.model, key.kind, steps)
+            if model_backlog.in_time(
+                lane, size, deadline.ends_s, now_s, _TARGET_SHARE if busy else 1.0
+            ):
+                return steps
+        self._check_written(model_backlog, lane, size, deadline, now_s)
+        return choices[0]
+
+    def _turn_s(self, now_s: float, jobs: int) -> float:
+        """When clients that are refused now should come back."""
+        # They are taken to be like the requests that wait.
+        each_s = self.waiting_s() / max(1, self._jobs.queued)
+        return self._retry_after.turn_s(now_s, self.wait_s(now_s), each_s, jobs)
+
+    def _check_places(self, now_s: float, jobs: int) -> None:
+        queued = self._jobs.queued + self.unread.waiting
+        if queued + jobs > self._limits.queue_requests:
+            raise QueueFull(
+                f"the queue is full ({queued} requests): try again later",
+                retry_after_s=self._turn_s(now_s, jobs),
+            )
+
+    def _check_wait(self, now_s: float, jobs: int, deadline: Deadline | None) -> None:
+        if deadline is not None and deadline.ends_s - now_s <= self._limits.queue_wait_s:
+            return  # it will be in time, so its wait is short enough
+        wait_s = self.wait_s(now_s, least=True)
+        if wait_s > self._limits.queue_wait_s:
+            raise _too_long(wait_s, self._turn_s(now_s, jobs))
+
+    def _check_classified(self, job: Job, deadline: Deadline, now_s: float) -> None:
+        lane = self._classify_lane(job.lane)
+        assert lane is not None, "opened before"
+        beside_s = self._common.busy_s((job.lane, "classify"))
+        late_s = lane.late_s(job, max(now_s, self._busy_until_s), beside_s)
+        if late_s > 0:
+            least = job.choices[0] if job.lane.late else job.lane.steps
+            idle_s = lane.idle_s(least, job.lengths)
+            self._refuse(deadline, least, idle_s, late_s, now_s)
+
+    def _check_written(
+        self,
+        model_backlog: ModelBacklog,
+        key: LaneKey,
+        size: GenerationSize,
+        deadline: Deadline,
+        now_s: float,
+    ) -> None:
+        late_s = model_backlog.late_s(key, size, deadline.ends_s, now_s)
+        if late_s > 0:
+            self._refuse(deadline, key.steps, model_backlog.idle_s(key, size), late_s, now_s)
+
+    def _refuse(
+        self, deadline: Deadline, steps: int, idle_s: float, late_s: float, now_s: float
+    ) -> None:
+        idle = self._jobs.idle
+        # On the network, in the queue for parsing, and while it was parsed.
+        spent_s = max(0.0, now_s - deadline.arrived_s - _USUAL_S)
+        if idle:
+            if not spent_s:
+                self._common.lower_caution()
+            idle_s = max(idle_s, deadline.given_s + late_s - spent_s)
+        if idle_s > deadline.given_s:
+            raise ImpossibleDeadline(deadline.given_s, idle_s, steps)
+        if idle or deadline.ends_s <= now_s:
+            raise DeadlineLapsed(deadline.given_s)
+        raise _too_busy(late_s)
+
+    # Seconds.
+
+    def wait_s(self, now_s: float, least: bool = False) -> float:
+        """The time until all that waits now has run, at the fewest steps or the likely ones."""
+        writing_s = max(
+            [one.all_begin_s() * lasting for one, lasting in self._waiting()], default=0.0
+        )
+        return max(0.0, self._busy_until_s - now_s) + self._classify_s(least) + writing_s
+
+    def waiting_s(self) -> float:
+        """The same for waiting work only, without what runs."""
+        writing_s = max(
+            [one.waiting_s() * lasting for one, lasting in self._waiting()], default=0.0
+        )
+        return self._classify_s(least=False) + writing_s
 
     def answer_s(self, key: LaneKey, measured: LatencyEntry | None) -> float | None:
         """The time until one call of this lane would be over if it were asked for now.
 
-        Every busy turn gets one call a round, so it takes as many rounds as the lane has calls
-        ahead, and one more. The call has the measured size, or the usual one.
+        Every lane with work gets one call a round, so it takes as many rounds as the lane has
+        calls ahead, and one more. The call has the measured size, or the usual one.
         """
         own: Turn = (key, "classify" if key.kind == "classify" else "decode")
+        model = self._common.models[key.model]
         call_s = None
         if measured is not None:
-            cost_key = CostKey(key.model, measured.kind, key.steps)
-            call_s = self._latency.call_s(cost_key, measured.batch, measured.length)
+            cost_key = CostKey(measured.kind, key.steps)
+            call_s = model.cost.call_s(cost_key, measured.batch, measured.length)
             call_s = call_s or measured.median_ms / 1000
-        call_s = call_s or self._usual_s(own)
+        call_s = call_s or model.cost.usual_s(own)
         if call_s is None:
             return None
-        others = (turn for turn in self._busy_turns("") if turn != own)
-        round_s = call_s + sum(self._usual_s(turn) or 0.0 for turn in others)
-        return round_s * (self._classify_lanes.calls_ahead(key) + 1)
+        lane = model.lanes.get(key)
+        ahead = lane.calls_ahead if isinstance(lane, ClassifyLane) else 0
+        return (call_s + self._common.busy_s(own)) * (ahead + 1)
 
-    def wait_s(
-        self, now_s: float, least: bool = False, known: ModelBacklog[WorkT] | None = None
-    ) -> float:
-        """The time until all that waits now has run, at the fewest steps or the likely ones.
-
-        `known` is the backlog of one model, if the caller has it already.
-        """
-        writing_s = 0.0
-        for model in self._models_waiting(known):
-            model_backlog = (
-                self.model_backlog(model) if known is None or model != known.model else known
-            )
-            writing_s = max(writing_s, model_backlog.all_begin_s() * self._latency.lasting(model))
-        work_s = self._classify_lanes.wait_s(least) + writing_s
-        return max(0.0, self._busy_until_s - now_s) + work_s
-
-    def waiting_s(self) -> float:
-        """The same for waiting work only, without what runs."""
-        waiting_s = (
-            self.model_backlog(model).waiting_s() * self._latency.lasting(model)
-            for model in self._models_waiting()
-        )
-        return self._classify_lanes.wait_s(least=False) + max(waiting_s, default=0.0)
-
-    def model_backlog(self, model: str) -> ModelBacklog[WorkT]:
-        """The backlog of one model as it is now."""
-        decode_lanes = self._decode_lanes.get(model)
+    def of_model(self, model: LoadedModel) -> ModelBacklog:
+        """The backlog of one model that generates, as it is now."""
         return ModelBacklog(
-            model,
-            decode_lanes or (),
-            [lane for key, lane in self._search.items() if key.model == model]
-            if self._search
-            else (),
-            self._latency,
+            model.cost,
+            self._common.answer.seconds,
+            [lane for lane in model.cached if isinstance(lane, GenerateLane)],
+            [lane for lane in model.cached if isinstance(lane, SearchLane)],
             self._limits.decode_rows,
-            self._costs,
-            sum([self._usual_s(turn) or 0.0 for turn in self._busy_turns(model)]),
-            decode_lanes is not None and decode_lanes.sharing == "shared",
+            sum([one.busy_s() for one in self._common.models.values() if one is not model]),
+            model.sharing == "shared",
         )
 
-    def _usual_token_s(self, lane: LaneKey) -> float | None:
-        return self._usual_s((lane, "decode" if lane.kind == "generate" else "search"))
+    def _classify_lane(self, key: LaneKey) -> ClassifyLane | None:
+        model = self._common.models.get(key.model)
+        lane = None if model is None else model.lanes.get(key)
+        assert lane is None or isinstance(lane, ClassifyLane)
+        return lane
 
-    def _models_waiting(self, known: ModelBacklog[WorkT] | None = None) -> set[str]:
-        """The models for which generations wait, and the known one."""
-        models = set() if known is None else {known.model}
-        for model, decode_lanes in self._decode_lanes.items():
-            if model not in models and any([lane.waiting for lane in decode_lanes]):
-                models.add(model)
-        if not self._search:
-            return models
-        return models | {key.model for key, searches in self._search.items() if searches.waiting}
+    def _classify_s(self, least: bool) -> float:
+        """The time until all queues of classifications are empty."""
+        return sum(
+            lane.wait_s(least) * model.cost.lasting
+            for model in self._common.models.values()
+            for lane in model.lanes.values()
+            if isinstance(lane, ClassifyLane) and lane.waiting
+        )
+
+    def _waiting(self) -> list[tuple[ModelBacklog, float]]:
+        """The backlogs of models for which generations wait, and the factor on each."""
+        return [
+            (self.of_model(model), model.cost.lasting)
+            for model in self._common.models.values()
+            if any([lane.waiting for lane in model.cached])
+        ]
+
+
+def _too_long(wait_s: float, retry_after_s: float) -> QueueFull:
+    return QueueFull(
+        f"what waits will take {wait_s:.0f} s: try again later", retry_after_s=retry_after_s
+    )
+
+
+def _too_busy(late_s: float) -> TooBusy:
+    return TooBusy(
+        f"behind what waits, the answer may come {late_s * 1000:.0f} ms after deadline_ms: "
+        "try again later, or give it more time",
+        retry_after_s=late_s,
+    )

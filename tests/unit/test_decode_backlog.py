@@ -1,30 +1,35 @@
 """How often lanes have a token, as predicted for what they share."""
 
 import random
+from typing import cast
 
 import pytest
 
 from serve.engine.backlog import DecodeBacklog
-from serve.engine.cost import GenerateCosts, LatencyModel
+from serve.engine.cost import Cost
 from serve.engine.generate import GenerateLane
-from serve.engine.job import Job
+from serve.engine.job import Job, Work
+from serve.runtime import Batches
 from tests.generation_jobs import EIGHT, ONE, TWO, generate
 
 STEP_S = 0.001  # of one lane
+NO_BATCHES = cast(Batches, None)  # nothing runs here
 
 
-def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> DecodeBacklog[str]:
+def busy_lane(running: list[int], waiting: list[int], max_rows: int) -> DecodeBacklog:
     """One lane, told what is left to write of each; prompts of 8 tokens."""
-    lane: GenerateLane[str] = GenerateLane(ONE, 1, max_rows, lambda rows, positions: 0)
+    lane = GenerateLane(ONE, 1, max_rows, NO_BATCHES)
     for left in running:
         lane.rows.append(written(left))
     for left in waiting:
         lane.add(written(left))
-    return DecodeBacklog([lane], GenerateCosts(LatencyModel(), lambda key: STEP_S), max_rows, 0.0)
+    cost = Cost()
+    cost.observe_usual((ONE, "decode"), STEP_S)
+    return DecodeBacklog([lane], cost, max_rows, 0.0)
 
 
-def written(left: int) -> Job[str]:
-    return Job(ONE, "work", (8,), 8 + left, tokens_left=left)
+def written(left: int) -> Job:
+    return Job(ONE, Work(), (8,), 8 + left, tokens_left=left)
 
 
 def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
@@ -38,15 +43,17 @@ def simulated(running: list[int], waiting: list[int], max_rows: int) -> int:
     return calls
 
 
-def rounds(max_rows: int, shared: bool) -> DecodeBacklog[str]:
+def rounds(max_rows: int, shared: bool) -> DecodeBacklog:
     lanes = []
     for key in (ONE, TWO, EIGHT):
-        lane: GenerateLane[str] = GenerateLane(key, key.steps, max_rows, lambda rows, positions: 0)
+        lane = GenerateLane(key, key.steps, max_rows, NO_BATCHES)
         for name in "ab":
             lane.add(generate(name, lane=key))
         lanes.append(lane)
-    costs = GenerateCosts(LatencyModel(), lambda key: key.steps * STEP_S)
-    return DecodeBacklog(lanes, costs, max_rows, 0.0, shared)
+    cost = Cost()
+    for key in (ONE, TWO, EIGHT):
+        cost.observe_usual((key, "decode"), key.steps * STEP_S)
+    return DecodeBacklog(lanes, cost, max_rows, 0.0, shared)
 
 
 def test_lanes_that_share_calls_have_as_many_evaluations_each() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from serve.engine.backlog import GenerationSize, ModelBacklog
-from serve.engine.cost import IDLE_ANSWER_S, CostKey, GenerateCosts, LatencyModel
+from serve.engine.cost import IDLE_ANSWER_S, Cost, CostKey
 from serve.engine.job import LaneKey
 
 KEY = LaneKey("m", "generate", 1)
@@ -11,17 +11,16 @@ PROMPT, TOKENS = 10, 11
 
 
 @pytest.fixture
-def model_backlog() -> ModelBacklog[object]:
-    latency = LatencyModel()
-    latency.observe(CostKey("m", "prefill", 1), 1, PROMPT, 0.5)
-    latency.observe(CostKey("m", "decode", 1), 1, PROMPT, 0.01)
-    costs = GenerateCosts(latency, lambda key: None)
-    return ModelBacklog("m", [], [], latency, 2, costs, beside_s=0.0)
+def model_backlog() -> ModelBacklog:
+    cost = Cost()
+    cost.observe(CostKey("prefill", 1), 1, PROMPT, 0.5)
+    cost.observe(CostKey("decode", 1), 1, PROMPT, 0.01)
+    return ModelBacklog(cost, IDLE_ANSWER_S, [], [], 2, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])
 def test_prompts_are_read_one_by_one_and_rows_decode_together(
-    model_backlog: ModelBacklog[object], texts: int, rows: int, waves: int
+    model_backlog: ModelBacklog, texts: int, rows: int, waves: int
 ) -> None:
     asked = GenerationSize(PROMPT, TOKENS, texts)
     reads_s = texts * 0.5

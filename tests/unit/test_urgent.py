@@ -1,26 +1,28 @@
 """Of the generations that wait next, those that are late first: kept, and never out of date."""
 
 import random
+from typing import cast
 
 from serve.engine.generate import GenerateLane
-from serve.engine.job import Deadline, Job, LaneKey
+from serve.engine.job import Deadline, Job, LaneKey, Work
+from serve.runtime import Batches
 
 KEY = LaneKey("m", "generate", 2)
 MAX_ROWS = 4
 
 
-def job(chance: random.Random) -> Job[str]:
+def job(chance: random.Random) -> Job:
     deadline = Deadline(0.0, float(chance.randint(1, 9))) if chance.random() < 0.7 else None
-    return Job(KEY, "", (5,), 20, deadline=deadline, tokens_left=chance.randint(1, 9))
+    return Job(KEY, Work(), (5,), 20, deadline=deadline, tokens_left=chance.randint(1, 9))
 
 
-def latest_s(jobs: list[Job[str]], token_s: float) -> float:
+def latest_s(jobs: list[Job], token_s: float) -> float:
     return max((one.tokens_left * token_s - one.ends_s for one in jobs), default=0.0)
 
 
 def test_no_other_of_the_next_ones_is_later_whatever_a_token_takes() -> None:
     chance, fewer = random.Random(0), 0
-    lane: GenerateLane[str] = GenerateLane(KEY, 1, MAX_ROWS, lambda rows, positions: 0)
+    lane = GenerateLane(KEY, 1, MAX_ROWS, cast(Batches, None))
     for _ in range(2000):
         what = chance.random()
         if what < 0.5 and len(lane.waiting) < 3 * MAX_ROWS:
