@@ -9,8 +9,7 @@ The life of a generation, whose rows join and leave the batch between two tokens
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from serve.engine.job import (
     LaneKey,
     Sharing,
     State,
+    Waiting,
 )
 from serve.engine.loaded import Call, LoadedModel
 from serve.engine.tuner import lead_tuner, sharing_tuner, weighted_work
@@ -41,12 +41,10 @@ class GenerateLane:
     with it, on the engine's thread.
     """
 
-    def __init__(self, key: LaneKey, calls_a_token: int, max_rows: int, batches: Batches) -> None:
+    def __init__(self, key: LaneKey, calls_a_token: int, batches: Batches) -> None:
         self.key = key
         self.calls_a_token = calls_a_token
-        self.waiting: deque[Job] = deque()
-        # Of the waiting ones: to prefill and to generate.
-        self.waiting_prompt_tokens = self.waiting_tokens = 0
+        self.waiting = Waiting()
         self.requeued: list[Job] = []  # to be prefilled again
         self.prefilling: Job | None = None
         self.prefill: Prefill | None = None  # its own
@@ -61,10 +59,6 @@ class GenerateLane:
         self.prefill_s = 0.0  # spent on the present prefill
         self._batches = batches
         self._most_rows = 0  # since the lane was last empty
-        self._max_rows = max_rows
-        # Asked on every request and seldom changed; None: compute again.
-        self._next_due: list[Job] | None = None
-        self._urgent: list[Job] = []
 
     def busy(self) -> Sequence[CallKind]:
         kinds: list[CallKind] = ["decode"] if self.rows else []
@@ -94,13 +88,11 @@ class GenerateLane:
     # The queue. With the engine's lock held.
 
     def add(self, job: Job) -> None:
-        self.waiting.append(job)
-        self._count(job, 1)
+        self.waiting.add(job)
 
     def drop(self, job: Job) -> None:
         if job.state is State.QUEUED:
-            self.waiting.remove(job)
-            self._count(job, -1)
+            self.waiting.take(job)
 
     def sweep(self) -> None:
         job = self.prefilling
@@ -109,12 +101,6 @@ class GenerateLane:
         self.requeued = [job for job in self.requeued if job.state is not State.ENDED]
         if self.rows and all(job.state is State.ENDED for job in self.rows):
             self.drop_batch()
-
-    def take(self) -> Job:
-        """Take the oldest job off the queue."""
-        job = self.waiting.popleft()
-        self._count(job, -1)
-        return job
 
     def read(self, job: Job) -> None:
         """Begin the job's prefill. One at a time, so that one prompt's memory is enough."""
@@ -146,32 +132,6 @@ class GenerateLane:
         positions = max(job.positions for job in jobs)
         beside = self._batches.bytes_for(positions, 1) if rows > 1 else 0
         return max(held_bytes, self._batches.bytes_for(positions, rows)) + beside
-
-    @property
-    def next_due(self) -> list[Job]:
-        """The waiting jobs with a deadline among the next batchful."""
-        if self._next_due is None:
-            self._next_due = self._find_due()
-        return self._next_due
-
-    @property
-    def urgent(self) -> list[Job]:
-        """The most urgent of those: whatever a token takes, one of them is late first."""
-        if self._next_due is None:
-            self._next_due = self._find_due()
-        return self._urgent
-
-    def _find_due(self) -> list[Job]:
-        first = islice(self.waiting, self._max_rows)
-        due = [job for job in first if job.ends_s < math.inf]
-        self._urgent = _urgent(due)
-        return due
-
-    def _count(self, job: Job, jobs: int) -> None:
-        self.waiting_prompt_tokens += jobs * job.lengths[0]
-        self.waiting_tokens += jobs * job.tokens_left
-        if jobs < 0 or len(self.waiting) <= self._max_rows:
-            self._next_due = None
 
     # The batch.
 
@@ -240,15 +200,6 @@ class GenerateLane:
         self.calls = 0
 
 
-def _urgent(jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that have less time than any other with as many tokens or more."""
-    found: list[Job] = []
-    for job in sorted(jobs, key=lambda job: (job.ends_s, -job.tokens_left)):
-        if not found or job.tokens_left > found[-1].tokens_left:
-            found.append(job)
-    return found
-
-
 class DecodePart(NamedTuple):
     """A lane's part of a decode call.
 
@@ -313,7 +264,7 @@ class Prefilling:
             if lane.prefilling is None and lane.requeued:
                 lane.read(lane.requeued.pop(0))
             elif lane.prefilling is None and lane.waiting and self.model.common.may_enter(lane):
-                job = lane.take()
+                job = lane.waiting.take(lane.waiting[0])
                 self.model.common.jobs.start(job, now_s)
                 lane.read(job)
             if lane.unread is not None:
@@ -389,8 +340,7 @@ class Decoding:
     def open(self, key: LaneKey) -> GenerateLane:
         """Open the lane of a rung."""
         calls = key.steps if self.most_lanes > 1 else 1
-        most_rows = self.model.common.limits.decode_rows
-        lane = GenerateLane(key, calls, most_rows, self.model.batches(key.steps))
+        lane = GenerateLane(key, calls, self.model.batches(key.steps))
         self.lanes[key] = lane
         return lane
 

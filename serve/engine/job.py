@@ -4,6 +4,7 @@ Plain values, so that planning runs in a simulator.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -150,6 +151,27 @@ class Limits:
             raise ValueError("queue_wait_s must be greater than 0")
         if self.degrade_wait_s is not None and self.degrade_wait_s <= 0:
             raise ValueError("degrade_wait_s must be greater than 0, or None")
+
+
+class Waiting(deque[Job]):
+    """Jobs that wait, oldest first, and the tokens that they have to prefill and to generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt_tokens = self.tokens = 0
+
+    def add(self, job: Job) -> None:
+        """Put a job at the end of the queue."""
+        self.append(job)
+        self.prompt_tokens += job.lengths[0]
+        self.tokens += job.tokens_left
+
+    def take(self, job: Job) -> Job:
+        """Take a job off the queue."""
+        self.remove(job)
+        self.prompt_tokens -= job.lengths[0]
+        self.tokens -= job.tokens_left
+        return job
 
 
 class Jobs:

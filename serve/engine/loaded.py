@@ -4,7 +4,6 @@ A swap puts another in its place; forgetting one is dropping it.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +25,7 @@ from serve.engine.job import (
     Queue,
     Sharing,
     Turn,
+    Waiting,
     in_requests,
     request_ids,
 )
@@ -84,7 +84,8 @@ class Lane(Queue, Protocol):
 class CachedLane(Lane, Protocol):
     """A lane whose jobs hold KV cache memory while they run."""
 
-    waiting: deque[Job]
+    key: LaneKey
+    waiting: Waiting
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,7 @@ from serve.engine.job import (
     Span,
     State,
     TokenEvent,
+    Waiting,
     Work,
 )
 from serve.engine.loaded import Call, LoadedModel
@@ -85,17 +86,17 @@ class SearchLane:
     def __init__(self, key: LaneKey, model: LoadedModel) -> None:
         self.key = key
         self.model = model
-        self.waiting: deque[Job] = deque()
+        self.waiting = Waiting()
         self.running: deque[Job] = deque()
         self._batches = model.batches(key.steps)
         self._sources: dict[Job, RunningTranslation] = {}  # of running searches, once read
 
     def add(self, job: Job) -> None:
-        self.waiting.append(job)
+        self.waiting.add(job)
 
     def drop(self, job: Job) -> None:
         if job.state is State.QUEUED:
-            self.waiting.remove(job)
+            self.waiting.take(job)
 
     def sweep(self) -> None:
         over = [job for job in self.running if job.state is State.ENDED]
@@ -121,7 +122,7 @@ class SearchLane:
 
     def plan(self, now_s: float) -> Call | None:
         if self.waiting and self.model.common.may_enter(self):
-            job = self.waiting.popleft()
+            job = self.waiting.take(self.waiting[0])
             self.model.common.jobs.start(job, now_s)
             self.running.append(job)
         if not self.running:

@@ -15,7 +15,7 @@ def model_backlog() -> ModelBacklog:
     cost = Cost()
     cost.observe(CostKey("prefill", 1), 1, PROMPT, 0.5)
     cost.observe(CostKey("decode", 1), 1, PROMPT, 0.01)
-    return ModelBacklog(cost, IDLE_ANSWER_S, [], [], 2, beside_s=0.0)
+    return ModelBacklog(cost, IDLE_ANSWER_S, [], 2, beside_s=0.0)
 
 
 @pytest.mark.parametrize(("texts", "rows", "waves"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2)])
@@ -24,7 +24,8 @@ def test_prompts_are_read_one_by_one_and_rows_decode_together(
 ) -> None:
     asked = GenerationSize(PROMPT, TOKENS, texts)
     reads_s = texts * 0.5
-    tokens_s = waves * (TOKENS - 1) * model_backlog.token_s(KEY, rows, PROMPT + TOKENS // 2)
+    line = model_backlog._cost.token(KEY, rows)
+    tokens_s = waves * (TOKENS - 1) * (line[0] + line[1] * (PROMPT + TOKENS // 2))
     expected_s = pytest.approx(reads_s + tokens_s + IDLE_ANSWER_S, rel=1e-6)
     assert model_backlog.idle_s(KEY, asked) == expected_s
     assert model_backlog.ready_s(KEY, asked) >= reads_s + tokens_s
