@@ -12,64 +12,21 @@ from serve.bundle.manifest import Latency
 from serve.engine.job import CallKind, LaneKey, Turn
 from serve.parts import count_parts
 
-# Speed and caution are kept apart from the cost curves, because machines slow down for moments.
-# Calls in one part and calls in several parts have a speed each: if another process takes half a
-# core, only calls that need all cores get slower. What speed does not explain is covered by
-# caution.
-
-
-_MOST_SURPRISE = 0.35  # larger errors of a call count as this
-_WEIGHT = 0.12  # weight of the newest call for its own kind
-_OTHER_WEIGHT = 0.03  # weight for the other kind
-_LASTING_WEIGHT = 0.02  # weight for the long-term speed
-_LATE_SHARE, _LATE_STEP = 0.05, 0.02
-_MOST_CAUTION = 2.0
-_CAUTION_DECAY = 0.9
-
-
-class MachineSpeed:
-    """The current slowness of one model's calls: above 1 where they take longer than known."""
-
-    def __init__(self) -> None:
-        self.now = [1.0, 1.0]  # of calls in one part, in several
-        self._lasting = [1.0, 1.0]
-        self.caution = 1.1  # a further factor, so that few calls take longer than predicted
-
-    def lasting(self, parted: bool) -> float:
-        """The factor for predictions over a long time: short slowdowns pass."""
-        return self._lasting[parted] / self.now[parted]
-
-    def be_wary(self, error: float) -> None:
-        """Adjust the caution by the relative error of a call."""
-        late = 1 + error > self.caution
-        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
-        self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
-
-    def observe(self, parted: bool, error: float) -> None:
-        """Adjust the speed by the relative error of a call whose curve is known."""
-        surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, error))
-        self.now[parted] *= 1 + _WEIGHT * surprise
-        self.now[not parted] *= 1 + _OTHER_WEIGHT * surprise
-        for kind, speed in enumerate(self.now):
-            self._lasting[kind] += _LASTING_WEIGHT * (speed - self._lasting[kind])
-
-    def lower_caution(self) -> None:
-        """Lower the caution and the speed a little."""
-        self.caution = max(1.0, self.caution * _CAUTION_DECAY)
-        self.now = [max(min(1.0, speed), speed * _CAUTION_DECAY) for speed in self.now]
-
-
-# The fixed share of a call's cost, before anything is known.
-_FIXED_SHARE = 0.1
-_FORGET = 0.998  # decay of what the curve has learned, per call
-_UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # weight for a number of rows; most error
+_SURPRISE = 0.35  # larger errors of a call count as this
+_SPEED_WEIGHT, _LASTING_WEIGHT = 0.12, 0.02  # of the newest call, for now and in the long term
+# The caution rises and falls so that this share of calls takes longer than predicted with it.
+_LATE_SHARE, _LATE_STEP, _MOST_CAUTION = 0.05, 0.02, 2.0
+_LOWER = 0.9  # factor on caution and speed after a refusal without need
 _TRUSTED = 0.12  # errors above this count less for the curve
+_FORGET = 0.998  # decay of what the curve has learned, per call
+_FIXED_SHARE = 0.1  # of a call's cost, before anything is known
 _LEAST = 1e-12  # least cost of a token
-_SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # few answers take longer than predicted to leave
-IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _KNOWN_CALLS = 24  # calls of a curve before its errors count for the machine's speed
 _ROUNDS = 100  # of the first fit
 _SCALE = 1000.0  # keeps products of tokens near 1
+# Few answers take longer than predicted to leave.
+_SLOW_SHARE, _SLOW_STEP = 0.01, 0.04
+IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _PACE_WEIGHT = 0.2  # weight of the newest call in the recent time
 
 
@@ -98,68 +55,59 @@ class AnswerTime:
 
     def lower(self) -> None:
         """Lower it a little."""
-        self.seconds = max(IDLE_ANSWER_S, self.seconds * _CAUTION_DECAY)
+        self.seconds = max(IDLE_ANSWER_S, self.seconds * _LOWER)
 
 
 class Cost:
     """Predicts the cost of one model's calls and learns from them.
 
-    Written with the engine's lock held, or before the model is served.
+    A curve for each kind and number of steps gives the cost on a machine as it usually is. All
+    share the present `speed`, since machines slow down for moments, and the `caution`, a factor
+    with which few calls take longer. Written with the engine's lock held, or before the model is
+    served.
     """
 
     def __init__(self, most_parts: int = 1) -> None:
         """Calls of classifications are split into up to `most_parts` parts."""
+        self.caution = 1.1
         self._most_parts = most_parts
-        self._curves: dict[CostKey, _CostCurve] = {}
-        self._parted: dict[CostKey, _CostCurve] = {}  # of calls that run in several parts
-        self._uneven: dict[int, float] = {}  # by rows: how much longer such calls take
-        self._speed = MachineSpeed()
+        self._curves: dict[tuple[CostKey, bool], _CostCurve] = {}  # True: calls in several parts
+        self._speed = self._lasting = 1.0  # above 1: slower than usual
         self._usual_s: dict[Turn, float] = {}
 
     @property
-    def caution(self) -> float:
-        """The factor on a prediction with which few calls take longer."""
-        return self._speed.caution
-
-    @property
     def lasting(self) -> float:
-        """The factor for predictions over a long time, whose calls have many rows."""
-        return self._speed.lasting(self._most_parts > 1)
+        """The factor for predictions over a long time: short slowdowns pass."""
+        return self._lasting / self._speed
 
     def lower_caution(self) -> None:
         """Lower caution and speed: a request was refused although nothing runs."""
-        self._speed.lower_caution()
+        self.caution = max(1.0, self.caution * _LOWER)
+        self._speed = max(min(1.0, self._speed), self._speed * _LOWER)
 
     def knows(self, cost_key: CostKey) -> bool:
-        return cost_key in self._curves or cost_key in self._parted
+        return (cost_key, False) in self._curves or (cost_key, True) in self._curves
 
     def knows_well(self, cost_key: CostKey) -> bool:
         """Whether enough calls were seen to tell the cost of a row from the cost of a call."""
-        curves = self._curves.get(cost_key), self._parted.get(cost_key)
+        curves = [self._curves.get((cost_key, parted)) for parted in (False, True)]
         return sum(curve.seen for curve in curves if curve is not None) >= _KNOWN_CALLS
 
     def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The cost of one call; None if none like it was seen."""
-        if self._most_parts == 1:
-            curve = self._curves.get(cost_key)
-            return None if curve is None else self._speed.now[0] * curve.seconds(rows, length)
-        parts = count_parts(rows, self._most_parts)
-        speed = self._speed.now[parts > 1] * self._uneven.get(rows, 1.0)
-        own, other = self._curves, self._parted
-        if parts > 1:
-            own, other = other, own
-        curve = own.get(cost_key) or other.get(cost_key)
-        return None if curve is None else speed * curve.seconds(-(-rows // parts), length)
+        parts = 1 if self._most_parts == 1 else count_parts(rows, self._most_parts)
+        curves = self._curves
+        curve = curves.get((cost_key, parts > 1)) or curves.get((cost_key, parts == 1))
+        return None if curve is None else self._speed * curve.seconds(-(-rows // parts), length)
 
     def decode_line(self, cost_key: CostKey, rows: int) -> CostLine | None:
         """The cost of a token of this many rows; None if none was seen."""
-        curve = self._curves.get(cost_key)
+        curve = self._curves.get((cost_key, False))
         if curve is None:
             return None
         a, b, c = curve.factors
-        speed = self._speed.now[0]
-        tokens = speed * rows / _SCALE
-        return speed * a + tokens * b, tokens * c / _SCALE
+        tokens = self._speed * rows / _SCALE
+        return self._speed * a + tokens * b, tokens * c / _SCALE
 
     def learn(self, latency: Latency) -> None:
         """Start from a measured latency table, of this machine or another."""
@@ -186,18 +134,15 @@ class Cost:
         """Learn from a call that has run."""
         if seconds <= 0:
             return
-        speed, uneven, all_rows = self._speed, self._uneven, rows
-        parted = count_parts(rows, self._most_parts) > 1
-        usual_s = seconds / uneven.get(all_rows, 1.0)
-        curve, rows = self._curve(cost_key, rows, length, usual_s / speed.now[parted])
-        error = usual_s / (speed.now[parted] * curve.seconds(rows, length)) - 1
-        speed.be_wary(error)
+        curve, rows = self._curve(cost_key, rows, length, seconds / self._speed)
+        error = seconds / (self._speed * curve.seconds(rows, length)) - 1
+        late = 1 + error > self.caution
+        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
+        self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
         if curve.seen >= _KNOWN_CALLS:  # else the curve is to blame
-            speed.observe(parted, error)
-        if self._most_parts > 1:
-            surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
-            uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-        curve.learn(rows, length, usual_s / speed.now[parted])
+            self._speed *= 1 + _SPEED_WEIGHT * max(-_SURPRISE, min(_SURPRISE, error))
+            self._lasting += _LASTING_WEIGHT * (self._speed - self._lasting)
+        curve.learn(rows, length, seconds / self._speed)
 
     # The recent time of a call of each lane and kind.
 
@@ -242,14 +187,13 @@ class Cost:
     ) -> tuple["_CostCurve", int]:
         """The curve for calls of this many rows, and the rows in each of their parts."""
         parts = count_parts(rows, self._most_parts)
-        curves, other = self._curves, self._parted
-        if parts > 1:
-            curves, other = other, curves
         rows = -(-rows // parts)
-        if cost_key not in curves:
-            like = other.get(cost_key)
-            curves[cost_key] = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
-        return curves[cost_key], rows
+        curve = self._curves.get((cost_key, parts > 1))
+        if curve is None:
+            like = self._curves.get((cost_key, parts == 1))
+            curve = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
+            self._curves[cost_key, parts > 1] = curve
+        return curve, rows
 
 
 class _CostCurve:
