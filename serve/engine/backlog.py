@@ -274,7 +274,7 @@ _USUAL_S = 0.01
 
 
 class Unread(Protocol):
-    """Requests that are not in the scheduler yet, because their input is still being parsed."""
+    """Requests that are not in a lane yet, because their input is still being parsed."""
 
     @property
     def waiting(self) -> int: ...
@@ -383,7 +383,7 @@ class Backlog:
         deadline: Deadline | None,
         now_s: float,
     ) -> int:
-        model = self._common.models[key.model]
+        model = self._common.model(key)
         model_backlog = self.of_model(model)
         if deadline is None:
             share = model.shedder.share(model_backlog.wait_s(key._replace(steps=choices[-1])))

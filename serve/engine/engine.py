@@ -34,7 +34,6 @@ from serve.engine.writing import Generation
 from serve.errors import (
     DeadlineLapsed,
     Draining,
-    ModelGone,
     NotReady,
     ServeError,
     Stalled,
@@ -509,9 +508,7 @@ class Engine:
     def _lane(self, job: Job) -> Lane:
         """The lane of a job. ModelGone if its model is gone; Unprocessable if it is too large."""
         key = job.lane
-        model = self._models.get(key.model)
-        if model is None:
-            raise ModelGone(f"{key.name} was replaced meanwhile: send the request again")
+        model = self._common.model(key)
         if key.kind != "classify":
             needed_bytes = model.batches(key.steps).bytes_for(job.positions, 1)
             if needed_bytes > self._common.limits.cache_bytes:

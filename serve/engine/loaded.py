@@ -30,7 +30,7 @@ from serve.engine.job import (
     request_ids,
 )
 from serve.engine.shedding import LoadShedder
-from serve.errors import ModelFailure
+from serve.errors import ModelFailure, ModelGone
 from serve.metrics import Metrics
 from serve.runtime import Batches, EarlyAnswers
 from serve.runtime.protocol import RowArray, largest_row, largest_tokens
@@ -116,6 +116,13 @@ class Common:
     models: dict[str, "LoadedModel"] = field(default_factory=dict)
     jobs: Jobs = field(default_factory=Jobs)
     answer: AnswerTime = field(default_factory=AnswerTime)
+
+    def model(self, key: LaneKey) -> "LoadedModel":
+        """The model of a lane; ModelGone if it was replaced and is gone."""
+        model = self.models.get(key.model)
+        if model is None:
+            raise ModelGone(f"{key.name} was replaced meanwhile: send the request again")
+        return model
 
     def busy_s(self, but: Turn | None = None) -> float:
         """The usual time of one call of each kind that there is work for."""
