@@ -30,7 +30,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, GenerationRequest, Work
+from serve.engine.writing import Generation, GenerationRequest
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores
@@ -73,7 +73,7 @@ class Writer:
         wish = GenerationRequest(
             list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed)
         )
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
             Generation(wish, self.served.codec, deliver),
             (len(prompt),),

@@ -42,7 +42,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, FailedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, GenerationRequest, Work
+from serve.engine.writing import Generation, GenerationRequest
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout, RowCaches
@@ -69,7 +69,7 @@ class ClosedLoop:
         self._served, self._clients = served, clients
         self._prompt, self._tokens = list(prompt), tokens
         self._counts: Counter[int] = Counter()
-        self._jobs: dict[int, Job[Work]] = {}  # by client: what it waits for
+        self._jobs: dict[int, Job] = {}  # by client: what it waits for
         limits = Limits(cache_bytes=CACHE_BYTES, decode_rows=len(clients))
         self._engine = Engine(Catalog([served]), limits, Metrics())
         self._engine.start()
@@ -115,7 +115,7 @@ class ClosedLoop:
                 self._ask(client)
 
         positions = min(len(self._prompt) + self._tokens, window)
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey(self._served.name, "generate", steps),
             Generation(wish, self._served.codec, deliver),
             (len(self._prompt),),

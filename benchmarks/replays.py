@@ -17,7 +17,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, GenerationRequest, Work
+from serve.engine.writing import Generation, GenerationRequest
 from serve.metrics import Metrics
 from serve.runtime import open_model
 
@@ -63,7 +63,7 @@ class Asker:
             self.room.release()
 
         window = wish.window
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey(self.served.name, "generate", steps),
             Generation(wish, self.served.codec, deliver),
             (len(wish.prompt),),
@@ -74,7 +74,7 @@ class Asker:
         if left:
             threading.Timer(self._draw.random() / 100, self._leave, (job,)).start()
 
-    def _leave(self, job: Job[Work]) -> None:
+    def _leave(self, job: Job) -> None:
         if self.engine.cancel(job):
             self.room.release()
 

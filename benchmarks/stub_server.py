@@ -104,7 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     catalog = Catalog([Served.open(bundle, model)])
     settings = Settings(port=parsed.port)
     engine = Engine(catalog, settings.limits, Metrics())
-    measure_first_calls(catalog, engine.latency)
+    for served in catalog:
+        measure_first_calls(served, engine.cost(served))
     gc.collect()
     gc.freeze()
 

@@ -132,7 +132,8 @@ def _serve(
         leave=leave,
         recheck_share=settings.recheck_share,
     )
-    measure_first_calls(catalog, engine.latency)
+    for served in catalog:
+        measure_first_calls(served, engine.cost(served))
     url, *others = map(url_of, listeners)
     health_url = others[0] if others else None
 

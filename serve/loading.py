@@ -7,7 +7,7 @@ event loop, between two requests.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from serve.bundle import Bundle, BundleError, Manifest
 from serve.catalog import Served, find_bundles, open_served, read_servable
-from serve.engine.cost import CostKey, LatencyModel
+from serve.engine.cost import Cost, CostKey
 from serve.engine.engine import Engine
+from serve.engine.loaded import new_cost
 from serve.errors import BrokenBundle, Draining, FolderForbidden, InvalidField
 from serve.inputs.rows import row_length
 from serve.parts import rows_for
@@ -44,26 +45,23 @@ class TimedCall(NamedTuple):
     rows: int = 1
 
 
-def measure_first_calls(models: Iterable[Served], latency: LatencyModel) -> None:
-    """Time the first calls of these models, which must be warm."""
-    for served in models:
-        if served.manifest.labelled:
-            latency.share_rows(served.key, served.model.most_parts)
-        if served.bundle.latency is not None:
-            latency.learn(served.key, served.bundle.latency)
-        timed: dict[int, list[TimedCall]] = {}
-        for one in _timed(served):
-            timed.setdefault(one.rows, []).append(one)
-        for alike in timed.values():
-            _rescale(alike, latency)
+def measure_first_calls(served: Served, cost: Cost) -> None:
+    """Time the first calls of a model, which must be warm."""
+    if served.bundle.latency is not None:
+        cost.learn(served.bundle.latency)
+    timed: dict[int, list[TimedCall]] = {}
+    for one in _timed(served):
+        timed.setdefault(one.rows, []).append(one)
+    for alike in timed.values():
+        _rescale(alike, cost)
 
 
-def _rescale(timed: Sequence[TimedCall], latency: LatencyModel) -> None:
-    known = {one: latency.call_s(one.cost_key, one.rows, one.length) for one in timed}
+def _rescale(timed: Sequence[TimedCall], cost: Cost) -> None:
+    known = {one: cost.call_s(one.cost_key, one.rows, one.length) for one in timed}
     ratios = [one.seconds / before_s for one, before_s in known.items() if before_s]
     for one, before_s in known.items():
         seconds = before_s * median(ratios) if before_s else one.seconds
-        latency.rescale(one.cost_key, one.rows, one.length, seconds)
+        cost.rescale(one.cost_key, one.rows, one.length, seconds)
 
 
 def _timed(served: Served) -> Iterator[TimedCall]:
@@ -82,7 +80,7 @@ def _timed_classifier(served: Served, steps: int, rows: int) -> TimedCall:
     classifier = served.model.classifier(steps)
     seconds = _least_s(lambda: classifier.run(batch))
     length = row_length(row, served.manifest)
-    return TimedCall(CostKey(served.key, "classify", steps), length, seconds, rows)
+    return TimedCall(CostKey("classify", steps), length, seconds, rows)
 
 
 def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
@@ -91,13 +89,13 @@ def _timed_decoder(served: Served, steps: int) -> Iterator[TimedCall]:
         return
     decoder = served.model.decoder(steps)
     seconds = _least_s(lambda: decoder.open_batch().add(tokens[:-1]))
-    yield TimedCall(CostKey(served.key, "prefill", steps), len(tokens) - 1, seconds)
+    yield TimedCall(CostKey("prefill", steps), len(tokens) - 1, seconds)
     batch = decoder.open_batch()
     batch.add(tokens[:-1])
     begun_s = time.perf_counter()
     batch.step(tokens[-1:])
     seconds = time.perf_counter() - begun_s
-    yield TimedCall(CostKey(served.key, "decode", steps), len(tokens), seconds)
+    yield TimedCall(CostKey("decode", steps), len(tokens), seconds)
 
 
 def _least_s(call: Callable[[], object]) -> float:
@@ -226,9 +224,9 @@ class Loading:
 
     async def _load(self, folder: Path) -> ModelChange:
         begun_s = time.perf_counter()
-        served = await asyncio.to_thread(self._open, folder, next(self._editions))
+        served, cost = await asyncio.to_thread(self._open, folder, next(self._editions))
         replaced = self._engine.catalog.get(served.name)
-        self._engine.serve(served)
+        self._engine.serve(served, cost)
         if folder in self._manifests:
             self._manifests[folder] = served.manifest
         seconds = time.perf_counter() - begun_s
@@ -236,14 +234,14 @@ class Loading:
         self._changed()
         return ModelChange(served, replaced, seconds)
 
-    def _open(self, folder: Path, edition: int) -> Served:
-        """A warm model whose first calls were timed."""
+    def _open(self, folder: Path, edition: int) -> tuple[Served, Cost]:
+        """A warm model, and the cost of its calls, of which the first were timed."""
         self._check_open()
         bundle = read_servable(folder, self._device)
         self._check_open()
         try:
             served = open_served(bundle, self._threads, self._device, edition)
-            self._measure(served)
+            return served, self._measure(served)
         except (BundleError, Draining):
             raise
         except MemoryError as error:
@@ -253,17 +251,16 @@ class Loading:
             _log.error("the model in %s cannot be run", folder, exc_info=error)
             problem = f"cannot be run ({type(error).__name__}: {error})"
             raise BundleError(problem, file=str(folder)) from error
-        return served
 
-    def _measure(self, served: Served) -> None:
-        latency = self._engine.latency
+    def _measure(self, served: Served) -> Cost:
+        cost = new_cost(served)
         try:
             self._check_open()
-            measure_first_calls([served], latency)
+            measure_first_calls(served, cost)
         except BaseException:
-            latency.drop_model(served.key)
             served.model.close()
             raise
+        return cost
 
     def _check_open(self) -> None:
         if self._engine.draining:

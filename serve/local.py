@@ -15,9 +15,10 @@ from serve.api.submission import GenerateOptions, drawn_seed, positions_held, wi
 from serve.budget import BudgetRequest, decide
 from serve.bundle import Effort, PointsInput, TextInput
 from serve.catalog import Catalog, Served, open_catalog
+from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
-from serve.engine.work import Classification, Generation, Work
+from serve.engine.writing import Generation
 from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
 from serve.inputs.values import Input, Kind
 from serve.metrics import Metrics
@@ -137,7 +138,7 @@ class LocalModel:
         )
         wish = wish_in(options, self._served, self._served.codec.encode_prompt(prompt))
         with self._event() as (deliver, take):
-            job: Job[Work] = Job(
+            job: Job = Job(
                 lane=LaneKey(self._served.key, "generate", decision.steps),
                 work=Generation(wish, self._served.codec, deliver),
                 lengths=(len(wish.prompt),),

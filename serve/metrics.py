@@ -110,7 +110,6 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         # Memory, processor time and open files of this process.
         ProcessCollector(namespace="stepdial", registry=self.registry)
-        self._nfe: dict[tuple[str, int], int] = {}  # by key of the model and steps
         self._served: dict[str, tuple[str, ...]] = {}  # labels of what is served, by name
         self.requests = self._counter(
             "requests", "Requests by route, model and status code.", "route model code"
@@ -226,7 +225,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def serve(self, model: str, manifest: Manifest) -> None:
+    def serve(self, manifest: Manifest) -> None:
         """Show a model and its counters before the first request."""
         labels = (
             manifest.name,
@@ -245,8 +244,6 @@ class Metrics:
         if manifest.task == "generate":
             self.drafted.labels(manifest.name)
             self.accepted.labels(manifest.name)
-        for rung in manifest.rungs:
-            self._nfe[model, rung.steps] = rung.nfe
         for level in manifest.calibration.levels if manifest.calibration else ():
             promise = level.max_disagreement
             self._promised.labels(manifest.name, str(promise)).set(promise)
@@ -254,10 +251,6 @@ class Metrics:
     def hide(self, name: str) -> None:
         """Stop showing a model that is no longer served. Its counters stay."""
         self._model_info.remove(*self._served.pop(name))
-
-    def drop_model(self, model: str) -> None:
-        """Forget a model that was unloaded."""
-        self._nfe = {key: nfe for key, nfe in self._nfe.items() if key[0] != model}
 
     def watch(self, engine: EngineGauges, cache_limit_bytes: int) -> None:
         """Read the gauges from this engine at scrape time."""
@@ -275,17 +268,14 @@ class Metrics:
             cache_limit_bytes
         )
 
-    def call(self, lane: LaneKey, kind: str, rows: int, evaluations: int | None) -> None:
-        """Count a model call; `evaluations` is given where its rows took fewer than all."""
+    def call(self, lane: LaneKey, kind: str, rows: int, spent: int, nfe: int) -> None:
+        """Count a model call that spent so many evaluations; a row of all steps takes `nfe`."""
         self.batch_rows.labels(lane.name, kind).observe(rows)
-        nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
-        spent = rows * nfe if evaluations is None else evaluations
         self.steps.labels(lane.name, kind).inc(spent * lane.steps / nfe)
         self.evaluations.labels(lane.name, kind).inc(spent)
 
-    def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int) -> None:
+    def stepped(self, lane: LaneKey, kind: str, rows: int, steps: int, nfe: int) -> None:
         """Count the steps that rows of a lane took in a call."""
-        nfe = self._nfe.get((lane.model, lane.steps), lane.steps)
         self.steps.labels(lane.name, kind).inc(rows * steps)
         self.evaluations.labels(lane.name, kind).inc(rows * steps * nfe / lane.steps)
 

@@ -450,7 +450,7 @@ class Settings(BaseSettings):
 
     @property
     def limits(self) -> Limits:
-        """The limits of the scheduler."""
+        """The limits of queue, batches and cache."""
         return Limits(
             queue_requests=self.queue_limit,
             batch_rows=self.batch_rows,

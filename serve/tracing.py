@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from serve.engine.job import Job
 from serve.settings import SettingsError
@@ -39,7 +39,7 @@ class FinishedRequest:
     ended_s: float
     status: int
     attributes: Mapping[str, str | int]
-    jobs: Sequence[Job[Any]]
+    jobs: Sequence[Job]
     computed_s: float | None  # when the last model call ended, if known
 
 
@@ -81,9 +81,7 @@ class Traces:
         self._provider.shutdown()
         timer.cancel()
 
-    def _record_job(
-        self, job: Job[Any], ended_s: float, inside: "Context", clock: "_Clock"
-    ) -> None:
+    def _record_job(self, job: Job, ended_s: float, inside: "Context", clock: "_Clock") -> None:
         begun_s, first_s = job.started_s, job.first_token_s
         parts: list[tuple[str, float | None, float | None]] = [("queue", job.queued_s, begun_s)]
         if begun_s is not None and job.lane.kind == "generate":

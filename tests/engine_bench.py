@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from serve.catalog import Catalog
+from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
@@ -19,8 +20,9 @@ from serve.engine.job import (
     TokenEvent,
 )
 from serve.engine.sampling import Sampling
+from serve.engine.search import Translation
 from serve.engine.watchdog import StallLimits
-from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
+from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import ServeError
 from serve.metrics import Metrics
 from tests.fake_model import Mood, fake_catalog
@@ -72,23 +74,23 @@ class Bench:
         self.metrics = Metrics()
         self.engine = Engine(self.catalog, limits, self.metrics, patience=patience, leave=leave)
 
-    def classify(self, *lengths: int, steps: int = 2) -> tuple[Job[Work], Caller]:
+    def classify(self, *lengths: int, steps: int = 2) -> tuple[Job, Caller]:
         caller = Caller()
         rows = [[1] * length for length in lengths]
         lane = LaneKey(self.catalog.find("tiny-classify").key, "classify", steps)
-        job: Job[Work] = Job(lane, Classification(rows, caller.deliver), lengths)
+        job: Job = Job(lane, Classification(rows, caller.deliver), lengths)
         self.engine.submit(job)
         return job, caller
 
     def generate(
         self, prompt: str = "abc", max_tokens: int = 4, steps: int = 2, **wish: Any
-    ) -> tuple[Job[Work], Caller]:
+    ) -> tuple[Job, Caller]:
         caller = Caller()
         served = self.catalog.find("tiny-generate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
         what = GenerationRequest(tokens, max_tokens, WINDOW, **({"sampling": GREEDY} | wish))
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey(served.key, "generate", steps),
             Generation(what, codec, caller.deliver),
             (len(tokens),),
@@ -99,13 +101,13 @@ class Bench:
 
     def search(
         self, prompt: str = "abc", max_tokens: int = 4, num_beams: int = 3, **wish: Any
-    ) -> tuple[Job[Work], Caller]:
+    ) -> tuple[Job, Caller]:
         caller = Caller()
         served = self.catalog.find("tiny-translate")
         codec = served.codec
         tokens = codec.encode_prompt(prompt)
         what = GenerationRequest(tokens, max_tokens, 24, GREEDY, num_beams=num_beams, **wish)
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey(served.key, "search", 2),
             Translation(what, codec, caller.deliver),
             (len(tokens),),

@@ -1,54 +1,44 @@
-"""A scheduler of generations and jobs for it, for tests that go call by call."""
+"""A stepped engine of generations and jobs for it, for tests that go call by call."""
 
 from typing import Any
 
-from serve.engine.job import Call, DecodeCall, DecodePart, Job, LaneKey, Limits, PrefillCall
-from serve.engine.scheduler import Scheduler
+from serve.engine.generate import DecodePart
+from serve.engine.job import Job, LaneKey, Limits
+from serve.engine.loaded import Call
+from tests.stepped import SteppedEngine, generation, parts
 
 ONE, TWO, FOUR, EIGHT = (LaneKey("g", "generate", steps) for steps in (1, 2, 4, 8))
 CLASSIFY = LaneKey("c", "classify", 2)
+NAMES: dict[Job, str] = {}
 
 
-def scheduler(most_lanes: int = 1, sides: int = 1, **limits: Any) -> Scheduler[str]:
-    return Scheduler(
-        Limits(**limits),
-        lambda lane, rows, positions: rows * positions * lane.steps,
-        lambda key: most_lanes,
-        sides=lambda key: sides,
-    )
+def engine(most_lanes: int = 1, sides: int = 1, pieces: int = 1, **limits: Any) -> SteppedEngine:
+    return SteppedEngine(Limits(**limits), most_lanes=most_lanes, sides=sides, pieces=pieces)
 
 
-def generate(name: str, positions: int = 10, lane: LaneKey = FOUR) -> Job[str]:
-    return Job(lane, name, (5,), positions)
+def generate(name: str, positions: int = 10, lane: LaneKey = FOUR, tokens: int = 10_000) -> Job:
+    job = generation(lane, 5, tokens, lambda event: None, positions=positions)
+    NAMES[job] = name
+    return job
 
 
-def run(s: Scheduler[str], pieces: int = 1) -> Call[str] | None:
-    """The next call, and what becomes of it where all goes well."""
-    call = s.next(0.0)
-    if isinstance(call, PrefillCall) and call.job is not None and pieces == 1:
-        s.prefilled(call.job, full=False)
-    return call
-
-
-def started(s: Scheduler[str], *jobs: Job[str]) -> None:
+def started(s: SteppedEngine, *jobs: Job) -> None:
     """All have been read, and have joined."""
-    for job in jobs:
-        s.add(job, 0.0)
+    s.submit(*jobs)
     for _ in range(50):
-        run(s)
+        s.step()
         if all(job in s.rows(job.lane) for job in jobs):
             return
     raise AssertionError("not all of them became rows")
 
 
-def parts(call: object) -> tuple[DecodePart[str], ...]:
-    assert isinstance(call, DecodeCall)
-    return call.parts
-
-
-def decoded(s: Scheduler[str]) -> DecodeCall[str]:
+def decoded(s: SteppedEngine) -> Call:
     for _ in range(5):
-        call = run(s)
-        if isinstance(call, DecodeCall):
+        call = s.step()
+        if call is not None and call.kind == "decode":
             return call
     raise AssertionError("nothing decodes")
+
+
+def decoded_parts(s: SteppedEngine) -> tuple[DecodePart, ...]:
+    return parts(decoded(s))

@@ -1,19 +1,19 @@
 """A server without HTTP, threads or models, on a clock of its own: arrivals in, outcomes out.
 
-The scheduler, the latency model and the admission are the real ones; a call takes as long as a
-formula says, give or take some noise. Knows only classification.
+The engine is the real one; a call takes as long as a formula says, give or take some noise. Knows
+only classification.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from serve.engine.admission import Admission
-from serve.engine.cost import CostKey, LatencyModel
-from serve.engine.job import ClassifyCall, Deadline, Job, LaneKey, Limits, State
-from serve.engine.scheduler import Scheduler
-from serve.errors import ServeError
+from serve.engine.classify import Batch
+from serve.engine.cost import CostKey
+from serve.engine.job import ClassifiedEvent, Deadline, Event, FailedEvent, Job, LaneKey, Limits
+from serve.errors import DeadlineLapsed, ServeError
+from tests.stepped import SteppedEngine, classification
 
 LADDER = (1, 2, 4, 8)
 MODEL = "m"
@@ -53,79 +53,77 @@ class Simulation:
     def __init__(
         self, limits: Limits, cost: Cost = usual_cost, noise: float = 0.05, seed: int = 0
     ) -> None:
-        self.now_s = 0.0
-        self.latency = LatencyModel()
-        self.scheduler: Scheduler[Request] = Scheduler(
-            limits, lambda key, rows, positions: 0, latency=self.latency
-        )
-        # The admission knows nothing of the work that a job carries.
-        self.admission = Admission(cast(Any, self.scheduler), self.latency, limits)
-        self.calls: list[ClassifyCall[Request]] = []
-        self._cost, self._noise, self._random = cost, noise, random.Random(seed)
+        self.engine = SteppedEngine(limits, self._during, names={MODEL: "classify"})
+        self.cost = self.engine.model(MODEL).cost
+        self.calls: list[Batch] = []
+        self._arrivals: list[Request] = []  # latest first
+        self._seconds, self._noise, self._random = cost, noise, random.Random(seed)
         for steps in LADDER:
             for rows, length in ((1, 32), (1, 128), (8, 32), (8, 128), (16, 64)) * 8:
-                cost_key = CostKey(MODEL, "classify", steps)
-                self.latency.observe(cost_key, rows, length, cost(steps, rows, length))
+                self.cost.observe(
+                    CostKey("classify", steps), rows, length, cost(steps, rows, length)
+                )
+
+    @property
+    def now_s(self) -> float:
+        return self.engine.now_s
 
     def run(self, requests: Sequence[Request]) -> None:
         """Until all that came has ended."""
-        arrivals = sorted(requests, key=lambda request: request.at_s)[::-1]
-        while arrivals or self.scheduler.jobs():
+        self._arrivals = arrivals = sorted(requests, key=lambda request: request.at_s)[::-1]
+        while arrivals or self.engine.jobs():
             while arrivals and arrivals[-1].at_s <= self.now_s:
                 self.arrive(arrivals.pop())
-            if not self.call(arrivals) and arrivals:
-                self.now_s = max(self.now_s, arrivals[-1].at_s)
+            if not self.call() and arrivals:
+                self.engine.now_s = max(self.now_s, arrivals[-1].at_s)
 
-    def arrive(self, request: Request) -> Job[Request] | None:
+    def arrive(self, request: Request) -> Job | None:
         """A request comes; it is queued or refused at once."""
+        self.engine.now_s = max(self.now_s, request.at_s)
         deadline = None if request.given_s is None else Deadline(request.at_s, request.given_s)
         lane = LATE if request.steps is None else LaneKey(MODEL, "classify", request.steps)
         choices = request.choices if request.steps is None else ()
-        job = Job(lane, request, request.lengths, deadline=deadline, choices=choices)
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, ClassifiedEvent):
+                request.taken.extend(event.steps)
+                self.end(request, "done")
+            else:
+                assert isinstance(event, FailedEvent)
+                lapsed = isinstance(event.error, DeadlineLapsed)
+                self.end(request, "lapsed" if lapsed else event.error.code)
+
+        job = classification(lane, request.lengths, deliver, deadline=deadline, choices=choices)
         try:
-            self.admission.check((cast(Any, job),), max(self.now_s, request.at_s))
+            self.engine.submit(job)
         except ServeError as error:
-            self.end(request, error.code, request.at_s)
+            self.end(request, error.code)
             request.retry_after_s = getattr(error, "retry_after_s", 0.0)
             return None
-        self.scheduler.add(job, request.at_s)
         return job
 
-    def call(self, arrivals: list[Request]) -> bool:
-        """One call of the runtime, and whoever comes meanwhile."""
-        for job in self.scheduler.lapsed(self.now_s):
-            if self.scheduler.end(job):
-                self.end(job.work, "lapsed", self.now_s)
-        call = self.scheduler.next(self.now_s)
-        if call is None:
-            return False
-        assert isinstance(call, ClassifyCall)
-        self.calls.append(call)
-        rows, length = len(call.rows), call.length
-        seconds = self._cost(call.steps, rows, length)
-        seconds *= self._random.lognormvariate(0.0, self._noise)
-        ends_s = self.now_s + seconds
-        while arrivals and arrivals[-1].at_s <= ends_s:
-            self.now_s = arrivals[-1].at_s
-            self.arrive(arrivals.pop())
-        self.now_s = ends_s
-        self.latency.observe(CostKey(MODEL, "classify", call.steps), rows, length, seconds)
-        for job, _ in call.rows:
-            job.work.taken.append(call.steps)
-            if self.scheduler.row_done(job):
-                self.end(job.work, "done", self.now_s)
-        return True
+    def call(self) -> bool:
+        """One call of the model, and whoever comes meanwhile."""
+        call = self.engine.step()
+        if call is not None:
+            self.calls.append(call.what)
+        return call is not None
 
-    def end(self, request: Request, outcome: str, at_s: float) -> None:
+    def end(self, request: Request, outcome: str) -> None:
         assert not request.outcome, f"ended twice: {request.outcome}, then {outcome}"
-        request.outcome, request.ended_s = outcome, at_s
+        request.outcome, request.ended_s = outcome, self.now_s
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left of any request."""
-        jobs = self.scheduler.jobs()
-        assert all(job.state is not State.ENDED for job in jobs)
-        return not jobs and (self.scheduler.queued, self.scheduler.running) == (0, 0)
+        return not self.engine.jobs() and (self.engine.queued, self.engine.running) == (0, 0)
+
+    def _during(self, kind: str, steps: int, rows: int, length: int) -> None:
+        seconds = self._seconds(steps, rows, length)
+        ends_s = self.now_s + seconds * self._random.lognormvariate(0.0, self._noise)
+        while self._arrivals and self._arrivals[-1].at_s <= ends_s:
+            self.arrive(self._arrivals.pop())
+        self.engine.now_s = ends_s
 
 
 def poisson(

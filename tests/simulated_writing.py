@@ -1,31 +1,19 @@
 """A server that writes, without HTTP, threads or models, on a clock of its own.
 
-The scheduler, the latency model and the admission are the real ones; a call takes as long as a
-formula says, give or take some noise. Knows only generation, each prompt read in one call.
+The engine is the real one; a call takes as long as a formula says, give or take some noise. Knows
+only generation, each prompt read in one call.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
-from serve.engine.admission import Admission
 from serve.engine.backlog import GenerationSize
-from serve.engine.cost import CostKey, LatencyModel
-from serve.engine.job import (
-    Call,
-    CallKind,
-    Deadline,
-    DecodeCall,
-    Job,
-    LaneKey,
-    Limits,
-    PrefillCall,
-    State,
-)
-from serve.engine.scheduler import Scheduler
-from serve.errors import QueueFull, ServeError
+from serve.engine.job import Deadline, Event, FailedEvent, LaneKey, Limits
+from serve.errors import DeadlineLapsed, QueueFull, ServeError
+from tests.stepped import SteppedEngine, generation
 
 LADDER = (1, 2, 4, 8)
 MODEL = "m"
@@ -71,35 +59,30 @@ class WritingSimulation:
     def __init__(
         self, limits: Limits, retries: int = 0, noise: float = 0.05, most_lanes: int = 1
     ) -> None:
-        self.now_s = 0.0
-        self.latency = LatencyModel()
-        self.scheduler: Scheduler[Wish] = Scheduler(
-            limits, lambda key, rows, positions: 0, lambda key: most_lanes, self.latency
-        )
-        self.admission = Admission(cast(Any, self.scheduler), self.latency, limits)
         self._retries, self._noise, self._random = retries, noise, random.Random(0)
         self._back: list[tuple[float, int, Wish]] = []
-        self.latency.learn(MODEL, _measured())
+        self.engine = SteppedEngine(
+            limits, self._during, most_lanes, names={MODEL: "generate"}, measured=_measured()
+        )
+
+    @property
+    def now_s(self) -> float:
+        return self.engine.now_s
 
     def run(self, wishes: Sequence[Wish]) -> None:
         """Until all that came has ended."""
         self._back = sorted((wish.at_s, index, wish) for index, wish in enumerate(wishes))
-        while self._back or self.scheduler.jobs():
+        while self._back or self.engine.jobs():
             self._arrive()
-            for job in self.scheduler.lapsed(self.now_s):
-                self._end(job, "lapsed")
-            call = self.scheduler.next(self.now_s)
-            if call is not None:
-                self._call(call)
-            elif self._back:
-                self.now_s = max(self.now_s, self._back[0][0])
+            if self.engine.step() is None and self._back:
+                self.engine.now_s = max(self.now_s, self._back[0][0])
 
     def _arrive(self) -> None:
         """Whoever has come by now is queued or refused."""
         while self._back and self._back[0][0] <= self.now_s:
             _, index, wish = self._back.pop(0)
             try:
-                job = self._admitted(wish)
+                self._submit(wish)
             except ServeError as error:
                 wish.outcome, wish.ended_s = error.code, self.now_s
                 if isinstance(error, QueueFull):
@@ -107,60 +90,27 @@ class WritingSimulation:
                     if len(wish.told_s) <= self._retries:
                         self._back.append((self.now_s + error.retry_after_s, index, wish))
                         self._back.sort()
-                continue
-            self.scheduler.add(job, self.now_s)
 
-    def _admitted(self, wish: Wish) -> Job[Wish]:
+    def _submit(self, wish: Wish) -> None:
         deadline = None if wish.given_s is None else Deadline(wish.at_s, wish.given_s)
         choices = LADDER if wish.steps is None else (wish.steps,)
         asked = GenerationSize(wish.prompt, wish.tokens)
-        steps = self.admission.steps_for(lane_of(choices[-1]), choices, asked, deadline, self.now_s)
-        positions = wish.prompt + wish.tokens
-        job = Job(lane_of(steps), wish, (wish.prompt,), positions, deadline=deadline)
-        job.tokens_left = wish.tokens
-        self.admission.check((cast(Any, job),), self.now_s)
+        steps = self.engine.steps_for(lane_of(choices[-1]), choices, asked, deadline)
+
+        def deliver(event: Event) -> None:
+            wish.outcome, wish.ended_s = "done", self.now_s
+            if isinstance(event, FailedEvent):
+                lapsed = isinstance(event.error, DeadlineLapsed)
+                wish.outcome = "lapsed" if lapsed else event.error.code
+            wish.begun_s = job.started_s or 0.0
+
+        job = generation(lane_of(steps), wish.prompt, wish.tokens, deliver, deadline=deadline)
+        self.engine.submit(job)
         wish.taken = steps
-        return job
 
-    def _call(self, call: Call[Wish]) -> None:
-        if isinstance(call, PrefillCall):
-            job = call.job
-            if job is None:
-                return
-            self._spend("prefill", call.lane.steps, 1, job.lengths[0])
-            job.work.begun_s = job.started_s or 0.0
-            if job.state is not State.ENDED:
-                self.scheduler.prefilled(job, full=False)
-                self._token(job)
-            return
-        assert isinstance(call, DecodeCall)
-        rows = sum(len(part.jobs) for part in call.parts)
-        if rows and call.parts[0].whole:
-            longest = max(sum(job.lengths) + job.work.tokens for job in call.parts[0].jobs)
-            self._spend("decode", call.lane.steps, rows, longest)
-        elif rows:  # one step, and for some the beginning or the end of a token
-            self.now_s += decode_s(1, rows)
-        for part in call.parts:
-            if part.ends:
-                for job in part.jobs:
-                    if job.state is not State.ENDED:
-                        self._token(job)
-                self.scheduler.evict(part.lane)
-
-    def _token(self, job: Job[Wish]) -> None:
-        job.tokens_left -= 1
-        if job.tokens_left == 0:
-            self._end(job, "done")
-
-    def _end(self, job: Job[Wish], outcome: str) -> None:
-        if self.scheduler.end(job):
-            job.work.outcome, job.work.ended_s = outcome, self.now_s
-
-    def _spend(self, kind: CallKind, steps: int, rows: int, length: int) -> None:
+    def _during(self, kind: str, steps: int, rows: int, length: int) -> None:
         seconds = decode_s(steps, rows) if kind == "decode" else prefill_s(steps, length)
-        seconds *= self._random.lognormvariate(0.0, self._noise)
-        self.now_s += seconds
-        self.latency.observe(CostKey(MODEL, kind, steps), rows, length, seconds)
+        self.engine.now_s += seconds * self._random.lognormvariate(0.0, self._noise)
 
 
 def _measured() -> Latency:

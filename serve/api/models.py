@@ -242,8 +242,8 @@ def model_routes(engine: Engine) -> APIRouter:
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
-                caution=round(engine.latency.caution(served.key) * COST_MARGIN, 3),
-                answer_ms=round(engine.latency.answer_s * 1000, 3),
+                caution=round(engine.cost(served).caution * COST_MARGIN, 3),
+                answer_ms=round(engine.answer_s * 1000, 3),
                 rungs=[_rung(served, rung, engine) for rung in manifest.rungs],
             )
         )

@@ -247,7 +247,7 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
-        engine.latency.observe_answer(engine.clock() - event.span.ended_s)
+        engine.observe_answer(engine.clock() - event.span.ended_s)
         return answered
 
     return router

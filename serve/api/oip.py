@@ -72,7 +72,7 @@ from serve.catalog import Served
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
 from serve.engine.sampling import MAX_SEED
-from serve.engine.work import GenerationRequest
+from serve.engine.writing import GenerationRequest
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
 from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
 from serve.inputs.values import Input, check_finite, number_rows
@@ -1161,7 +1161,7 @@ class InferSubmission:
         truncated = sum(one.truncated for one in inputs) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
         response = self._answer(worst, event.span, columns, truncated=truncated)
-        self.engine.latency.observe_answer(self.engine.clock() - event.span.ended_s)
+        self.engine.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
 
     def _labels(self, event: ClassifiedEvent, inputs: Sequence[InputRow]) -> dict[str, Values]:

@@ -64,7 +64,7 @@ from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, FailedEvent, GeneratedEvent, ScoredToken, Span, TokenEvent
 from serve.engine.sampling import MAX_SEED
-from serve.engine.work import GenerationRequest
+from serve.engine.writing import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
 from serve.inputs.chat import Messages
 from serve.inputs.values import MAX_TEXTS, Prompts

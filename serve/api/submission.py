@@ -31,6 +31,7 @@ from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
 from serve.engine.backlog import GenerationSize
+from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
@@ -46,7 +47,8 @@ from serve.engine.job import (
     TokenEvent,
 )
 from serve.engine.sampling import Sampling
-from serve.engine.work import Classification, Generation, GenerationRequest, Translation, Work
+from serve.engine.search import Translation
+from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import InternalError, InvalidField, Unprocessable
 from serve.inputs.rows import InputRow, greatest_length, row_length
 from serve.inputs.values import Input
@@ -251,7 +253,7 @@ class SubmittedJobs:
     def __init__(
         self,
         engine: Engine,
-        jobs: Sequence[Job[Work]],
+        jobs: Sequence[Job],
         events: EventQueue[Any],
         request: Request,
     ) -> None:
@@ -293,7 +295,7 @@ class SubmittedJobs:
         return_tokens(self._request.scope, sum(job.tokens_left * job.beams for job in self._jobs))
 
 
-def _tokens(job: Job[Work]) -> int:
+def _tokens(job: Job) -> int:
     """The tokens that a job reads, and generates at most, over all beams."""
     return sum(job.lengths) + job.tokens_left * job.beams
 
@@ -516,7 +518,7 @@ class RunningJobs:
     """Jobs in the engine, and the queue of their events."""
 
     events: EventQueue[TextEvent]
-    jobs: Sequence[Job[Work]]
+    jobs: Sequence[Job]
 
     async def first(self) -> list[TextEvent]:
         """The first events. An error at this point is raised, so that it gets its own status."""
@@ -578,7 +580,7 @@ class Submission:
 
     def _job(
         self, wish: GenerationRequest, deliver: Callable[[TextEvent], None], index: int
-    ) -> Job[Work]:
+    ) -> Job:
         made = Translation if wish.num_beams > 1 else Generation
         return Job(
             lane=LaneKey(self.served.key, _kind(wish), self.decision.steps),
@@ -698,7 +700,7 @@ async def labelled(
     manifest = served.manifest
     events: EventQueue[Event] = EventQueue()
     rows = [one.row for one in inputs]
-    job: Job[Work] = Job(
+    job: Job = Job(
         lane=_lane(served, decision)._replace(traced=traced, embeds=embeds),
         work=Classification(rows, events.deliver),
         lengths=tuple(row_length(row, manifest) for row in rows),

@@ -1,1 +1,1 @@
-"""The thread that runs models: takes jobs, runs what the scheduler picks, sends events."""
+"""The thread that runs models: takes jobs, plans and runs calls, sends events."""

@@ -1,63 +1,130 @@
-"""The queues of classifications, and how batches are made from them.
+"""Classification: the queue of a lane, how batches are made from it, and what their calls give.
 
 Rows are served in the order of their deadlines. A lane of exact steps runs every row at those. In a
 late lane each batch gets the most steps with which it and everything behind it is still in time.
 """
 
 import math
+import random
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
-from serve.engine.cost import IDLE_ANSWER_S, ClassifyCosts, LatencyModel
-from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, WorkT
+import numpy as np
 
-# The wait at which steps were cut, times this, is the wait at which they rise again, so that they
-# do not flap.
+from serve.bundle import Manifest
+from serve.engine.cost import IDLE_ANSWER_S, ClassifyCosts, CostKey
+from serve.engine.job import (
+    CallKind,
+    ClassifiedEvent,
+    Deliver,
+    Deliveries,
+    Event,
+    FailedEvent,
+    Job,
+    Labelled,
+    LaneKey,
+    Scores,
+    Span,
+    State,
+    Tags,
+    Work,
+)
+from serve.engine.loaded import Call, LoadedModel
+from serve.engine.sampling import softmax
+from serve.engine.shedding import LoadShedder
+from serve.errors import DeadlineLapsed, ModelFailure, ServeError
+from serve.runtime import EarlyAnswers
+from serve.runtime.protocol import FloatArray, Row, RowArray
+
+_NO_NUMBERS = "the model's scores for this input are not finite numbers"
 
 
-_BACK = 0.5
+def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | ModelFailure]:
+    """The labels of each row, or an error if its logits are not finite."""
+    logits = found.logits
+    if found.readouts is None and logits.ndim == 2:
+        return [
+            one if isinstance(one, ModelFailure) else Labelled(one) for one in scores_of(logits)
+        ]
+    answered: list[Labelled | ModelFailure] = []
+    for place, row in enumerate(rows):
+        read = _read(logits[place], len(row))
+        readouts: Iterable[FloatArray] = () if found.readouts is None else found.readouts[:, place]
+        steps = [_read(one, len(row)) for one in readouts]
+        if read is None or None in steps:
+            answered.append(ModelFailure(_NO_NUMBERS))
+        else:
+            answered.append(Labelled(read, tuple(one for one in steps if one is not None)))
+    return answered
 
 
-class LoadShedder:
-    """Load shedding of one queue: the share of the full steps that requests get.
+def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
+    """The scores of each row of logits (B, C), or an error if they are not finite."""
+    finite = np.logical_and.reduce(np.isfinite(logits), axis=1)  # (B,)
+    with np.errstate(invalid="ignore"):
+        scores: list[list[float]] = softmax(logits).tolist()
+    return [
+        tuple(row) if good else ModelFailure(_NO_NUMBERS)
+        for row, good in zip(scores, finite.tolist(), strict=True)
+    ]
 
-    The share falls as soon as the wait is too long, and rises only when the wait has halved.
-    """
 
-    def __init__(self, begin_s: float | None) -> None:
-        self._begin_s = begin_s  # None: steps are never cut
-        self._share = 1.0
+def embedded_rows(embeddings: FloatArray) -> list[Labelled | ModelFailure]:
+    """The embedding of each row (B, D), or an error if it is not finite."""
+    finite = np.logical_and.reduce(np.isfinite(embeddings), axis=1)  # (B,)
+    return [
+        Labelled(tuple(row)) if good else ModelFailure(_NO_NUMBERS)
+        for row, good in zip(embeddings.tolist(), finite.tolist(), strict=True)
+    ]
 
-    def share(self, wait_s: float) -> float:
-        """The share for what starts now, given the wait of the whole queue at full steps."""
-        self._share = self._next(self._share, wait_s)
-        return self._share
 
-    def drain_s(self, wait_s: float, costs: Sequence[float]) -> float:
-        """The time to drain the queue if nothing more comes, with the shares it will get."""
-        if self._begin_s is None:
-            return wait_s
-        least, total_s = min(costs), 0.0
-        share = self._next(self._share, wait_s)
-        while wait_s > 0:
-            # The wait at which the share rises next; near the end of the queue it stays as it is.
-            below_s = _BACK * self._begin_s / share if share < 1 else 0.0
-            below_s = below_s if below_s < wait_s * (1 - 1e-9) else 0.0
-            cost = max((one for one in costs if one <= share), default=least)
-            total_s += (wait_s - below_s) * cost
-            wait_s = below_s
-            share = self._next(share, wait_s)
-        return total_s
+def answer_of(logits: FloatArray, row: Row) -> tuple[int, ...]:
+    """The likeliest label of a row's logits (C,), or of each position of (N, C)."""
+    if logits.ndim == 1:
+        return (int(logits.argmax()),)
+    return tuple(logits[: len(row)].argmax(axis=-1).tolist())
 
-    def _next(self, share: float, wait_s: float) -> float:
-        if self._begin_s is None:
-            return 1.0
-        wanted = min(1.0, self._begin_s / wait_s) if wait_s > 0 else 1.0
-        if wanted < share or wait_s <= _BACK * self._begin_s / share:
-            return wanted
-        return share
+
+def _read(logits: FloatArray, positions: int) -> Scores | Tags | None:
+    """The scores in logits (C,), or in the first `positions` of (N, C); None if not finite."""
+    kept = logits if logits.ndim == 1 else logits[:positions]
+    if not np.isfinite(kept).all():
+        return None
+    scores = softmax(kept)
+    if logits.ndim == 1:
+        return tuple(scores.tolist())
+    return Tags(tuple(kept.argmax(axis=-1).tolist()), tuple(scores.max(axis=-1).tolist()))
+
+
+class Classification(Work):
+    """Rows to classify, for one client."""
+
+    def __init__(self, rows: Sequence[Row], deliver: Deliver) -> None:
+        self.rows = rows
+        self.deliver = deliver
+        self._labelled: list[Labelled | None] = [None] * len(rows)
+        self._steps = [0] * len(rows)
+        self._evaluations = [0] * len(rows)
+
+    def accept(self, row: int, labelled: Labelled, steps: int, evaluations: int) -> None:
+        """Take a row's answer, its rung and its cost."""
+        self._labelled[row] = labelled
+        self._steps[row] = steps
+        self._evaluations[row] = evaluations
+
+    def finished(self, span: Span) -> ClassifiedEvent:
+        """The answer, once every row has its own."""
+        rows = tuple(one for one in self._labelled if one is not None)
+        assert len(rows) == len(self._labelled), "a row without an answer"
+        return ClassifiedEvent(rows, tuple(self._steps), tuple(self._evaluations), span)
+
+
+def classification_of(job: Job) -> Classification:
+    """The work of a job in a lane that classifies."""
+    assert isinstance(job.work, Classification)
+    return job.work
 
 
 # Rows of other lengths join a batch while padding stays below this share of the real tokens, or
@@ -82,13 +149,13 @@ _HEADROOM = 1.5
 _REMEMBERED = 64  # recent deadlines
 
 
-class Row(NamedTuple, Generic[WorkT]):
+class QueuedRow(NamedTuple):
     """A row in the queue. Rows sort by their fields, in this order."""
 
     due_s: float
     number: int  # of the job
     place: int  # index of the row in the job
-    job: Job[WorkT]
+    job: Job
     tokens: int
     full_s: float  # its share of a call at the lane's steps
     least_s: float  # its share of a call at the fewest steps it may get
@@ -99,37 +166,33 @@ class Row(NamedTuple, Generic[WorkT]):
         return None if self.job.deadline is None else self.due_s
 
 
-class Batch(NamedTuple, Generic[WorkT]):
+class Batch(NamedTuple):
     """Rows to run in one call, and their steps."""
 
     steps: int
-    rows: tuple[tuple[Job[WorkT], int], ...]
+    rows: tuple[tuple[Job, int], ...]
     seconds: float  # predicted
 
 
-class ClassifyLane(Generic[WorkT]):
-    """The queue of one classification lane."""
+class ClassifyLane:
+    """One classification lane: its rows in the order of their deadlines."""
 
-    def __init__(
-        self,
-        key: LaneKey,
-        costs: ClassifyCosts,
-        max_rows: int,
-        max_tokens: int,
-        shedder: LoadShedder,
-    ) -> None:
-        self.waiting: list[Row[WorkT]] = []
-        self._key = key
-        self._costs = costs
-        self._max_rows = max_rows
-        self._max_tokens = max_tokens
-        self._shedder = shedder
+    def __init__(self, key: LaneKey, model: LoadedModel) -> None:
+        limits, answer = model.common.limits, model.common.answer
+        self.key = key
+        self.model = model
+        self.waiting: list[QueuedRow] = []
+        self.rechecks = Rechecks(model, model.common.recheck_share)
+        self._costs = ClassifyCosts(model.cost, answer, key, limits.batch_rows)
+        self._max_rows, self._max_tokens = limits.batch_rows, limits.batch_tokens
+        self._max_wait_s = limits.max_wait_s
+        self._shedder = LoadShedder(limits.degrade_wait_s)
         self._full_s = self._least_s = 0.0  # sums over the queue
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._costed: Job[WorkT] | None = None  # the job whose row costs were computed last
+        self._costed: Job | None = None  # the job whose row costs were computed last
         self._row_costs: dict[int, tuple[float, float]] = {}
 
-    def add(self, job: Job[WorkT]) -> None:
+    def add(self, job: Job) -> None:
         """Queue the rows of a job."""
         self._given_s.append(math.inf if job.deadline is None else job.deadline.given_s)
         for row in self._rows_of(job):
@@ -139,12 +202,103 @@ class ClassifyLane(Generic[WorkT]):
             self._least_s += row.least_s
         self._costed = None
 
-    def drop(self, job: Job[WorkT]) -> None:
+    def drop(self, job: Job) -> None:
         """Remove the rows of a job that is over."""
         if job.rows_left:
             self._keep(row for row in self.waiting if row.job is not job)
 
-    def take(self, now_s: float, beside_s: float = 0.0) -> Batch[WorkT]:
+    def busy(self) -> Sequence[CallKind]:
+        return ("classify",) if self.waiting else ()
+
+    @property
+    def calls_ahead(self) -> int:
+        """How many calls a new row would wait for."""
+        return len(self.waiting) // self._max_rows
+
+    @property
+    def wake_s(self) -> float | None:
+        """When the next batch will have waited long enough for others to join."""
+        if not self.waiting:
+            return None
+        job = self.waiting[0].job
+        enough = len(self.waiting) >= self._max_rows or job.deadline is not None
+        return job.queued_s if enough else job.queued_s + self._max_wait_s
+
+    # A call.
+
+    def plan(self, now_s: float) -> Call | None:
+        if self.wake_s is None or self.wake_s > now_s:
+            return None
+        batch = self.take(now_s, self.model.common.busy_s((self.key, "classify")))
+        for job, _ in batch.rows:
+            self.model.common.jobs.start(job, now_s)
+        jobs = [job for job, _ in batch.rows]
+        return Call(self, self.key, "classify", jobs, batch, batch.seconds)
+
+    def run(self, call: Call) -> "Classified":
+        begun_s = self.model.common.clock()
+        batch: Batch = call.what
+        rows = [classification_of(job).rows[place] for job, place in batch.rows]
+        rung = self.key._replace(steps=batch.steps, late=False)
+        found = self.model.classify(rung, stack_rows(rows, self.model.manifest))
+        answers = embedded_rows(found.logits) if rung.embeds else labelled_rows(found, rows)
+        return Classified(begun_s, self.model.common.clock(), rung, found, answers)
+
+    def apply(self, call: Call, result: "Classified | Exception") -> Deliveries:
+        batch: Batch = call.what
+        if isinstance(result, Exception):
+            rung = self.key._replace(steps=batch.steps, late=False)
+            return self.model.fail(rung, call.jobs, result)
+        begun_s, ran_s, rung, found, answers = result
+        model, common = self.model, self.model.common
+        model.worked()
+        spent: list[int] = found.evaluations.tolist()
+        model.count_call(rung, "classify", len(answers), sum(spent))
+        deliveries: Deliveries = []
+        failures: dict[Job, ServeError] = {}
+        for (job, place), one, count in zip(batch.rows, answers, spent, strict=True):
+            if isinstance(one, ModelFailure):
+                failures[job] = one
+            else:
+                classification_of(job).accept(place, one, batch.steps, count)
+        for job, failure in failures.items():
+            model.end(job, FailedEvent(failure), deliveries)
+        for job, _ in batch.rows:
+            if job.state is State.ENDED:
+                continue
+            job.rows_left -= 1
+            if job.rows_left == 0:
+                self._observe_queue(job, batch.steps)
+                model.end(job, self._answer(job, ran_s), deliveries)
+        if rung.threshold is not None:
+            full = model.nfe(rung.steps)
+            for (job, place), logits, count in zip(batch.rows, found.logits, spent, strict=True):
+                row = classification_of(job).rows[place]
+                self.rechecks.offer(rung, row, logits, early=count < full)
+        # Including what follows the call, since the next call waits for that too.
+        spent_s = common.clock() - begun_s
+        model.cost.observe_usual((self.key, "classify"), spent_s)
+        if not rung.traced:  # traced calls read out more often
+            cost_key = CostKey("classify", rung.steps, rung.threshold)
+            length = max(job.lengths[place] for job, place in batch.rows)
+            model.cost.observe(cost_key, len(batch.rows), length, spent_s)
+        return deliveries
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        return [call.seconds, self.model.cost.usual_s((self.key, "classify"))]
+
+    def _answer(self, job: Job, now_s: float) -> Event:
+        if job.deadline is not None and now_s > job.deadline.ends_s:
+            self.model.common.metrics.lapsed.labels(job.lane.name).inc()
+            return FailedEvent(DeadlineLapsed(job.deadline.given_s))
+        return classification_of(job).finished(job.span(now_s))
+
+    def _observe_queue(self, job: Job, steps: int) -> None:
+        assert job.started_s is not None
+        seconds = self.model.common.metrics.queue_seconds.labels(job.lane.name, str(steps))
+        seconds.observe(job.started_s - job.queued_s)
+
+    def take(self, now_s: float, beside_s: float = 0.0) -> Batch:
         """Take the next batch off the queue: the row due first and rows that fit it."""
         steps = self._steps(now_s, beside_s)
         rows = self._batch(steps, now_s)
@@ -155,9 +309,9 @@ class ClassifyLane(Generic[WorkT]):
         seconds = self._costs.call_s(steps, len(rows), longest)
         return Batch(steps, tuple((row.job, row.place) for row in rows), seconds)
 
-    def too_late(self, now_s: float) -> list[Job[WorkT]]:
+    def too_late(self, now_s: float) -> list[Job]:
         """Jobs at the head of the queue that cannot be in time even at the fewest steps."""
-        found: list[Job[WorkT]] = []
+        found: list[Job] = []
         for row in self.waiting:
             if row.ends_s is None:
                 break
@@ -186,7 +340,7 @@ class ClassifyLane(Generic[WorkT]):
         done_s = self._least_s * _HEADROOM + self._costs.usual_s(steps) * COST_MARGIN
         return start_s + done_s + self._costs.answer_s - due_s
 
-    def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
+    def late_s(self, job: Job, start_s: float, beside_s: float) -> float:
         """How late a job with a deadline, or a job that it pushes back, would be at worst.
 
         All run at their fewest steps, from `start_s` on. Not above 0: in time.
@@ -225,7 +379,7 @@ class ClassifyLane(Generic[WorkT]):
         if least or len(ladder) == 1:
             return self._least_s / self._costs.caution
         most = ladder[-1]
-        usual_s = self._full_s * self._costs.share(most, self._key.steps) / self._costs.caution
+        usual_s = self._full_s * self._costs.share(most, self.key.steps) / self._costs.caution
         costs = [self._costs.share(steps, most) for steps in ladder]
         return self._shedder.drain_s(usual_s, costs)
 
@@ -237,7 +391,7 @@ class ClassifyLane(Generic[WorkT]):
         choices = self._choices(head.job)
         if len(choices) == 1:
             return choices[0]
-        full = self._key.steps
+        full = self.key.steps
         most = self._costs.share(choices[-1], full)
         rounds_s = beside_s * -(-len(self.waiting) // self._max_rows)
         others_s = sum(row.full_s for row in self.waiting if row.job is not head.job)
@@ -271,7 +425,7 @@ class ClassifyLane(Generic[WorkT]):
                 pressure = done_s / max(left_s, 1e-6)
         return pressure
 
-    def _batch(self, steps: int, now_s: float) -> list[Row[WorkT]]:
+    def _batch(self, steps: int, now_s: float) -> list[QueuedRow]:
         """The row due first, and rows of similar length. The first always runs, so none starves."""
         window = [
             row
@@ -310,7 +464,7 @@ class ClassifyLane(Generic[WorkT]):
         """The least time left to any row if the queue runs in order."""
         if self._least_given_s == math.inf:
             return math.inf
-        share = self._costs.share(steps, self._key.steps)
+        share = self._costs.share(steps, self.key.steps)
         done_s, spare_s = now_s + self._costs.answer_s, math.inf
         for row in self.waiting:
             done_s += share * row.full_s
@@ -318,7 +472,7 @@ class ClassifyLane(Generic[WorkT]):
                 spare_s = min(spare_s, row.ends_s - done_s)
         return spare_s
 
-    def _call_limit_s(self, head: Row[WorkT], now_s: float) -> float | None:
+    def _call_limit_s(self, head: QueuedRow, now_s: float) -> float | None:
         """The longest that a call may take, for its first row and for requests that may arrive."""
         limit_s = _CALL_SHARE * self._least_given_s
         if limit_s == math.inf:
@@ -328,9 +482,9 @@ class ClassifyLane(Generic[WorkT]):
             limit_s = min(limit_s, _COMPANY_SHARE * left_s)
         return limit_s
 
-    def _rows_of(self, job: Job[WorkT]) -> list[Row[WorkT]]:
+    def _rows_of(self, job: Job) -> list[QueuedRow]:
         due_s = job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
-        least, full = self._choices(job)[0], self._key.steps
+        least, full = self._choices(job)[0], self.key.steps
         if job is not self._costed:  # usually computed when the job was checked
             self._costed, self._row_costs = job, {}
         costs, row_s = self._row_costs, self._costs.row_s
@@ -338,97 +492,110 @@ class ClassifyLane(Generic[WorkT]):
             if tokens not in costs:
                 costs[tokens] = row_s(full, tokens), row_s(least, tokens)
         return [
-            Row(due_s, job.number, place, job, tokens, *costs[tokens])
+            QueuedRow(due_s, job.number, place, job, tokens, *costs[tokens])
             for place, tokens in enumerate(job.lengths)
         ]
 
-    def _choices(self, job: Job[WorkT]) -> tuple[int, ...]:
-        return job.choices if self._key.late else (self._key.steps,)
+    def _choices(self, job: Job) -> tuple[int, ...]:
+        return job.choices if self.key.late else (self.key.steps,)
 
-    def _keep(self, rows: Iterable[Row[WorkT]]) -> None:
+    def _keep(self, rows: Iterable[QueuedRow]) -> None:
         self.waiting = list(rows)
         self._full_s = sum(row.full_s for row in self.waiting)
         self._least_s = sum(row.least_s for row in self.waiting)
 
 
-class ClassifyLanes(Generic[WorkT]):
-    """All classification lanes, opened when first needed."""
+class Classified(NamedTuple):
+    """What one call has given."""
 
-    def __init__(self, limits: Limits, latency: LatencyModel) -> None:
-        self._limits = limits
-        self._latency = latency
-        self._lanes: dict[LaneKey, ClassifyLane[WorkT]] = {}
+    begun_s: float
+    ran_s: float
+    rung: LaneKey  # that the rows ran on
+    found: EarlyAnswers
+    answers: list[Labelled | ModelFailure]
 
-    def open(self, key: LaneKey) -> bool:
-        """Open this lane; True if it is new."""
-        if key in self._lanes:
-            return False
-        costs = ClassifyCosts(self._latency, key, self._limits.batch_rows)
-        shedder = LoadShedder(self._limits.degrade_wait_s)
-        self._lanes[key] = ClassifyLane(
-            key, costs, self._limits.batch_rows, self._limits.batch_tokens, shedder
-        )
-        return True
 
-    def close(self, model: str) -> None:
-        """Close the lanes of a model. Their queues are empty."""
-        self._lanes = {key: lane for key, lane in self._lanes.items() if key.model != model}
+_MOST_ROWS = 64
 
-    def add(self, job: Job[WorkT]) -> None:
-        self._lanes[job.lane].add(job)
 
-    def drop(self, job: Job[WorkT]) -> None:
-        self._lanes[job.lane].drop(job)
+class Recheck(NamedTuple):
+    """A row that was answered early."""
 
-    def take(self, key: LaneKey, now_s: float, beside_s: float) -> ClassifyCall[WorkT] | None:
-        """The lane's next call, if rows wait and have waited long enough for others to join."""
-        lane = self._lanes[key]
-        if not lane.waiting or self._wake_s(lane) > now_s:
+    early_lane: LaneKey
+    row: Row
+    labels: tuple[int, ...]  # the early answer: one label, or one for each position
+
+
+class Rechecks:
+    """Runs a random share of early answers again at all steps, to watch how often they differ.
+
+    `max_disagreement` holds for data like the calibration rows; this counts it for real requests.
+    """
+
+    def __init__(self, model: LoadedModel, share: float) -> None:
+        self.model = model
+        self.waiting: deque[Recheck] = deque()
+        self._share = share
+        self._random = random.Random()
+
+    def offer(self, early_lane: LaneKey, row: Row, logits: FloatArray, early: bool) -> None:
+        """A row of a lane with a threshold was answered with logits, early or after all steps.
+
+        Logits (C,), or (N, C) for a label at each position; one different label makes a
+        disagreement.
+
+        If many rows wait none is taken, which does not depend on their content.
+        """
+        if len(self.waiting) == _MOST_ROWS or self._random.random() >= self._share:
+            return
+        if early:
+            self.waiting.append(Recheck(early_lane, row, answer_of(logits, row)))
+        else:
+            self._count(early_lane, agrees=True)
+
+    def plan(self, now_s: float) -> Call | None:
+        if not self.waiting:
             return None
-        batch = lane.take(now_s, beside_s)
-        return ClassifyCall(key, batch.rows, batch.steps, batch.seconds)
+        one = self.waiting.popleft()
+        lane = one.early_lane._replace(threshold=None, traced=False)
+        return Call(self, lane, None, (), one)
 
-    def wake_s(self) -> float | None:
-        """When the first batch will have waited long enough."""
-        waiting = [lane for lane in self._lanes.values() if lane.waiting]
-        return min(map(self._wake_s, waiting), default=None)
+    def run(self, call: Call) -> FloatArray:
+        one: Recheck = call.what
+        rows = stack_rows([one.row], self.model.manifest)
+        return self.model.classify(call.lane, rows).logits
 
-    def busy(self) -> list[LaneKey]:
-        """Lanes with rows in the queue."""
-        return [key for key, lane in self._lanes.items() if lane.waiting]
+    def apply(self, call: Call, result: FloatArray | Exception) -> Deliveries:
+        if isinstance(result, Exception):
+            return self.model.fail(call.lane, (), result)
+        self.model.worked()
+        self.model.count_call(call.lane, "recheck", 1)
+        one: Recheck = call.what
+        self._count(one.early_lane, agrees=answer_of(result[0], one.row) == one.labels)
+        return []
 
-    def too_late(self, now_s: float) -> list[Job[WorkT]]:
-        """Jobs whose deadline can no longer be met."""
-        return [job for lane in self._lanes.values() for job in lane.too_late(now_s)]
+    def usual_s(self, call: Call) -> list[float | None]:
+        return []
 
-    def calls_ahead(self, key: LaneKey) -> int:
-        """How many calls of its lane a new row would wait for."""
-        lane = self._lanes.get(key)
-        return len(lane.waiting) // self._limits.batch_rows if lane else 0
-
-    def idle_s(self, key: LaneKey, steps: int, lengths: tuple[int, ...]) -> float:
-        """The time of these rows on an idle server, including the way out."""
-        return self._lanes[key].idle_s(steps, lengths)
-
-    def least_late_s(self, key: LaneKey, steps: int, due_s: float, start_s: float) -> float:
-        """The least lateness of a job due then that queues behind all others."""
-        lane = self._lanes.get(key)
-        return -math.inf if lane is None else lane.least_late_s(steps, due_s, start_s)
-
-    def late_s(self, job: Job[WorkT], start_s: float, beside_s: float) -> float:
-        """How late a job with a deadline, or a job that it pushes back, would be at worst."""
-        return self._lanes[job.lane].late_s(job, start_s, beside_s)
-
-    def wait_s(self, least: bool) -> float:
-        """The time until all queues are empty, at the fewest steps or at the likely ones."""
-        return sum(
-            lane.wait_s(least) * self._latency.lasting(key.model)
-            for key, lane in self._lanes.items()
-            if lane.waiting
+    def _count(self, early_lane: LaneKey, agrees: bool) -> None:
+        calibration = self.model.manifest.calibration
+        assert calibration is not None
+        allowed = min(
+            level.max_disagreement
+            for level in calibration.levels
+            if level.threshold == early_lane.threshold
         )
+        metrics, labels = self.model.common.metrics, (early_lane.name, str(allowed))
+        metrics.rechecked.labels(*labels).inc()
+        metrics.disagreed.labels(*labels).inc(0 if agrees else 1)
 
-    def _wake_s(self, lane: ClassifyLane[WorkT]) -> float:
-        """When the lane's next batch will have waited long enough for others to join."""
-        job = lane.waiting[0].job
-        enough = len(lane.waiting) >= self._limits.batch_rows or job.deadline is not None
-        return job.queued_s if enough else job.queued_s + self._limits.max_wait_s
+
+def stack_rows(rows: Sequence[Row], manifest: Manifest) -> RowArray:
+    """Rows as one array: texts padded on the right to the longest, or arrays of one size."""
+    if manifest.tokenizer is None:
+        arrays: RowArray = np.stack(rows).astype(np.float32)
+        return arrays
+    tokens = np.full((len(rows), max(map(len, rows))), manifest.tokenizer.pad_id, np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens

@@ -1,77 +1,33 @@
-"""The cost of a call in seconds: predicted from its model, kind, steps, rows and length.
+"""The cost of a call in seconds: predicted from its kind, steps, rows and length.
 
 Learned from every call: `speed * (a + b * tokens + c * tokens * length)`. A row has `length`
 tokens; a row that decodes has one, behind `length` cached positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import mul
-from threading import Lock
 from typing import NamedTuple
 
 from serve.bundle.manifest import Latency
 from serve.engine.job import CallKind, LaneKey, Turn
 from serve.parts import count_parts
 
-# Speed and caution are kept apart from the cost curves, because machines slow down for moments.
-# Calls in one part and calls in several parts have a speed each: if another process takes half a
-# core, only calls that need all cores get slower. What speed does not explain is covered by
-# caution.
-
-
-_MOST_SURPRISE = 0.35  # larger errors of a call count as this
-_WEIGHT = 0.12  # weight of the newest call for its own kind
-_OTHER_WEIGHT = 0.03  # weight for the other kind
-_LASTING_WEIGHT = 0.02  # weight for the long-term speed
-_LATE_SHARE, _LATE_STEP = 0.05, 0.02
-_MOST_CAUTION = 2.0
-_CAUTION_DECAY = 0.9
-
-
-class MachineSpeed:
-    """The current slowness of one model's calls: above 1 where they take longer than known."""
-
-    def __init__(self) -> None:
-        self.now = [1.0, 1.0]  # of calls in one part, in several
-        self._lasting = [1.0, 1.0]
-        self.caution = 1.1  # a further factor, so that few calls take longer than predicted
-
-    def lasting(self, parted: bool) -> float:
-        """The factor for predictions over a long time: short slowdowns pass."""
-        return self._lasting[parted] / self.now[parted]
-
-    def be_wary(self, error: float) -> None:
-        """Adjust the caution by the relative error of a call."""
-        late = 1 + error > self.caution
-        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
-        self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
-
-    def observe(self, parted: bool, error: float) -> None:
-        """Adjust the speed by the relative error of a call whose curve is known."""
-        surprise = min(_MOST_SURPRISE, max(-_MOST_SURPRISE, error))
-        self.now[parted] *= 1 + _WEIGHT * surprise
-        self.now[not parted] *= 1 + _OTHER_WEIGHT * surprise
-        for kind, speed in enumerate(self.now):
-            self._lasting[kind] += _LASTING_WEIGHT * (speed - self._lasting[kind])
-
-    def lower_caution(self) -> None:
-        """Lower the caution and the speed a little."""
-        self.caution = max(1.0, self.caution * _CAUTION_DECAY)
-        self.now = [max(min(1.0, speed), speed * _CAUTION_DECAY) for speed in self.now]
-
-
-# The fixed share of a call's cost, before anything is known.
-_FIXED_SHARE = 0.1
-_FORGET = 0.998  # decay of what the curve has learned, per call
-_UNEVEN_WEIGHT, _MOST_UNEVEN = 0.08, 0.1  # weight for a number of rows; most error
+_SURPRISE = 0.35  # larger errors of a call count as this
+_SPEED_WEIGHT, _LASTING_WEIGHT = 0.12, 0.02  # of the newest call, for now and in the long term
+# The caution rises and falls so that this share of calls takes longer than predicted with it.
+_LATE_SHARE, _LATE_STEP, _MOST_CAUTION = 0.05, 0.02, 2.0
+_LOWER = 0.9  # factor on caution and speed after a refusal without need
 _TRUSTED = 0.12  # errors above this count less for the curve
+_FORGET = 0.998  # decay of what the curve has learned, per call
+_FIXED_SHARE = 0.1  # of a call's cost, before anything is known
 _LEAST = 1e-12  # least cost of a token
-_SLOW_SHARE, _SLOW_STEP = 0.01, 0.04  # few answers take longer than predicted to leave
-IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
 _KNOWN_CALLS = 24  # calls of a curve before its errors count for the machine's speed
 _ROUNDS = 100  # of the first fit
 _SCALE = 1000.0  # keeps products of tokens near 1
-_UNKNOWN = MachineSpeed()  # of a model without calls
+# Few answers take longer than predicted to leave.
+_SLOW_SHARE, _SLOW_STEP = 0.01, 0.04
+IDLE_ANSWER_S, _MOST_ANSWER_S = 0.002, 1.0
+_PACE_WEIGHT = 0.2  # weight of the newest call in the recent time
 
 
 # The cost of a call over the length of its rows: (seconds at length 0, seconds per position).
@@ -81,101 +37,87 @@ CostLine = tuple[float, float]
 class CostKey(NamedTuple):
     """Calls that differ only in rows and length, and so share a cost curve."""
 
-    model: str
     kind: CallKind
-    steps: int | None  # None: one step of rows of any rung
+    steps: int
     threshold: float | None = None  # of early answers
 
 
-class LatencyModel:
-    """Predicts the cost of calls and learns from them. Safe to use from any thread."""
+class AnswerTime:
+    """The time from the end of a call until its answer has left; few answers take longer."""
 
     def __init__(self) -> None:
-        self._lock = Lock()  # held by writers, for microseconds
-        self._curves: dict[CostKey, _CostCurve] = {}
-        self._parted: dict[CostKey, _CostCurve] = {}  # of calls that run in several parts
-        self._most_parts: dict[str, int] = {}  # by model, if more than one
-        self._uneven: dict[str, dict[int, float]] = {}  # by rows: how much longer such calls take
-        self._speeds: dict[str, MachineSpeed] = {}  # by model
-        self._answer_s = IDLE_ANSWER_S
+        self.seconds = IDLE_ANSWER_S
+
+    def observe(self, seconds: float) -> None:
+        """Note how long after its last call an answer left."""
+        change = _SLOW_STEP * ((1 - _SLOW_SHARE) if seconds > self.seconds else -_SLOW_SHARE)
+        self.seconds = min(_MOST_ANSWER_S, self.seconds * (1 + change))
+
+    def lower(self) -> None:
+        """Lower it a little."""
+        self.seconds = max(IDLE_ANSWER_S, self.seconds * _LOWER)
+
+
+class Cost:
+    """Predicts the cost of one model's calls and learns from them.
+
+    A curve for each kind and number of steps gives the cost on a machine as it usually is. All
+    share the present `speed`, since machines slow down for moments, and the `caution`, a factor
+    with which few calls take longer. Written with the engine's lock held, or before the model is
+    served.
+    """
+
+    def __init__(self, most_parts: int = 1) -> None:
+        """Calls of classifications are split into up to `most_parts` parts."""
+        self.caution = 1.1
+        self._most_parts = most_parts
+        self._curves: dict[tuple[CostKey, bool], _CostCurve] = {}  # True: calls in several parts
+        self._speed = self._lasting = 1.0  # above 1: slower than usual
+        self._usual_s: dict[Turn, float] = {}
 
     @property
-    def answer_s(self) -> float:
-        """The time from the end of a call until its answer has left; few answers take longer."""
-        return self._answer_s
-
-    def observe_answer(self, seconds: float) -> None:
-        """Note how long after its last call an answer left."""
-        with self._lock:
-            slow = seconds > self._answer_s
-            change = _SLOW_STEP * ((1 - _SLOW_SHARE) if slow else -_SLOW_SHARE)
-            self._answer_s = min(_MOST_ANSWER_S, self._answer_s * (1 + change))
+    def lasting(self) -> float:
+        """The factor for predictions over a long time: short slowdowns pass."""
+        return self._lasting / self._speed
 
     def lower_caution(self) -> None:
         """Lower caution and speed: a request was refused although nothing runs."""
-        with self._lock:
-            self._answer_s = max(IDLE_ANSWER_S, self._answer_s * _CAUTION_DECAY)
-            for speed in self._speeds.values():
-                speed.lower_caution()
-
-    def caution(self, model: str) -> float:
-        """The factor on a prediction with which few calls take longer."""
-        return self._speeds.get(model, _UNKNOWN).caution
-
-    def lasting(self, model: str) -> float:
-        """The factor for predictions over a long time, whose calls have many rows."""
-        return self._speeds.get(model, _UNKNOWN).lasting(model in self._most_parts)
-
-    def share_rows(self, model: str, most_parts: int) -> None:
-        """Calls of this model's classifications are split into up to this many parts."""
-        if most_parts > 1:
-            with self._lock:
-                self._most_parts[model] = most_parts
-                self._uneven[model] = {}
+        self.caution = max(1.0, self.caution * _LOWER)
+        self._speed = max(min(1.0, self._speed), self._speed * _LOWER)
 
     def knows(self, cost_key: CostKey) -> bool:
-        return cost_key in self._curves or cost_key in self._parted
+        return (cost_key, False) in self._curves or (cost_key, True) in self._curves
 
     def knows_well(self, cost_key: CostKey) -> bool:
         """Whether enough calls were seen to tell the cost of a row from the cost of a call."""
-        curves = self._curves.get(cost_key), self._parted.get(cost_key)
+        curves = [self._curves.get((cost_key, parted)) for parted in (False, True)]
         return sum(curve.seen for curve in curves if curve is not None) >= _KNOWN_CALLS
 
     def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The cost of one call; None if none like it was seen."""
-        model = cost_key.model
-        most_parts = self._most_parts.get(model)
-        if most_parts is None:
-            curve = self._curves.get(cost_key)
-            return None if curve is None else self._now(model) * curve.seconds(rows, length)
-        parts = count_parts(rows, most_parts)
-        speed = self._now(model, parts > 1) * self._uneven.get(model, {}).get(rows, 1.0)
-        own, other = self._curves, self._parted
-        if parts > 1:
-            own, other = other, own
-        curve = own.get(cost_key) or other.get(cost_key)
-        return None if curve is None else speed * curve.seconds(-(-rows // parts), length)
+        parts = 1 if self._most_parts == 1 else count_parts(rows, self._most_parts)
+        curves = self._curves
+        curve = curves.get((cost_key, parts > 1)) or curves.get((cost_key, parts == 1))
+        return None if curve is None else self._speed * curve.seconds(-(-rows // parts), length)
 
     def decode_line(self, cost_key: CostKey, rows: int) -> CostLine | None:
         """The cost of a token of this many rows; None if none was seen."""
-        curve = self._curves.get(cost_key)
+        curve = self._curves.get((cost_key, False))
         if curve is None:
             return None
         a, b, c = curve.factors
-        speed = self._now(cost_key.model)
-        tokens = speed * rows / _SCALE
-        return speed * a + tokens * b, tokens * c / _SCALE
+        tokens = self._speed * rows / _SCALE
+        return self._speed * a + tokens * b, tokens * c / _SCALE
 
-    def learn(self, model: str, latency: Latency) -> None:
+    def learn(self, latency: Latency) -> None:
         """Start from a measured latency table, of this machine or another."""
         found: dict[_CostCurve, list[tuple[int, int, float]]] = {}
         for entry in sorted(latency.entries, key=lambda entry: entry.batch * entry.length):
-            cost_key = CostKey(model, entry.kind, entry.steps)
+            cost_key = CostKey(entry.kind, entry.steps)
             length, seconds = max(1, entry.length), entry.median_ms / 1000
-            with self._lock:
-                curve, rows = self._curve(cost_key, entry.batch, length, seconds)
+            curve, rows = self._curve(cost_key, entry.batch, length, seconds)
             found.setdefault(curve, []).append((rows, length, seconds))
-        for curve, points in found.items():  # the model serves nothing yet: no lock needed
+        for curve, points in found.items():
             curve.fit(points)
             for rows, length, seconds in points:
                 curve.learn(rows, length, seconds)
@@ -185,57 +127,73 @@ class LatencyModel:
 
     def rescale(self, cost_key: CostKey, rows: int, length: int, seconds: float) -> None:
         """Scale the curve to one careful measurement on this machine."""
-        with self._lock:
-            curve, rows = self._curve(cost_key, rows, length, seconds)
-            curve.rescale(rows, length, seconds)
-
-    def drop_model(self, model: str) -> None:
-        """Forget a model that is gone."""
-        with self._lock:
-            for curves in (self._curves, self._parted):
-                for cost_key in [cost_key for cost_key in curves if cost_key.model == model]:
-                    del curves[cost_key]
-            self._speeds.pop(model, None)
-            self._most_parts.pop(model, None)
-            self._uneven.pop(model, None)
+        curve, rows = self._curve(cost_key, rows, length, seconds)
+        curve.rescale(rows, length, seconds)
 
     def observe(self, cost_key: CostKey, rows: int, length: int, seconds: float) -> None:
         """Learn from a call that has run."""
         if seconds <= 0:
             return
-        with self._lock:
-            speed = self._speeds.setdefault(cost_key.model, MachineSpeed())
-            uneven, all_rows = self._uneven.get(cost_key.model, {}), rows
-            parted = count_parts(rows, self._most_parts.get(cost_key.model, 1)) > 1
-            usual_s = seconds / uneven.get(all_rows, 1.0)
-            curve, rows = self._curve(cost_key, rows, length, usual_s / speed.now[parted])
-            error = usual_s / (speed.now[parted] * curve.seconds(rows, length)) - 1
-            speed.be_wary(error)
-            if curve.seen >= _KNOWN_CALLS:  # else the curve is to blame
-                speed.observe(parted, error)
-            surprise = min(_MOST_UNEVEN, max(-_MOST_UNEVEN, error))
-            uneven[all_rows] = uneven.get(all_rows, 1.0) * (1 + _UNEVEN_WEIGHT * surprise)
-            curve.learn(rows, length, usual_s / speed.now[parted])
+        curve, rows = self._curve(cost_key, rows, length, seconds / self._speed)
+        error = seconds / (self._speed * curve.seconds(rows, length)) - 1
+        late = 1 + error > self.caution
+        change = _LATE_STEP * ((1 - _LATE_SHARE) if late else -_LATE_SHARE)
+        self.caution = min(_MOST_CAUTION, max(1.0, self.caution + change))
+        if curve.seen >= _KNOWN_CALLS:  # else the curve is to blame
+            self._speed *= 1 + _SPEED_WEIGHT * max(-_SURPRISE, min(_SURPRISE, error))
+            self._lasting += _LASTING_WEIGHT * (self._speed - self._lasting)
+        curve.learn(rows, length, seconds / self._speed)
 
-    def _now(self, model: str, parted: bool = False) -> float:
-        return self._speeds.get(model, _UNKNOWN).now[parted]
+    # The recent time of a call of each lane and kind.
+
+    def usual_s(self, turn: Turn) -> float | None:
+        """The average; None before the first call."""
+        return self._usual_s.get(turn)
+
+    def observe_usual(self, turn: Turn, seconds: float) -> None:
+        known = self._usual_s.get(turn)
+        self._usual_s[turn] = seconds if known is None else known + _PACE_WEIGHT * (seconds - known)
+
+    # Prefill, decoding and search, without caution; 0 where nothing is known.
+
+    def token(self, key: LaneKey, rows: int) -> CostLine:
+        """The cost of a token of this many rows."""
+        known = self.decode_line(CostKey("decode", key.steps), rows)
+        if known is None:
+            turn: Turn = (key, "decode" if key.kind == "generate" else "search")
+            return self.usual_s(turn) or 0.0, 0.0
+        return known
+
+    def prompts_s(self, key: LaneKey, tokens: int, prompts: int) -> float:
+        """The time to prefill these prompts, one after the other."""
+        return prompts * (self.call_s(CostKey("prefill", key.steps), 1, tokens // prompts) or 0.0)
+
+    def search_s(self, key: LaneKey, source: int, tokens: int, beams: int) -> float:
+        """The time of all calls of a search; the first reads its source."""
+        steps_s = (tokens - 1) * self.search_call_s(key, beams, tokens // 2 + 1)
+        return self.prompts_s(key, source, 1) + steps_s
+
+    def search_call_s(self, key: LaneKey, beams: int, length: int) -> float:
+        """The cost of one more token for all hypotheses, which are rows of this length."""
+        searched = CostKey("search", key.steps)
+        decoded = CostKey("decode", key.steps)  # the same graph
+        known = decoded if self.knows(decoded) else searched
+        if self.knows_well(searched):
+            known = searched
+        return self.call_s(known, beams, length) or self.usual_s((key, "search")) or 0.0
 
     def _curve(
         self, cost_key: CostKey, rows: int, length: int, seconds: float
     ) -> tuple["_CostCurve", int]:
-        """The curve for calls of this many rows, and the rows in each of their parts.
-
-        Call with the lock held.
-        """
-        parts = count_parts(rows, self._most_parts.get(cost_key.model, 1))
-        curves, other = self._curves, self._parted
-        if parts > 1:
-            curves, other = other, curves
+        """The curve for calls of this many rows, and the rows in each of their parts."""
+        parts = count_parts(rows, self._most_parts)
         rows = -(-rows // parts)
-        if cost_key not in curves:
-            like = other.get(cost_key)
-            curves[cost_key] = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
-        return curves[cost_key], rows
+        curve = self._curves.get((cost_key, parts > 1))
+        if curve is None:
+            like = self._curves.get((cost_key, parts == 1))
+            curve = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
+            self._curves[cost_key, parts > 1] = curve
+        return curve, rows
 
 
 class _CostCurve:
@@ -339,8 +297,9 @@ class ClassifyCosts:
     Costs include caution, since admission rests on them; 0 where nothing was measured.
     """
 
-    def __init__(self, latency: LatencyModel, key: LaneKey, max_rows: int) -> None:
-        self._latency = latency
+    def __init__(self, cost: Cost, answer: AnswerTime, key: LaneKey, max_rows: int) -> None:
+        self._cost = cost
+        self._answer = answer
         self._key = key
         self._max_rows = max_rows
         self._cost_keys: dict[int, CostKey] = {}
@@ -351,12 +310,12 @@ class ClassifyCosts:
     @property
     def answer_s(self) -> float:
         """The time from the end of a call until its answer has left."""
-        return self._latency.answer_s
+        return self._answer.seconds
 
     @property
     def caution(self) -> float:
         """The factor that all costs here include."""
-        return self._latency.caution(self._key.model)
+        return self._cost.caution
 
     def note_call(self, rows: int, padding: float) -> None:
         """Note a call: its rows, and its tokens per real token."""
@@ -370,11 +329,11 @@ class ClassifyCosts:
 
     def call_s(self, steps: int, rows: int, length: int) -> float:
         """The cost of a call; few take longer."""
-        seconds = self._latency.call_s(self._cost_key_of(steps), rows, length)
+        seconds = self._cost.call_s(self._cost_key_of(steps), rows, length)
         # At worst every row takes all steps.
         if seconds is None and self._key.threshold is not None:
-            full = CostKey(self._key.model, "classify", steps)
-            seconds = self._latency.call_s(full, rows, length)
+            full = CostKey("classify", steps)
+            seconds = self._cost.call_s(full, rows, length)
         return 0.0 if seconds is None else seconds * self.caution
 
     def row_s(self, steps: int, length: int) -> float:
@@ -391,7 +350,7 @@ class ClassifyCosts:
 
         Larger batches would only wait longer.
         """
-        if not self._latency.knows_well(self._cost_key_of(steps)):
+        if not self._cost.knows_well(self._cost_key_of(steps)):
             return self._max_rows
         each_s = self.call_s(steps, self._max_rows, length) / self._max_rows
         rows = 1
@@ -416,62 +375,6 @@ class ClassifyCosts:
     def _cost_key_of(self, steps: int) -> CostKey:
         cost_key = self._cost_keys.get(steps)
         if cost_key is None:
-            cost_key = CostKey(self._key.model, "classify", steps, self._key.threshold)
+            cost_key = CostKey("classify", steps, self._key.threshold)
             self._cost_keys[steps] = cost_key
         return cost_key
-
-
-class GenerateCosts:
-    """The costs of prefill, decoding and search, without caution; 0 where nothing is known."""
-
-    def __init__(self, latency: LatencyModel, usual_s: Callable[[LaneKey], float | None]) -> None:
-        self._latency = latency
-        self._usual_s = usual_s  # of a token, or of a step of a search
-
-    def token(self, key: LaneKey, rows: int, cost_key: CostKey | None = None) -> CostLine:
-        """The cost of a token of this many rows."""
-        cost_key = cost_key or CostKey(key.model, "decode", key.steps)
-        return self._latency.decode_line(cost_key, rows) or (self._usual_s(key) or 0.0, 0.0)
-
-    def prompts_s(
-        self, key: LaneKey, tokens: int, prompts: int, cost_key: CostKey | None = None
-    ) -> float:
-        """The time to prefill these prompts, one after the other."""
-        cost_key = cost_key or CostKey(key.model, "prefill", key.steps)
-        return prompts * (self._latency.call_s(cost_key, 1, tokens // prompts) or 0.0)
-
-    def search_s(self, key: LaneKey, source: int, tokens: int, beams: int) -> float:
-        """The time of all calls of a search; the first reads its source."""
-        steps_s = (tokens - 1) * self.search_call_s(key, beams, tokens // 2 + 1)
-        return self.prompts_s(key, source, 1) + steps_s
-
-    def search_call_s(self, key: LaneKey, beams: int, length: int) -> float:
-        """The cost of one more token for all hypotheses, which are rows of this length."""
-        searched = CostKey(key.model, "search", key.steps)
-        decoded = CostKey(key.model, "decode", key.steps)  # the same graph
-        known = decoded if self._latency.knows(decoded) else searched
-        if self._latency.knows_well(searched):
-            known = searched
-        return self._latency.call_s(known, beams, length) or self._usual_s(key) or 0.0
-
-
-_PACE_WEIGHT = 0.2  # weight of the newest call
-
-
-class CallTimes:
-    """The recent time of a call of each turn (EWMA)."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Turn, float] = {}
-
-    def observe(self, turn: Turn, seconds: float) -> None:
-        known = self._seconds.get(turn)
-        self._seconds[turn] = seconds if known is None else known + _PACE_WEIGHT * (seconds - known)
-
-    def drop_model(self, model: str) -> None:
-        """Forget a model that is gone."""
-        self._seconds = {turn: one for turn, one in self._seconds.items() if turn[0].model != model}
-
-    def seconds(self, turn: Turn) -> float | None:
-        """The average; None before the first call."""
-        return self._seconds.get(turn)

@@ -1,4 +1,6 @@
-"""The engine: one thread that asks the scheduler for the next call, runs it, and delivers events.
+"""The engine: one thread that plans a call, runs it, takes in what it gave, and delivers events.
+
+    lock: plan  ->  run (no lock)  ->  lock: apply  ->  deliver
 
 Requests come in from any thread through `submit` and `cancel`; events go out through `post`.
 """
@@ -6,20 +8,37 @@ Requests come in from any thread through `submit` and `cancel`; events go out th
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from serve.bundle import LatencyEntry
+from serve.bundle import LatencyEntry, steps_in_words
 from serve.catalog import Catalog, Served
-from serve.engine.admission import Admission, Unread, too_large
-from serve.engine.backlog import GenerationSize
-from serve.engine.cost import CallTimes, LatencyModel
-from serve.engine.execute import Executor, FailingModels, Rechecks, Runner
-from serve.engine.job import Deadline, Job, LaneKey, Limits, State
-from serve.engine.scheduler import Scheduler
-from serve.engine.watchdog import AnyCall, EngineStallPolicy, StallLimits, Watchdog
-from serve.engine.work import Deliveries, Work
-from serve.errors import Draining, ModelGone, NotReady, ServeError, Stalled
+from serve.engine.backlog import Backlog, GenerationSize, Unread
+from serve.engine.classify import ClassifyLane
+from serve.engine.cost import Cost
+from serve.engine.generate import Decoding, Prefilling
+from serve.engine.job import (
+    Deadline,
+    Deliveries,
+    FailedEvent,
+    Job,
+    LaneKey,
+    Limits,
+    State,
+)
+from serve.engine.loaded import Call, Common, Lane, LoadedModel, Planner, new_cost
+from serve.engine.search import SearchLane
+from serve.engine.watchdog import EngineStallPolicy, StallLimits, Watchdog
+from serve.engine.writing import Generation
+from serve.errors import (
+    DeadlineLapsed,
+    Draining,
+    NotReady,
+    ServeError,
+    Stalled,
+    Unprocessable,
+)
 from serve.metrics import Metrics
 
 Post = Callable[..., Any]
@@ -88,97 +107,6 @@ class EngineWaker:
             self._condition.notify()
 
 
-class PerModelState(Protocol):
-    """A part of the engine that keeps something for each model."""
-
-    def drop_model(self, model: str) -> None:
-        """Forget a model that is gone, by its key."""
-        ...
-
-
-class EngineModels:
-    """The models that are served, and replaced ones that still have requests.
-
-    A replaced or removed model gets no new requests. When its last user is gone, every part of the
-    engine forgets it. Call with the engine's lock held.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        runner: Runner,
-        scheduler: Scheduler[Work],
-        metrics: Metrics,
-        others: Sequence[PerModelState],
-    ) -> None:
-        self._catalog = catalog
-        self._runner = runner
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._per_model: Sequence[PerModelState] = (runner, metrics, *others)
-        self._leaving: list[Served] = []
-        self._gone: list[Served] = []
-        for served in catalog:
-            metrics.serve(served.key, served.manifest)
-
-    @property
-    def leaving(self) -> tuple[Served, ...]:
-        """Models that are no longer served and still have users."""
-        return tuple(self._leaving)
-
-    def check(self, jobs: Sequence[Job[Work]]) -> None:
-        """ModelGone if a job's model is gone; Unprocessable if a job is too large."""
-        for job in jobs:
-            lane = job.lane
-            if not self._runner.has_model(lane.model):
-                raise ModelGone(f"{lane.name} was replaced meanwhile: send the request again")
-            if lane.kind != "classify" and not self._scheduler.fits(lane, job.positions):
-                raise too_large(job, self._runner.cache_bytes_for(lane, 1, job.positions))
-
-    def serve(self, served: Served) -> None:
-        """From now on requests go to this model instead of another of its name."""
-        replaced = self._catalog.get(served.name)
-        self._runner.add_model(served.key, served.model)
-        self._metrics.serve(served.key, served.manifest)
-        self._catalog.put(served)
-        if replaced is not None:
-            self._leave(replaced)
-
-    def dismiss(self, served: Served) -> None:
-        """No more requests go to this model."""
-        self._catalog.remove(served.name)
-        self._metrics.hide(served.name)
-        self._leave(served)
-
-    def release(self) -> bool:
-        """Forget models that have no users left; True if there are any to close.
-
-        On the engine's thread, between two calls.
-        """
-        for served in self._leaving[:]:
-            if served.users.count == 0 and self._scheduler.close(served.key):
-                self._leaving.remove(served)
-                self._gone.append(served)
-                for part in self._per_model:
-                    part.drop_model(served.key)
-        return bool(self._gone)
-
-    def close_gone(self) -> None:
-        """Close them on a thread of their own, since freeing memory takes a while."""
-        if self._gone:
-            gone, self._gone = self._gone, []
-            threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
-
-    def _leave(self, served: Served) -> None:
-        self._leaving.append(served)
-
-
-def _close(gone: Sequence[Served]) -> None:
-    for served in gone:
-        served.model.close()
-        _log.info("%s, edition %d, has left", served.name, served.edition)
-
-
 _IDLE_BEAT_S = 0.25
 _REST_S = 0.02  # idle time before rechecks run
 _STALL_LIMITS = StallLimits()
@@ -204,50 +132,28 @@ class Engine:
         self.catalog = catalog
         self.metrics = metrics
         self.clock = clock
-        self._runner = Runner({served.key: served.model for served in catalog})
-        self.latency = LatencyModel()
-        self._times = CallTimes()
-        self._scheduler: Scheduler[Work] = Scheduler(
-            limits,
-            self._runner.cache_bytes_for,
-            self._runner.most_lanes,
-            self.latency,
-            self._times.seconds,
-            self._runner.sides,
-        )
-        self._admission = Admission(self._scheduler, self.latency, limits)
-        self._wake = threading.Condition()
-        self._waker = EngineWaker(self._wake)
-        self._failing = FailingModels(clock)
-        self._rechecks = Rechecks(recheck_share, self._runner.allowed_disagreement, metrics)
-        self._executor = Executor(
-            self._scheduler,
-            self._runner,
-            self._wake,
-            self._times,
-            self.latency,
-            self._failing,
-            self._rechecks,
-            metrics,
-            clock,
-        )
-        self._patience = patience
-        policy = EngineStallPolicy(
-            self._runner, self._times, self.latency, self._failing, metrics, self.abort, leave
-        )
-        self._watchdog: Watchdog[AnyCall] = Watchdog(policy, patience, clock)
-        self._thread: threading.Thread | None = None
+        self.cache_bytes = 0
+        self._common = Common(limits, metrics, clock, recheck_share)
+        self._jobs = self._common.jobs
+        self._models = self._common.models  # by key, those that leave included
+        self._leaving: list[Served] = []
+        self._rested_s = 0.0  # when checks may run that nobody waits for
+        self._changed = False  # whether there may be something new to plan
+        self._backlog = Backlog(self._common)
+        self._turns: deque[Planner] = deque()
+        self._lock = threading.Condition()
+        self._waker = EngineWaker(self._lock)
         self._sender = EventSender()
+        self._patience = patience
+        policy = EngineStallPolicy(metrics, self.abort, leave)
+        self._watchdog: Watchdog[Call] = Watchdog(policy, patience, clock)
+        self._thread: threading.Thread | None = None
         self._draining_since_s: float | None = None
         self._closed = False
         self._stopping = False
         self._dead = False
-        self.cache_bytes = 0
-        others = (
-            *(self.latency, self._times, self._failing),
-            *(self._admission, self._executor, self._rechecks),
-        )
-        self._models = EngineModels(catalog, self._runner, self._scheduler, metrics, others)
+        for served in catalog:
+            self._add(served, None)
         metrics.watch(self, limits.cache_bytes)
 
     # State, from any thread.
@@ -255,21 +161,21 @@ class Engine:
     @property
     def queued(self) -> int:
         """Requests that wait: for a model, or to be parsed."""
-        return self._scheduler.queued + self.unread.waiting
+        return self._jobs.queued + self.unread.waiting
 
     @property
     def running(self) -> int:
         """Requests that run: in a model, or while they are parsed."""
-        return self._scheduler.running + self.unread.running
+        return self._jobs.running + self.unread.running
 
     @property
     def unread(self) -> Unread:
         """Requests that are still to be parsed before they come here."""
-        return self._admission.unread
+        return self._backlog.unread
 
     @unread.setter
     def unread(self, unread: Unread) -> None:
-        self._admission.unread = unread
+        self._backlog.unread = unread
 
     @property
     def alive(self) -> bool:
@@ -294,8 +200,11 @@ class Engine:
     @property
     def failing(self) -> tuple[str, ...]:
         """Names of the served models whose last call threw."""
-        failing = self._failing.models
-        return tuple(served.name for served in self.catalog if served.key in failing)
+        return tuple(served.name for served in self.catalog if self._failing(served))
+
+    def _failing(self, served: Served) -> bool:
+        model = self._models.get(served.key)
+        return model is not None and model.threw is not None
 
     @property
     def readiness(self) -> dict[str, bool]:
@@ -310,7 +219,7 @@ class Engine:
     @property
     def leaving(self) -> tuple[Served, ...]:
         """Models that are no longer served but still have requests."""
-        return self._models.leaving
+        return tuple(self._leaving)
 
     def check_open(self) -> None:
         """Raise unless new requests are taken."""
@@ -333,8 +242,22 @@ class Engine:
 
     def predict_s(self, lane: LaneKey, measured: LatencyEntry | None) -> float | None:
         """The time of one call of this lane if it were asked for now, of the measured size."""
-        with self._wake:
-            return self._scheduler.backlog.answer_s(lane, measured)
+        with self._lock:
+            return self._backlog.answer_s(lane, measured) if lane.model in self._models else None
+
+    def cost(self, served: Served) -> Cost:
+        """What calls of this model cost; nothing is known of one that is not served."""
+        model = self._models.get(served.key)
+        return Cost() if model is None else model.cost
+
+    @property
+    def answer_s(self) -> float:
+        """The time from the end of a call until its answer has left; few answers take longer."""
+        return self._common.answer.seconds
+
+    def observe_answer(self, seconds: float) -> None:
+        """Note how long after its last call an answer left. On the event loop."""
+        self._common.answer.observe(seconds)
 
     # Actions, from any thread.
 
@@ -349,69 +272,76 @@ class Engine:
         self._thread.start()
         self._watchdog.start()
 
-    def submit(self, *jobs: Job[Work]) -> None:
+    def submit(self, *jobs: Job) -> None:
         """Queue the jobs of a request: all, or none and it raises."""
-        with self._wake:
+        with self._lock:
             self._check_works()
-            self._models.check(jobs)
             now_s = self.clock()
-            self._admission.check(jobs, now_s)
-            for job in jobs:
-                self._scheduler.add(job, now_s)
+            lanes = [self._lane(job) for job in jobs]
+            self._backlog.check(jobs, now_s)
+            for job, lane in zip(jobs, lanes, strict=True):
+                self._jobs.add(job, lane, now_s)
+                self._changed = True
                 if job.deadline is not None:
                     self.metrics.deadlines.labels(job.lane.name).inc()
         self._waker.ask()
 
     def check_unread(self, wait_s: float, deadline: Deadline | None) -> None:
-        """Raise if a request has no place in the queue or no time to be parsed: see Admission."""
-        with self._wake:
-            self._admission.check_unread(wait_s, deadline, self.clock())
+        """Raise if a request has no place in the queue or no time to be parsed: see Backlog."""
+        with self._lock:
+            self._backlog.check_unread(wait_s, deadline, self.clock())
 
     def check_early(self, key: LaneKey, least: int, most: tuple[int, ...], given: Deadline) -> None:
-        """Raise if a classification has no time whatever its text: see Admission."""
-        with self._wake:
+        """Raise if a classification has no time whatever its text: see Backlog."""
+        with self._lock:
             self._check_works()
-            self._admission.check_early(key, least, most, given, self.clock())
+            self._backlog.check_early(key, least, most, given, self.clock())
 
     def steps_for(
         self, key: LaneKey, choices: Sequence[int], size: GenerationSize, deadline: Deadline | None
     ) -> int:
         """Of the choices, the steps for generations that come now; raises if none is in time."""
-        with self._wake:
-            return self._admission.steps_for(key, choices, size, deadline, self.clock())
+        with self._lock:
+            return self._backlog.steps_for(key, choices, size, deadline, self.clock())
 
-    def lapse(self, *jobs: Job[Work]) -> None:
+    def lapse(self, *jobs: Job) -> None:
         """The deadline of these jobs has passed: end them now, or at their next token."""
-        with self._wake:
-            deliveries = self._executor.lapse(jobs)
-            self._wake.notify()
+        with self._lock:
+            deliveries = self._lapse(jobs)
+            self._notify()
         self._sender.send(deliveries)
 
-    def cancel(self, job: Job[Work]) -> bool:
+    def cancel(self, job: Job) -> bool:
         """The client has disconnected: drop the job now, or at its next token. No event is sent.
 
         False if it had ended.
         """
         if job.state is State.ENDED:  # most have: no need to wait for the lock
             return False
-        with self._wake:
-            if not self._scheduler.end(job):
+        with self._lock:
+            if not self._jobs.end(job):
                 return False
             self.metrics.cancelled.inc()
-            self._wake.notify()
+            self._notify()
         return True
 
-    def serve(self, served: Served) -> None:
+    def serve(self, served: Served, cost: Cost | None = None) -> None:
         """A warm model takes requests, instead of another of its name if there is one."""
-        with self._wake:
-            self._models.serve(served)
-            self._wake.notify()
+        with self._lock:
+            replaced = self.catalog.get(served.name)
+            self._add(served, cost)
+            self.catalog.put(served)
+            if replaced is not None:
+                self._leaving.append(replaced)
+            self._notify()
 
     def dismiss(self, served: Served) -> None:
         """A model takes no more requests; those it has go on."""
-        with self._wake:
-            self._models.dismiss(served)
-            self._wake.notify()
+        with self._lock:
+            self.catalog.remove(served.name)
+            self.metrics.hide(served.name)
+            self._leaving.append(served)
+            self._notify()
 
     def drain(self) -> None:
         """The process is about to end: requests from before go on, and are taken until `close`.
@@ -424,23 +354,23 @@ class Engine:
     def close(self, error: ServeError) -> None:
         """Take no more work, and end all requests with this error."""
         self.drain()
-        with self._wake:
+        with self._lock:
             self._closed = True
         self.abort(error)
 
     def abort(self, error: ServeError) -> None:
         """End all requests with this error."""
-        with self._wake:
-            deliveries = self._executor.end_all(error)
-            self._wake.notify()
+        with self._lock:
+            deliveries = self._end_all(error)
+            self._notify()
         self._sender.send(deliveries)
 
     def stop(self) -> None:
         """End the thread after the running call. Requests that are left get an error."""
         self.drain()
-        with self._wake:
+        with self._lock:
             self._closed = self._stopping = True
-            self._wake.notify()
+            self._notify()
         if self._thread is not None:
             self._thread.join()
         self._watchdog.stop()
@@ -450,48 +380,182 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while True:
-                call, lapsed = self._next_call()
-                self._sender.send(lapsed)
-                self._models.close_gone()
-                if call is not None:
-                    self._watchdog.begin(call)
-                    deliveries = self._executor.execute(call)
-                    self._watchdog.end()
-                    self.cache_bytes = self._runner.cache_bytes
-                    self._sender.send(deliveries)
-                elif self._stopping:
-                    return
+            while not self._stopping:
+                if self.step() is None:
+                    self._wait()
         except BaseException:
             self._watchdog.end()
             _log.exception("the engine stopped; restart the server")
-            with self._wake:
+            with self._lock:
                 self._dead = True
-                deliveries = self._executor.end_all(
+                deliveries = self._end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
             self._sender.send(deliveries)
 
-    def _next_call(self) -> tuple[AnyCall | None, Deliveries]:
-        """The next call, and events for jobs whose deadline cannot be met."""
-        with self._wake:
-            rested_s = self.clock() + _REST_S
-            while not self._stopping:
-                if self._models.release():
-                    return None, []
-                now_s = self.clock()
-                lapsed = self._executor.lapse(self._scheduler.lapsed(now_s))
-                call = self._scheduler.next(now_s)
-                if call is not None or lapsed:
-                    return call, lapsed
-                check = self._failing.due(now_s)
-                if check is not None:
-                    return check, []
-                wake_s = self._scheduler.wake_s()
-                if wake_s is None and self._rechecks.waiting:
-                    if now_s >= rested_s:
-                        return self._rechecks.take(), []
-                    wake_s = rested_s
-                wait_s = _IDLE_BEAT_S if wake_s is None else max(0.0, wake_s - now_s)
-                self._wake.wait(min(wait_s, _IDLE_BEAT_S))
-            return None, []
+    def step(self) -> Call | None:
+        """Plan a call, run it and deliver what it gave; None if nothing can run now."""
+        with self._lock:
+            self._changed = False
+            call, deliveries = self._plan(self.clock())
+            gone = self._release()
+        if gone:
+            # On a thread of its own, since freeing memory takes a while.
+            threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
+        self._sender.send(deliveries)
+        if call is None:
+            return None
+        self._watchdog.begin(call)
+        try:
+            result = call.by.run(call)
+        except Exception as error:  # of the model: only the requests in the call end
+            result = error
+        with self._lock:
+            deliveries = call.by.apply(call, result)
+            self._sweep()
+        self._watchdog.end()
+        self._sender.send(deliveries)
+        self._rested_s = self.clock() + _REST_S
+        return call
+
+    def _wait(self) -> None:
+        """Until something changes, or a batch or a deadline has waited long enough."""
+        with self._lock:
+            if self._changed or self._stopping:
+                return
+            lanes = list(self._classify_lanes())
+            times = [self._jobs.next_deadline_s, *[lane.wake_s for lane in lanes]]
+            wake_s = min((one for one in times if one is not None), default=None)
+            if wake_s is None and any(lane.rechecks.waiting for lane in lanes):
+                wake_s = self._rested_s
+            wait_s = _IDLE_BEAT_S if wake_s is None else max(0.0, wake_s - self.clock())
+            self._lock.wait(min(wait_s, _IDLE_BEAT_S))
+
+    # With the lock held.
+
+    def _plan(self, now_s: float) -> tuple[Call | None, Deliveries]:
+        """The next call, of the lanes in turn, and events for jobs that cannot be in time.
+
+        Without work, it is a small call of a model that threw, or the recheck of a row.
+        """
+        self._sweep()
+        lapsed = self._lapse(self._late(now_s))
+        for _ in range(len(self._turns)):
+            planner = self._turns[0]
+            self._turns.rotate(-1)
+            if (call := planner.plan(now_s)) is not None:
+                self._backlog.begin(call, now_s)
+                return call, lapsed
+        self._backlog.rest()
+        idle: list[Planner] = [model.check for model in self._models.values()]
+        if now_s >= self._rested_s:
+            idle += [lane.rechecks for lane in self._classify_lanes()]
+        calls = (planner.plan(now_s) for planner in idle)
+        return next((call for call in calls if call is not None), None), lapsed
+
+    def _notify(self) -> None:
+        self._changed = True
+        self._lock.notify()
+
+    def _late(self, now_s: float) -> list[Job]:
+        """Jobs that are too late, or cannot be in time."""
+        late = self._jobs.passed(now_s)
+        for lane in self._classify_lanes():
+            late += [job for job in lane.too_late(now_s) if job not in late]
+        return late
+
+    def _lapse(self, jobs: Iterable[Job]) -> Deliveries:
+        """End jobs whose deadline has passed or cannot be met."""
+        deliveries: Deliveries = []
+        for job in jobs:
+            assert job.deadline is not None
+            text = job.work.text if isinstance(job.work, Generation) else None
+            if self._jobs.end(job):
+                self.metrics.lapsed.labels(job.lane.name).inc()
+                error = DeadlineLapsed(job.deadline.given_s, text)
+                deliveries.append((job.work.deliver, FailedEvent(error)))
+        return deliveries
+
+    def _end_all(self, error: ServeError) -> Deliveries:
+        return [(job.work.deliver, FailedEvent(error)) for job in self._jobs if self._jobs.end(job)]
+
+    def _sweep(self) -> None:
+        """Drop what was held for jobs that have ended."""
+        if self._jobs.ended:
+            self._jobs.ended = False
+            for model in self._models.values():
+                model.sweep()
+        self.cache_bytes = sum([lane.nbytes for lane in self._common.cached()])
+
+    def _add(self, served: Served, cost: Cost | None) -> None:
+        model = LoadedModel(served, cost or new_cost(served), self._common)
+        self._models[served.key] = model
+        self.metrics.serve(served.manifest)
+
+    def _release(self) -> list[Served]:
+        """Forget models that have no users left; the caller closes them."""
+        gone = [
+            served
+            for served in self._leaving
+            if served.users.count == 0 and not self._jobs.of_model(served.key)
+        ]
+        for served in gone:
+            self._leaving.remove(served)
+            model = self._models.pop(served.key)
+            self._turns = deque(one for one in self._turns if one.model is not model)
+        return gone
+
+    def _lane(self, job: Job) -> Lane:
+        """The lane of a job. ModelGone if its model is gone; Unprocessable if it is too large."""
+        key = job.lane
+        model = self._common.model(key)
+        if key.kind != "classify":
+            needed_bytes = model.batches(key.steps).bytes_for(job.positions, 1)
+            if needed_bytes > self._common.limits.cache_bytes:
+                raise _too_large(job, needed_bytes)
+        return model.lanes.get(key) or self._open(model, key)
+
+    def _open(self, model: LoadedModel, key: LaneKey) -> Lane:
+        lane: Lane
+        if key.kind == "classify":
+            self._turns.append(classify := ClassifyLane(key, model))
+            lane = classify
+        elif key.kind == "search":
+            self._turns.append(search := SearchLane(key, model))
+            model.cached.append(search)
+            lane = search
+        else:
+            generate = self._decoding(model).open(key)
+            model.cached.append(generate)
+            lane = generate
+        model.lanes[key] = lane
+        return lane
+
+    def _decoding(self, model: LoadedModel) -> Decoding:
+        """What decodes the rungs of a model."""
+        for planner in self._turns:
+            if isinstance(planner, Decoding) and planner.model is model:
+                return planner
+        decoding = Decoding(model)
+        self._turns.extend([Prefilling(model, decoding.lanes), decoding])
+        return decoding
+
+    def _classify_lanes(self) -> Iterator[ClassifyLane]:
+        for planner in self._turns:
+            if isinstance(planner, ClassifyLane):
+                yield planner
+
+
+def _too_large(job: Job, needed_bytes: int) -> Unprocessable:
+    """The error for a generation that needs more KV cache than the server has."""
+    return Unprocessable(
+        f"the prompt and max_tokens need {needed_bytes / 2**20:.1f} MiB of cache at "
+        f"{steps_in_words(job.lane.steps)}, more than this server has: lower max_tokens or steps",
+        param="max_tokens",
+    )
+
+
+def _close(gone: Sequence[Served]) -> None:
+    for served in gone:
+        served.model.close()
+        _log.info("%s, edition %d, has left", served.name, served.edition)

@@ -1,228 +1,310 @@
-"""The queues and batches of generations and beam searches, and the KV cache memory they take.
+"""Generation: the queue and the running batch of each rung of a model, prefill and decoding.
 
 The life of a generation, whose rows join and leave the batch between two tokens only:
 
-    waiting -> prefilling -> joining -> row of the batch -> ended
-                   ^                         |
-                   +------- requeued <-------+   its cache is full: its last tokens go on
+    waiting -> prefilling -> row of the batch -> ended
+                   ^                |
+                   +-- requeued <---+   its cache is full: its last tokens go on
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Generic
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from serve.engine.cost import CostKey
-from serve.engine.job import DecodeCall, DecodePart, Job, LaneKey, Limits, Sharing, State, WorkT
+from serve.engine.job import (
+    CallKind,
+    Deliveries,
+    Event,
+    FailedEvent,
+    Job,
+    LaneKey,
+    Sharing,
+    State,
+    Waiting,
+)
+from serve.engine.loaded import Call, LoadedModel
+from serve.engine.tuner import lead_tuner, sharing_tuner, weighted_work
+from serve.engine.writing import Generation, accept_tokens, generation_of
+from serve.metrics import Metrics
+from serve.runtime import Batches, DecodeBatch, Outcome, Prefill, Segment, Speculation
+from serve.runtime.protocol import FloatArray, IntArray
 
 
-class GenerateLane(Generic[WorkT]):
-    """One rung's generations: those that wait, the one in prefill, and the rows of the batch."""
+class GenerateLane:
+    """One rung's generations: those that wait, the one in prefill, and the rows of the batch.
 
-    def __init__(
-        self,
-        key: LaneKey,
-        calls_a_token: int,
-        max_rows: int,
-        cache_bytes: Callable[[int, int], int],
-    ) -> None:
+    A row of the batch is its job: `rows` are in the order of the batch and change only together
+    with it, on the engine's thread.
+    """
+
+    def __init__(self, key: LaneKey, calls_a_token: int, batches: Batches) -> None:
         self.key = key
-        self.decode_cost_key = CostKey(key.model, "decode", key.steps)
-        self.prefill_cost_key = CostKey(key.model, "prefill", key.steps)
         self.calls_a_token = calls_a_token
-        self.waiting: deque[Job[WorkT]] = deque()
-        # Of the waiting ones: to prefill and to generate.
-        self.waiting_prompt_tokens = self.waiting_tokens = 0
-        self.requeued: deque[Job[WorkT]] = deque()  # to be prefilled again
-        self.prefilling: Job[WorkT] | None = None
-        self.joining: list[Job[WorkT]] = []  # prefilled, to become rows before the next token
-        self.rows: list[Job[WorkT]] = []  # in the order of the batch
+        self.waiting = Waiting()
+        self.requeued: list[Job] = []  # to be prefilled again
+        self.prefilling: Job | None = None
+        self.prefill: Prefill | None = None  # its own
+        self.ready = False  # whether that is done: the job joins before the next token
+        self.rows: list[Job] = []
+        self.batch: DecodeBatch | None = None
+        self.speculation: Speculation | None = None  # of the only row
+        self.leads = lead_tuner(key.steps)
         self.calls = 0  # made for the present token
         self.due = 0.0  # the call from which the lane may take part again
-        self.held_bytes = 0  # by the batch's buffers, idle rows included
-        self._over: list[Job[WorkT]] = []  # jobs whose prefill is to be freed
-        self._cache_bytes = cache_bytes  # for (rows, positions)
+        self.begun_s = 0.0  # when the present token was begun
+        self.prefill_s = 0.0  # spent on the present prefill
+        self._batches = batches
         self._most_rows = 0  # since the lane was last empty
-        self._max_rows = max_rows
-        # Asked on every request and seldom changed; None: compute again.
-        self._next_due: list[Job[WorkT]] | None = None
-        self._urgent: list[Job[WorkT]] = []
+
+    def busy(self) -> Sequence[CallKind]:
+        kinds: list[CallKind] = ["decode"] if self.rows else []
+        if (self.prefilling is not None and not self.ready) or self.requeued or self.waiting:
+            kinds.append("prefill")
+        return kinds
+
+    @property
+    def nbytes(self) -> int:
+        batch = 0 if self.batch is None else self.batch.nbytes
+        return batch + (0 if self.prefill is None else self.prefill.nbytes)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to decode, now or after the next call."""
-        return not self.rows and not self.joining
+        return not self.rows and not self.ready
 
     @property
-    def may_prefill(self) -> bool:
-        """Whether a prefill may begin. One at a time, so that one prompt's memory is enough."""
-        return self.prefilling is None and not self.joining
+    def unread(self) -> Job | None:
+        """The job whose prompt is being prefilled."""
+        return None if self.ready else self.prefilling
 
-    def occupants(self) -> list[Job[WorkT]]:
-        """Jobs that hold or were promised cache memory. A row that left to return counts once."""
+    def occupants(self) -> Sequence[Job]:
         one = [] if self.prefilling is None else [self.prefilling]
-        if not (self.requeued or self._over):
-            return [*self.rows, *self.joining, *one]
-        again = [job for job in self.requeued if job not in (*self.rows, *self._over)]
-        return [*self.rows, *self.joining, *one, *again, *self._over]
+        return [*self.rows, *one, *self.requeued]
 
-    @property
-    def next_due(self) -> list[Job[WorkT]]:
-        """The waiting jobs with a deadline among the next batchful."""
-        if self._next_due is None:
-            self._next_due = self._find_due()
-        return self._next_due
+    # The queue. With the engine's lock held.
 
-    @property
-    def urgent(self) -> list[Job[WorkT]]:
-        """The most urgent of those: whatever a token takes, one of them is late first."""
-        if self._next_due is None:
-            self._next_due = self._find_due()
-        return self._urgent
+    def add(self, job: Job) -> None:
+        self.waiting.add(job)
 
-    def add(self, job: Job[WorkT]) -> None:
-        """Put a job at the end of the queue."""
-        self.waiting.append(job)
-        self._count(job, 1)
+    def drop(self, job: Job) -> None:
+        if job.state is State.QUEUED:
+            self.waiting.take(job)
 
-    def take(self) -> Job[WorkT]:
-        """Take the oldest job off the queue."""
-        job = self.waiting.popleft()
-        self._count(job, -1)
-        return job
+    def sweep(self) -> None:
+        job = self.prefilling
+        if job is not None and job.state is State.ENDED:
+            self.prefilling, self.prefill, self.ready = None, None, False
+        self.requeued = [job for job in self.requeued if job.state is not State.ENDED]
+        if self.rows and all(job.state is State.ENDED for job in self.rows):
+            self.drop_batch()
 
-    def drop(self, job: Job[WorkT]) -> None:
-        """The job has ended. If it is a row, it leaves with the next eviction."""
-        if job is self.prefilling:
-            self.prefilling = None
-            self._over.append(job)
-        elif job in self.joining:
-            self.joining.remove(job)
-            self._over.append(job)
-        elif job in self.requeued:
-            self.requeued.remove(job)
-        elif job not in self.rows:
-            self.waiting.remove(job)
-            self._count(job, -1)
-
-    def read(self, job: Job[WorkT]) -> None:
-        """Begin the job's prefill."""
-        assert self.may_prefill
+    def read(self, job: Job) -> None:
+        """Begin the job's prefill. One at a time, so that one prompt's memory is enough."""
+        assert self.prefilling is None
         most = self._most_rows if self.occupants() else 0
-        self.prefilling = job
+        self.prefilling, self.prefill_s = job, 0.0
         self._most_rows = max(most, len(self.occupants()))
 
     def prefilled(self, full: bool) -> None:
         """The prefill is done: the job joins before the next token, unless its cache is full."""
-        job, self.prefilling = self.prefilling, None
+        job = self.prefilling
         assert job is not None
         if full:
-            self._over.append(job)
+            self.prefilling = self.prefill = None
             self.requeued.append(job)
         else:
-            self.joining.append(job)
+            self.ready = True
 
-    def forget(self) -> tuple[int, ...]:
-        """Numbers of the jobs whose prefill is to be freed now."""
-        over, self._over = self._over, []
-        return tuple(job.number for job in over)
-
-    def charged_bytes(self, extra: Job[WorkT] | None = None) -> int:
-        """The most memory that this lane holds or may come to hold, optionally with one more job.
-
-        All rows are as long as the longest, and buffers keep the size they once had. A prompt is
+    def charged_bytes(self, extra: Job | None = None) -> int:
+        """All rows are as long as the longest, and buffers keep the size they once had. A prompt is
         prefilled beside the batch and then copied into it.
         """
         inside = self.occupants()
+        held_bytes = 0 if self.batch is None else self.batch.nbytes
         jobs = inside if extra is None else [*inside, extra]
         if not jobs:
-            return self.held_bytes
+            return held_bytes
         rows = max(self._most_rows if inside else 0, len(jobs))
         positions = max(job.positions for job in jobs)
-        beside = self._cache_bytes(1, positions) if rows > 1 else 0
-        return max(self.held_bytes, self._cache_bytes(rows, positions)) + beside
+        beside = self._batches.bytes_for(positions, 1) if rows > 1 else 0
+        return max(held_bytes, self._batches.bytes_for(positions, rows)) + beside
 
-    @property
-    def dead(self) -> bool:
-        """Whether all rows have ended while a token is under way."""
-        return self.calls > 0 and all(job.state is State.ENDED for job in self.rows)
+    # The batch.
 
-    def token(self) -> DecodePart[WorkT]:
+    def next_rows(self) -> tuple[Job, ...]:
+        """The rows of the next token: those that leave have left, and the job that is ready joins.
+
+        A row whose job has ended leaves between two tokens.
+        """
+        if self.calls:
+            return tuple(self.rows)
+        rows = [job for job in self.rows if job.state is not State.ENDED]
+        if self.ready and self.prefilling is not None:
+            rows.append(self.prefilling)
+        return tuple(rows)
+
+    def token(self) -> "DecodePart":
         """A whole token for every row."""
-        evict, join = self._change()
-        return DecodePart(self.key, evict, join, tuple(self.rows))
+        return DecodePart(self, self.next_rows())
 
-    def part(self, calls: int = 1, side: int = 0) -> DecodePart[WorkT]:
+    def part(self, calls: int = 1, side: int = 0) -> "DecodePart":
         """The next calls of the token that is under way, or the first calls of the next one."""
         assert self.calls + calls <= self.calls_a_token
-        evict, join = self._change() if self.calls == 0 else ((), ())
-        begins = self.calls == 0
-        if self.rows:
-            self.calls = (self.calls + calls) % self.calls_a_token
-        ends = self.calls == 0
-        return DecodePart(
-            self.key, evict, join, tuple(self.rows), begins, ends, calls=calls, side=side
-        )
+        begins, rows = self.calls == 0, self.next_rows()
+        self.calls = (self.calls + calls) % self.calls_a_token
+        return DecodePart(self, rows, begins, self.calls == 0, calls, side)
 
-    def drop_dead_batch(self) -> DecodePart[WorkT]:
-        """Drop the batch; all its rows have ended."""
-        self.drop_batch()
-        return DecodePart(self.key, (), (), (), lost=True)
+    def open(self) -> DecodeBatch:
+        """The batch of the rows."""
+        if self.batch is None:
+            self.batch = self._batches.open_batch()
+        return self.batch
 
-    def _find_due(self) -> list[Job[WorkT]]:
-        first = islice(self.waiting, self._max_rows)
-        due = [job for job in first if job.ends_s < math.inf]
-        self._urgent = _urgent(due)
-        return due
+    def settle(self, jobs: tuple[Job, ...]) -> None:
+        """Let rows leave and join, so that these are the rows of the next token."""
+        if tuple(self.rows) == jobs:
+            return
+        self.leave([job for job in self.rows if job not in jobs])
+        if self.ready and self.prefilling in jobs:
+            assert self.prefilling is not None and self.prefill is not None
+            self.speculation = None
+            self.open().join(self.prefill)
+            self.rows.append(self.prefilling)
+            self.prefilling, self.prefill, self.ready = None, None, False
 
-    def _count(self, job: Job[WorkT], jobs: int) -> None:
-        self.waiting_prompt_tokens += jobs * job.lengths[0]
-        self.waiting_tokens += jobs * job.tokens_left
-        if jobs < 0 or len(self.waiting) <= self._max_rows:
-            self._next_due = None
-
-    def _change(self) -> tuple[tuple[int, ...], tuple[Job[WorkT], ...]]:
-        """Rows that leave and jobs that join before the next token."""
-        evict, join = self.evict(), tuple(self.joining)
-        self.rows += self.joining
-        self.joining = []
-        return evict, join
-
-    def evict(self) -> tuple[int, ...]:
-        """Remove rows that ended or are to return; the last row takes the place of each.
-
-        The indices must be applied to the runtime's batch in the same order.
-        """
-        assert self.calls == 0, "a row leaves between two tokens"
-        if not self.requeued and all(job.state is not State.ENDED for job in self.rows):
-            return ()
-        evicted = []
+    def leave(self, jobs: Sequence[Job]) -> None:
+        """Remove the rows of these jobs; the last row takes the place of each."""
+        if not jobs:
+            return
+        assert self.batch is not None
+        self.speculation = None
         row = 0
         while row < len(self.rows):
-            job = self.rows[row]
-            if job.state is State.ENDED or job in self.requeued:
+            if self.rows[row] in jobs:
+                self.batch.remove(row)
                 self.rows[row] = self.rows[-1]
                 self.rows.pop()
-                evicted.append(row)
             else:
                 row += 1
-        return tuple(evicted)
+        if not self.rows:
+            self.batch = None
 
     def drop_batch(self) -> None:
-        """The batch is lost. All its jobs must have ended."""
-        assert all(job.state is State.ENDED for job in self.rows)
+        """The batch is lost, whatever its state. All its jobs have ended."""
         self.rows.clear()
-        self.calls = self.held_bytes = 0
+        self.batch = self.speculation = None
+        self.calls = 0
 
 
-def _urgent(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
-    """The jobs that have less time than any other with as many tokens or more."""
-    found: list[Job[WorkT]] = []
-    for job in sorted(jobs, key=lambda job: (job.ends_s, -job.tokens_left)):
-        if not found or job.tokens_left > found[-1].tokens_left:
-            found.append(job)
-    return found
+class DecodePart(NamedTuple):
+    """A lane's part of a decode call.
+
+    Rows change only between two tokens. A part that neither begins nor ends a token is a step
+    between.
+    """
+
+    lane: GenerateLane
+    jobs: tuple[Job, ...]  # all rows; those that join come last
+    begins: bool = True
+    ends: bool = True
+    calls: int = 1  # of the one-step graph, unless the token is whole
+    side: int = 0  # of those that run in parallel
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole token."""
+        return self.begins and self.ends
+
+
+class DecodeCall(NamedTuple):
+    """Rows of several lanes of one model, or a whole token for one lane."""
+
+    parts: tuple[DecodePart, ...]
+    contended: bool = False  # whether several lanes have rows to decode
+    parallel: bool = False  # sides run on a thread each, not in one call
+
+
+class Decoded(NamedTuple):
+    """What one decode call has given."""
+
+    begun_s: float
+    ran_s: float
+    failed: dict[GenerateLane, Exception]  # lanes whose batch is lost
+    longest: int  # cached positions of a row of the first part
+    events: list[tuple[Job, Event]]  # of lanes whose token ends
+
+
+class Prefilled(NamedTuple):
+    """What one prefill call has given."""
+
+    begun_s: float
+    ran_s: float
+    positions: int
+    length: int  # of what was read
+    events: list[tuple[Job, Event]] | None  # after the last piece, the first token
+
+
+class Prefilling:
+    """The prefill of one model's prompts, piece by piece, its rungs in turn."""
+
+    def __init__(self, model: LoadedModel, lanes: Mapping[LaneKey, GenerateLane]) -> None:
+        self.model = model
+        self._lanes = lanes
+        self._turns: deque[LaneKey] = deque()
+
+    def plan(self, now_s: float) -> Call | None:
+        self._turns.extend([key for key in self._lanes if key not in self._turns])
+        for _ in range(len(self._turns)):
+            self._turns.rotate(-1)
+            lane = self._lanes[self._turns[-1]]
+            if lane.prefilling is None and lane.requeued:
+                lane.read(lane.requeued.pop(0))
+            elif lane.prefilling is None and lane.waiting and self.model.common.may_enter(lane):
+                job = lane.waiting.take(lane.waiting[0])
+                self.model.common.jobs.start(job, now_s)
+                lane.read(job)
+            if lane.unread is not None:
+                return Call(self, lane.key, "prefill", (lane.unread,))
+        return None
+
+    def run(self, call: Call) -> Prefilled:
+        lane, (job,) = self._lanes[call.lane], call.jobs
+        begun_s = self.model.common.clock()
+        if lane.prefill is None:
+            tokens = np.array(generation_of(job).prompt, np.int64)
+            lane.prefill = lane.open().read(tokens, job.positions)
+        logits = lane.prefill.advance()  # (V,)
+        ran_s = self.model.common.clock()
+        positions = lane.prefill.positions
+        # The source of a translation has no positions.
+        length = max(positions, len(generation_of(job).prompt))
+        events = None if logits is None else accept_tokens([job], logits[None])
+        return Prefilled(begun_s, ran_s, positions, length, events)
+
+    def apply(self, call: Call, result: Prefilled | Exception) -> Deliveries:
+        model, lane, (job,) = self.model, self._lanes[call.lane], call.jobs
+        if isinstance(result, Exception):
+            return model.fail(lane.key, call.jobs, result)
+        begun_s, ran_s, positions, length, events = result
+        model.cost.observe_usual((lane.key, "prefill"), ran_s - begun_s)
+        model.worked()
+        lane.prefill_s += ran_s - begun_s
+        if events is None:
+            return []
+        model.cost.observe(CostKey("prefill", lane.key.steps), 1, length, lane.prefill_s)
+        model.count_call(lane.key, "prefill", 1)
+        lane.prefilled(full=positions >= generation_of(job).request.window)
+        return take_in(model, events, ran_s)
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        (job,) = call.jobs
+        key, cost = call.lane, self.model.cost
+        predicted = cost.call_s(CostKey("prefill", key.steps), 1, job.lengths[0])
+        return [cost.usual_s((key, "prefill")), predicted]
 
 
 # How the rungs of one model share the machine. They may share calls of the one-step graph, or run
@@ -232,72 +314,73 @@ def _urgent(jobs: Iterable[Job[WorkT]]) -> list[Job[WorkT]]:
 # steps. Where a shared call has room left, other rungs join it. Parallel rungs have no such room,
 # and get the cube root.
 
-
 _MEETINGS = 2  # of parallel rungs per token of the longest
 _BESIDE_ROWS = 1  # fixed cost of a call, in rows
 _PARALLEL_SHARE = 2 / 3  # calls of M steps go with M to this power
 
 
-class DecodeLanes(Generic[WorkT]):
-    """The generate lanes of one model, and which of them decode in the next call.
+class Decoding:
+    """The decoding of one model: which of its rungs take part in the next call, and that call.
 
-    Each is due again after as many calls as its share allows.
+    Each rung is due again after as many calls as its share allows.
     """
 
-    def __init__(self, most_lanes: int, sides: int) -> None:
-        self.most_lanes = most_lanes  # that may share a call
-        self.sides = sides  # that may run in parallel
-        self.sharing: Sharing = "shared" if most_lanes > 1 else "alternating"
-        self._lanes: dict[LaneKey, GenerateLane[WorkT]] = {}
-        self._readers: deque[GenerateLane[WorkT]] = deque()
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.lanes: dict[LaneKey, GenerateLane] = {}
+        mix = model.runtime.mix()
+        self._mix = mix
+        self.most_lanes = 1 if mix is None else mix.most_batches  # that may share a call
+        self.sides = 1 if mix is None else mix.sides  # that may run in parallel
+        model.sharing = "shared" if self.most_lanes > 1 else "alternating"
+        self.tuner = sharing_tuner(self.most_lanes, self.sides)
         self._calls = 0.0
-        self._active: list[GenerateLane[WorkT]] = []
+        self._active: list[GenerateLane] = []
 
-    def __iter__(self) -> Iterator[GenerateLane[WorkT]]:
-        return iter(self._lanes.values())
-
-    def open(self, lane: GenerateLane[WorkT]) -> None:
-        self._lanes[lane.key] = lane
-        self._readers.append(lane)
-
-    def readers(self) -> Iterator[GenerateLane[WorkT]]:
-        """The lanes in the order in which they may prefill; the last one asked goes to the end."""
-        for _ in range(len(self._readers)):
-            self._readers.rotate(-1)
-            yield self._readers[-1]
+    def open(self, key: LaneKey) -> GenerateLane:
+        """Open the lane of a rung."""
+        calls = key.steps if self.most_lanes > 1 else 1
+        lane = GenerateLane(key, calls, self.model.batches(key.steps))
+        self.lanes[key] = lane
+        return lane
 
     def share(self, sharing: Sharing) -> None:
         """Change how rungs share the machine; no lane keeps a lead from before."""
-        if sharing != self.sharing:
-            self.sharing = sharing
-            self._calls = min((lane.due for lane in self._lanes.values()), default=self._calls)
-            for lane in self._lanes.values():
+        if sharing != self.model.sharing:
+            self.model.sharing = sharing
+            self._calls = min((lane.due for lane in self.lanes.values()), default=self._calls)
+            for lane in self.lanes.values():
                 lane.due = self._calls
 
-    def decode(self, most_rows: int) -> DecodeCall[WorkT] | None:
-        """The next decode call."""
-        lanes = [lane for lane in self._lanes.values() if not lane.idle]
+    # Plan.
+
+    def plan(self, now_s: float) -> Call | None:
+        planned = self._plan()
+        if planned is None:
+            return None
+        jobs = [job for part in planned.parts for job in part.jobs]
+        return Call(self, planned.parts[0].lane.key, "decode", jobs, planned)
+
+    def _plan(self) -> DecodeCall | None:
+        lanes = [lane for lane in self.lanes.values() if not lane.idle]
         self._activate(lanes)
         if not lanes:
             return None
-        dead = [lane for lane in lanes if lane.dead]
-        if dead:
-            return DecodeCall(tuple(lane.drop_dead_batch() for lane in dead))
         if len(lanes) == 1 and lanes[0].calls == 0:
             return DecodeCall((lanes[0].token(),))
-        if self.sharing == "alternating":
+        if self.model.sharing == "alternating":
             return DecodeCall((self._turn(lanes),), len(lanes) > 1)
-        if self.sharing == "parallel" and len(lanes) > 1:
+        if self.model.sharing == "parallel" and len(lanes) > 1:
             return DecodeCall(self._parallel(lanes), contended=True, parallel=True)
         longest = max(lane.calls_a_token for lane in lanes)
-        chosen = self._fitting(lanes, most_rows)
+        chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
         latest = _latest(lanes[0], longest)
         for lane in chosen:
             lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
         return DecodeCall(tuple(lane.part() for lane in chosen), len(lanes) > 1)
 
-    def _turn(self, lanes: list[GenerateLane[WorkT]]) -> DecodePart[WorkT]:
+    def _turn(self, lanes: list[GenerateLane]) -> DecodePart:
         """A whole token of the lane that is due, once no token is under way."""
         first = min(lanes, key=lambda lane: (lane.calls == 0, lane.due))
         if first.calls:
@@ -305,7 +388,7 @@ class DecodeLanes(Generic[WorkT]):
         first.due += 1
         return first.token()
 
-    def _parallel(self, lanes: list[GenerateLane[WorkT]]) -> tuple[DecodePart[WorkT], ...]:
+    def _parallel(self, lanes: list[GenerateLane]) -> tuple[DecodePart, ...]:
         """As many calls of each lane as fill all sides equally, most overdue lane first."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
@@ -313,7 +396,7 @@ class DecodeLanes(Generic[WorkT]):
         latest = _latest(lanes[0], longest)
         most = max(1, longest // _MEETINGS)
         wanted = [min(most, lane.calls_a_token - lane.calls) for lane in lanes]
-        costs = [len(lane.rows) + len(lane.joining) + _BESIDE_ROWS for lane in lanes]
+        costs = [len(lane.rows) + lane.ready + _BESIDE_ROWS for lane in lanes]
         room = max(calls * cost for calls, cost in zip(wanted, costs, strict=True))
         rooms = [room] * min(self.sides, len(lanes))
         parts = []
@@ -327,7 +410,7 @@ class DecodeLanes(Generic[WorkT]):
                 parts.append(lane.part(calls, side))
         return tuple(parts)
 
-    def _activate(self, lanes: list[GenerateLane[WorkT]]) -> None:
+    def _activate(self, lanes: list[GenerateLane]) -> None:
         """Lanes that became busy are due now, like the others."""
         if lanes == self._active:
             return
@@ -338,23 +421,229 @@ class DecodeLanes(Generic[WorkT]):
                 lane.due = min(now, self._calls)
         self._active = list(lanes)
 
-    def _fitting(
-        self, lanes: list[GenerateLane[WorkT]], most_rows: int
-    ) -> list[GenerateLane[WorkT]]:
+    def _fitting(self, lanes: list[GenerateLane], most_rows: int) -> list[GenerateLane]:
         """Lanes that fit into one call, most overdue first; at least one."""
         lanes.sort(key=lambda lane: lane.due)
         self._calls = max(self._calls, lanes[0].due)
-        chosen: list[GenerateLane[WorkT]] = []
+        chosen: list[GenerateLane] = []
         rows = 0
         for lane in lanes:
-            more = len(lane.rows) + len(lane.joining)
+            more = len(lane.rows) + lane.ready
             if not chosen or (rows + more <= most_rows and len(chosen) < self.most_lanes):
                 chosen.append(lane)
                 rows += more
         return chosen
 
+    # Run.
 
-def _latest(first: GenerateLane[WorkT], longest: int) -> float:
+    def run(self, call: Call) -> Decoded:
+        begun_s = self.model.common.clock()
+        planned: DecodeCall = call.what
+        failed: dict[GenerateLane, Exception] = {}
+        parts: list[DecodePart] = []
+        for part in planned.parts:
+            try:
+                part.lane.settle(part.jobs)
+                parts.append(part)
+            except Exception as error:
+                failed[part.lane] = error
+        found: dict[GenerateLane, Outcome] = {}
+        if parts:
+            try:
+                found = self._compute(parts, planned.parallel)
+            except Exception as error:
+                found = {part.lane: error for part in parts}
+        ran_s = self.model.common.clock()
+        failed |= {lane: one for lane, one in found.items() if isinstance(one, Exception)}
+        parts = [part for part in parts if part.lane not in failed]
+        longest = max(parts[0].lane.open().lengths) if parts else 0
+        for part in parts:
+            if part.begins:
+                part.lane.begun_s = begun_s
+        events = self._end_token([part for part in parts if part.ends], found)
+        return Decoded(begun_s, ran_s, failed, longest, events)
+
+    def _compute(self, parts: Sequence[DecodePart], parallel: bool) -> dict[GenerateLane, Outcome]:
+        """Logits (B, V) of lanes whose token ends, or the error of a lane that failed."""
+        if len(parts) == 1 and parts[0].whole:
+            return {parts[0].lane: self._token(parts[0])}
+        tokens = {part.lane: _last_tokens(part) for part in parts if part.begins}
+        for lane in tokens:
+            lane.speculation = None
+        mix = self._mix
+        assert mix is not None, "lanes that do not go step by step"
+        if parallel:
+            sides: defaultdict[int, list[DecodePart]] = defaultdict(list)
+            for part in parts:
+                sides[part.side].append(part)
+            outcomes = mix.parallel(
+                [
+                    [Segment(part.lane.open(), part.calls, tokens.get(part.lane)) for part in side]
+                    for side in sides.values()
+                ]
+            )
+            return {
+                part.lane: outcome
+                for side, found in zip(sides.values(), outcomes, strict=True)
+                for part, outcome in zip(side, found, strict=True)
+            }
+        if tokens:
+            mix.begin([lane.open() for lane in tokens], list(tokens.values()))
+        mix.advance([part.lane.open() for part in parts])
+        ending = [part.lane for part in parts if part.ends]
+        logits = mix.end([lane.open() for lane in ending]) if ending else []
+        return dict(zip(ending, logits, strict=True))
+
+    def _token(self, part: DecodePart) -> FloatArray:
+        """Logits (B, V) after the last tokens of all rows; a row that is alone may speculate."""
+        lane = part.lane
+        if self._may_speculate(part) and (lead := lane.leads.option):
+            return self._speculate(lane, generation_of(part.jobs[0]), lead)
+        lane.speculation = None
+        return lane.open().step(_last_tokens(part))
+
+    def _may_speculate(self, part: DecodePart) -> bool:
+        allowed = self.model.common.limits.speculate and part.lane.key.steps > 1
+        return allowed and len(part.jobs) == 1 and self._mix is not None and self._mix.can_speculate
+
+    def _speculate(self, lane: GenerateLane, work: Generation, lead: int) -> FloatArray:
+        """Logits (1, V) after the row's last token, which may be under way already."""
+        speculation = lane.speculation
+        if speculation is None or speculation.lead != lead:
+            assert self._mix is not None
+            speculation = lane.speculation = self._mix.speculation(lane.open(), lead)
+        begun = speculation.tokens[:1]
+        drafted_right = begun == [work.last_token]
+        if begun:
+            self.model.common.metrics.accepted.labels(lane.key.name).inc(drafted_right)
+        if not drafted_right:
+            speculation.keep(0)
+            speculation.begin(work.last_token)
+        while True:
+            output = speculation.advance()
+            if output.drafts is not None:
+                self._draft(lane, work, output.drafts, done=output.last is not None)
+            if output.last is not None:
+                return output.last[None]
+
+    def _draft(self, lane: GenerateLane, work: Generation, logits: FloatArray, done: bool) -> None:
+        """Begin the first position whose draft, from logits (P, V), is new or has changed."""
+        speculation = lane.speculation
+        assert speculation is not None
+        begun = speculation.tokens
+        for behind, token in enumerate(work.drafts(logits, ahead=done), start=1):
+            if begun[behind : behind + 1] != [token]:
+                speculation.keep(behind)
+                if speculation.room > 0:
+                    speculation.begin(token)
+                    self.model.common.metrics.drafted.labels(lane.key.name).inc()
+                return
+
+    def _end_token(
+        self, parts: Sequence[DecodePart], found: Mapping[GenerateLane, Outcome]
+    ) -> list[tuple[Job, Event]]:
+        """Choose a token for each job from its logits (B, V); rows that are over leave."""
+        logits = [one for part in parts if isinstance(one := found[part.lane], np.ndarray)]
+        if not logits:
+            return []
+        jobs = [job for part in parts for job in part.jobs]
+        events = accept_tokens(jobs, logits[0] if len(logits) == 1 else np.concatenate(logits))
+        failed = {job for job, event in events if isinstance(event, FailedEvent)}
+        for part in parts:
+            lane, over = part.lane, []
+            for job, length in zip(part.jobs, lane.open().lengths, strict=True):
+                work = generation_of(job)
+                if job.state is State.ENDED or job in failed or work.finish_reason is not None:
+                    over.append(job)
+                elif length >= work.request.window:
+                    lane.requeued.append(job)
+                    over.append(job)
+            lane.leave(over)
+        return events
+
+    # Apply.
+
+    def apply(self, call: Call, result: Decoded | Exception) -> Deliveries:
+        assert isinstance(result, Decoded), "run catches what the runtime throws"
+        model, planned = self.model, call.what
+        begun_s, ran_s, failed, longest, events = result
+        parts = [part for part in planned.parts if part.lane not in failed]
+        single = len(planned.parts) == len(parts) == 1 and parts[0].whole
+        if parts:
+            model.worked()
+            done = self._count(parts, single)
+            if planned.contended and not failed:
+                self.tuner.observe(done, ran_s - begun_s)
+                self.share(self.tuner.option)
+        deliveries: Deliveries = []
+        for lane, error in failed.items():
+            # The caches of its batch may be in any state, so all its jobs end.
+            deliveries += model.fail(lane.key, _jobs_of(lane, planned), error)
+            lane.drop_batch()
+        for part in parts:
+            if part.ends:
+                model.cost.observe_usual((part.lane.key, "decode"), ran_s - part.lane.begun_s)
+        deliveries += take_in(model, events, ran_s)
+        if single:  # in a shared call others would make it seem slower
+            # Including what follows the call, since the next call waits for that too.
+            (part,), spent_s = parts, model.common.clock() - begun_s
+            cost_key = CostKey("decode", part.lane.key.steps)
+            model.cost.observe(cost_key, len(part.jobs), longest, spent_s)
+            if self._may_speculate(part):
+                part.lane.leads.observe(1, spent_s)
+        return deliveries
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        cost, known = self.model.cost, []
+        for part in call.what.parts:
+            key, length = part.lane.key, max(job.positions for job in part.jobs)
+            known.append(cost.usual_s((key, "decode")))
+            known.append(cost.call_s(CostKey("decode", key.steps), len(part.jobs), length))
+        return known
+
+    def _count(self, parts: Sequence[DecodePart], single: bool) -> float:
+        """Count the work in the metrics; returns it weighted for the tuner."""
+        total, metrics = 0.0, self.model.common.metrics
+        rows = sum(len(part.jobs) for part in parts)
+        metrics.batch_rows.labels(self.model.name, "decode").observe(rows)
+        for part in parts:
+            key = part.lane.key
+            steps = key.steps if single else part.calls
+            metrics.stepped(key, "decode", len(part.jobs), steps, self.model.nfe(key.steps))
+            total += weighted_work(key, len(part.jobs) * steps)
+        return total
+
+
+def take_in(model: LoadedModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:
+    """Deliver tokens and end jobs."""
+    deliveries: Deliveries = []
+    counter = TokenCounter(model.common.metrics, now_s)
+    for job, event in events:
+        if job.state is State.ENDED:
+            continue  # the client disconnected during the call
+        if isinstance(event, FailedEvent):
+            model.end(job, event, deliveries)
+            continue
+        work = generation_of(job)
+        counter.note(job, work)
+        if work.request.stream:
+            deliveries.append((work.deliver, event))
+        if work.finish_reason is not None:
+            model.end(job, work.finished(job.span(now_s)), deliveries)
+    counter.count()
+    return deliveries
+
+
+def _last_tokens(part: DecodePart) -> IntArray:
+    """The input token of each row (B,)."""
+    return np.array([generation_of(job).last_token for job in part.jobs], np.int64)
+
+
+def _jobs_of(lane: GenerateLane, planned: DecodeCall) -> list[Job]:
+    return [job for part in planned.parts if part.lane is lane for job in part.jobs]
+
+
+def _latest(first: GenerateLane, longest: int) -> float:
     """The latest a lane is due when `first` is due first.
 
     Calls it got because there was room do not count against it: no lane gets further ahead than a
@@ -372,101 +661,34 @@ def _share(calls: int, longest: int) -> float:
     return tokens * calls / longest
 
 
-class SearchLane(Generic[WorkT]):
-    """One rung's beam searches. Each is a batch of its own; a call is one step of one search."""
+class TokenCounter:
+    """Counts the tokens of one call in the metrics, once for all rows that are alike."""
 
-    def __init__(self, key: LaneKey, cache_bytes: Callable[[int, int], int]) -> None:
-        self.key = key
-        self.waiting: deque[Job[WorkT]] = deque()
-        self.running: deque[Job[WorkT]] = deque()
-        self._over: list[Job[WorkT]] = []
-        self._cache_bytes = cache_bytes  # for (rows, positions)
+    def __init__(self, metrics: Metrics, now_s: float) -> None:
+        self._metrics = metrics
+        self._now_s = now_s
+        # Rows by lane and time of their last token; None for the first token.
+        self._rows: Counter[tuple[LaneKey, float | None]] = Counter()
 
-    def occupants(self) -> list[Job[WorkT]]:
-        """Jobs that hold or were promised memory."""
-        return [*self.running, *self._over]
+    def note(self, job: Job, work: Generation) -> None:
+        """The job has one more token."""
+        self._rows[job.lane, work.last_token_s] += 1
+        if work.last_token_s is None:
+            self._note_first(job)
+        work.last_token_s = self._now_s
+        job.tokens_left -= 1
 
-    def charged_bytes(self, extra: Job[WorkT] | None = None) -> int:
-        """The memory that this lane holds or may come to hold, optionally with one more job."""
-        jobs = self.occupants() if extra is None else [*self.occupants(), extra]
-        return sum(self._cache_bytes(1, job.positions) for job in jobs)
+    def count(self) -> None:
+        """Update the metrics, once all jobs are noted."""
+        for (lane, since_s), rows in self._rows.items():
+            self._metrics.tokens.labels(lane.name).inc(rows)
+            if since_s is not None:
+                between = self._metrics.inter_token_seconds.labels(lane.name, str(lane.steps))
+                between.observe_all(self._now_s - since_s, rows)
 
-    def add(self, job: Job[WorkT]) -> None:
-        """Put a job at the end of the queue."""
-        self.waiting.append(job)
-
-    def enter(self, job: Job[WorkT]) -> None:
-        """The job runs from now on, after the running ones."""
-        self.running.append(job)
-
-    def drop(self, job: Job[WorkT]) -> None:
-        """The job has ended."""
-        if job.state is State.QUEUED:
-            self.waiting.remove(job)
-        else:
-            self.running.remove(job)
-            self._over.append(job)
-
-    def forget(self) -> tuple[Job[WorkT], ...]:
-        """Jobs whose memory is to be freed now."""
-        over, self._over = tuple(self._over), []
-        return over
-
-    def turn(self) -> Job[WorkT] | None:
-        """The search that runs its next step; they alternate."""
-        if not self.running:
-            return None
-        self.running.rotate(-1)
-        return self.running[-1]
-
-
-CachedLane = GenerateLane[WorkT] | SearchLane[WorkT]
-
-
-class CacheMemory(Generic[WorkT]):
-    """Decides which waiting job may take KV cache memory next: by age, within the limit."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        generate: Mapping[LaneKey, GenerateLane[WorkT]],
-        search: Mapping[LaneKey, SearchLane[WorkT]],
-    ) -> None:
-        self._limits = limits
-        self._generate, self._search = generate, search
-
-    def __iter__(self) -> Iterator[CachedLane[WorkT]]:
-        yield from self._generate.values()
-        yield from self._search.values()
-
-    @property
-    def charged_bytes(self) -> int:
-        """Memory that running jobs hold or were promised."""
-        return sum(lane.charged_bytes() for lane in self)
-
-    def may_enter(self, lane: CachedLane[WorkT]) -> bool:
-        """Whether there is a slot and memory for the next job of this lane.
-
-        A job does not take memory that an older job of another lane waits for.
-        """
-        number = lane.waiting[0].number
-        free_bytes = self._limits.cache_bytes - self.charged_bytes - _growth_bytes(lane)
-        return (
-            self._has_room(lane)
-            and free_bytes >= 0
-            and not any(
-                other.waiting
-                and other.waiting[0].number < number
-                and self._has_room(other)
-                and _growth_bytes(other) > free_bytes
-                for other in self
-            )
-        )
-
-    def _has_room(self, lane: CachedLane[WorkT]) -> bool:
-        return len(lane.occupants()) < self._limits.decode_rows
-
-
-def _growth_bytes(lane: CachedLane[WorkT]) -> int:
-    """The memory that the next job of this lane would add."""
-    return lane.charged_bytes(lane.waiting[0]) - lane.charged_bytes()
+    def _note_first(self, job: Job) -> None:
+        assert job.started_s is not None
+        labels = job.lane.name, str(job.lane.steps)
+        job.first_token_s = self._now_s
+        self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
+        self._metrics.first_token_seconds.labels(*labels).observe(self._now_s - job.queued_s)

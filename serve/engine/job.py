@@ -1,19 +1,18 @@
-"""A job, and the rest of what the engine plans with: lanes, calls, limits, deadlines and events.
+"""A job, and the rest of what the engine plans with: lanes, limits, deadlines and events.
 
 Plain values, so that planning runs in a simulator.
 """
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 from serve.bundle.manifest import model_name
 from serve.errors import ServeError
-
-WorkT = TypeVar("WorkT")
 
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
@@ -65,12 +64,30 @@ class State(Enum):
     ENDED = "ended"
 
 
+class Work:
+    """What a job computes: a classification, a generation or a beam search."""
+
+    deliver: "Deliver"
+
+
+class Queue(Protocol):
+    """The lane that a job is in."""
+
+    def add(self, job: "Job") -> None:
+        """Put a job at the end of the queue."""
+        ...
+
+    def drop(self, job: "Job") -> None:
+        """The job is ending. What of it runs leaves at the next plan."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
-class Job(Generic[WorkT]):
-    """One request in the scheduler."""
+class Job:
+    """One request in the engine; of several texts to generate, one of them. A row is a job."""
 
     lane: LaneKey
-    work: WorkT
+    work: Work
     lengths: tuple[int, ...]  # tokens of each row; a generation has one row, its prompt
     positions: int = 0  # the most cached positions of a generation or search
     may_pad: bool = True  # whether rows may be padded to the length of others
@@ -81,7 +98,8 @@ class Job(Generic[WorkT]):
     admitted: bool = False  # admission has checked it when its steps were chosen
     state: State = State.QUEUED
     request_id: str = ""  # for logs
-    number: int = -1  # order of arrival, set by the scheduler
+    number: int = -1  # order of arrival
+    queue: Queue | None = None  # the lane that it is in
     queued_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
@@ -94,86 +112,20 @@ class Job(Generic[WorkT]):
         self.rows_left = len(self.lengths)
         self.ends_s = math.inf if self.deadline is None else self.deadline.ends_s
 
-
-@dataclass(frozen=True, slots=True)
-class ClassifyCall(Generic[WorkT]):
-    """Run these rows together: (job, index of the row in the job)."""
-
-    lane: LaneKey
-    rows: tuple[tuple[Job[WorkT], int], ...]
-    steps: int
-    seconds: float  # predicted
-
-    @property
-    def length(self) -> int:
-        """The length to which all rows are padded."""
-        return max(job.lengths[row] for job, row in self.rows)
-
-    @property
-    def rung(self) -> LaneKey:
-        """The rung that the rows run on."""
-        return self.lane._replace(steps=self.steps, late=False)
+    def span(self, now_s: float) -> "Span":
+        """When the job waited and ran."""
+        assert self.started_s is not None
+        return Span(self.queued_s, self.started_s, now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCall(Generic[WorkT]):
-    """Free the prefill of jobs that are over, then prefill a piece of the job's prompt, if any."""
-
-    lane: LaneKey
-    over: tuple[int, ...]  # job numbers
-    job: Job[WorkT] | None
+def request_ids(jobs: Iterable[Job]) -> list[str]:
+    """The ids of the requests of these jobs, each once."""
+    return list(dict.fromkeys(job.request_id for job in jobs if job.request_id))
 
 
-class DecodePart(NamedTuple, Generic[WorkT]):
-    """A lane's part of a decode call: remove `evict` in order, append `join`, then run the rows.
-
-    Rows change only between two tokens. A part that neither begins nor ends a token is a step
-    between. `lost`: drop the batch instead.
-    """
-
-    lane: LaneKey
-    evict: tuple[int, ...]
-    join: tuple[Job[WorkT], ...]
-    jobs: tuple[Job[WorkT], ...]  # all rows; those that joined come last
-    begins: bool = True
-    ends: bool = True
-    lost: bool = False
-    calls: int = 1  # of the one-step graph, unless the token is whole
-    side: int = 0  # of those that run in parallel
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is a whole token."""
-        return self.begins and self.ends
-
-
-class DecodeCall(NamedTuple, Generic[WorkT]):
-    """Rows of several lanes of one model, or a whole token for one lane."""
-
-    parts: tuple[DecodePart[WorkT], ...]
-    contended: bool = False  # whether several lanes have rows to decode
-    parallel: bool = False  # sides run on a thread each, not in one call
-
-    @property
-    def model(self) -> str:
-        return self.parts[0].lane.model
-
-    @property
-    def lane(self) -> LaneKey:
-        """One of its lanes."""
-        return self.parts[0].lane
-
-
-@dataclass(frozen=True, slots=True)
-class SearchCall(Generic[WorkT]):
-    """Free the memory of searches that are over, then run one step of the job's search, if any."""
-
-    lane: LaneKey
-    over: tuple[Job[WorkT], ...]
-    job: Job[WorkT] | None
-
-
-Call = ClassifyCall[WorkT] | PrefillCall[WorkT] | DecodeCall[WorkT] | SearchCall[WorkT]
+def in_requests(ids: list[str]) -> str:
+    """The ids as part of a log message."""
+    return f" in request {', '.join(ids)}" if ids else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,27 +154,92 @@ class Limits:
             raise ValueError("degrade_wait_s must be greater than 0, or None")
 
 
-class Deadlines(Generic[WorkT]):
-    """The deadlines of all jobs, next one first. Jobs that have ended drop out over time."""
+class Waiting(deque[Job]):
+    """Jobs that wait, oldest first, and the tokens that they have to prefill and to generate."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Job[WorkT]]] = []
+        super().__init__()
+        self.prompt_tokens = self.tokens = 0
+
+    def add(self, job: Job) -> None:
+        """Put a job at the end of the queue."""
+        self.append(job)
+        self.prompt_tokens += job.lengths[0]
+        self.tokens += job.tokens_left
+
+    def take(self, job: Job) -> Job:
+        """Take a job off the queue."""
+        self.remove(job)
+        self.prompt_tokens -= job.lengths[0]
+        self.tokens -= job.tokens_left
+        return job
+
+
+class Jobs:
+    """The jobs that have not ended, and their deadlines. Call with the engine's lock held."""
+
+    def __init__(self) -> None:
+        self.queued = 0
+        self.ended = False  # whether a job has ended since somebody last looked
+        self._live: dict[int, Job] = {}  # by number, so oldest first
+        self._deadlines: list[tuple[float, int, Job]] = []  # a heap; may hold ended jobs
+        self._arrivals = 0
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._live.values()))
 
     @property
-    def next_s(self) -> float | None:
-        """The next deadline; its job may have ended."""
-        return self._heap[0][0] if self._heap else None
+    def running(self) -> int:
+        """Jobs of which some part has run."""
+        return len(self._live) - self.queued
 
-    def add(self, job: Job[WorkT]) -> None:
-        """Watch a numbered job, if it has a deadline."""
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    def of_model(self, model: str) -> bool:
+        """Whether there are jobs of this model."""
+        return any(job.lane.model == model for job in self._live.values())
+
+    def add(self, job: Job, queue: Queue, now_s: float) -> None:
+        """Queue a job in its lane."""
+        assert job.state is State.QUEUED and job.lengths
+        job.number, job.queued_s, job.queue = self._arrivals, now_s, queue
+        self._arrivals += 1
+        self._live[job.number] = job
         if job.deadline is not None:
-            heappush(self._heap, (job.deadline.ends_s, job.number, job))
+            heappush(self._deadlines, (job.deadline.ends_s, job.number, job))
+        self.queued += 1
+        queue.add(job)
 
-    def passed(self, now_s: float) -> list[Job[WorkT]]:
+    def start(self, job: Job, now_s: float) -> None:
+        """A part of the job runs now."""
+        if job.state is State.QUEUED:
+            job.state, job.started_s = State.RUNNING, now_s
+            self.queued -= 1
+
+    def end(self, job: Job) -> bool:
+        """The job is over, for whatever reason; False if it was before."""
+        if job.state is State.ENDED:
+            return False
+        del self._live[job.number]
+        if job.state is State.QUEUED:
+            self.queued -= 1
+        assert job.queue is not None
+        job.queue.drop(job)
+        job.state, job.queue, self.ended = State.ENDED, None, True
+        return True
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """The next deadline; its job may have ended."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def passed(self, now_s: float) -> list[Job]:
         """Jobs whose deadline has passed and that have not ended; each is returned once."""
         late = []
-        while self._heap and self._heap[0][0] <= now_s:
-            job = heappop(self._heap)[2]
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            job = heappop(self._deadlines)[2]
             if job.state is not State.ENDED:
                 late.append(job)
         return late
@@ -317,3 +334,4 @@ class FailedEvent:
 
 Event = TokenEvent | GeneratedEvent | ClassifiedEvent | FailedEvent
 Deliver = Callable[[Event], None]
+Deliveries = list[tuple[Deliver, Event]]

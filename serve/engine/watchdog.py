@@ -9,26 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from serve.engine.cost import CallTimes, CostKey, LatencyModel
-from serve.engine.execute import (
-    CheckCall,
-    FailingModels,
-    RecheckCall,
-    Runner,
-    in_requests,
-    request_ids,
-)
-from serve.engine.job import (
-    Call,
-    CallKind,
-    ClassifyCall,
-    DecodeCall,
-    Job,
-    LaneKey,
-    PrefillCall,
-    SearchCall,
-)
-from serve.engine.work import Work
+from serve.engine.job import in_requests, request_ids
+from serve.engine.loaded import Call
 from serve.errors import ModelFailure, ServeError
 from serve.metrics import Metrics
 
@@ -169,8 +151,6 @@ class Watchdog(Generic[CallT]):
                 self._asked = False
 
 
-AnyCall = Call[Work] | CheckCall | RecheckCall
-
 _log = logging.getLogger("stepdial")
 
 
@@ -178,32 +158,21 @@ class EngineStallPolicy:
     """Interrupts late calls of the engine through the runtime; if that fails, ends the process."""
 
     def __init__(
-        self,
-        runner: Runner,
-        times: CallTimes,
-        latency: LatencyModel,
-        failing: FailingModels,
-        metrics: Metrics,
-        abort: Callable[[ServeError], None],
-        leave: Callable[[], None],
+        self, metrics: Metrics, abort: Callable[[ServeError], None], leave: Callable[[], None]
     ) -> None:
-        self._runner = runner
-        self._times = times
-        self._latency = latency
-        self._failing = failing
         self._metrics = metrics
         self._abort = abort
         self._leave = leave
 
-    def usual_s(self, call: AnyCall) -> float | None:
-        if self._runner.opening(call.lane):
+    def usual_s(self, call: Call) -> float | None:
+        if call.by.model.runtime.opening:
             return None
-        known = [seconds for seconds in self._known_s(call) if seconds]
+        known = [seconds for seconds in call.by.usual_s(call) if seconds]
         return max(known, default=None)
 
-    def interrupt(self, call: AnyCall, seconds: float) -> None:
+    def interrupt(self, call: Call, seconds: float) -> None:
         lane = call.lane
-        ids = request_ids(jobs_of(call))
+        ids = request_ids(call.jobs)
         _log.error(
             "a call of %s at %d steps%s has taken %.1f s: it is asked to end, and no request is "
             "taken until it has",
@@ -211,16 +180,16 @@ class EngineStallPolicy:
             extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
         self._metrics.late_calls.labels(lane.name).inc()
-        self._runner.interrupt(lane)
+        call.by.model.runtime.interrupt()
 
-    def ended(self, call: AnyCall) -> None:
-        self._runner.resume(call.lane)
-        if call.lane.model in self._failing.models:  # else it ended by itself
+    def ended(self, call: Call) -> None:
+        call.by.model.runtime.resume()
+        if call.by.model.threw is not None:  # else it ended by itself
             self._metrics.terminated_calls.labels(call.lane.name).inc()
 
-    def give_up(self, call: AnyCall, seconds: float) -> None:
+    def give_up(self, call: Call, seconds: float) -> None:
         lane = call.lane
-        ids = request_ids(jobs_of(call))
+        ids = request_ids(call.jobs)
         _log.critical(
             "a call of %s at %d steps%s has taken %.1f s and does not end: the process does, to be "
             "started again",
@@ -231,46 +200,3 @@ class EngineStallPolicy:
         self._abort(
             ModelFailure(f"{lane.name} does not answer and is started again: send it again later")
         )
-
-    def _known_s(self, call: AnyCall) -> list[float | None]:
-        """Recent and predicted times of such calls."""
-        match call:
-            case ClassifyCall():
-                return [call.seconds, self._times.seconds((call.lane, "classify"))]
-            case PrefillCall():
-                length = 1 if call.job is None else call.job.lengths[0]
-                return self._written_s(call.lane, "prefill", 1, length)
-            case DecodeCall():
-                return [
-                    seconds
-                    for part in call.parts
-                    for seconds in self._written_s(
-                        part.lane,
-                        "decode",
-                        len(part.jobs),
-                        max((job.positions for job in part.jobs), default=1),
-                    )
-                ]
-            case CheckCall() | RecheckCall():
-                return []
-            case SearchCall():
-                return [self._times.seconds((call.lane, "search"))]
-
-    def _written_s(
-        self, lane: LaneKey, kind: CallKind, rows: int, length: int
-    ) -> list[float | None]:
-        cost_key = CostKey(lane.model, kind, lane.steps)
-        return [self._times.seconds((lane, kind)), self._latency.call_s(cost_key, rows, length)]
-
-
-def jobs_of(call: AnyCall) -> list[Job[Work]]:
-    """The jobs in this call."""
-    match call:
-        case ClassifyCall():
-            return [job for job, _ in call.rows]
-        case DecodeCall():
-            return [job for part in call.parts for job in part.jobs]
-        case PrefillCall() | SearchCall():
-            return [] if call.job is None else [call.job]
-        case CheckCall() | RecheckCall():
-            return []

@@ -117,12 +117,12 @@ def post(server: FakeServer, path: str, body: dict[str, Any]) -> httpx.Response:
 
 def observe(server: FakeServer, seconds: float) -> None:
     """Let the server believe that a call of TEXT takes so long at 4 steps, or in proportion."""
-    codec = server.engine.catalog.find("tiny-classify").codec
-    length = len(codec.encode_input(TEXT["input"], truncate=True).tokens)
+    served = server.engine.catalog.find("tiny-classify")
+    length = len(served.codec.encode_input(TEXT["input"], truncate=True).tokens)
     for steps in (1, 2, 4):
-        cost_key = CostKey("tiny-classify", "classify", steps)
+        cost_key = CostKey("classify", steps)
         for _ in range(5):
-            server.engine.latency.observe(cost_key, 1, length, seconds * steps / 4)
+            server.engine.cost(served).observe(cost_key, 1, length, seconds * steps / 4)
 
 
 def test_a_deadline_that_lapses_ends_the_work_though_the_model_hangs() -> None:

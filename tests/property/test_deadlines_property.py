@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from serve.engine.job import ClassifyCall, Job, Limits, State
+from serve.engine.classify import Batch
+from serve.engine.job import Job, Limits, State
 from tests.simulated import LADDER, Request, Simulation
 
 LIMITS = Limits(
@@ -18,45 +19,48 @@ LIMITS = Limits(
 PATIENCE_CALLS = 60
 
 
-class EngineGauges(Simulation):
-    """A simulation that looks at every call before it runs."""
+class Watched(Simulation):
+    """A simulation that looks at every call."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS, noise=0.3)
-        self.living: dict[Request, Job[Request]] = {}
-        self.waited_calls: dict[Request, int] = {}
+        self.living: dict[Request, Job] = {}
+        self.waited_calls: dict[Job, int] = {}
         self.all: list[Request] = []
 
-    def arrive(self, request: Request) -> Job[Request] | None:
+    def arrive(self, request: Request) -> Job | None:
         self.all.append(request)
         job = super().arrive(request)
         if job is not None:
             self.living[request] = job
-            self.waited_calls[request] = 0
+            self.waited_calls[job] = 0
         return job
 
-    def end(self, request: Request, outcome: str, at_s: float) -> None:
-        super().end(request, outcome, at_s)
-        self.living.pop(request, None)
+    def end(self, request: Request, outcome: str) -> None:
+        super().end(request, outcome)
+        job = self.living.pop(request, None)
+        if job is not None:
+            del self.waited_calls[job]
 
-    def call(self, arrivals: list[Request]) -> bool:
+    def call(self) -> bool:
         before, began_s = len(self.calls), self.now_s
-        for request in self.living:
-            self.waited_calls[request] += 1
-        ran = super().call(arrivals)
-        for call in self.calls[before:]:
-            self.check(call, began_s)
+        for job in self.waited_calls:
+            self.waited_calls[job] += 1
+        ran = super().call()
+        for batch in self.calls[before:]:
+            self.check(batch, began_s)
         return ran
 
-    def check(self, call: ClassifyCall[Request], began_s: float) -> None:
-        lengths = [job.lengths[row] for job, row in call.rows]
+    def check(self, batch: Batch, began_s: float) -> None:
+        lengths = [job.lengths[row] for job, row in batch.rows]
         assert 1 <= len(lengths) <= LIMITS.batch_rows
         assert len(lengths) == 1 or len(lengths) * max(lengths) <= LIMITS.batch_tokens
-        assert len(set(call.rows)) == len(call.rows)
-        for job, _ in call.rows:
-            self.waited_calls[job.work] = 0
-            assert job.lane == call.lane
-            assert call.steps in (job.choices or (job.lane.steps,))
+        assert len(set(batch.rows)) == len(batch.rows)
+        assert len({job.lane for job, _ in batch.rows}) == 1
+        for job, _ in batch.rows:
+            if job in self.waited_calls:
+                self.waited_calls[job] = 0
+            assert batch.steps in (job.choices or (job.lane.steps,))
             if job.deadline is not None:
                 assert job.deadline.ends_s > began_s, "work for a deadline that had passed"
 
@@ -66,7 +70,7 @@ class Traffic(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.simulation = EngineGauges()
+        self.simulation = Watched()
 
     @rule(
         lengths=st.lists(st.integers(1, 128), min_size=1, max_size=6),
@@ -95,27 +99,27 @@ class Traffic(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         if self.simulation.living:
             request = data.draw(st.sampled_from(list(self.simulation.living)))
-            assert self.simulation.scheduler.end(self.simulation.living[request])
-            self.simulation.end(request, "left", self.simulation.now_s)
+            assert self.simulation.engine.cancel(self.simulation.living[request])
+            self.simulation.end(request, "left")
 
     @rule()
     def tick(self) -> None:
-        queued = self.simulation.scheduler.queued
-        if not self.simulation.call([]):
-            assert not self.simulation.scheduler.jobs(), f"{queued} wait, and nothing may run"
+        queued = self.simulation.engine.queued
+        if not self.simulation.call():
+            assert not self.simulation.engine.jobs(), f"{queued} wait, and nothing may run"
 
     @rule(milliseconds=st.integers(1, 300))
     def pause(self, milliseconds: int) -> None:
-        self.simulation.now_s += milliseconds / 1000
+        self.simulation.engine.now_s += milliseconds / 1000
 
     @invariant()
     def counts_are_true(self) -> None:
         simulation = self.simulation
         living = list(simulation.living.values())
         queued = sum(job.state is State.QUEUED for job in living)
-        assert simulation.scheduler.queued == queued <= LIMITS.queue_requests
-        assert simulation.scheduler.running == len(living) - queued
-        assert simulation.scheduler.jobs() == sorted(living, key=lambda job: job.number)
+        assert simulation.engine.queued == queued <= LIMITS.queue_requests
+        assert simulation.engine.running == len(living) - queued
+        assert simulation.engine.jobs() == sorted(living, key=lambda job: job.number)
 
     @invariant()
     def none_starves(self) -> None:
@@ -132,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
         """Whatever is there comes to its end, and leaves nothing."""
         self.simulation.run([])
         assert self.simulation.idle and not self.simulation.living
-        assert self.simulation.scheduler.next(self.simulation.now_s) is None
+        assert self.simulation.engine.step() is None
 
 
 Traffic.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -8,10 +8,11 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.execute import Executor, Runner
-from serve.engine.job import Call, Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
+from serve.engine.generate import GenerateLane
+from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
+from serve.engine.loaded import Call
 from serve.engine.sampling import Sampling
-from serve.engine.work import Deliveries, Generation, GenerationRequest, Work
+from serve.engine.writing import Generation, GenerationRequest
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import open_model
@@ -25,17 +26,17 @@ class Ledger:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.most_bytes = self.most_rows = 0
-        execute = Executor.execute
+        step = Engine.step
 
-        def watched(executor: Executor, call: Call[Work]) -> Deliveries:
-            deliveries = execute(executor, call)
-            runner: Runner = executor._runner
-            self.most_bytes = max(self.most_bytes, runner.cache_bytes)
-            lanes = [LaneKey("tiny-generate", "generate", steps) for steps in (1, 2, 4)]
-            self.most_rows = max(self.most_rows, sum(len(runner.lengths(lane)) for lane in lanes))
-            return deliveries
+        def watched(engine: Engine) -> Call | None:
+            call = step(engine)
+            self.most_bytes = max(self.most_bytes, engine.cache_bytes)
+            lanes = engine._common.cached()
+            rows = sum(len(lane.rows) for lane in lanes if isinstance(lane, GenerateLane))
+            self.most_rows = max(self.most_rows, rows)
+            return call
 
-        patch.setattr(Executor, "execute", watched)
+        patch.setattr(Engine, "step", watched)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -60,7 +61,7 @@ def test_the_limit_holds_at_every_call(seed: int, monkeypatch: pytest.MonkeyPatc
         prompt = [1] * chance.randint(1, WINDOW)
         max_tokens = chance.choice([1, 5, 40, 200])
         wish = GenerationRequest(prompt, max_tokens, WINDOW, Sampling(temperature=0.0))
-        job: Job[Work] = Job(
+        job: Job = Job(
             LaneKey("tiny-generate", "generate", chance.choice([1, 2, 4, 4])),
             Generation(wish, served.codec, deliver),
             (len(prompt),),

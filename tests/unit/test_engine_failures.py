@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.execute import Tuner, Tuners
+from serve.engine import generate
 from serve.engine.job import Limits
+from serve.engine.tuner import Tuner
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import Mood
@@ -72,7 +73,7 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
 
 
 def test_rungs_that_run_in_parallel_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tuners, "sharing", lambda *_: Tuner(("parallel",), 1, 1))
+    monkeypatch.setattr(generate, "sharing_tuner", lambda *_: Tuner(("parallel",), 1, 1))
     with running() as bench:
         bench.mood.most_batches = bench.mood.sides = 2
         parallel = 0

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from serve.bundle import Bundle
-from serve.engine.execute import Runner
+from serve.catalog import Served
 from serve.engine.job import LaneKey, Limits, TokenEvent
+from serve.engine.loaded import Call, Common, LoadedModel, new_cost
 from serve.engine.watchdog import StallLimits
 from serve.errors import Stalled
+from serve.metrics import Metrics
 from serve.runtime import open_model
 from tests.engine_bench import Bench, Caller, classified, generated
 from tests.fake_model import Mood
@@ -157,15 +159,16 @@ def test_a_model_that_throws_is_tried_again_until_it_works(kind: str) -> None:
 def test_what_is_tried_runs_on_every_kind_of_model(
     opened: Callable[[], Bundle], lane: LaneKey
 ) -> None:
-    model = open_model(opened())
-    runner = Runner({lane.model: model})
-    runner.check(lane)
-    assert runner.cache_bytes == 0
-    runner.interrupt(lane)
+    bundle = opened()
+    served = Served.open(bundle, open_model(bundle))
+    model = LoadedModel(served, new_cost(served), Common(Limits(), Metrics(), time.monotonic))
+    check = Call(model.check, lane, None, ())
+    model.check.run(check)
+    model.runtime.interrupt()
     with pytest.raises(Exception, match="terminate"):
-        runner.check(lane)
-    runner.resume(lane)
-    runner.check(lane)
+        model.check.run(check)
+    model.runtime.resume()
+    model.check.run(check)
 
 
 def test_another_model_does_not_make_up_for_one_that_throws() -> None:

@@ -11,7 +11,7 @@ import pytest
 from serve.engine.cost import CostKey
 from serve.engine.job import Deadline, Job, Limits
 from serve.errors import TooBusy
-from tests.simulated import LADDER, LATE, MODEL, Request, Simulation, capacity, poisson, usual_cost
+from tests.simulated import LADDER, LATE, Request, Simulation, capacity, poisson, usual_cost
 
 RATE = capacity(LADDER[-1])
 LIMITS = Limits(degrade_wait_s=0.5)
@@ -57,12 +57,13 @@ def test_who_is_refused_unread_would_be_refused_in_any_case() -> None:
     class EngineGauges(Simulation):
         refused = missed = 0
 
-        def arrive(self, request: Request) -> Job[Request] | None:
+        def arrive(self, request: Request) -> Job | None:
             assert request.given_s is not None
             now_s, unread = max(self.now_s, request.at_s), False
             try:
                 deadline = Deadline(request.at_s, request.given_s)
-                self.admission.check_early(LATE, LADDER[0], (128,), deadline, now_s)
+                self.engine.now_s = now_s
+                self.engine.check_early(LATE, LADDER[0], (128,), deadline)
             except TooBusy:
                 unread = True
             job = super().arrive(request)
@@ -227,15 +228,16 @@ def test_a_decision_is_quick() -> None:
     simulation = Simulation(LIMITS)
     requests = poisson(4 * RATE, 3.0, 1, 0.25)
     seconds = []
-    check = simulation.admission.check
+    backlog = simulation.engine._backlog
+    check = backlog.check
 
     def timed(jobs: Sequence[Any], now_s: float) -> None:
         begun_s = time.thread_time()
         check(jobs, now_s)
         seconds.append(time.thread_time() - begun_s)
 
-    # One simulation's own admission, so that what it is asked for is timed as it comes.
-    simulation.admission.check = timed  # type: ignore[method-assign]
+    # One simulation's own backlog, so that what it is asked for is timed as it comes.
+    backlog.check = timed  # type: ignore[method-assign]
     simulation.run(requests)
     assert sorted(seconds)[len(seconds) // 2] <= 50e-6
 
@@ -243,14 +245,14 @@ def test_a_decision_is_quick() -> None:
 def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> None:
     simulation = Simulation(Limits(), noise=0.0)
     job = simulation.arrive(Request(0.0, (64,), given_s=0.05))
-    latency = simulation.latency
-    call_s = latency.call_s(CostKey(MODEL, "classify", LADDER[0]), 1, 64)
+    cost, engine = simulation.cost, simulation.engine
+    call_s = cost.call_s(CostKey("classify", LADDER[0]), 1, 64)
     assert job is not None and call_s is not None
-    least_s, answer_s = call_s * latency.caution(MODEL), latency.answer_s
-    assert simulation.scheduler.lapsed(0.05 - least_s - 1.5 * answer_s) == []
+    least_s, answer_s = call_s * cost.caution, engine.answer_s
+    assert engine.lapsed(0.05 - least_s - 1.5 * answer_s) == []
     # The call would fit, but its answer would not have left.
-    assert simulation.scheduler.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]
-    assert simulation.scheduler.lapsed(0.05) == [job]
+    assert engine.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]
+    assert engine.lapsed(0.05) == [job]
 
 
 def test_who_comes_back_does_not_wait_again_for_what_ran_when_it_was_refused() -> None:
@@ -262,6 +264,6 @@ def test_who_comes_back_does_not_wait_again_for_what_ran_when_it_was_refused() -
     simulation.run([long, waits, first, second])
     assert [one.outcome for one in (first, second)] == ["queue_full"] * 2
     assert first.retry_after_s == pytest.approx(waits.ended_s - first.at_s, rel=0.25)
-    assert [job.work for job, _ in simulation.calls[-2].rows] == [long] * 4
+    assert simulation.calls[-2].rows[0][0].lengths == long.lengths
     again_s = waits.ended_s + (waits.ended_s - long.ended_s)
     assert second.retry_after_s == pytest.approx(again_s - second.at_s, rel=0.25)

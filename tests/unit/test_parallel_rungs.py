@@ -6,26 +6,37 @@ from collections.abc import Sequence
 
 import pytest
 
-from serve.engine.job import DecodeCall, DecodePart, Job, LaneKey
-from serve.engine.scheduler import Scheduler
-from tests.generation_jobs import EIGHT, FOUR, ONE, TWO, decoded, generate, run, scheduler, started
+from serve.engine.generate import DecodePart
+from serve.engine.job import Job, LaneKey
+from tests.generation_jobs import (
+    EIGHT,
+    FOUR,
+    ONE,
+    TWO,
+    decoded,
+    decoded_parts,
+    engine,
+    generate,
+    started,
+)
+from tests.stepped import SteppedEngine, parts
 
 LADDER = (ONE, TWO, FOUR, EIGHT)
-Parts = Sequence[DecodePart[str]]
+Parts = Sequence[DecodePart]
 
 
-def parallel(sides: int, rows: dict[LaneKey, int]) -> Scheduler[str]:
-    s = scheduler(most_lanes=8, sides=sides)
+def parallel(sides: int, rows: dict[LaneKey, int]) -> SteppedEngine:
+    s = engine(most_lanes=8, sides=sides)
     for key, count in rows.items():
         started(s, *(generate(f"{key.steps}.{row}", lane=key) for row in range(count)))
     s.share("g", "parallel")
     return s
 
 
-def spent(parts: Parts) -> list[int]:
+def spent(found: Parts) -> list[int]:
     """The calls of each side."""
     sides: Counter[int] = Counter()
-    for part in parts:
+    for part in found:
         sides[part.side] += part.calls
     return sorted(sides.values())
 
@@ -33,10 +44,10 @@ def spent(parts: Parts) -> list[int]:
 def test_all_sides_are_busy_and_each_rung_gets_its_tokens() -> None:
     s = parallel(2, dict.fromkeys(LADDER, 4))
     tokens: Counter[int] = Counter()
-    calls = [decoded(s) for _ in range(320)]
+    calls = [decoded(s).what for _ in range(320)]
     for call in calls:
         assert call.parallel and call.contended
-        tokens.update(part.lane.steps for part in call.parts if part.ends)
+        tokens.update(part.lane.key.steps for part in call.parts if part.ends)
     longest = sum(max(spent(call.parts)) for call in calls)
     both = sum(sum(spent(call.parts)) for call in calls)
     assert both >= 1.9 * longest
@@ -47,25 +58,26 @@ def test_all_sides_are_busy_and_each_rung_gets_its_tokens() -> None:
 
 def test_a_rung_is_once_in_a_call_and_its_token_goes_on_with_the_same_rows() -> None:
     s = parallel(3, {ONE: 2, FOUR: 1, EIGHT: 3})
-    while any(part.begins and not part.ends for part in decoded(s).parts):
+    while any(part.begins and not part.ends for part in decoded_parts(s)):
         pass
-    under_way: dict[LaneKey, tuple[int, tuple[Job[str], ...]]] = {}
+    under_way: dict[LaneKey, tuple[int, tuple[Job, ...]]] = {}
     for number in range(60):
         if number == 20:
-            s.add(generate("new", lane=FOUR), 0.0)
-        call = run(s)
-        if not isinstance(call, DecodeCall):
+            s.submit(generate("new", lane=FOUR))
+        call = s.step()
+        if call is None or call.kind != "decode":
             continue
-        assert len({part.lane for part in call.parts}) == len(call.parts)
-        for part in call.parts:
-            if not part.begins and part.lane not in under_way:
+        assert len({part.lane for part in parts(call)}) == len(parts(call))
+        for part in parts(call):
+            key = part.lane.key
+            if not part.begins and key not in under_way:
                 continue  # it was begun where calls were shared
-            done, rows = under_way.pop(part.lane, (0, part.jobs))
+            done, rows = under_way.pop(key, (0, part.jobs))
             assert part.begins == (done == 0) and (done == 0 or rows == part.jobs)
             done += part.calls
-            assert part.ends == (done == part.lane.steps)
+            assert part.ends == (done == key.steps)
             if not part.ends:
-                under_way[part.lane] = done, part.jobs
+                under_way[key] = done, part.jobs
     assert len(s.rows(FOUR)) == 2
 
 
@@ -79,12 +91,12 @@ def test_sides_cost_alike_however_many_rows_a_rung_has(sides: int) -> None:
         bound = max(min(most, key.steps) * (count + 1) for key, count in rows.items())
         seen: defaultdict[LaneKey, int] = defaultdict(int)
         for _ in range(40):
-            parts = decoded(s).parts
-            assert 2 <= len({part.side for part in parts}) <= min(sides, len(rows))
+            found = decoded_parts(s)
+            assert 2 <= len({part.side for part in found}) <= min(sides, len(rows))
             costs: Counter[int] = Counter()
-            for part in parts:
+            for part in found:
                 costs[part.side] += part.calls * (len(part.jobs) + 1)
-                seen[part.lane] += part.ends
+                seen[part.lane.key] += part.ends
             assert max(costs.values()) <= bound
         assert set(seen) == set(rows) and min(seen.values()) >= 1, "none starves"
 
@@ -92,18 +104,18 @@ def test_sides_cost_alike_however_many_rows_a_rung_has(sides: int) -> None:
 def test_a_rung_that_is_left_alone_gets_whole_tokens_again() -> None:
     s = parallel(2, {ONE: 1, EIGHT: 1})
     (short,) = s.rows(ONE)
-    s.end(short)
-    last = [decoded(s) for _ in range(12)]
+    s.cancel(short)
+    last = [decoded(s).what for _ in range(12)]
     assert not last[-1].parallel and last[-1].parts[0].whole
 
 
 def test_a_new_row_of_one_step_starts_at_once_among_longer_ones() -> None:
     s = parallel(2, {FOUR: 4, EIGHT: 4})
     new = generate("n", lane=ONE)
-    s.add(new, 0.0)
+    s.submit(new)
     calls = 0
     while new not in s.rows(ONE):
-        run(s)
+        s.step()
         calls += 1
     assert calls <= 3
 
@@ -114,6 +126,6 @@ def test_what_fills_a_free_side_is_not_held_against_a_rung() -> None:
         decoded(s)
     s.share("g", "shared")
     waited = 0
-    while all(part.lane != FOUR for part in decoded(s).parts):
+    while all(part.lane.key != FOUR for part in decoded_parts(s)):
         waited += 1
     assert waited <= 16

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from serve.bundle import Calibration, Level
 from serve.catalog import Catalog, Served
+from serve.engine.classify import Classification, ClassifyLane, Rechecks
 from serve.engine.engine import Engine
-from serve.engine.execute import Rechecks
 from serve.engine.job import ClassifiedEvent, Job, LaneKey, Limits
-from serve.engine.work import Classification
+from serve.engine.loaded import Common, LoadedModel, new_cost
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import Row
@@ -73,13 +73,15 @@ def test_a_busy_engine_checks_nothing_and_holds_few_rows(tmp_path: Path) -> None
         caller = Caller()
         callers.append(caller)
         lane = LaneKey("sure", "classify", 4, threshold=0.0)
-        engine._scheduler.add(Job(lane, Classification([[1] * 4] * 8, caller.deliver), (4,) * 8), 0)
+        job = Job(lane, Classification([[1] * 4] * 8, caller.deliver), (4,) * 8)
+        engine._jobs.add(job, engine._lane(job), 0)
     engine.start()
     try:
         for caller in callers:
             caller.last()
         assert count(metrics.registry, "rechecked") == 0
-        assert len(engine._rechecks._waiting) == 64
+        one = engine._models["sure"].lanes[lane]
+        assert isinstance(one, ClassifyLane) and len(one.rechecks.waiting) == 64
     finally:
         engine.stop()
 
@@ -89,24 +91,20 @@ def offered(rechecks: Rechecks, lane: LaneKey, rows: list[Row], early: bool) -> 
         rechecks.offer(lane, row, np.array([0.0, 1.0], np.float32), early)
 
 
-def test_a_share_of_the_answers_is_drawn_and_one_of_all_steps_agrees_with_itself() -> None:
-    metrics, lane = Metrics(), LaneKey("sure", "classify", 4, threshold=0.5)
-    rechecks = Rechecks(0.25, lambda lane: 0.01, metrics)
+def test_a_share_of_the_answers_is_drawn_and_one_of_all_steps_agrees_with_itself(
+    tmp_path: Path,
+) -> None:
+    bundle = build_classify(
+        tmp_path / "b", name="sure", calibration=Calibration(3000, 0.95, "made up", LEVELS)
+    )
+    served = Served.open(bundle, open_model(bundle, 1))
+    metrics, lane = Metrics(), LaneKey("sure", "classify", 4, threshold=0.0)
+    model = LoadedModel(served, new_cost(served), Common(Limits(), metrics, time.monotonic))
+    rechecks = Rechecks(model, 0.25)
     offered(rechecks, lane, [[1]] * 4000, early=False)
     drawn = count(metrics.registry, "rechecked")
     assert 800 < drawn < 1200  # 7 standard deviations about 1000
     assert count(metrics.registry, "disagreed") == 0
     assert not rechecks.waiting
-    offered(Rechecks(0.0, lambda lane: 0.01, metrics), lane, [[1]] * 100, early=False)
+    offered(Rechecks(model, 0.0), lane, [[1]] * 100, early=False)
     assert count(metrics.registry, "rechecked") == drawn
-
-
-def test_only_the_rows_of_a_model_that_is_gone_are_forgotten() -> None:
-    here, gone = (LaneKey(name, "classify", 4, threshold=0.5) for name in ("here", "gone@1"))
-    rechecks = Rechecks(1.0, lambda lane: 0.01, Metrics())
-    offered(rechecks, here, [[1]], early=True)
-    offered(rechecks, gone, [[2], [3]], early=True)
-    offered(rechecks, here, [[4]], early=True)
-    rechecks.drop_model("gone@1")
-    assert [rechecks.take().row for _ in range(2)] == [[1], [4]]
-    assert not rechecks.waiting

@@ -1,127 +1,136 @@
-"""The scheduler's order: batches, turns, memory, endings."""
+"""What an engine plans: batches, turns, endings."""
 
 from typing import Any
 
 import pytest
 
-from serve.engine.job import ClassifyCall, Job, LaneKey, Limits, State
-from serve.engine.scheduler import Scheduler
+from serve.engine.classify import Batch
+from serve.engine.job import Job, LaneKey, Limits, State
+from serve.engine.loaded import Call
+from serve.errors import QueueFull
+from tests.stepped import SteppedEngine, classification, generation
 
 CLASSIFY = LaneKey("c", "classify", 2)
 GENERATE = LaneKey("g", "generate", 4)
-OTHER = LaneKey("g", "generate", 1)
+NAMES: dict[Job, str] = {}
 
 
-def scheduler(**limits: Any) -> Scheduler[str]:
-    return Scheduler(
-        Limits(**limits),
-        lambda lane, rows, positions: rows * positions * lane.steps,
-    )
+def engine(**limits: Any) -> SteppedEngine:
+    return SteppedEngine(Limits(**limits))
 
 
-def classify(name: str, *lengths: int, lane: LaneKey = CLASSIFY) -> Job[str]:
-    return Job(lane, name, lengths)
+def classify(name: str, *lengths: int, **fields: Any) -> Job:
+    job = classification(CLASSIFY, lengths, lambda event: None, **fields)
+    NAMES[job] = name
+    return job
 
 
-def generate(name: str, positions: int = 10, lane: LaneKey = GENERATE) -> Job[str]:
-    return Job(lane, name, (5,), positions)
+def generate() -> Job:
+    return generation(GENERATE, 5, 5, lambda event: None)
 
 
-def names(call: object) -> list[str]:
-    assert isinstance(call, ClassifyCall)
-    return [f"{job.work}{row}" for job, row in call.rows]
+def names(call: Call | None) -> list[str]:
+    assert call is not None and isinstance(call.what, Batch)
+    return [f"{NAMES[job]}{row}" for job, row in call.what.rows]
 
 
 def test_nothing_to_do() -> None:
-    assert scheduler().next(0.0) is None
-    assert scheduler().wake_s() is None
+    assert engine().step() is None
 
 
 def test_waiting_rows_of_all_requests_run_together() -> None:
-    s = scheduler(batch_rows=4)
-    s.add(classify("a", 10, 10), 0.0)
-    s.add(classify("b", 10, 10, 10), 0.0)
-    assert names(s.next(0.0)) == ["a0", "a1", "b0", "b1"]
-    assert names(s.next(0.0)) == ["b2"]
-    assert s.next(0.0) is None
+    s = engine(batch_rows=4)
+    s.submit(classify("a", 10, 10))
+    s.submit(classify("b", 10, 10, 10))
+    assert names(s.step()) == ["a0", "a1", "b0", "b1"]
+    assert names(s.step()) == ["b2"]
+    assert s.step() is None
 
 
 def test_rows_of_like_length_run_together() -> None:
-    s = scheduler(batch_rows=8)
-    s.add(classify("a", 100, 400, 90, 300, 110), 0.0)
-    assert names(s.next(0.0)) == ["a0", "a2", "a4"]
-    assert names(s.next(0.0)) == ["a1", "a3"]
+    s = engine(batch_rows=8)
+    s.submit(classify("a", 100, 400, 90, 300, 110))
+    assert names(s.step()) == ["a0", "a2", "a4"]
+    assert names(s.step()) == ["a1", "a3"]
 
 
 def test_rows_that_cannot_be_padded_run_with_their_like_only() -> None:
-    s = scheduler(batch_rows=8)
-    s.add(Job(CLASSIFY, "a", (10, 11, 10, 12), may_pad=False), 0.0)
-    assert [names(s.next(0.0)) for _ in range(3)] == [["a0", "a2"], ["a1"], ["a3"]]
+    s = engine(batch_rows=8)
+    s.submit(classify("a", 10, 11, 10, 12, may_pad=False))
+    assert [names(s.step()) for _ in range(3)] == [["a0", "a2"], ["a1"], ["a3"]]
 
 
 def test_the_oldest_row_is_never_passed_over() -> None:
-    s = scheduler(batch_rows=2)
-    s.add(classify("odd", 500), 0.0)
-    s.add(classify("b", *[10] * 20), 0.0)
-    assert names(s.next(0.0)) == ["odd0"]
+    s = engine(batch_rows=2)
+    s.submit(classify("odd", 500))
+    s.submit(classify("b", *[10] * 20))
+    assert names(s.step()) == ["odd0"]
 
 
 def test_a_call_holds_its_token_budget() -> None:
-    s = scheduler(batch_rows=16, batch_tokens=100)
-    s.add(classify("a", *[30] * 5), 0.0)
-    s.add(classify("b", 500), 0.0)
-    assert [len(names(s.next(0.0))) for _ in range(3)] == [3, 2, 1]
+    s = engine(batch_rows=16, batch_tokens=100)
+    s.submit(classify("a", *[30] * 5))
+    s.submit(classify("b", 500))
+    assert [len(names(s.step())) for _ in range(3)] == [3, 2, 1]
 
 
 def test_a_batch_may_wait_for_company() -> None:
-    s = scheduler(batch_rows=2, max_wait_s=0.5)
-    s.add(classify("a", 10), 1.0)
-    assert s.next(1.2) is None
-    assert s.wake_s() == 1.5
-    s.add(classify("b", 10), 1.3)
-    assert names(s.next(1.3)) == ["a0", "b0"]
-    s.add(classify("c", 10), 2.0)
-    assert names(s.next(2.5)) == ["c0"]
+    s = engine(batch_rows=2, max_wait_s=0.5)
+
+    def at(now_s: float) -> SteppedEngine:
+        s.now_s = now_s
+        return s
+
+    at(1.0).submit(classify("a", 10))
+    assert at(1.2).step() is None
+    assert next(iter(s._classify_lanes())).wake_s == 1.5
+    at(1.3).submit(classify("b", 10))
+    assert names(s.step()) == ["a0", "b0"]
+    at(2.0).submit(classify("c", 10))
+    assert names(at(2.5).step()) == ["c0"]
 
 
 def test_the_queue_is_bounded_by_requests_that_wait() -> None:
-    s = scheduler(queue_requests=2)
-    s.add(classify("a", 10), 0.0)
-    s.add(generate("b"), 0.0)
-    before = s.full, s.queued, s.running
-    s.next(0.0)
-    assert before == (True, 2, 0)
-    assert (s.full, s.queued, s.running) == (False, 1, 1)
+    s = engine(queue_requests=2)
+    s.submit(classify("a", 10))
+    s.submit(generate())
+    with pytest.raises(QueueFull):
+        s.submit(generate())
+    assert (s.queued, s.running) == (2, 0)
+    s.step()
+    s.submit(generate())
+    assert (s.queued, s.running) == (2, 0)
 
 
 def test_ending_a_job_takes_it_out_wherever_it_is() -> None:
-    s = scheduler(batch_rows=1)
-    half, waiting, prompt = classify("a", 10, 10), classify("b", 10), generate("c")
-    for job in (half, waiting, prompt):
-        s.add(job, 0.0)
-    assert names(s.next(0.0)) == ["a0"]
+    s = engine(batch_rows=1)
+    half, waiting, prompt = classify("a", 10, 10), classify("b", 10), generate()
+    s.submit(half, waiting)
+    s.submit(prompt)
+    assert names(s.step()) == ["a0"]
     assert s.jobs() == [half, waiting, prompt]
-    assert all(s.end(job) for job in (half, waiting, prompt))
-    assert not any(s.end(job) for job in (half, waiting, prompt))
-    assert not s.row_done(half)
-    assert s.next(0.0) is None and s.jobs() == [] and (s.queued, s.running) == (0, 0)
+    assert all(s.cancel(job) for job in (half, waiting, prompt))
+    assert not any(s.cancel(job) for job in (half, waiting, prompt))
+    assert s.step() is None and s.jobs() == [] and (s.queued, s.running) == (0, 0)
 
 
 def test_a_classification_ends_with_its_last_row() -> None:
-    s = scheduler()
+    s = engine(batch_rows=1)
     job = classify("a", 10, 10)
-    s.add(job, 0.0)
-    s.next(0.0)
-    assert [s.row_done(job), s.row_done(job)] == [False, True]
-    assert job.state is State.ENDED and s.running == 0
+    s.submit(job)
+    s.step()
+    assert (job.state, s.running) == (State.RUNNING, 1)
+    s.step()
+    assert (job.state, s.running) == (State.ENDED, 0)
 
 
-def test_busy_turns() -> None:
-    s = scheduler(batch_rows=2)
-    assert s.busy_turns() == []
-    s.add(classify("a", *[10] * 5), 0.0)
-    s.add(generate("b"), 0.0)
-    assert s.busy_turns() == [(CLASSIFY, "classify"), (GENERATE, "prefill")]
+def test_busy_lanes() -> None:
+    s = engine(batch_rows=2)
+    assert s.model("c").busy() == s.model("g").busy() == []
+    s.submit(classify("a", *[10] * 5))
+    s.submit(generate())
+    assert s.model("c").busy() == [(CLASSIFY, "classify")]
+    assert s.model("g").busy() == [(GENERATE, "prefill")]
 
 
 @pytest.mark.parametrize(

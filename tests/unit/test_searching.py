@@ -84,9 +84,9 @@ def test_a_search_answers_in_one_piece() -> None:
         shapes = [shape for kind, _, shape in bench.mood.calls if kind == "search"]
         assert shapes == 2 * [(1, 1), (3, 2), (3, 3), (3, 4)]
         assert (job.most_tokens, job.tokens_left) == (4, 0)
-        key = job.lane
-        assert bench.engine.latency.knows(CostKey(key.model, "search", key.steps))
-        assert bench.engine.latency.knows(CostKey(key.model, "prefill", key.steps))
+        cost = bench.engine.cost(bench.catalog.find("tiny-translate"))
+        assert cost.knows(CostKey("search", job.lane.steps))
+        assert cost.knows(CostKey("prefill", job.lane.steps))
         assert bench.idle()
         text = bench.metrics.exposition().decode()
         assert 'stepdial_tokens_total{model="tiny-translate"} 8.0' in text

@@ -5,10 +5,10 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
-from serve.engine.execute import Tuner, leads_of
 from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
 from serve.engine.sampling import Sampling
-from serve.engine.work import Generation, GenerationRequest, Work
+from serve.engine.tuner import Tuner, leads_of
+from serve.engine.writing import Generation, GenerationRequest
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
@@ -49,7 +49,7 @@ def test_no_token_depends_on_the_lead(
                     bundle.manifest.text_input.max_tokens,
                     Sampling(temperature=temperature, seed=seed),
                 )
-                job: Job[Work] = Job(
+                job: Job = Job(
                     LaneKey(served.name, "generate", 8),
                     Generation(wish, served.codec, caller.deliver),
                     (3,),

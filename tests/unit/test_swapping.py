@@ -15,10 +15,11 @@ import pytest
 from serve.bundle import Bundle
 from serve.catalog import Served
 from serve.engine.backlog import GenerationSize
+from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.job import Job, LaneKey
+from serve.engine.loaded import new_cost
 from serve.engine.watchdog import Watchdog
-from serve.engine.work import Classification, Work
 from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
 from tests.engine_bench import Bench, Caller, classified, generated, running
@@ -139,9 +140,8 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
             try:
                 while not stop.is_set():
                     loaded = [another(bundle(), next(editions))[0] for bundle in BUNDLES[:2]]
-                    measure_first_calls(loaded, bench.engine.latency)
                     for served in loaded:
-                        bench.engine.latency.drop_model(served.key)
+                        measure_first_calls(served, bench.engine.cost(served))
             except BaseException as error:
                 raised.append(error)
 
@@ -153,8 +153,9 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
                 for bundle in BUNDLES:
                     bench.engine.serve(another(bundle(), next(editions))[0])
                 work = [bench.classify(5, 7), bench.generate("abc", 3, steps=4)]
-                bench.engine.latency.lower_caution()  # as after a refusal
-                bench.engine.latency.observe_answer(0.001)
+                with bench.engine._lock:
+                    bench.engine._common.lower_caution()  # as after a refusal
+                bench.engine.observe_answer(0.001)
                 for _, caller in work:
                     caller.last()
         finally:
@@ -165,7 +166,7 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
         wait_for(lambda: not bench.engine.leaving)
 
 
-def _job(served: Served, caller: Caller) -> Job[Work]:
+def _job(served: Served, caller: Caller) -> Job:
     return Job(LaneKey(served.key, "classify", 2), Classification([[1] * 5], caller.deliver), (5,))
 
 
@@ -176,10 +177,11 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
     gates: list[Event] = []
     for bundle in BUNDLES:
         served, model = another(bundle(), edition, most_batches=4)
-        measure_first_calls([served], bench.engine.latency)
+        cost = new_cost(served)
+        measure_first_calls(served, cost)
         gates.append(model.mood.gate)
         gates[-1].clear()  # until all its rungs have work, so that they share calls in any case
-        bench.engine.serve(served)
+        bench.engine.serve(served, cost)
         bench.engine.steps_for(
             LaneKey(served.key, "generate", 4), (1, 2, 4), GenerationSize(3, 3), None
         )

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from serve.engine.execute import TokenCounter
-from serve.engine.job import Job, LaneKey
-from serve.engine.work import Generation, Work
+from serve.engine.generate import TokenCounter
+from serve.engine.job import Job, LaneKey, Work
+from serve.engine.writing import Generation
 from serve.metrics import SECONDS, Metrics
 
 LANE = LaneKey("writer@2", "generate", 4)
@@ -29,7 +29,7 @@ def test_every_row_counts_with_the_time_since_its_own_token_before() -> None:
     metrics = Metrics()
     counter = TokenCounter(metrics, now_s=10.0)
     texts = [Text(9.98), Text(9.98), Text(9.98), Text(9.0), Text(None)]
-    jobs = [Job[Work](LANE, cast(Work, text), (3,), tokens_left=5) for text in texts]
+    jobs = [Job(LANE, cast(Work, text), (3,), tokens_left=5) for text in texts]
     jobs[-1].queued_s, jobs[-1].started_s = 7.0, 9.5
     for job, text in zip(jobs, texts, strict=True):
         counter.note(job, cast(Generation, text))

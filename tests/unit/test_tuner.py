@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from serve.engine.execute import Tuner
+from serve.engine.tuner import Tuner
 
 WAYS = ("a", "b", "c", "d")
 

@@ -1,18 +1,16 @@
 """Times of calls are learned, kept current, and not upset by a call that stalls."""
 
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from serve.bundle.manifest import Latency, LatencyEntry, Machine
-from serve.engine.cost import CostKey, LatencyModel
+from serve.engine.cost import AnswerTime, Cost, CostKey
 
-Cost = Callable[[int, int], float]
-FULL = CostKey("m", "classify", 8)
+Seconds = Callable[[int, int], float]
+FULL = CostKey("classify", 8)
 
 
 def cost(rows: int, length: int) -> float:
@@ -28,7 +26,7 @@ def p95(errors: list[float]) -> float:
     return sorted(errors)[int(0.95 * len(errors))]
 
 
-def table(cost: Cost, lengths: Sequence[int]) -> Latency:
+def table(cost: Seconds, lengths: Sequence[int]) -> Latency:
     """What was measured beforehand."""
     points = [(rows, length) for rows in (1, 8, 32) for length in lengths]
     entries = tuple(
@@ -38,7 +36,7 @@ def table(cost: Cost, lengths: Sequence[int]) -> Latency:
     return Latency(Machine("cpu", 2, 2, "runtime"), "2026-01-01T00:00:00+00:00", entries)
 
 
-def errors_of(model: LatencyModel, cost: Cost) -> list[float]:
+def errors_of(model: Cost, cost: Seconds) -> list[float]:
     return [
         abs(cost(rows, length) / (model.call_s(FULL, rows, length) or 0) - 1)
         for rows, length in shapes(200)
@@ -46,11 +44,11 @@ def errors_of(model: LatencyModel, cost: Cost) -> list[float]:
 
 
 def test_nothing_is_known_of_what_was_never_seen() -> None:
-    assert LatencyModel().call_s(FULL, 1, 10) is None
+    assert Cost().call_s(FULL, 1, 10) is None
 
 
 def test_predictions_are_near_on_a_machine_that_is_a_little_noisy() -> None:
-    model, chance, errors = LatencyModel(), random.Random(1), []
+    model, chance, errors = Cost(), random.Random(1), []
     for rows, length in shapes(1500):
         seconds = cost(rows, length) * chance.lognormvariate(0, 0.04)
         predicted = model.call_s(FULL, rows, length)
@@ -64,12 +62,12 @@ def test_predictions_are_near_on_a_machine_that_is_a_little_noisy() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_shape_that_it_does_not_know_does_not_lead_it_astray(seed: int) -> None:
     # Few rows run on one thread and take longer each: no factors fit. Nothing is known before.
-    model, chance, errors = LatencyModel(), random.Random(seed), []
+    model, chance, errors = Cost(), random.Random(seed), []
     for _ in range(400):
         steps, rows = chance.choice((1, 2, 4, 8)), chance.randint(1, 16)
         length = chance.randint(16, 128)
         seconds = steps * (5e-5 + 9e-6 * rows * length * (1.6 if rows < 4 else 1.0))
-        cost_key = CostKey("m", "classify", steps)
+        cost_key = CostKey("classify", steps)
         if (predicted := model.call_s(cost_key, rows, length)) is not None:
             errors.append(abs(predicted / seconds - 1))
         for _ in range(3):
@@ -80,8 +78,8 @@ def test_a_shape_that_it_does_not_know_does_not_lead_it_astray(seed: int) -> Non
 
 
 def test_a_table_is_where_it_starts() -> None:
-    model = LatencyModel()
-    model.learn("m", table(cost, lengths=(32, 128)))
+    model = Cost()
+    model.learn(table(cost, lengths=(32, 128)))
     assert p95(errors_of(model, cost)) <= 0.15
     # Another machine, three times as slow, says so with one call.
     model.rescale(FULL, 1, 128, 3 * cost(1, 128))
@@ -89,7 +87,7 @@ def test_a_table_is_where_it_starts() -> None:
 
 
 def test_a_call_that_stalls_changes_little() -> None:
-    model = LatencyModel()
+    model = Cost()
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
     before = model.call_s(FULL, 8, 64)
@@ -103,7 +101,7 @@ def test_a_call_that_stalls_changes_little() -> None:
 
 
 def test_a_machine_that_slows_down_is_noticed_for_all_steps() -> None:
-    model, one = LatencyModel(), CostKey("m", "classify", 1)
+    model, one = Cost(), CostKey("classify", 1)
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
         model.observe(one, rows, length, cost(rows, length) / 8)
@@ -114,7 +112,7 @@ def test_a_machine_that_slows_down_is_noticed_for_all_steps() -> None:
 
 
 def test_one_shape_for_ever_does_not_spoil_the_others() -> None:
-    model = LatencyModel()
+    model = Cost()
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
     chance = random.Random(4)
@@ -125,25 +123,28 @@ def test_one_shape_for_ever_does_not_spoil_the_others() -> None:
 
 
 def test_caution_covers_most_calls() -> None:
-    model, chance, late = LatencyModel(), random.Random(1), 0
+    model, chance, late = Cost(), random.Random(1), 0
     for number, (rows, length) in enumerate(shapes(3000)):
         seconds = cost(rows, length) * chance.lognormvariate(0, 0.1)
         predicted = model.call_s(FULL, rows, length)
         if number >= 1000 and predicted is not None:
-            late += seconds > predicted * model.caution("m")
+            late += seconds > predicted * model.caution
         model.observe(FULL, rows, length, seconds)
     assert late / 2000 <= 0.08
 
 
 def test_the_way_of_an_answer_is_learned() -> None:
-    model, chance = LatencyModel(), random.Random(1)
+    answer, chance = AnswerTime(), random.Random(1)
     for _ in range(2000):
-        model.observe_answer(chance.uniform(0.001, 0.011))
-    assert 0.009 <= model.answer_s <= 0.016
+        answer.observe(chance.uniform(0.001, 0.011))
+    assert 0.009 <= answer.seconds <= 0.016
+    for _ in range(60):
+        answer.lower()
+    assert answer.seconds < 0.01
 
 
 def test_a_prediction_costs_microseconds() -> None:
-    model = LatencyModel()
+    model = Cost()
     model.observe(FULL, 8, 64, 0.05)
     begun_s = time.process_time()
     for _ in range(2000):
@@ -152,22 +153,21 @@ def test_a_prediction_costs_microseconds() -> None:
 
 
 def test_what_was_slow_is_not_believed_for_ever() -> None:
-    model = LatencyModel()
+    model = Cost()
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, cost(rows, length))
     for rows, length in shapes(60):
         model.observe(FULL, rows, length, 5 * cost(rows, length))
-        model.observe_answer(0.5)
     slow = model.call_s(FULL, 8, 64)
     for _ in range(60):
         model.lower_caution()
     assert slow is not None and (model.call_s(FULL, 8, 64) or slow) < slow / 2
-    assert model.answer_s < 0.01 and model.caution("m") == 1.0
+    assert model.caution == 1.0
 
 
 def test_what_runs_alone_for_long_does_not_upset_what_is_known_of_the_rest() -> None:
-    decode, chance = CostKey("m", "decode", 8), random.Random(4)
-    model = LatencyModel()
+    decode, chance = CostKey("decode", 8), random.Random(4)
+    model = Cost()
 
     def decode_s(rows: int) -> float:  # whatever the length
         return 0.003 + 0.001 * rows
@@ -192,8 +192,7 @@ def in_parts(rows: int, length: int) -> float:
 
 
 def test_rows_that_run_in_parts_are_predicted_by_the_largest() -> None:
-    model, chance, errors = LatencyModel(), random.Random(3), []
-    model.share_rows("m", 2)
+    model, chance, errors = Cost(2), random.Random(3), []
     for rows, length in shapes(1500):
         if (predicted := model.call_s(FULL, rows, length)) is not None:
             errors.append(abs(in_parts(rows, length) / predicted - 1))
@@ -201,53 +200,37 @@ def test_rows_that_run_in_parts_are_predicted_by_the_largest() -> None:
     assert p95(errors[200:]) <= 0.1
 
 
-def test_what_slows_calls_in_parts_alone_is_not_believed_of_the_others() -> None:
-    model, chance, errors = LatencyModel(), random.Random(3), []
-    model.share_rows("m", 2)
+def test_what_slows_calls_in_parts_alone_leads_no_call_far_astray() -> None:
+    model, chance, errors = Cost(2), random.Random(3), []
     for number, (rows, length) in enumerate(shapes(1500)):
         slow = 1.5 if rows >= 4 and number % 400 >= 200 else 1.0  # half of a core is taken
         seconds = slow * in_parts(rows, length) * chance.lognormvariate(0, 0.02)
-        errors.append((rows, abs(seconds / (model.call_s(FULL, rows, length) or 1) - 1)))
+        errors.append(abs(seconds / (model.call_s(FULL, rows, length) or 1) - 1))
         model.observe(FULL, rows, length, seconds)
-    assert p95([error for rows, error in errors[200:] if rows < 4]) <= 0.1
-    assert p95([error for rows, error in errors[200:] if rows >= 4]) <= 0.25
+    assert p95(errors[200:]) <= 0.25
 
 
 def test_a_machine_that_slows_down_is_noticed_by_whichever_calls_there_are() -> None:
-    model = LatencyModel()
-    model.share_rows("m", 2)
+    model = Cost(2)
     for rows, length in shapes(300):
         model.observe(FULL, rows, length, in_parts(rows, length))
     for _, length in shapes(100):
         model.observe(FULL, 12, length, 2 * in_parts(12, length))
     assert (model.call_s(FULL, 1, 64) or 0) > 1.1 * in_parts(1, 64)
-    assert model.lasting("m") < 0.97
-
-
-def test_what_one_model_does_says_nothing_of_another() -> None:
-    model, other = LatencyModel(), CostKey("other", "decode", 1)
-    for rows, length in shapes(300):
-        model.observe(FULL, rows, length, cost(rows, length))
-        model.observe(other, rows, length, cost(rows, length))
-    chance = random.Random(3)
-    for rows, length in shapes(300):
-        model.observe(other, rows, length, 3 * cost(rows, length) * chance.lognormvariate(0, 0.5))
-    assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.05)
-    assert model.caution("m") < 1.1 < 1.3 < model.caution("other")
+    assert model.lasting < 0.97
 
 
 def test_a_table_is_believed_but_for_the_speed_of_the_machine() -> None:
-    model = LatencyModel()
-    model.learn("m", table(cost, lengths=(32, 64, 128)))
+    model = Cost()
+    model.learn(table(cost, lengths=(32, 64, 128)))
     for length in (40, 80, 120) * 8:  # of few rows
         model.observe(FULL, 1, length, 2 * cost(1, length))
     assert model.call_s(FULL, 16, 128) == pytest.approx(2 * cost(16, 128), rel=0.2)
 
 
 def test_a_table_says_what_calls_in_parts_take() -> None:
-    model = LatencyModel()
-    model.share_rows("m", 2)
-    model.learn("m", table(in_parts, lengths=(32, 64, 128)))
+    model = Cost(2)
+    model.learn(table(in_parts, lengths=(32, 64, 128)))
     assert p95(errors_of(model, in_parts)) <= 0.15
     # Another machine, on which threads gain more: each way has its own measurement.
     model.rescale(FULL, 1, 128, 3 * in_parts(1, 128))
@@ -258,74 +241,8 @@ def test_a_table_says_what_calls_in_parts_take() -> None:
 
 @pytest.mark.parametrize("seen", [2, 12])
 def test_what_is_known_of_one_way_is_taken_for_the_other(seen: int) -> None:
-    model = LatencyModel()
-    model.share_rows("m", 2)
+    model = Cost(2)
     model.observe(FULL, seen, 64, in_parts(seen, 64))
     other = 12 if seen == 2 else 2
     assert model.knows(FULL)
     assert model.call_s(FULL, other, 64) == pytest.approx(in_parts(other, 64), rel=0.4)
-
-
-def test_what_one_number_of_rows_takes_is_learned_for_all_rungs() -> None:
-    def uneven(rows: int, length: int) -> float:
-        return in_parts(rows, length) * (1.15 if rows % 2 else 1.0)
-
-    model, half = LatencyModel(), CostKey("m", "classify", 4)
-    model.share_rows("m", 2)
-    for rows, length in shapes(600):
-        model.observe(FULL, rows, length, uneven(rows, length))
-        if rows != 13:
-            model.observe(half, rows, length, uneven(rows, length) / 2)
-    assert p95(errors_of(model, uneven)) <= 0.05
-    assert model.call_s(half, 13, 64) == pytest.approx(uneven(13, 64) / 2, rel=0.05)
-
-
-def test_a_model_that_is_gone_leaves_nothing() -> None:
-    model = LatencyModel()
-    model.share_rows("m", 2)
-    for rows in (1, 8):
-        model.observe(FULL, rows, 64, cost(rows, 64))
-    model.drop_model("m")
-    assert not model.knows(FULL)
-    assert model.call_s(FULL, 8, 64) is None
-    model.observe(FULL, 8, 64, cost(8, 64))
-    assert model.call_s(FULL, 8, 64) == pytest.approx(cost(8, 64), rel=0.01)
-
-
-def test_threads_that_write_at_once_do_not_meet() -> None:
-    """One learns new models, one observes calls, one forgets models, one is refused."""
-    model, end_s = LatencyModel(), time.monotonic() + 3
-    known = table(cost, (16, 64, 128))
-
-    def load(number: int) -> None:
-        model.share_rows(f"new {number}", 2)
-        model.learn(f"new {number}", known)
-        model.rescale(CostKey(f"new {number}", "classify", 8), 4, 64, 0.01)
-        model.drop_model(f"new {number}")
-
-    def run(number: int) -> None:
-        for steps in range(8):
-            model.observe(CostKey(f"old {number}", "classify", steps), 3, 40, 0.01)
-
-    def leave(number: int) -> None:
-        model.drop_model(f"old {number}")
-        model.call_s(CostKey(f"new {number}", "classify", 8), 4, 64)
-
-    def refuse(number: int) -> None:
-        model.lower_caution()
-        model.observe_answer(0.001)
-
-    def again(write: Callable[[int], None]) -> None:
-        number = 0
-        while time.monotonic() < end_s:
-            write(number)
-            number = (number + 1) % 50
-
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for done in [pool.submit(again, write) for write in (load, run, leave, refuse)]:
-                done.result()
-    finally:
-        sys.setswitchinterval(usual_s)

@@ -1,0 +1,300 @@
+"""A loaded model in the engine: one object holds its runtime, its cost, its lanes and its state.
+
+A swap puts another in its place; forgetting one is dropping it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from serve.bundle import steps_in_words
+from serve.catalog import Served
+from serve.engine.cost import AnswerTime, Cost
+from serve.engine.job import (
+    CallKind,
+    Deliveries,
+    Event,
+    FailedEvent,
+    Job,
+    Jobs,
+    LaneKey,
+    Limits,
+    Queue,
+    Sharing,
+    Turn,
+    Waiting,
+    in_requests,
+    request_ids,
+)
+from serve.engine.shedding import LoadShedder
+from serve.errors import ModelFailure, ModelGone
+from serve.metrics import Metrics
+from serve.runtime import Batches, EarlyAnswers
+from serve.runtime.protocol import RowArray, largest_row, largest_tokens
+
+_log = logging.getLogger("stepdial")
+_AGAIN_S = 1.0  # between two checks of a model that threw
+
+
+class Call(NamedTuple):
+    """One call of a model that a lane has planned, and what the lane has to know of it."""
+
+    by: "Planner"
+    lane: LaneKey
+    kind: CallKind | None  # None: no request waits for it
+    jobs: Sequence[Job]
+    what: Any = None
+    seconds: float | None = None  # predicted
+
+
+class Planner(Protocol):
+    """What plans, runs and applies the calls of one model, one at a time."""
+
+    @property
+    def model(self) -> "LoadedModel": ...
+
+    def plan(self, now_s: float) -> Call | None:
+        """The next call; None if nothing can run now. With the engine's lock held."""
+        ...
+
+    def run(self, call: Call) -> Any:
+        """Run the call; what it returns is for `apply`. Without the lock."""
+        ...
+
+    def apply(self, call: Call, result: Any) -> Deliveries:
+        """Take in the result, or the exception that `run` threw. With the lock held."""
+        ...
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        """Recent and predicted times of such calls. From any thread."""
+        ...
+
+
+class Lane(Queue, Protocol):
+    """A queue of jobs that may share a batch."""
+
+    def busy(self) -> Sequence[CallKind]:
+        """The kinds of calls that there is work for, now or once there is room."""
+        ...
+
+
+class CachedLane(Lane, Protocol):
+    """A lane whose jobs hold KV cache memory while they run."""
+
+    key: LaneKey
+    waiting: Waiting
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held now."""
+        ...
+
+    def sweep(self) -> None:
+        """Drop what was held for jobs that have ended. Between two calls, with the lock held."""
+        ...
+
+    def occupants(self) -> Sequence[Job]:
+        """Jobs that hold or were promised memory."""
+        ...
+
+    def charged_bytes(self, extra: Job | None = None) -> int:
+        """The most memory that they hold or may come to hold, optionally with one more job."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Common:
+    """The loaded models of an engine, by key, and what they share."""
+
+    limits: Limits
+    metrics: Metrics
+    clock: Callable[[], float]
+    recheck_share: float = 0.0  # of early answers, compared with those of all steps
+    models: dict[str, "LoadedModel"] = field(default_factory=dict)
+    jobs: Jobs = field(default_factory=Jobs)
+    answer: AnswerTime = field(default_factory=AnswerTime)
+
+    def model(self, key: LaneKey) -> "LoadedModel":
+        """The model of a lane; ModelGone if it was replaced and is gone."""
+        model = self.models.get(key.model)
+        if model is None:
+            raise ModelGone(f"{key.name} was replaced meanwhile: send the request again")
+        return model
+
+    def busy_s(self, but: Turn | None = None) -> float:
+        """The usual time of one call of each kind that there is work for."""
+        return sum([model.busy_s(but) for model in self.models.values()])
+
+    def lower_caution(self) -> None:
+        """Lower caution and speed: a request was refused although nothing runs."""
+        self.answer.lower()
+        for model in self.models.values():
+            model.cost.lower_caution()
+
+    def cached(self) -> list[CachedLane]:
+        """All lanes whose jobs hold KV cache memory."""
+        return [lane for model in self.models.values() for lane in model.cached]
+
+    @property
+    def charged_bytes(self) -> int:
+        """KV cache memory that running jobs hold or were promised."""
+        return sum(lane.charged_bytes() for lane in self.cached())
+
+    def may_enter(self, lane: CachedLane) -> bool:
+        """Whether there is a slot and memory for the next job of this lane, the oldest first.
+
+        A job does not take memory that an older job of another lane waits for.
+        """
+        number = lane.waiting[0].number
+        free_bytes = self.limits.cache_bytes - self.charged_bytes - _growth_bytes(lane)
+        return (
+            self._has_room(lane)
+            and free_bytes >= 0
+            and not any(
+                other.waiting
+                and other.waiting[0].number < number
+                and self._has_room(other)
+                and _growth_bytes(other) > free_bytes
+                for other in self.cached()
+            )
+        )
+
+    def _has_room(self, lane: CachedLane) -> bool:
+        return len(lane.occupants()) < self.limits.decode_rows
+
+
+def _growth_bytes(lane: CachedLane) -> int:
+    """The memory that the next job of this lane would add."""
+    return lane.charged_bytes(lane.waiting[0]) - lane.charged_bytes()
+
+
+class LoadedModel:
+    """One edition of a model, from when it is served until its last user is gone."""
+
+    def __init__(self, served: Served, cost: Cost, common: Common) -> None:
+        self.served = served
+        self.key, self.name = served.key, served.name
+        self.runtime = served.model
+        self.manifest = served.manifest
+        self.cost = cost
+        self.common = common
+        self.lanes: dict[LaneKey, Lane] = {}
+        self.cached: list[CachedLane] = []  # those whose jobs hold KV cache memory
+        self.sharing: Sharing = "alternating"  # how rungs that generate share the machine
+        self.shedder = LoadShedder(common.limits.degrade_wait_s)  # of generations
+        self.threw: LaneKey | None = None  # the lane whose last call did, until one succeeds
+        self.check = FailureCheck(self)
+        self._nfe = {rung.steps: rung.nfe for rung in self.manifest.rungs}
+
+    def busy(self) -> list[Turn]:
+        """The lanes and kinds of calls that there is work for."""
+        return [(key, kind) for key, lane in self.lanes.items() for kind in lane.busy()]
+
+    def busy_s(self, but: Turn | None = None) -> float:
+        """The usual time of one call of each of them."""
+        usual_s = self.cost.usual_s
+        return sum([usual_s(turn) or 0.0 for turn in self.busy() if turn != but])
+
+    def sweep(self) -> None:
+        """Drop what nobody waits for any more."""
+        for lane in self.cached:
+            lane.sweep()
+
+    def classify(self, lane: LaneKey, rows: RowArray) -> EarlyAnswers:
+        """The answers to these rows at the steps of a lane."""
+        if lane.traced:
+            return self.runtime.step_classifier(lane.steps).traced(rows, lane.threshold)
+        if lane.threshold is not None:
+            return self.runtime.step_classifier(lane.steps).early(rows, lane.threshold)
+        classifier = self.runtime.classifier(lane.steps)
+        run = classifier.embed if lane.embeds else classifier.run
+        logits = run(rows)  # (B, C), or (B, N, C); of embeddings (B, D)
+        spent = np.full(len(rows), self.nfe(lane.steps), dtype=np.int64)
+        return EarlyAnswers(logits, spent)
+
+    def batches(self, steps: int) -> Batches:
+        """The rung that generates or translates at these steps."""
+        if self.manifest.task == "translate":
+            return self.runtime.translator(steps)
+        return self.runtime.decoder(steps)
+
+    def nfe(self, steps: int) -> int:
+        """Velocity evaluations of a row that takes these steps."""
+        return self._nfe.get(steps, steps)
+
+    def count_call(self, lane: LaneKey, kind: str, rows: int, spent: int | None = None) -> None:
+        """Count a call in the metrics; `spent` are its evaluations if it took fewer than all."""
+        nfe = self.nfe(lane.steps)
+        self.common.metrics.call(lane, kind, rows, rows * nfe if spent is None else spent, nfe)
+
+    # How jobs end.
+
+    def end(self, job: Job, event: Event, deliveries: Deliveries) -> None:
+        """End the job with this event, unless it has ended."""
+        if self.common.jobs.end(job):
+            deliveries.append((job.work.deliver, event))
+
+    def worked(self) -> None:
+        """A call of this model succeeded."""
+        self.threw = None
+
+    def fail(self, lane: LaneKey, jobs: Iterable[Job], error: Exception) -> Deliveries:
+        """A call threw: end the jobs in it."""
+        jobs = list(jobs)
+        ids = request_ids(jobs)
+        _log.error(
+            "%s failed at %d steps%s: %s",
+            *(lane.name, lane.steps, in_requests(ids), error),
+            exc_info=error,
+            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
+        )
+        self.common.metrics.runtime_failures.labels(lane.name).inc()
+        self.threw = lane
+        self.check.due_s = self.common.clock() + _AGAIN_S
+        failure = ModelFailure(
+            f"{lane.name} failed at {steps_in_words(lane.steps)}: try again, or with other steps"
+        )
+        deliveries: Deliveries = []
+        for job in jobs:
+            self.end(job, FailedEvent(failure), deliveries)
+        return deliveries
+
+
+def new_cost(served: Served) -> Cost:
+    """The cost of a model's calls before anything is known."""
+    return Cost(served.model.most_parts if served.manifest.labelled else 1)
+
+
+class FailureCheck:
+    """Runs a small call of the lane that threw now and then, until one succeeds."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.due_s = 0.0
+
+    def plan(self, now_s: float) -> Call | None:
+        lane = self.model.threw
+        return None if lane is None or now_s < self.due_s else Call(self, lane, None, ())
+
+    def run(self, call: Call) -> None:
+        lane, manifest = call.lane, self.model.manifest
+        if lane.kind == "classify":
+            self.model.classify(lane, largest_row(manifest)[None])
+            return
+        batch = self.model.batches(lane.steps).open_batch()
+        batch.add(largest_tokens(manifest)[:1])
+        if manifest.text_input.max_tokens > 1:
+            batch.step(largest_tokens(manifest)[:1])
+        batch.remove(0)
+
+    def apply(self, call: Call, result: Exception | None) -> Deliveries:
+        if result is not None:
+            return self.model.fail(call.lane, (), result)
+        self.model.worked()
+        return []
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        return []

@@ -1,0 +1,193 @@
+"""Beam searches: their queue, and one step of one search at a time."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from serve.engine.cost import CostKey
+from serve.engine.job import (
+    CallKind,
+    Deliver,
+    Deliveries,
+    Event,
+    FailedEvent,
+    FinishReason,
+    GeneratedEvent,
+    Job,
+    LaneKey,
+    Span,
+    State,
+    TokenEvent,
+    Waiting,
+    Work,
+)
+from serve.engine.loaded import Call, LoadedModel
+from serve.engine.sampling import Beams
+from serve.engine.writing import GenerationRequest, error_for_client
+from serve.errors import ModelFailure
+from serve.inputs.text import StopFilter, TextCodec
+from serve.runtime import RunningTranslation
+from serve.runtime.protocol import FloatArray
+
+
+class Translation(Work):
+    """A translation by beam search, for one client. Its text is known only at the end."""
+
+    def __init__(self, request: GenerationRequest, codec: TextCodec, deliver: Deliver) -> None:
+        assert codec.bos_id is not None and codec.eos_id is not None
+        self.request = request
+        self.deliver = deliver
+        self._codec = codec
+        self._beams = Beams(
+            request.num_beams, request.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
+        )
+
+    @property
+    def prefixes(self) -> npt.NDArray[np.int64]:
+        """The prefixes to run next (B, N)."""
+        return self._beams.prefixes
+
+    @property
+    def over(self) -> bool:
+        return self._beams.over
+
+    def accept(self, logits: FloatArray) -> None:
+        """Take the logits (B, V) after each prefix; ModelFailure if they are not finite."""
+        if not np.isfinite(logits).all():
+            raise ModelFailure("the model's scores for the next token are not finite numbers")
+        self._beams.grow(logits)
+
+    def finished(self, span: Span) -> tuple[TokenEvent, GeneratedEvent]:
+        """The whole answer, as one piece of a stream and as its end."""
+        best = self._beams.best
+        ended = best.tokens[-1] == self._codec.eos_id
+        filter_ = StopFilter(self.request.stops)
+        text, stopped = filter_.push(self._codec.decode(list(best.tokens)))
+        text += filter_.flush()
+        reason: FinishReason = "stop" if stopped or ended else "length"
+        return TokenEvent(0, text), GeneratedEvent(reason, text, len(best.tokens), (), span)
+
+
+class SearchStep(NamedTuple):
+    """What one call of a search has given."""
+
+    begun_s: float
+    ran_s: float
+    shape: tuple[int, ...]  # of the prefixes
+    events: tuple[Event, ...]  # if it is over
+
+
+class SearchLane:
+    """One rung's beam searches. Each is a batch of its own; a call is one step of one search."""
+
+    def __init__(self, key: LaneKey, model: LoadedModel) -> None:
+        self.key = key
+        self.model = model
+        self.waiting = Waiting()
+        self.running: deque[Job] = deque()
+        self._batches = model.batches(key.steps)
+        self._sources: dict[Job, RunningTranslation] = {}  # of running searches, once read
+
+    def add(self, job: Job) -> None:
+        self.waiting.add(job)
+
+    def drop(self, job: Job) -> None:
+        if job.state is State.QUEUED:
+            self.waiting.take(job)
+
+    def sweep(self) -> None:
+        over = [job for job in self.running if job.state is State.ENDED]
+        for job in over:
+            self.running.remove(job)
+            self._sources.pop(job, None)
+
+    def busy(self) -> Sequence[CallKind]:
+        return ("search",) if self.running or self.waiting else ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self._sources.values())
+
+    def occupants(self) -> Sequence[Job]:
+        """Jobs that hold or were promised memory."""
+        return self.running
+
+    def charged_bytes(self, extra: Job | None = None) -> int:
+        """The memory that this lane holds or may come to hold, optionally with one more job."""
+        jobs = self.running if extra is None else [*self.running, extra]
+        return sum(self._batches.bytes_for(job.positions, 1) for job in jobs)
+
+    def plan(self, now_s: float) -> Call | None:
+        if self.waiting and self.model.common.may_enter(self):
+            job = self.waiting.take(self.waiting[0])
+            self.model.common.jobs.start(job, now_s)
+            self.running.append(job)
+        if not self.running:
+            return None
+        self.running.rotate(-1)  # searches alternate
+        return Call(self, self.key, "search", (self.running[-1],))
+
+    def run(self, call: Call) -> SearchStep:
+        (job,) = call.jobs
+        begun_s = self.model.common.clock()
+        work = translation_of(job)
+        prefixes = work.prefixes  # (B, N)
+        if job not in self._sources:
+            translator = self.model.runtime.translator(self.key.steps)
+            self._sources[job] = translator.read(np.array(work.request.prompt, np.int64))
+        logits = self._sources[job].follow(prefixes)  # (B, V)
+        ran_s = self.model.common.clock()
+        events: tuple[Event, ...] = ()
+        try:
+            work.accept(logits)
+            if work.over:
+                events = work.finished(job.span(ran_s))
+        except Exception as error:
+            events = (FailedEvent(error_for_client(error, job)),)
+        return SearchStep(begun_s, ran_s, prefixes.shape, events)
+
+    def apply(self, call: Call, result: SearchStep | Exception) -> Deliveries:
+        model, (job,) = self.model, call.jobs
+        if isinstance(result, Exception):
+            return model.fail(self.key, call.jobs, result)
+        begun_s, ran_s, (rows, length), events = result
+        model.worked()
+        model.count_call(self.key, "search", rows)
+        deliveries: Deliveries = []
+        job.tokens_left -= 1
+        if events and model.common.jobs.end(job):
+            self._observe_end(job, events[-1], ran_s)
+            stream = translation_of(job).request.stream
+            deliveries = [
+                (job.work.deliver, event)
+                for event in events
+                if stream or not isinstance(event, TokenEvent)
+            ]
+        model.cost.observe_usual((self.key, "search"), ran_s - begun_s)
+        kind: CallKind = "search"
+        if length == 1:  # the first call also reads the source
+            kind, length = "prefill", job.lengths[0]
+        # Including what follows the call, since the next call waits for that too.
+        spent_s = model.common.clock() - begun_s
+        model.cost.observe(CostKey(kind, self.key.steps), rows, length, spent_s)
+        return deliveries
+
+    def usual_s(self, call: Call) -> list[float | None]:
+        return [self.model.cost.usual_s((self.key, "search"))]
+
+    def _observe_end(self, job: Job, event: Event, now_s: float) -> None:
+        assert job.started_s is not None
+        metrics, labels = self.model.common.metrics, (job.lane.name, str(job.lane.steps))
+        metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
+        if isinstance(event, GeneratedEvent):
+            metrics.tokens.labels(job.lane.name).inc(event.completion_tokens)
+            metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
+
+
+def translation_of(job: Job) -> Translation:
+    """The work of a job in a lane that searches."""
+    assert isinstance(job.work, Translation)
+    return job.work
