@@ -143,7 +143,7 @@ def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
             },
         }
         answered = answer_of(body, vectors.size, server_timing(spent))
-        engine.latency.observe_answer(engine.clock() - event.span.ended_s)
+        engine.observe_answer(engine.clock() - event.span.ended_s)
         return answered
 
     return router
