@@ -134,6 +134,14 @@ class LadderResponse(Answer):
     rungs: list[LadderRung] = Field(description="The step counts, ascending.")
 
 
+class DialRange(Answer):
+    """What more steps buy: quality at the last step count less that at the first."""
+
+    value: float = Field(description="The mean over held-out rows, in `metric`; above 0 is better.")
+    low: float = Field(description="Lower end of its 95 % interval, of paired rows.")
+    high: float = Field(description="Upper end of that interval.")
+
+
 class ModelCard(Answer):
     """A model that is served."""
 
@@ -158,6 +166,9 @@ class ModelCard(Answer):
     efforts: dict[str, int] = Field(description="The step count that each word of `effort` means.")
     default_steps: int = Field(description="Step count of a request without budget fields.")
     full_steps: int = Field(description="Largest step count.")
+    range: DialRange | None = Field(
+        description="What more steps buy on held-out data. Null if it was not measured."
+    )
     max_disagreement: list[float] = Field(
         description="Values of `max_disagreement` at which answers can stop early; empty if the "
         "model was not calibrated for it."
@@ -267,6 +278,7 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
+        range=_range(manifest),
         max_disagreement=[
             level.max_disagreement
             for level in (manifest.calibration.levels if manifest.calibration else ())
@@ -282,6 +294,11 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         cache=manifest.cache,
         card=dict(manifest.card),
     )
+
+
+def _range(manifest: Manifest) -> DialRange | None:
+    found = manifest.range
+    return None if found is None else DialRange(value=found.value, low=found.low, high=found.high)
 
 
 def _kind(served: Served) -> Kind:

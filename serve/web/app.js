@@ -65,7 +65,13 @@ async function start() {
 async function restore(state) {
   const wanted = models.find(({ id }) => id === state.model);
   if (state.model && !wanted) say(`The link is for ${state.model}, which this server does not have.`);
-  await open(wanted ?? models.find(writes) ?? models[0], wanted ? state : {});
+  await open(wanted ?? mostRange() ?? models.find(writes) ?? models[0], wanted ? state : {});
+}
+
+/** The model whose steps buy most, where that is beyond doubt. */
+function mostRange() {
+  const moving = models.filter(({ range }) => range?.low > 0);
+  return moving.sort((a, b) => b.range.value - a.range.value)[0];
 }
 
 function modelButton(entry) {

@@ -77,20 +77,25 @@ def written(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     return found
 
 
-def greedy(folder: Path, family: str, steps: int) -> str:
-    """What the run writes, without a cache; neither padding nor an end."""
+def greedy(folder: Path, family: str, steps: int) -> tuple[str, int]:
+    """What the run writes, without a cache, until the token that ends a text; and how many tokens.
+
+    Padding is never written.
+    """
     run = load_run(folder / "runs" / family)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
-    pad_id = read_bundle(folder / family).manifest.text_tokenizer.pad_id
+    kept = read_bundle(folder / family).manifest.text_tokenizer
     prompt = tokenizer(PROMPT).input_ids
     tokens = torch.tensor([prompt])
     for _ in range(WRITTEN):
         with torch.no_grad():
             logits = run.model(tokens, steps=steps).logits[0, -1]
-        logits[pad_id] = -torch.inf
+        logits[kept.pad_id] = -torch.inf
+        if int(logits.argmax()) == kept.eos_id:
+            break
         tokens = torch.cat([tokens, logits.argmax().view(1, 1)], 1)
     text: str = tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)
-    return text
+    return text, tokens.shape[1] - len(prompt)
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -99,9 +104,12 @@ def test_every_rung_writes_what_torch_does(
     server: ServerProcess, folder: Path, family: str, steps: int
 ) -> None:
     answer = written(server, model=family, steps=steps)
-    assert answer["text"] == greedy(folder, family, steps)
+    text, tokens = greedy(folder, family, steps)
+    assert answer["text"] == text
     assert answer["budget"]["steps"] == steps
-    assert answer["usage"]["completion_tokens"] == WRITTEN
+    ended = tokens < WRITTEN
+    assert answer["finish_reason"] == ("stop" if ended else "length")
+    assert answer["usage"]["completion_tokens"] == tokens + ended  # the end is a token too
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
