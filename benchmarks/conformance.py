@@ -131,6 +131,10 @@ def narrowed(document: Description, bundles: Sequence[Bundle]) -> Description:
     _take(paths["/v1/generate"], [body for one in writers for body in _generate(one)])
     _take(paths["/v1/completions"], [body for one in writers for body in _completions(one)])
     _take(paths["/v1/chat/completions"], [body for one in chats for body in _chats(one)])
+    if pooled := [bundle for bundle in labels if bundle.manifest.embedding is not None]:
+        _take(paths["/v1/embeddings"], [body for one in pooled for body in _embeddings(one)])
+    else:
+        del paths["/v1/embeddings"]
     inference, versioned = paths.pop(_INFER), paths.pop(_VERSIONED)
     for bundle in bundles:
         name = bundle.manifest.name
@@ -168,6 +172,17 @@ def _classify(bundle: Bundle) -> Iterable[Schema]:
                 **budget,
             },
         )
+
+
+def _embeddings(bundle: Bundle) -> Iterable[Schema]:
+    several = {"type": "array", "items": _text(bundle), "minItems": 1, "maxItems": 3}
+    needed = {
+        "model": _one(bundle.manifest.name),
+        "input": {"anyOf": [_text(bundle), several]},
+    }
+    formats = {"type": "string", "enum": ["float", "base64"]}
+    steps = {"type": "integer", "enum": list(bundle.manifest.steps)}
+    yield _object(needed, {"encoding_format": formats, "steps": steps})
 
 
 def _generate(bundle: Bundle) -> Iterable[Schema]:

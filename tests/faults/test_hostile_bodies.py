@@ -49,6 +49,7 @@ PATHS = (
     "/v1/generate",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
     *(f"/v2/models/{model}/infer" for model in MODELS),
     "/v2/repository/index",
     "/admin/models",
