@@ -67,6 +67,7 @@ class TorchDecoder:
     def token(self, tokens: Tensor, past: int) -> Tensor:
         """Logits (B, V) after one token a row (B,), behind so many positions."""
         x = self.embed.tokens(tokens[:, None]) * self.embed.scale  # (B, 1, D)
+        assert self.embed.positions is not None
         x = x + self.embed.positions(past + 1)[past]
         for step in range(self.steps):
             v = x

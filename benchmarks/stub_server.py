@@ -51,6 +51,9 @@ class StubClassifier:
             pass
         return np.zeros((len(rows), self._labels), np.float32)
 
+    def embed(self, rows: RowArray) -> FloatArray:
+        raise BundleError("a stub has no embeddings")
+
 
 class StubModel:
     """A model of classifiers that wait."""

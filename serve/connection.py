@@ -300,6 +300,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
             cast(dict[str, Any], self._answering.scope)[DISCONNECT_KEY].happen()
+        # They refer back to the connection: without this only the garbage collector frees it.
+        self.cycle = self.scope = self._answering = None  # type: ignore[assignment]  # uvicorn's
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._stopped_reading:
@@ -433,8 +436,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _take_body(self) -> bytes | None:
         """A body that has arrived whole; None if the client has disconnected."""
         cycle = self._answering
-        assert cycle is not None  # an application asks
-        if cycle.disconnected or cycle.response_complete:
+        if cycle is None or cycle.disconnected or cycle.response_complete:
             return None
         self.flow.resume_reading()
         cycle.message_event.clear()
@@ -453,8 +455,7 @@ class LimitedProtocol(HttpToolsProtocol):
         headers that every answer has.
         """
         cycle = self._answering
-        assert cycle is not None  # an application asks
-        if cycle.disconnected or cycle.response_started or self.flow.write_paused:
+        if cycle is None or cycle.disconnected or cycle.response_started or self.flow.write_paused:
             return False
         head = _lines([*cycle.default_headers, *headers]) + _same_lines(always)
         if not cycle.keep_alive:

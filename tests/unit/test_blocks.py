@@ -183,6 +183,7 @@ def test_tokens_beside_sinusoids_weigh_the_root_of_the_width() -> None:
     tokens = torch.tensor([[3, 1, 4]])
     for positions, scale in (("sinusoidal", WIDTH**0.5), ("learned", 1.0)):
         embed = Embedding(10, 5, WIDTH, None, positions=positions)
+        assert embed.positions is not None
         expected = embed.tokens.weight[tokens] * scale + embed.positions.weight[:3]
         torch.testing.assert_close(embed(tokens).state, expected)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from serve.runtime import Mix, OpenedModel, Segment, SteppedBatch, open_model
-from serve.runtime.cache import Bytes
+from serve.runtime.cache import Bytes, RowCaches
 from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
 from tests.fixtures.tiny_bundles import build_generate
@@ -249,6 +249,7 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
         assert len(batches) == 2
         for batch in batches:
             batch.add(prompt(model, 3, seed))
+            assert isinstance(batch._caches, RowCaches)
             kept += [weakref.ref(block) for block in batch._caches._blocks]
         segments = [Segment(batch, batch.steps, np.array([3])) for batch in batches]
         mix.parallel([segments] if mix.sides == 1 else [[segment] for segment in segments])

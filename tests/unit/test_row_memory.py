@@ -39,6 +39,7 @@ def test_a_short_row_leaves_the_others_their_room(model: OpenedModel) -> None:
         while prefill.advance() is None:
             pass
         batch.join(prefill)
+    assert isinstance(batch._caches, RowCaches)
     assert batch._caches.capacity == MAX_TOKENS
 
 
