@@ -103,7 +103,7 @@ class Simulation:
         return job
 
     def call(self) -> bool:
-        """One call of the model, and whoever comes meanwhile."""
+        """Let the engine make one call of the model; False if there is nothing to do."""
         call = self.engine.step()
         if call is not None:
             self.calls.append(call.what)

@@ -166,8 +166,8 @@ def embedder(catalog: Catalog, name: str | None) -> Served:
         return served
     if manifest.task == "classify" and manifest.input.kind == "text":
         reason = (
-            "its graphs give none, as those of earlier releases and of readouts without a pooled "
-            "state: export its run again with this release"
+            "it was exported by an earlier release, or its readout has no pooled state. Export its "
+            "run again with this release"
         )
     else:
         reason = "only classifiers of texts do: name another model, or leave model out"

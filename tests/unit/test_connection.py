@@ -135,6 +135,34 @@ def test_a_connection_that_was_reset_leaves_no_timer() -> None:
     assert asyncio.run(reset()) is None
 
 
+def test_a_lost_connection_is_freed_without_the_garbage_collector() -> None:
+    async def until_it_is_lost(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def lost() -> LimitedProtocol | None:
+        limits = ConnectionLimits.of(Settings(), 8, lambda code: None)
+        config = Config(until_it_is_lost, log_config=None)
+        config.load()
+        loop = asyncio.get_running_loop()
+        connection = limited(limits)(config, ServerState(), {}, loop)
+        connection.connection_made(Wire())
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{")
+        await asyncio.sleep(0.01)
+        connection.connection_lost(ConnectionResetError())
+        kept = weakref.ref(connection)
+        del connection
+        await asyncio.sleep(0.01)
+        return kept()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(lost()) is None
+    finally:
+        gc.enable()
+
+
 class Member:
     """A connection that may be closed for another."""
 
