@@ -166,7 +166,7 @@ def embedder(catalog: Catalog, name: str | None) -> Served:
         return served
     if manifest.task == "classify" and manifest.input.kind == "text":
         reason = (
-            "it was exported by an earlier release, or its readout has no pooled state. Export its "
+            "it was exported by an earlier release, or its readout has no pooled state; export its "
             "run again with this release"
         )
     else:
