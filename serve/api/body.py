@@ -18,9 +18,7 @@ from typing import Any, TypeVar, final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import Request
 
-from serve.api.submission import ClientGone, watch_disconnect
 from serve.engine.engine import Engine
 from serve.engine.job import Deadline
 from serve.errors import (
@@ -32,7 +30,7 @@ from serve.errors import (
     RequestTimeout,
     ServeError,
 )
-from serve.middleware import SERVED_KEY
+from serve.exchange import ClientGone, Exchange
 from serve.settings import Settings
 
 # Error messages for fields.
@@ -91,7 +89,6 @@ LONG_CHARACTERS = 4_000
 LARGE_BODY_BYTES = 2**15
 # Memory of all that waits here, unless a single request is larger.
 UNREAD_BYTES = 2**28
-WEIGHT_KEY = "stepdial.weight"  # memory of a request until it has been read
 # Weight of the newest time in the moving average.
 _NEWEST = 0.2
 _TRY_AGAIN_S = 1.0
@@ -192,15 +189,15 @@ class Reader:
         """Requests being checked or read."""
         return self._checks.running + self._reads.running
 
-    async def checked(self, request: Request, body: bytes, work: Callable[[], T]) -> T:
+    async def checked(self, exchange: Exchange, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work` on a body."""
         if len(body) <= LARGE_BODY_BYTES:
             return work()
-        return await self._turn(self._checks, request, work, len(body), None)
+        return await self._turn(self._checks, exchange, work, len(body), None)
 
     async def read(
         self,
-        request: Request,
+        exchange: Exchange,
         characters: int | None,
         deadline: Deadline | None,
         work: Callable[[], T],
@@ -211,8 +208,7 @@ class Reader:
         """
         if characters is not None and characters <= LONG_CHARACTERS:
             return work()
-        weight: int = request.scope.get(WEIGHT_KEY, 0)
-        return await self._turn(self._reads, request, work, weight, deadline)
+        return await self._turn(self._reads, exchange, work, exchange.weight, deadline)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -222,7 +218,7 @@ class Reader:
     async def _turn(
         self,
         worker: _ReaderThread,
-        request: Request,
+        exchange: Exchange,
         work: Callable[[], T],
         weight: int,
         deadline: Deadline | None,
@@ -232,7 +228,7 @@ class Reader:
         outcome: asyncio.Future[T] = loop.create_future()
         turn = _Waiting(work, weight, outcome)
         worker.add(turn)
-        unwatch = watch_disconnect(request, partial(_fail, outcome, ClientGone()))
+        unwatch = exchange.watch(partial(_fail, outcome, ClientGone()))
         timer = None
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())
@@ -240,9 +236,8 @@ class Reader:
         try:
             return await outcome
         except DeadlineLapsed:
-            model = request.scope[SERVED_KEY][0]
-            self._engine.metrics.deadlines.labels(model).inc()
-            self._engine.metrics.lapsed.labels(model).inc()
+            self._engine.metrics.deadlines.labels(exchange.model).inc()
+            self._engine.metrics.lapsed.labels(exchange.model).inc()
             raise
         except ClientGone:
             self._engine.metrics.cancelled.inc()
@@ -272,8 +267,6 @@ def _fail(outcome: "asyncio.Future[Any]", error: Exception) -> None:
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-# Returns a body that arrived whole; None if the client has disconnected.
-WHOLE_BODY_KEY = "stepdial.whole_body"
 MAX_SHOWN = 80
 # Per body. The largest documented chat has fewer; more is an attack.
 MAX_OBJECTS = 8192
@@ -289,14 +282,14 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 
 
-async def read_json(request: Request, schema: type[BodyT], reader: Reader) -> BodyT:
+async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> BodyT:
     """The body, checked against the schema, whatever content type the client claims."""
-    body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
-    return await checked_json(request, body, schema, reader, explain)
+    body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    return await checked_json(exchange, body, schema, reader, explain)
 
 
 async def checked_json(
-    request: Request,
+    exchange: Exchange,
     body: bytes,
     schema: type[BodyT],
     reader: Reader,
@@ -304,10 +297,8 @@ async def checked_json(
 ) -> BodyT:
     """A JSON body checked against the schema; `explain` makes the error."""
     # Numbers in lists need more memory than their text. Texts do not, even if they contain commas.
-    request.scope[WEIGHT_KEY] = (
-        len(body) + _LIST_BYTES * body.count(b"[") + _ELEMENT_BYTES * body.count(b",")
-    )
-    return await reader.checked(request, body, partial(parse, body, schema, explain))
+    exchange.weight = len(body) + _LIST_BYTES * body.count(b"[") + _ELEMENT_BYTES * body.count(b",")
+    return await reader.checked(exchange, body, partial(parse, body, schema, explain))
 
 
 def parse(
@@ -392,20 +383,19 @@ def _no_collection(large: bool) -> Iterator[None]:
         gc.enable()
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
-    headers = dict(request.scope["headers"])
+    headers = exchange.headers
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise BadRequest("the body is compressed: send it without content-encoding")
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
-    take: Callable[[], bytes | None] | None = request.scope.get(WHOLE_BODY_KEY)
-    if take is not None:
-        return _fitting(take(), max_bytes)
+    if exchange.connection is not None and exchange.has_body:
+        return _fitting(exchange.connection.take_body(), max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _chunks(request, max_bytes)
+            return await _chunks(exchange, max_bytes)
     except TimeoutError:
         raise RequestTimeout(
             f"the body did not arrive within {timeout_s:g} s: send it at once"
@@ -420,11 +410,12 @@ def _fitting(body: bytes | None, max_bytes: int) -> bytes:
     return body
 
 
-async def _chunks(request: Request, max_bytes: int) -> bytes:
+async def _chunks(exchange: Exchange, max_bytes: int) -> bytes:
+    assert exchange.receive is not None
     chunks: list[bytes] = []
     size = 0
     while True:
-        message = await request.receive()
+        message = await exchange.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk = message.get("body", b"")

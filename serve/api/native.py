@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.api.body import Reader, read_json
@@ -42,17 +41,11 @@ from serve.api.submission import (
     check_beams,
     check_count,
     check_max_tokens,
-    deadline_of,
-    decide_budget,
     drawn_seed,
     entries_of,
     filled,
-    labelled,
     ranked,
-    refuse_early,
-    request_id,
     takes,
-    timing,
     token_labels,
     wish_of,
 )
@@ -69,6 +62,7 @@ from serve.engine.job import (
     TokenEvent,
 )
 from serve.errors import InvalidField
+from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
 
@@ -95,20 +89,20 @@ class AnswerWriter:
 
     def done(self, event: GeneratedEvent) -> DoneChunk:
         return DoneChunk(
-            id=request_id(self.submission.request),
+            id=self.submission.id,
             model=self.submission.served.name,
             finish_reason=event.finish_reason,
             seed=self.submission.wishes[0].sampling.seed,
             usage=self._usage(event),
             budget=budget_of(self.submission.decision),
-            timing=timing(self.submission.request, self.submission.engine, event.span),
+            timing=self.submission.timing(event.span),
         )
 
     def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
         """The fields of GenerateResponse, as a dictionary because it may be large."""
         wish = self.submission.wishes[0]
         return {
-            "id": request_id(self.submission.request),
+            "id": self.submission.id,
             "model": self.submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
@@ -133,7 +127,7 @@ class AnswerWriter:
 
 def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["inference"])
+    router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
         "/v1/generate",
@@ -145,23 +139,22 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         },
         openapi_extra=takes(GenerateRequest),
     )
-    async def generate(request: Request) -> Response:
-        asked = await read_json(request, GenerateRequest, reader)
+    async def generate(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, GenerateRequest, reader)
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
-        decision = decide_budget(request, served, asked)
+        submission = Submission.of(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings)
         check_answer(1, max_tokens, asked.logprobs, settings)
         check_beams(asked, served)
         prompt = await reader.read(
-            request,
+            exchange,
             len(asked.prompt),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: served.codec.encode_prompt(asked.prompt),
         )
-        wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
-        submission = Submission.of(request, engine, served, asked, decision, (wish,))
+        submission.generate((wish_of(asked, served, prompt, drawn_seed(), max_tokens),))
         return await _run(AnswerWriter(submission))
 
     return router
@@ -181,7 +174,7 @@ async def _run(writer: AnswerWriter) -> Response:
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    spent = timing(writer.submission.request, writer.submission.engine, event.span)
+    spent = writer.submission.timing(event.span)
     return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
@@ -210,7 +203,7 @@ _DEFAULT_LABELS = 5
 
 def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["inference"])
+    router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
         "/v1/classify",
@@ -220,30 +213,28 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         responses=RUN_PROBLEMS,
         openapi_extra=takes(ClassifyRequest),
     )
-    async def classify(request: Request) -> Response:
-        asked = await read_json(request, ClassifyRequest, reader)
+    async def classify(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, ClassifyRequest, reader)
         served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
         manifest = served.manifest
-        decision = decide_budget(request, served, asked)
+        submission = Submission.of(exchange, engine, served, asked)
         top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
         _check_trace(asked, served)
         check_count(asked.input, settings.max_inputs)
         check_kinds(asked.input, manifest)
-        refuse_early(request, engine, served, asked, decision, len(asked.input))
+        submission.refuse_early(len(asked.input))
         inputs = await reader.read(
-            request,
+            exchange,
             _characters(asked),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
-        event = await labelled(
-            request, engine, served, asked, decision, inputs, traced=asked.trace is True
-        )
-        spent = timing(request, engine, event.span)
+        event = await submission.classify(inputs, traced=asked.trace is True)
+        spent = submission.timing(event.span)
         response: ClassifyResponse = {
-            "id": request_id(request),
+            "id": submission.id,
             "model": served.name,
-            "results": _results(event, inputs, manifest, top, decision),
+            "results": _results(event, inputs, manifest, top, submission.decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))

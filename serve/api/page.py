@@ -20,6 +20,7 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
 from serve.errors import NotFound
+from serve.exchange import Route
 
 EXAMPLE_URL = "http://127.0.0.1:8000/"  # replaced by the server's address when the page is served
 STYLE_FILE = Path(__file__).resolve().parent / "reference.css"
@@ -197,7 +198,7 @@ class CachedFiles(StaticFiles):
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(include_in_schema=False, route_class=Route)
     files = CachedFiles(_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])

@@ -29,7 +29,6 @@ from serve.api.submission import (
     EventStream,
     LazyList,
     PiecewiseAnswer,
-    ReadyAnswer,
     TextEvent,
     answer_of,
     written,
@@ -37,6 +36,7 @@ from serve.api.submission import (
 from serve.app import create_app
 from serve.engine.engine import Engine
 from serve.engine.job import GeneratedEvent, ScoredToken, Span, TokenEvent
+from serve.exchange import EXCHANGE_KEY, Exchange, ReadyAnswer
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
@@ -126,7 +126,7 @@ def sent_by(response: Any) -> tuple[list[dict[str, Any]], list[float]]:
         messages.append(message)
 
     async def run() -> None:
-        await response({"type": "http"}, None, send)
+        await response({"type": "http", EXCHANGE_KEY: Exchange()}, None, send)
 
     with callbacks_timed() as found:
         asyncio.run(run())
