@@ -15,11 +15,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
-from serve.api.body import Reader
+from serve.api.body import ClassifyRequest, GenerateRequest, Reader
 from serve.api.embeddings import EmbeddingRequest, embedding_routes
-from serve.api.fields import ClassifyRequest, DoneChunk, GenerateRequest, TokenChunk
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
-from serve.api.native import classify_routes, generate_routes
+from serve.api.native import DoneChunk, TokenChunk, classify_routes, generate_routes
 from serve.api.oip import IndexRequest, InferRequest, inference_routes, oip_model_routes
 from serve.api.openai import (
     ChatChunk,

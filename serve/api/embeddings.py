@@ -11,8 +11,7 @@ from pydantic.config import JsonDict
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import Budget, BudgetFields, Timing, budget_of, server_timing
+from serve.api.body import Budget, BudgetFields, Reader, Timing, budget_of, read_json, server_timing
 from serve.api.openai import OPENAI_PROBLEMS
 from serve.api.submission import (
     LazyList,
@@ -26,8 +25,7 @@ from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Tags
 from serve.errors import InvalidField, NoEmbeddings
 from serve.exchange import Exchange, Route, ThisExchange
-from serve.inputs.rows import InputRow, read_items
-from serve.inputs.values import MAX_INPUTS, Texts
+from serve.inputs.rows import MAX_INPUTS, InputRow, Texts, read_items
 from serve.runtime.protocol import FloatArray
 from serve.settings import Settings
 

@@ -9,8 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import METRIC, Answer, Health
+from serve.api.body import METRIC, Answer, Health, Reader, read_json
 from serve.api.submission import answer, problems, takes
 from serve.budget import efforts_of
 from serve.bundle import (

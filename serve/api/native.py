@@ -3,28 +3,24 @@
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import (
-    Alternative,
+from serve.api.body import (
+    Answer,
     Budget,
     ClassifyRequest,
-    ClassifyResponse,
-    ClassifyResult,
-    DoneChunk,
     GenerateRequest,
-    GenerateResponse,
-    LabelScore,
-    Readout,
-    TagResult,
+    Reader,
     Timing,
-    TokenChunk,
-    TokenScore,
+    TokenLabel,
     Usage,
     budget_of,
+    read_json,
     server_timing,
 )
 from serve.api.submission import (
@@ -65,6 +61,168 @@ from serve.errors import InvalidField
 from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
+
+# Shapes of answers.
+
+
+_FINISH = (
+    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
+    "generated."
+)
+
+
+class LabelScore(TypedDict):
+    """A label and how likely it is."""
+
+    label: Annotated[str, Field(description="One of the model's labels.")]
+    score: Annotated[float, Field(description="Probability that the model gives it.")]
+
+
+class ClassifyResult(TypedDict):
+    """The answer for one input."""
+
+    label: Annotated[str, Field(description="Most likely label.")]
+    score: Annotated[float, Field(description="Probability that the model gives it.")]
+    top: Annotated[
+        list[LabelScore], Field(description="Most likely labels, the most likely first.")
+    ]
+    truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[
+            list["Readout"],
+            Field(
+                description="What the model would have answered after "
+                "each step, if `trace` was set."
+            ),
+        ]
+    ]
+
+
+class TagResult(TypedDict):
+    """The answer for one text of a model that labels each token."""
+
+    tokens: Annotated[
+        list[TokenLabel],
+        Field(
+            description="Every character for a model that labels characters, else every word, "
+            "in order."
+        ),
+    ]
+    text: NotRequired[
+        Annotated[
+            str,
+            Field(
+                description="The input with each character replaced by its label, for a model "
+                "whose labels are characters: a filled-in puzzle, for example."
+            ),
+        ]
+    ]
+    truncated: Annotated[
+        bool,
+        Field(
+            description="Whether the text was cut to fit the model. The part cut off has no labels."
+        ),
+    ]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[
+            list["Readout"],
+            Field(
+                description="What the model would have answered after "
+                "each step, if `trace` was set."
+            ),
+        ]
+    ]
+
+
+class Readout(TypedDict):
+    """What the model would have answered after a step."""
+
+    steps: Annotated[int, Field(description="Steps taken so far.")]
+    labels: Annotated[
+        list[str],
+        Field(
+            description="Most likely label of each entry of `tokens`; for a classifier, one label."
+        ),
+    ]
+    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
+    text: NotRequired[
+        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
+    ]
+
+
+class ClassifyResponse(TypedDict):
+    """One result for each input, in the same order."""
+
+    id: Annotated[str, Field(description="Id of the request, also in the header x-request-id.")]
+    model: Annotated[str, Field(description="The model that answered.")]
+    results: Annotated[
+        list[ClassifyResult] | list[TagResult],
+        Field(
+            description="One result per input, in order. Results have `tokens` if the model's "
+            "task is `tag`."
+        ),
+    ]
+    timing: Annotated[Timing, Field(description="Where the time went.")]
+
+
+class Alternative(Answer):
+    """A token that could have been chosen."""
+
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
+
+
+class TokenScore(Answer):
+    """Log-probability of a token of the answer, and of its alternatives."""
+
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
+    top: list[Alternative] = Field(description="Most likely tokens, the most likely first.")
+
+
+class GenerateResponse(Answer):
+    """The text that continues the prompt, or translates it."""
+
+    id: str = Field(description="Id of the request, also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    text: str = Field(description="The answer, without the prompt and the stop string.")
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    seed: int = Field(description="Seed that was used. Send it to get this answer again.")
+    logprobs: list[TokenScore] | None = Field(
+        None, description="One entry per token of the answer, if `logprobs` was set."
+    )
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
+
+class TokenChunk(Answer):
+    """Data of an event without a name: one more token."""
+
+    index: int = Field(description="Index of the token in the answer, from 0.")
+    text: str = Field(
+        description="Text to append. Empty while a character is incomplete or a stop string may "
+        "have begun; a later event carries the text."
+    )
+    steps: int = Field(description="Steps taken for this token.")
+    logprob: TokenScore | None = Field(
+        None, description="Log-probability of the token, if `logprobs` was set."
+    )
+
+
+class DoneChunk(Answer):
+    """Data of the event `done`, the last one of a stream that succeeded."""
+
+    id: str = Field(description="Id of the request, also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    seed: int = Field(description="Seed that was used.")
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
 
 _STREAM_ABOUT = (
     "The answer. With `stream`: server-sent events, one without a name per token (TokenChunk), "

@@ -17,23 +17,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.api.body import (
-    Reader,
-    checked_json,
-    close_names,
-    describe_problem,
-    explain,
-    read_body,
-    shown,
-)
-from serve.api.fields import (
     METRIC,
     Answer,
     Budget,
     ClassifyRequest,
     GenerateRequest,
+    Reader,
     Timing,
     budget_of,
+    checked_json,
+    close_names,
+    describe_problem,
+    explain,
+    read_body,
     server_timing,
+    shown,
     whole,
 )
 from serve.api.models import check_ready
@@ -67,8 +65,8 @@ from serve.engine.sampling import MAX_SEED
 from serve.engine.writing import GenerationRequest
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
 from serve.exchange import Exchange, ReadyAnswer, Route, ThisExchange
-from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
-from serve.inputs.values import Input, check_finite, number_rows
+from serve.inputs.images import check_finite, number_rows
+from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
 from serve.settings import Settings
 
 # Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4

@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     model_validator,
 )
 from pydantic.config import JsonDict
@@ -21,18 +22,19 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 from starlette.responses import Response
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import (
+from serve.api.body import (
     DEFAULT_MAX_TOKENS,
     MAX_LOGPROBS,
     Answer,
     Budget,
     BudgetFields,
     Problem,
+    Reader,
     Stop,
     Timing,
     Usage,
     budget_of,
+    read_json,
     server_timing,
 )
 from serve.api.submission import (
@@ -63,7 +65,8 @@ from serve.engine.writing import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.chat import Messages
-from serve.inputs.values import MAX_TEXTS, Prompts
+from serve.inputs.rows import Text
+from serve.inputs.text import TextCodec
 from serve.middleware import error_body
 from serve.settings import Settings
 
@@ -607,6 +610,97 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(
         None, description="Accepted and ignored: chunks are never padded."
     )
+
+
+# Prompts of completions: one or several texts or lists of tokens.
+
+
+# Texts per request: as many as one batch decodes by default, so that they do not wait for each
+# other.
+MAX_TEXTS = 16
+# More than any model's window; the model's own limit is checked later.
+MAX_PROMPT_TOKENS = 2**17
+_PROMPTS_SAYS = "a string, or a list of tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, not read yet."""
+
+    value: str | tuple[int, ...]
+    param: str  # its place in the request
+
+    @property
+    def characters(self) -> int:
+        """The length of the text to encode."""
+        return len(self.value) if isinstance(self.value, str) else 0
+
+    def read(self, codec: TextCodec) -> list[int]:
+        """The tokens, if the model can read them."""
+        if isinstance(self.value, str):
+            return codec.encode_prompt(self.value, self.param)
+        return codec.check_prompt(self.value, self.param)
+
+    def text(self, codec: TextCodec) -> str:
+        """The text of the prompt."""
+        return self.value if isinstance(self.value, str) else codec.decode(list(self.value))
+
+
+def check_prompts(value: object) -> tuple[Prompt, ...]:
+    """The prompts of a request, in order; InvalidField if they are malformed."""
+    if not isinstance(value, list) or (value and _is_token(value[0])):
+        return (_prompt(value, "prompt", f"{_PROMPTS_SAYS}, or a list of these"),)
+    if not value:
+        raise InvalidField("prompt is an empty list: send at least 1 item", param="prompt")
+    if len(value) > MAX_TEXTS:
+        raise InvalidField(
+            f"prompt has {len(value)} items: send at most {MAX_TEXTS}", param="prompt"
+        )
+    return tuple(_prompt(one, f"prompt[{index}]", _PROMPTS_SAYS) for index, one in enumerate(value))
+
+
+def _prompt(value: object, param: str, says: str) -> Prompt:
+    if isinstance(value, str):
+        if not value:
+            raise InvalidField(f"{param} is empty: send some text", param=param)
+        return Prompt(value, param)
+    if isinstance(value, list):
+        if not value:
+            raise InvalidField(f"{param} is empty: send at least 1 token", param=param)
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidField(
+                f"{param} has {len(value)} tokens: send at most {MAX_PROMPT_TOKENS}", param=param
+            )
+        if set(map(type, value)) == {int}:
+            return Prompt(tuple(value), param)
+        for index, token in enumerate(value):
+            if not _is_token(token):
+                raise InvalidField(
+                    f"{param}[{index}] must be a token, which is an integer",
+                    param=f"{param}[{index}]",
+                )
+        return Prompt(tuple(map(int, value)), param)
+    raise InvalidField(f"{param} must be {says}", param=param)
+
+
+def _is_token(value: object) -> bool:
+    if isinstance(value, float):
+        return value.is_integer()  # JSON has only numbers: 4.0 is the integer 4
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_Tokens = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+]
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(
+        check_prompts,
+        json_schema_input_type=Text
+        | _Tokens
+        | Annotated[list[Text | _Tokens], Field(min_length=1, max_length=MAX_TEXTS)],
+    ),
+]
 
 
 class OpenAIFields(BudgetFields):

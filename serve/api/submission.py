@@ -18,14 +18,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve.api.fields import (
-    Answer,
-    BudgetFields,
-    ErrorResponse,
-    GenerateRequest,
-    Timing,
-    TokenLabel,
-)
+from serve.api.body import Answer, BudgetFields, ErrorResponse, GenerateRequest, Timing, TokenLabel
 from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
@@ -50,8 +43,7 @@ from serve.engine.search import Translation
 from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import InternalError, InvalidField, Unprocessable
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
-from serve.inputs.rows import InputRow, greatest_length, row_length
-from serve.inputs.values import Input
+from serve.inputs.rows import Input, InputRow, greatest_length, row_length
 from serve.settings import Settings
 
 # What to generate, from a request.

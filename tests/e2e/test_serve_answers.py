@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from serve.api import fields
-from serve.api.fields import BudgetFields, ClassifyRequest, GenerateRequest
+from serve.api.body import BudgetFields, ClassifyRequest, GenerateRequest
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.api.fields import Budget, Expected, GenerateResponse, Timing, Usage
+from serve.api.body import Budget, Expected, Timing, Usage
+from serve.api.native import GenerateResponse
 from serve.api.openai import (
     ChatFormat,
     ChatResponse,
