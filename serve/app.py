@@ -177,7 +177,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     app.include_router(oip_model_routes(engine, reader))
     app.include_router(inference_routes(settings, engine, reader))
     add_page(app)
-    app.openapi = lambda: _document(app, bool(keys))  # type: ignore[method-assign]  # the documented way
+    app.openapi = lambda: _document(app, keys.in_use)  # type: ignore[method-assign]  # the documented way
     return app
 
 

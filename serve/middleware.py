@@ -437,7 +437,7 @@ class RequestMiddleware:
             refusal = check_origin(scope, self._origins)
             if refusal is not None:
                 raise refusal
-        if self._keys:
+        if self._keys.in_use:
             exchange.holder = authenticate(exchange, self._keys)
         exchange.admitted = True
 

@@ -480,7 +480,7 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
 
 def _check_key(exchange: Exchange, keys: Keys) -> None:
     """AdminOff if no admin key is set, Unauthorized if the request has none that is known."""
-    if not keys:
+    if not keys.in_use:
         raise AdminOff(
             f"the admin routes are off: set {ADMIN_KEY_VARIABLE} to a key of your own, or name a "
             "file with --admin-keys-file, and start the server again"

@@ -123,7 +123,7 @@ def wish_in(options: GenerateOptions, served: Served, prompt: list[int]) -> Gene
     return GenerationRequest(
         prompt=prompt,
         max_tokens=options.max_tokens if limit is None else min(options.max_tokens, limit),
-        window=manifest.text_input.max_tokens if limit is None else limit,
+        window=served.codec.max_tokens if limit is None else limit,
         sampling=Sampling(
             temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),

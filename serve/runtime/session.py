@@ -25,6 +25,8 @@ from serve.bundle import (
     ImageInput,
     Manifest,
     PointsInput,
+    TextInput,
+    TokenizerSpec,
     check_file,
     read_checked,
 )
@@ -643,12 +645,12 @@ def check_rows(rows: RowArray, manifest: Manifest) -> RowArray:
             if rows.shape[1] > max_points:
                 raise ValueError(f"{rows.shape[1]} points are more than {max_points}")
             return rows
-        case _:
-            return _check_texts(rows, manifest)
+        case TextInput(max_tokens=max_tokens):
+            assert manifest.tokenizer is not None
+            return _check_texts(rows, manifest.tokenizer, max_tokens)
 
 
-def _check_texts(rows: RowArray, manifest: Manifest) -> IntArray:
-    tokenizer, max_tokens = manifest.text_tokenizer, manifest.text_input.max_tokens
+def _check_texts(rows: RowArray, tokenizer: TokenizerSpec, max_tokens: int) -> IntArray:
     tokens = check_tokens(rows, 2, tokenizer.vocab_size)  # (B, N)
     if tokens.shape[1] > max_tokens:
         raise ValueError(
