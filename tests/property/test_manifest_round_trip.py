@@ -57,7 +57,7 @@ facts = st.dictionaries(
 )
 entries = st.builds(
     FileEntry,
-    sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
+    sha256=st.binary(min_size=32, max_size=32).map(bytes.hex),
     bytes=st.integers(0, 1 << 40),
 )
 
