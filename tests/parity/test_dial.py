@@ -26,6 +26,8 @@ from train.model import Stepped
 from train.ode import METHODS
 from train.recipe import Recipe
 
+pytestmark = pytest.mark.long
+
 ABSOLUTE = 2e-5
 TIME = ["steps.dial=time", "model.T=4.0", "steps.jump=0.0"]
 LOOP = ["model.inject=true", "model.velocity=residual"]
