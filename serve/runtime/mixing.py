@@ -1,15 +1,14 @@
-"""Several rungs of one decoder in shared or parallel calls, and speculation."""
+"""Several rungs of one decoder in shared calls, and speculation."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import BundleError, Manifest
+from serve.bundle import Manifest
 from serve.runtime.cache import can_map_shared, map_adjacent
-from serve.runtime.classifier import Threads
 from serve.runtime.decoder import OrtDecodeBatch, StepState
 from serve.runtime.device import HOST
 from serve.runtime.protocol import (
@@ -18,8 +17,6 @@ from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
     IntArray,
-    Outcome,
-    Segment,
     Speculation,
     StepOutput,
 )
@@ -188,7 +185,6 @@ SpeculationCalls = dict[
 
 _MOST_CALLS, _MOST_PARTS = 64, 8_192  # calls kept; mapped parts, of which a process may have 65,530
 _log = logging.getLogger("stepdial.runtime")
-Open = Callable[[], InterruptibleSession]
 Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 
 
@@ -196,21 +192,11 @@ Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 class OrtMix:
     """Runs steps of several batches of one model; repeated calls are bound only once."""
 
-    def __init__(
-        self,
-        sessions: StepSessions,
-        manifest: Manifest,
-        open_alone: Open,
-        threads: Threads,
-    ) -> None:
-        """`open_alone` opens a session with one thread."""
+    def __init__(self, sessions: StepSessions, manifest: Manifest) -> None:
         self.most_batches = len(manifest.rungs) if can_map_shared() else 1
-        self.sides = threads.most
         # A jump needs steps that go straight along the velocity.
         self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
-        self._alone = _LazySession(open_alone)
-        self._threads = threads
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _MixCall] = {}
         self._most_calls = _most_calls(len(self._names) * self.most_batches)
@@ -251,26 +237,6 @@ class OrtMix:
         for batch in going:
             self._run(self._sessions.step_of(batch.rows), [batch])
 
-    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
-        session = self._alone.get() or self._sessions.step
-
-        def run(segments: Sequence[Segment]) -> list[Outcome]:
-            return [self._take(segment, session) for segment in segments]
-
-        return self._threads.each(run, sides)
-
-    def _take(self, segment: Segment, session: InterruptibleSession) -> Outcome:
-        batch = segment.batch
-        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        try:
-            if segment.tokens is not None:
-                batch.begin(segment.tokens)
-            for _ in range(segment.steps):
-                self._run(session, [batch])
-            return batch.end() if _step_of(batch) == batch.steps else None
-        except Exception as error:  # onnxruntime has no base class of its own
-            return error
-
     def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
         """One step. Calls with the same batches, rows and steps reuse their buffers."""
         key = (session, tuple((one.number, one.rows, _step_of(one)) for one in going))
@@ -284,27 +250,6 @@ class OrtMix:
     def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         return OrtSpeculation(batch, lead, self._speculation_calls)
-
-
-@final
-class _LazySession:
-    """A session opened when rungs first run in parallel, since it copies the weights."""
-
-    def __init__(self, opening: Open | None) -> None:
-        self._opening = opening
-        self._session: InterruptibleSession | None = None
-
-    def get(self) -> InterruptibleSession | None:
-        """None if the bundle was changed since its other graphs were opened."""
-        if self._session is None and self._opening is not None:
-            try:
-                self._session = self._opening()
-            except BundleError as error:
-                self._opening = None
-                _log.error(
-                    "%s; until it is loaded again rungs that go abreast share a session", error
-                )
-        return self._session
 
 
 @final
