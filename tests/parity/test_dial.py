@@ -53,6 +53,7 @@ FORMS: dict[str, tuple[Make, list[str], tuple[str, str, int]]] = {
         ["steps.dial=resolution", "steps.exits=[]", "model.velocity=block"],
         ("tag", "none", 1),
     ),
+    "tagger that sees the time": (tiny_logic_recipe, ["model.timed=true"], ("tag", "none", 1)),
     "classifier": (label_recipe, [*TIME, *LOOP], ("classify", "none", 1)),
     "decoder": (tiny_text_recipe, [*TIME, *LOOP], ("generate", "kv", 2)),
     "decoder without injection": (
@@ -63,6 +64,11 @@ FORMS: dict[str, tuple[Make, list[str], tuple[str, str, int]]] = {
     "decoder of resolution": (
         tiny_text_recipe,
         ["model.inject=true", "model.conditioned=true", "model.tied=true"],
+        ("generate", "kv", 2),
+    ),
+    "decoder that sees the time": (
+        tiny_text_recipe,
+        [*TIME, *LOOP, "model.timed=true"],
         ("generate", "kv", 2),
     ),
     "decoder between blocks": (
