@@ -143,7 +143,7 @@ def _range(kept: Kept) -> str:
     steps = [what for what in found if what.endswith("steps")]
     plain = [what for what in found if what.startswith("plain")]
     return (
-        f"right cells of sudokus: {found[steps[0]]} % at {steps[0]}, "
+        f"right cells of sudokus: {found[steps[0]]} % at {steps[0].removesuffix('s')}, "
         f"{found[steps[-1]]} % at {steps[-1]}; {plain[-1]}: {found[plain[-1]]} %"
     )
 
