@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.e2e.browser import Complaints, Served, audit, opened, pick, served
+from tests.e2e.browser import Complaints, Served, opened, pick, served, sound
 from tests.fixtures.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
 
 pytestmark = pytest.mark.browser
@@ -17,12 +17,6 @@ def server() -> Iterator[Served]:
     bundles = (generate_bundle(), tag_bundle(), words_tag_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
-
-
-def sound(page: Page) -> bool:
-    faults = audit(page)
-    faults.pop("measured")
-    return faults == {"contrast": [], "name": [], "overflow": []}
 
 
 def test_the_answer_forms_step_by_step(page: Page) -> None:
