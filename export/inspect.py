@@ -74,6 +74,8 @@ def input_in_words(manifest: Manifest) -> str:
             return f"at most {most} points of {dimensions} coordinates"
         case text if manifest.target_max_tokens is not None:
             return f"at most {text.max_tokens} tokens in, {manifest.target_max_tokens} out"
+        case text if text.exact:
+            return f"exactly {text.max_tokens} tokens"
         case text:
             return f"at most {text.max_tokens} tokens"
 
