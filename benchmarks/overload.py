@@ -31,7 +31,7 @@ from benchmarks.lab import (
     run,
 )
 from benchmarks.server import Server, running_server
-from benchmarks.texts import TaggedText, tagged_texts
+from benchmarks.texts import TaggedText, check_same_data, tagged_texts
 from serve.bundle import Bundle
 
 NAME = "overload"
@@ -109,9 +109,7 @@ def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
     if not plain:
         raise SystemExit("name a tagger with a dial, then plain models, with --bundles")
     texts = tagged_texts(dial)
-    for bundle in plain:
-        if _data(bundle) != _data(dial):
-            raise SystemExit(f"{bundle.folder} was trained on other data than {dial.folder}")
+    check_same_data(dial, plain)
     deadline = {"deadline_ms": 1000 * asked.deadline_s}
     full = {"steps": dial.manifest.full_steps}
     arms = [
@@ -145,12 +143,6 @@ def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
         [Table(caption, _COLUMNS, rows), beside],
         targets,
     )
-
-
-def _data(bundle: Bundle) -> dict[str, Any]:
-    kept = dict(bundle.manifest.provenance["recipe"]["data"])
-    kept.pop("path")
-    return kept
 
 
 def _place(arms: Sequence[Arm]) -> Any:

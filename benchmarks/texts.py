@@ -108,24 +108,32 @@ class TaggedText:
 
 def tagged_texts(bundle: Bundle) -> list[TaggedText]:
     """The held-out rows of a tagger whose tokens are characters or words."""
-    from train.data import open_dataset
+    from export.quality import dataset_of
     from train.data.batch import IGNORED
-    from train.recipe import recipe_from
 
-    kind, kept = bundle.manifest.text_tokenizer.kind, bundle.manifest.provenance["recipe"]
+    kind, pad_id = bundle.manifest.text_tokenizer.kind, bundle.manifest.text_tokenizer.pad_id
     if kind not in ("chars", "words"):
-        raise SystemExit(
-            f"{bundle.folder} has tokens of {kind}: their labels are not those of words"
-        )
-    dataset = open_dataset(recipe_from(cast(dict[str, Any], kept), "provenance.recipe"))
+        raise SystemExit(f"{bundle.folder} has tokens of {kind}, not a label for each")
+    dataset = dataset_of(bundle, "")
     tokenizer, labels = dataset.tokenizer, dataset.labels
     assert tokenizer is not None and labels is not None
     found = []
     for batch in dataset.held_out(256):
         for tokens, targets in zip(batch.inputs[0].tolist(), batch.targets.tolist(), strict=True):
-            present = [token for token in tokens if token != bundle.manifest.text_tokenizer.pad_id]
-            words = [str(tokenizer.id_to_token(token)) for token in present]
+            words = [str(tokenizer.id_to_token(token)) for token in tokens if token != pad_id]
             text = ("" if kind == "chars" else " ").join(words)
-            known = (labels[one] if one != IGNORED else None for one in targets[: len(present)])
+            known = (labels[one] if one != IGNORED else None for one in targets[: len(words)])
             found.append(TaggedText(text, tuple(known)))
     return found
+
+
+def check_same_data(bundle: Bundle, others: Sequence[Bundle]) -> None:
+    """SystemExit if one of the others was trained on other data."""
+
+    def data_of(one: Bundle) -> dict[str, Any]:
+        recipe = cast(dict[str, Any], one.manifest.provenance["recipe"])
+        return {**recipe["data"], "path": ""}
+
+    for other in others:
+        if data_of(other) != data_of(bundle):
+            raise SystemExit(f"{other.folder} was trained on other data than {bundle.folder}")
