@@ -99,7 +99,9 @@ def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
         return [_case(client, bundle, "an image", {"image": _blank(bundle.manifest.input)})]
     codec = TextCodec(bundle)
     if bundle.manifest.task == "tag":  # of one alphabet: the paragraphs are not in it
-        (text, *_) = bundle.manifest.card["examples"]
+        examples = bundle.manifest.card["examples"]
+        assert isinstance(examples, Sequence)
+        text = str(examples[0])
         count = len(codec.encode_input(text, truncate=True).tokens)
         return [_case(client, bundle, f"a text of {count} tokens", text)]
     cases = []

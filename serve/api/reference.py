@@ -125,7 +125,7 @@ def _operation(
     shared: dict[str, list[str]],
     document: Document,
 ) -> str:
-    title = f"<h3><code>{method} {escape(path)}</code></h3>"
+    title = f"<h3><code>{method} {_breakable(path)}</code></h3>"
     about = f"<p>{escape(operation.get('summary', ''))}.</p>"
     parameters = "".join(
         _row(each["name"], each["schema"], each["required"], each.get("description", ""))
