@@ -649,17 +649,19 @@ class Prompt:
 def check_prompts(value: object) -> tuple[Prompt, ...]:
     """The prompts of a request, in order; InvalidField if they are malformed."""
     if not isinstance(value, list) or (value and _is_token(value[0])):
-        return (_prompt(value, "prompt", f"{_PROMPTS_SAYS}, or a list of these"),)
+        return (_prompt_of(value, "prompt", f"{_PROMPTS_SAYS}, or a list of these"),)
     if not value:
         raise InvalidField("prompt is an empty list: send at least 1 item", param="prompt")
     if len(value) > MAX_TEXTS:
         raise InvalidField(
             f"prompt has {len(value)} items: send at most {MAX_TEXTS}", param="prompt"
         )
-    return tuple(_prompt(one, f"prompt[{index}]", _PROMPTS_SAYS) for index, one in enumerate(value))
+    return tuple(
+        _prompt_of(one, f"prompt[{index}]", _PROMPTS_SAYS) for index, one in enumerate(value)
+    )
 
 
-def _prompt(value: object, param: str, says: str) -> Prompt:
+def _prompt_of(value: object, param: str, says: str) -> Prompt:
     if isinstance(value, str):
         if not value:
             raise InvalidField(f"{param} is empty: send some text", param=param)
