@@ -1,12 +1,14 @@
 """The playground page with models that label each token, in a real Chromium."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Response, expect
 
 from tests.e2e.browser import Complaints, Served, opened, pick, served, sound
-from tests.fixtures.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
+from tests.fixtures.tiny_folders import generate_bundle, square_bundle, tag_bundle, words_tag_bundle
 
 pytestmark = pytest.mark.browser
 PUZZLE = "12.4..3.5126.3.4"  # a square of four
@@ -14,18 +16,28 @@ PUZZLE = "12.4..3.5126.3.4"  # a square of four
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    bundles = (generate_bundle(), tag_bundle(), words_tag_bundle())
+    bundles = (generate_bundle(), tag_bundle(), words_tag_bundle(), square_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
+
+
+def traced(response: Response) -> bool:
+    return '"trace":true' in (response.request.post_data or "")
 
 
 def test_the_answer_forms_step_by_step(page: Page) -> None:
     page.emulate_media(reduced_motion="reduce")
     pick(page, "tiny-tag")
     page.get_by_role("textbox", name="Text").fill(PUZZLE)
-    with page.expect_response("**/v1/classify") as answered:
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(json.loads(request.post_data or "{}")))
+    with page.expect_response(traced) as answered:
         page.get_by_role("button", name="Label").click()
     (result,) = answered.value.json()["results"]
+    # The answer that is timed has no trace; the steps are asked for apart, at its step count.
+    bodies = [body for body in sent if "input" in body]
+    assert [body.get("trace") for body in bodies] == [None, True]
+    assert bodies[1]["steps"] == result["budget"]["steps"] == 8
     trace = [readout["labels"] for readout in result["trace"]]
     pane = page.locator(".pane").first
     cells = pane.locator(".cells.puzzle li")
@@ -62,6 +74,22 @@ def test_the_steps_are_played_once_for_an_input_and_again_when_asked(page: Page)
     pane.get_by_role("button", name="Play the steps").click()
     expect(shown).to_have_value("1")
     expect(shown).to_have_value("8")
+
+
+def test_a_text_of_a_fixed_length_says_how_long_it_is(page: Page) -> None:
+    pick(page, "tiny-tag")
+    note = page.locator("#input-note")
+    expect(note).to_be_hidden()
+    pick(page, "square")
+    box = page.get_by_role("textbox", name="Text")
+    box.fill(PUZZLE[:15])
+    expect(note).to_have_text("Exactly 16 tokens. Now: 15 characters.")
+    expect(box).to_have_accessible_description("Exactly 16 tokens. Now: 15 characters.")
+    box.press_sequentially(PUZZLE[15])
+    expect(note).to_have_text("Exactly 16 tokens. Now: 16 characters.")
+    page.get_by_role("button", name="Label").click()
+    expect(page.locator(".pane").first.locator(".cells.puzzle li")).to_have_count(16)
+    assert sound(page)
 
 
 def test_words_have_their_labels_and_two_answers_are_compared(page: Page) -> None:

@@ -143,6 +143,10 @@ def test_every_rung_of_every_form_agrees_with_torch(
     assert (m.dial, m.grid_steps) == (
         ("time", 4) if recipe.steps.dial == "time" else ("resolution", None)
     )
+    if m.task == "tag":  # every puzzle has 36 cells, and is measured so
+        assert m.text_input.max_tokens == 36 and m.text_input.exact
+        assert bundle.latency is not None
+        assert {entry.length for entry in bundle.latency.entries} == {36}
     model, dataset = load_run(run).model, open_dataset(recipe, load_run(run).tokenizer)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     opened = open_model(bundle)

@@ -94,7 +94,8 @@ def inputs(draw: st.DrawFn, task: Task) -> InputSpec:
         )
     max_tokens = draw(st.integers(1, 1 << 20))
     if task not in LABELLING or draw(st.booleans()):
-        return TextInput(max_tokens=max_tokens)
+        exact = task in LABELLING and draw(st.booleans())
+        return TextInput(max_tokens=max_tokens, exact=exact)
     head = draw(st.integers(0, max_tokens))
     tail = draw(st.integers(0 if head else 1, max_tokens - head if head else max_tokens))
     return TextInput(max_tokens=max_tokens, truncation=Truncation(head, tail))
