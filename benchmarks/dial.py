@@ -27,7 +27,7 @@ from benchmarks.lab import (
 )
 from benchmarks.server import running_server
 from benchmarks.texts import PROMPT, answer_tokens, text_of, window_of
-from serve.bundle import Bundle
+from serve.bundle import Bundle, ImageInput
 from serve.inputs.text import TextCodec
 
 NAME = "dial"
@@ -95,20 +95,39 @@ def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
         tokens = 16 if quick else answer_tokens(bundle, ANSWER_TOKENS)
         calls = {one: partial(_generate, client, name, one, tokens) for one in steps}
         return [Case(f"{name}, a token of an answer of {tokens}", dict(calls))]
+    if isinstance(bundle.manifest.input, ImageInput):
+        return [_case(client, bundle, "an image", {"image": _blank(bundle.manifest.input)})]
     codec = TextCodec(bundle)
+    if bundle.manifest.task == "tag":  # of one alphabet: the paragraphs are not in it
+        examples = bundle.manifest.card["examples"]
+        assert isinstance(examples, Sequence)
+        text = str(examples[0])
+        count = len(codec.encode_input(text, truncate=True).tokens)
+        return [_case(client, bundle, f"a text of {count} tokens", text)]
     cases = []
     for length in sorted(
         {min(TEXT_TOKENS, window_of(bundle.manifest)), window_of(bundle.manifest)}
     ):
         text = text_of(codec, length)
         count = len(codec.encode_input(text, truncate=True).tokens)
-        classify = {one: partial(_classify, client, name, one, text) for one in steps}
-        cases.append(Case(f"{name}, a text of {count} tokens", dict(classify)))
+        cases.append(_case(client, bundle, f"a text of {count} tokens", text))
     return cases
 
 
-def _classify(client: Client, model: str, steps: int, text: str) -> Sample:
-    reply = client.post("/v1/classify", {"model": model, "input": text, "steps": steps})
+def _case(client: Client, bundle: Bundle, what: str, given: Any) -> Case:
+    name, steps = bundle.manifest.name, bundle.manifest.steps
+    calls = {one: partial(_classify, client, name, one, given) for one in steps}
+    return Case(f"{name}, {what}", dict(calls))
+
+
+def _blank(shape: ImageInput) -> list[Any]:
+    """What is in a picture does not change its time."""
+    pixel: Any = 0 if shape.channels == 1 else [0] * shape.channels
+    return [[pixel] * shape.width] * shape.height
+
+
+def _classify(client: Client, model: str, steps: int, given: Any) -> Sample:
+    reply = client.post("/v1/classify", {"model": model, "input": given, "steps": steps})
     budgets = [result["budget"] for result in reply.body["results"]]
     return _sample(reply.body, reply.wall_ms, budgets, steps, 1)
 

@@ -38,8 +38,8 @@ _OWN_OUTPUTS = (
     "benchmarks/papers/measured",
     "benchmarks/papers/screened",
     "benchmarks/papers/*.json",
-    "docs/results",
-    "docs/results.md",
+    "benchmarks/papers/plots",
+    "benchmarks/papers/README.md",
 )
 
 

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
+from serve.api.reference import grouped, heading, shared_errors, split_answers
 from serve.app import create_app
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
@@ -320,7 +321,6 @@ people and at `/openapi.json` for programs. What steps and deadlines mean is in
 [clients.md](clients.md), keys and limits in [security.md](security.md), each error code in
 [errors.md](errors.md).
 """
-_TITLES = {"openai": "OpenAI"}
 _LIMITS = (
     ("minimum", "≥ {}"),
     ("exclusiveMinimum", "> {}"),
@@ -346,23 +346,25 @@ def api_document() -> ApiDocument:
 def api_page(api: ApiDocument) -> str:
     """The page as Markdown."""
     shapes = sorted(api["components"]["schemas"].items(), key=lambda item: item[0].lower())
-    parts = [_API_HEAD, *_routes(api), "## Shapes\n"]
+    parts = [_API_HEAD, *_routes(api), _errors(shared_errors(api)), "## Shapes\n"]
     parts += [_shape(name, shape) for name, shape in shapes]
     return "\n".join(parts)
 
 
 def _routes(api: ApiDocument) -> Iterator[str]:
-    tags: dict[str, list[str]] = {}
-    for path, methods in api["paths"].items():
-        for method, operation in methods.items():
-            (tag,) = operation["tags"]
-            tags.setdefault(tag, []).append(_route(path, method.upper(), operation))
-    for tag, routes in tags.items():
-        yield f"## {_TITLES.get(tag, tag.capitalize())}\n"
-        yield from routes
+    shared = shared_errors(api)
+    for tag, routes in grouped(api).items():
+        yield f"## {heading(tag)}\n"
+        for method, path, operation in routes:
+            yield _route(path, method, operation, shared)
 
 
-def _route(path: str, method: str, operation: ApiDocument) -> str:
+def _errors(shared: Mapping[str, Sequence[str]]) -> str:
+    rows = [[status, " Or: ".join(meanings)] for status, meanings in shared.items()]
+    return f"## Errors of many routes\n\n{_table(('status', 'when'), rows)}\n"
+
+
+def _route(path: str, method: str, operation: ApiDocument, shared: dict[str, list[str]]) -> str:
     lines = [f"### {method} {path}", "", f"{operation['summary']}.", ""]
     content = operation.get("requestBody", {}).get("content", {})
     if content:
@@ -379,11 +381,18 @@ def _route(path: str, method: str, operation: ApiDocument) -> str:
     ]
     if parameters:
         lines += [_table(("parameter", "in", "type", "", ""), parameters), ""]
+    own, others = split_answers(operation, shared)
     answers = [
         [status, answer["description"], _shapes_of(answer.get("content", {}))]
-        for status, answer in sorted(operation["responses"].items())
+        for status, answer in own
     ]
-    return "\n".join([*lines, _table(("status", "when", "body"), answers), ""])
+    lines += [_table(("status", "when", "body"), answers), ""]
+    if others:
+        found = {_shapes_of(operation["responses"][one].get("content", {})) for one in others}
+        said = " or ".join(sorted(found - {""}))
+        body = f" in a body of {said}" if said else ""
+        lines += [f"Also {', '.join(others)}{body}: [what they mean](#errors-of-many-routes).", ""]
+    return "\n".join(lines)
 
 
 def _shape(name: str, shape: ApiDocument) -> str:

@@ -100,7 +100,7 @@ def _against_rate(report: Report) -> list[Chart]:
         caption = "Solid: median (p50). Dashed: 99th percentile (p99)."
         found.append(
             Chart(
-                *(title, caption, "offered requests per second", "ms", lines),
+                *(title, caption, "offered requests per second", "milliseconds", lines),
                 y_scale="log",
                 limits=_limits(report, what),
             )
@@ -142,22 +142,23 @@ def _rates(report: Report) -> Chart:
 
 def _distribution(report: Report) -> list[Chart]:
     rows = [row for row in report.rows if row.curve_ms]
-    shown = [index for index, percent in enumerate(CURVE) if 0 < percent < 100]
     latency = [
-        Line(_name(row), _name(row), [CURVE[i] for i in shown], [row.curve_ms[i] for i in shown])
+        _points(row, _told(row, CURVE), [row.curve_ms[CURVE.index(at)] for at in _told(row, CURVE)])
         for row in rows
     ]
     percents = (50.0, 95.0, 99.0)
     first = [
         _points(
-            row, percents, (row.first_token_p50_ms, row.first_token_p95_ms, row.first_token_p99_ms)
+            row,
+            _told(row, percents),
+            (row.first_token_p50_ms, row.first_token_p95_ms, row.first_token_p99_ms),
         )
         for row in rows
     ]
     gaps = [
         _points(row, percents, (row.gap_p50_ms, row.gap_p95_ms, row.gap_p99_ms)) for row in rows
     ]
-    caption = "Latency by percentile."
+    caption = "Latency by percentile. A percentile with no answer above it is left out."
     percent = "percentile of the requests"
     drawn = (
         ("Latency", caption, percent, latency, "latency"),
@@ -171,13 +172,19 @@ def _distribution(report: Report) -> list[Chart]:
         ),
     )
     return [
-        Chart(title, about, label, "ms", lines, "tail", "log", _limits(report, what))
+        Chart(title, about, label, "milliseconds", lines, "tail", "log", _limits(report, what))
         for title, about, label, lines, what in drawn
     ]
 
 
+def _told(row: Row, percents: Sequence[float]) -> list[float]:
+    """The percentiles that so many answers tell apart from the slowest."""
+    answers = row.requests - row.errors
+    return [at for at in percents if 0 < at < 100 and answers * (100 - at) >= 100]
+
+
 def _points(row: Row, x: Sequence[float], y: Sequence[float | None]) -> Line:
-    pairs = [(at, value) for at, value in zip(x, y, strict=True) if value is not None]
+    pairs = [(at, value) for at, value in zip(x, y, strict=False) if value is not None]
     return Line(_name(row), _name(row), [each[0] for each in pairs], [each[1] for each in pairs])
 
 
@@ -191,10 +198,8 @@ def _timeline(report: Report) -> Chart:
     rate_x, rate_y = zip(*due, strict=True) if due else ((), ())
     lines.append(Line("requests due per second", "due", rate_x, rate_y))
     caption = "Latency by the second in which a request was due, and how many were due in it."
-    label = "seconds since the start"
-    return Chart(
-        "Second by second", caption, label, "ms, or requests per second", lines, y_scale="log"
-    )
+    label, unit = "seconds since the start", "milliseconds, or requests per second"
+    return Chart("Second by second", caption, label, unit, lines, y_scale="log")
 
 
 def _frontier(report: Report) -> list[Chart]:
@@ -240,7 +245,7 @@ def _frontier(report: Report) -> list[Chart]:
             Chart(
                 f"Quality against latency under load: {model}",
                 f"The number beside a point is its step count. {source}{better}",
-                "p99 latency, ms",
+                "99th percentile of latency, milliseconds",
                 label,
                 lines,
                 "log",

@@ -4,7 +4,7 @@
 
 Without a bundle: the zoo. Of every bundle whole calls are timed (`benchmarks.gpu.engines`), of a
 decoder tokens a second too (`benchmarks.gpu.writing`). What could not be run is listed with the
-reason. The tables are Markdown, for docs/gpu.md. Ends with status 3 where there is no GPU, after
+reason. The tables are Markdown. Ends with status 3 where there is no GPU, after
 what runs without one; 2 for a bundle that cannot be read; 1 where something is wrong; else 0.
 """
 

@@ -1,4 +1,4 @@
-"""Writes docs/results.md and its pictures from what was kept and the published figures.
+"""Writes benchmarks/papers/README.md and its pictures from what was kept and the published figures.
 
     python -m benchmarks.papers.page
     python -m benchmarks.papers.page --tables --runs RUNS
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import ROOT, Machine, Result
+from benchmarks.lab import Machine, Result
 from benchmarks.papers.measured import FOLDER as MEASURED
 from benchmarks.papers.measured import Measured, Point, read_all
 from benchmarks.papers.queue import PLAN, Place, read_plan, state
@@ -420,8 +420,8 @@ def _lost(run: Measured) -> float | None:
 
 PUBLISHED = Path(__file__).parent / "published.toml"
 EXTRA = Path(__file__).parent  # theory.json, and what benchmarks.robustness keeps there
-PAGE = ROOT / "docs" / "results.md"
-PICTURES = ROOT / "docs" / "results"
+PAGE = Path(__file__).parent / "README.md"
+PICTURES = Path(__file__).parent / "plots"
 _HEAD = """# The experiments of the papers
 
 Written by `python -m benchmarks.papers.page` from `measured/*.json`, `screened/*.json`,
@@ -677,9 +677,9 @@ def _method_table(name: str, runs: list[Measured]) -> str:
 
 
 def _pictures(name: str, present: list[tuple[str, list[Measured]]]) -> str:
-    shown = f"![{name}: quality against steps](results/{name}-steps.png)"
+    shown = f"![{name}: quality against steps](plots/{name}-steps.png)"
     if any(run.curve for _, runs in present for run in runs):
-        shown += f"\n![{name}: training](results/{name}-training.png)"
+        shown += f"\n![{name}: training](plots/{name}-training.png)"
     return shown
 
 

@@ -11,14 +11,10 @@ from enum import Enum
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
-from serve.bundle.manifest import model_name
 from serve.errors import ServeError
 
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
-# How rungs of one model decode at the same time: in one call, in parallel on a thread each, or
-# alternating token by token.
-Sharing = Literal["shared", "parallel", "alternating"]
 
 
 class LaneKey(NamedTuple):
@@ -38,7 +34,7 @@ class LaneKey(NamedTuple):
     @property
     def name(self) -> str:
         """The model's name, as clients and metrics know it."""
-        return model_name(self.model)
+        return self.model.partition("@")[0]
 
 
 Turn = tuple[LaneKey, CallKind]

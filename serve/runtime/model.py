@@ -140,7 +140,7 @@ class OrtModel:
         self._mix: OrtMix | None = None
         self._weights: Weights | None = None
         self._run_options = shared_options()
-        self._opening = False
+        self.opening = False
 
     @property
     def bundle(self) -> Bundle:
@@ -195,12 +195,7 @@ class OrtModel:
         if not manifest.keeps_caches or not self._device.runs_single_steps:
             return None
         if self._mix is None:
-            self._mix = OrtMix(
-                self._step_sessions(),
-                manifest,
-                self._open_alone,
-                self._row_threads,
-            )
+            self._mix = OrtMix(self._step_sessions(), manifest)
         return self._mix
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
@@ -273,10 +268,6 @@ class OrtModel:
                 rungs.popitem()
         self._steps = self._mix = self._weights = None
 
-    @property
-    def opening(self) -> bool:
-        return self._opening
-
     def interrupt(self) -> None:
         self._run_options.terminate = True
 
@@ -316,17 +307,15 @@ class OrtModel:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))
 
     def _open_alone(self) -> InterruptibleSession:
-        """The step on one thread, for rungs that run in parallel."""
-        step, sessions = self._bundle.manifest.step, self._step_sessions()
+        """The step on one thread, for single rows."""
+        step = self._bundle.manifest.step
         assert step is not None
-        if sessions.single is not sessions.step:
-            return sessions.single
         return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
 
     def _open(
         self, file: str, interface: Interface, threads: int | None = None
     ) -> InterruptibleSession:
-        self._opening = True
+        self.opening = True
         try:
             return open_session(
                 self._bundle,
@@ -339,7 +328,7 @@ class OrtModel:
                 self._writes,
             )
         finally:
-            self._opening = False
+            self.opening = False
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:

@@ -77,6 +77,9 @@ export const ladder = async (name) => (await call(`v1/models/${encodeURIComponen
 
 export const classify = async (body, signal) => (await post("v1/classify", body, signal)).json();
 
+/** A text that is sent whole. */
+export const write = async (body, signal) => (await post("v1/generate", body, signal)).json();
+
 /** The events of a generation: {event, data} until one terminal `done` or `error`. */
 export async function* generate(body, signal) {
   const response = await post("v1/generate", body, signal);

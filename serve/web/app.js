@@ -1,6 +1,7 @@
 // The playground: joins model, dial, form, answers, plot, code and link. Knows when to send; not how.
 
 import * as api from "./api.js";
+import { createBurst } from "./burst.js";
 import { createCode } from "./code.js";
 import { callMs } from "./deadline.js";
 import { createDial } from "./dial.js";
@@ -28,6 +29,7 @@ const form = createForm(picture, exampleTaken);
 const runs = createRuns(() => ({ model, ladder, form, dial }), answered, ended);
 const live = createLive(renewed);
 const code = createCode(say);
+const burst = createBurst(() => ({ model, ladder, form }), () => live.soon());
 
 let models = [];
 let model = null;
@@ -106,6 +108,7 @@ async function open(entry, wanted) {
   element("playground").hidden = false;
   dial.load(ladder, mode(), model.max_disagreement ?? [], { steps: model.default_steps, ...wanted });
   live.watch(model.id);
+  burst.load();
   refresh();
 }
 

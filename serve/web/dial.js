@@ -166,20 +166,20 @@ export function createDial(onTurn, callsOf) {
   }
 
   function countNote(chosen) {
-    if (way === "agreement") return "at most";
+    if (way === "agreement") return taken === null ? "at most" : `at most; last took ${taken}`;
     if (way === "deadline") return `within ${format.duration(deadlineMs)}`;
     return chosen.effort ? `${chosen.effort} effort` : "";
   }
 
   function latencyNote(chosen) {
     if (latencyOf(chosen) === null) return "not measured here";
-    return `${task === "generate" ? "a token" : "an input"}, ${chosen.predicted_ms == null ? "measured" : "predicted"}`;
+    return `${task === "generate" ? "per token" : "per input"}, ${chosen.predicted_ms == null ? "measured" : "predicted"}`;
   }
 
   function trade(chosen) {
     if (way === "steps") return format.trade(ladder.metric, chosen, full(), comparableOf);
     if (way === "agreement") {
-      return `An answer that is sure comes early by a jump; at most ${format.percent(levels[level])} of answers differ from those of ${format.stepsWord(full().steps)}.`;
+      return `The server stops as soon as it is sure of the answer; at most ${format.percent(levels[level])} of answers differ from those of ${format.stepsWord(full().steps)}.`;
     }
     if (!span) return "Nothing is known yet of how long an answer takes here: send a request, then set a deadline.";
     const answer = callsOf() > 1 ? `${format.count(callsOf())} tokens` : "the answer";
@@ -214,6 +214,7 @@ export function createDial(onTurn, callsOf) {
   function answered(steps) {
     taken = steps;
     showHops(rung());
+    element("count-note").textContent = rung() ? countNote(rung()) : "";
     element("trade").textContent = trade(rung());
   }
 

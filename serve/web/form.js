@@ -85,8 +85,7 @@ export function createForm(picture, onExample) {
   function request(budget, seed) {
     if (!writes(model)) {
       if (model.task === "tag") {
-        const trace = model.traces ? { trace: true } : {};
-        return { path: "v1/classify", writes: false, body: { model: model.id, input: inputOf(), ...budget, ...trace } };
+        return { path: "v1/classify", writes: false, traces: model.traces, body: { model: model.id, input: inputOf(), ...budget } };
       }
       const topK = model.labels?.length ? { top_k: Math.min(model.labels.length, SHOWN_LABELS) } : {};
       return { path: "v1/classify", writes: false, body: { model: model.id, input: inputOf(), ...budget, ...topK } };

@@ -114,7 +114,7 @@ function grid({ ladder }, { axis, x, place, inner, costRange, qualityRange }, wi
   }
   parts.push(shape("path", { class: "base", d: `M${inner.left} ${inner.bottom}H${inner.right}` }));
   const name = format.sentence(ladder.metric || "quality");
-  const note = format.isLowerBetter(ladder.metric) ? `${name} (less is better)` : name;
+  const note = `${name} on held-out data${format.isLowerBetter(ladder.metric) ? " (lower is better)" : ""}`;
   parts.push(shape("text", { class: "axis", x: 0, y: 11 }, note));
   parts.push(shape("text", { class: "axis", x: inner.right, y: height - 4, "text-anchor": "end" }, axis.name));
   return parts;

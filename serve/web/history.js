@@ -21,7 +21,7 @@ export function createHistory(holder) {
       return;
     }
     const writes = task === "generate";
-    const names = writes ? ["Steps", format.sentence(metric), "First token", "A token", "Tokens/s"] : ["Steps", format.sentence(metric), "Latency", "Answer"];
+    const names = writes ? ["Steps", `Expected ${metric}`, "First token", "Per token", "Tokens/s"] : ["Steps", `Expected ${metric}`, "Latency", "Answer"];
     const longest = Math.max(...rows.map((row) => row.ms));
     const table = make("table");
     Object.assign(table.createCaption(), { className: "unseen", textContent: "The last requests, newest first" });

@@ -34,6 +34,7 @@ export function createHops() {
     }
     parts.push(...stops,
       shape("text", { x: 0, y: height - 2 }, "input"),
+      ...(width > 240 ? [shape("text", { x: width / 2, y: height - 2, "text-anchor": "middle" }, "one arc per step")] : []),
       shape("text", { x: width, y: height - 2, "text-anchor": "end" }, "output"));
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren(...parts);

@@ -9,7 +9,7 @@ import { make } from "./shape.js";
 import { createTokens } from "./tokens.js";
 
 const MOST_PIPS = 16;
-const MOST_LETTERS = 18;
+const MOST_LETTERS = 12;
 
 /** `head` stands in for the name of the pane, where the reader can choose in it. */
 export function createPane(name, head) {
@@ -52,7 +52,7 @@ export function createPane(name, head) {
     const [result] = answer.results;
     problem.replaceChildren();
     scores.hidden = Boolean(result.tokens);
-    if (result.tokens) grid.show(result);
+    if (result.tokens) grid.show(request.traces ? await traced(request, result, signal) : result);
     else drawScores(scores, result);
     showBudget(result.budget, reasonInWords(result.budget, request.body));
     showTiming([
@@ -70,6 +70,19 @@ export function createPane(name, head) {
       spoken: `${said.spoken}, ${stepsOf(result.budget)}, in ${format.milliseconds(answer.timing.total_ms)}`,
     };
     return outcome;
+  }
+
+  /** The same result with what each step read out: asked for apart, since that takes longer than the answer. */
+  async function traced({ body }, result, signal) {
+    const { model, input } = body;
+    const budget = result.budget.reason === "disagreement" ? { max_disagreement: body.max_disagreement } : { steps: result.budget.steps };
+    try {
+      const [{ trace }] = (await api.classify({ model, input, ...budget, trace: true }, signal)).results;
+      return { ...result, trace };
+    } catch (failure) {
+      if (failure.name !== "RequestFailure") throw failure;
+      return result; // the answer is there; how it came to be is not
+    }
   }
 
   /** Streams a text; `painted` runs whenever more of it is shown. */

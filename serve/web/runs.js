@@ -1,6 +1,7 @@
 // Sending: one answer, two side by side, or one at every step count; and stopping them.
 // Knows panes and requests; what the form and the dial say, it is told.
 
+import { RequestFailure } from "./api.js";
 import { createComparison, labelsInWords } from "./compare.js";
 import * as format from "./format.js";
 import { writes } from "./form.js";
@@ -9,7 +10,7 @@ import { element, make } from "./shape.js";
 import { drawShades } from "./tokens.js";
 
 const MOST_SEED = 2 ** 31;
-const EXPLAINED = "Both answers come at once and from one seed: what differs is due to the steps.";
+const EXPLAINED = "One answer comes after the other, from one seed: what differs is due to the steps.";
 
 /** `now()` is {model, ladder, form, dial}; `onOutcome` runs after each answer, `onEnd` after all. */
 export function createRuns(now, onOutcome, onEnd) {
@@ -21,9 +22,10 @@ export function createRuns(now, onOutcome, onEnd) {
   second.node.hidden = true;
 
   /** Make ready for a model; `steps` are those of the second answer. */
-  function load({ rungs }, steps) {
+  function load(ladder, steps) {
+    const { rungs } = ladder;
     against.replaceChildren(...rungs.map((rung) => make("option", { value: String(rung.steps), text: format.stepsWord(rung.steps) })));
-    const wanted = rungs.some((rung) => rung.steps === steps) ? steps : rungs[0].steps;
+    const wanted = rungs.some((rung) => rung.steps === steps) ? steps : usualOther(ladder, now().model.default_steps);
     against.value = String(wanted);
     clear();
   }
@@ -83,6 +85,9 @@ export function createRuns(now, onOutcome, onEnd) {
     const { model } = now();
     if (writes(model)) element("status").textContent = "Writing.";
     try {
+      if (model.input.kind === "image" && !now().form.hasInput()) {
+        throw new RequestFailure("There is no picture yet", "Draw in the square, or choose a file.");
+      }
       element("status").textContent = await (two ? sendTwo(control.signal) : sendOne(control.signal));
       return true;
     } catch (failure) {
@@ -110,7 +115,7 @@ export function createRuns(now, onOutcome, onEnd) {
     return (await run(first, form.request(dial.budget()), signal, showShades)).spoken;
   }
 
-  /** Both at once, with one seed: only the steps differ. */
+  /** One after the other, so that neither slows the other, with one seed: only the steps differ. */
   async function sendTwo(signal) {
     const { model, form, dial } = now();
     const seed = Math.floor(Math.random() * MOST_SEED);
@@ -123,11 +128,16 @@ export function createRuns(now, onOutcome, onEnd) {
     for (const pane of [first, second]) pane.clear(writes(model));
     element("difference").textContent = "";
     const requests = [form.request(dial.budget(), seed), form.request({ steps: Number(against.value) }, seed)];
-    const runs = [first, second].map((pane, at) => run(pane, requests[at], signal, painted));
-    const ends = await Promise.allSettled(runs);
-    const failures = ends.map(({ reason }) => reason);
-    const stopped = failures.find((failure) => failure?.name === "AbortError");
-    if (stopped || failures.every(Boolean)) throw stopped ?? failures[0];
+    const failures = [null, null];
+    for (const [at, pane] of [first, second].entries()) {
+      try {
+        await run(pane, requests[at], signal, painted);
+      } catch (failure) {
+        if (failure.name === "AbortError") throw failure;
+        failures[at] = failure;
+      }
+    }
+    if (failures.every(Boolean)) throw failures[0];
     [first, second].forEach((pane, at) => failures[at] && pane.showProblem(`${failures[at].title ?? "It failed"}. ${failures[at].message}`));
     const words = writes(model) ? comparison.words() : labelsInWords(first, second);
     element("difference").textContent = words;
@@ -173,4 +183,13 @@ export function createRuns(now, onOutcome, onEnd) {
     load, setTwo, send, sweep, cancel, stop, against,
     isTwo: () => two, isRunning: () => running !== null, isSweeping: () => sweeping, seed: () => first.outcome()?.seed, name: (text) => first.title.replaceChildren(text),
   };
+}
+
+/** The step count to set beside the default: the best one, else the one farthest from the default. */
+function usualOther({ rungs, metric }, usual) {
+  const down = format.isLowerBetter(metric);
+  const known = rungs.filter(({ quality }) => quality);
+  const best = known.reduce((a, b) => (a && (down ? a.quality.value <= b.quality.value : a.quality.value >= b.quality.value) ? a : b), null);
+  const others = [best, rungs.at(-1), rungs[0]].filter(Boolean).map(({ steps }) => steps);
+  return others.find((steps) => steps !== usual) ?? usual;
 }

@@ -11,7 +11,7 @@ const measuredOf = (rung) => (rung.latency_ms > 0 ? rung.latency_ms : null);
 /** The axis of cost: latency, live where the server knows it, else velocity evaluations. */
 export function costAxis(ladder, task) {
   if (ladder.rungs.every((rung) => nowOf(rung) ?? measuredOf(rung))) {
-    const name = task === "generate" ? "Milliseconds a token" : "Milliseconds";
+    const name = `Milliseconds per ${task === "generate" ? "token" : "input"}, logarithmic scale`;
     return { of: (rung) => nowOf(rung) ?? measuredOf(rung), ghostOf: (rung) => nowOf(rung) && measuredOf(rung), isTime: true, name };
   }
   return { of: (rung) => rung.nfe, ghostOf: () => null, isTime: false, name: "Velocity evaluations (latency not known yet)" };

@@ -1,11 +1,13 @@
 """The playground page with models that label each token, in a real Chromium."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Response, expect
 
-from tests.e2e.browser import Complaints, Served, audit, opened, pick, served
+from tests.e2e.browser import Complaints, Served, opened, pick, served, sound
 from tests.fixtures.tiny_folders import generate_bundle, square_bundle, tag_bundle, words_tag_bundle
 
 pytestmark = pytest.mark.browser
@@ -19,19 +21,23 @@ def server() -> Iterator[Served]:
         yield running
 
 
-def sound(page: Page) -> bool:
-    faults = audit(page)
-    faults.pop("measured")
-    return faults == {"contrast": [], "name": [], "overflow": []}
+def traced(response: Response) -> bool:
+    return '"trace":true' in (response.request.post_data or "")
 
 
 def test_the_answer_forms_step_by_step(page: Page) -> None:
     page.emulate_media(reduced_motion="reduce")
     pick(page, "tiny-tag")
     page.get_by_role("textbox", name="Text").fill(PUZZLE)
-    with page.expect_response("**/v1/classify") as answered:
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(json.loads(request.post_data or "{}")))
+    with page.expect_response(traced) as answered:
         page.get_by_role("button", name="Label").click()
     (result,) = answered.value.json()["results"]
+    # The answer that is timed has no trace; the steps are asked for apart, at its step count.
+    bodies = [body for body in sent if "input" in body]
+    assert [body.get("trace") for body in bodies] == [None, True]
+    assert bodies[1]["steps"] == result["budget"]["steps"] == 8
     trace = [readout["labels"] for readout in result["trace"]]
     pane = page.locator(".pane").first
     cells = pane.locator(".cells.puzzle li")

@@ -198,6 +198,6 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> 
 def test_the_reference_fits_a_narrow_screen(browser: Browser, server: Served) -> None:
     page = browser.new_page(viewport={"width": 360, "height": 800})
     page.goto(f"{server.url}docs")
-    expect(page.locator("h2").first).to_be_visible()
+    expect(page.locator("main h2").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     page.close()

@@ -19,12 +19,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def test_models(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()
     models.ModelList.model_validate(listed, strict=True)
@@ -145,7 +139,7 @@ def test_the_reference_page_lists_every_operation(client: httpx.Client) -> None:
     assert f"<pre>curl {client.base_url}/v1/classify -d " in page  # of this server
     assert client.get("/docs", headers={"host": "a.example"}).text.count("http://a.example/v1/")
     for path in client.get("/openapi.json").json()["paths"]:
-        assert f" {path}</code>" in page
+        assert f" {path}</code>" in page.replace("<wbr>", "")
 
 
 def test_importing_the_app_does_not_load_torch(server: ServerProcess) -> None:

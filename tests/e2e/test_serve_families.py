@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from serve.api import fields as answers
 from serve.api import models
+from serve.api import native as answers
 from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
@@ -44,12 +44,6 @@ def server() -> Iterator[ServerProcess]:
     )
     with server_process([bundle.folder for bundle in bundles]) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
 
 
 def png(pixels: "np.ndarray[Any, Any]" = PIXELS) -> str:

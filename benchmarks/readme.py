@@ -1,0 +1,292 @@
+"""Writes the figures of README.md from the zoo and from kept results, so that it cannot differ.
+
+    python -m benchmarks.readme                       # write README.md again
+    python -m benchmarks.readme --check               # status 1 if it differs
+    python -m benchmarks.readme --measure --plain FOLDER --data DATA
+
+The last form measures every figure of speed in one go on a machine at rest, then writes README.md.
+FOLDER holds bundles of plain transformers called MODEL-plain (and logic-plain4, of four times the
+size); DATA holds `ag_news/`. What is between `<!-- figures: NAME -->` and `<!-- end -->` in
+README.md is written here; a cell whose measurement is missing says so.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result, Table
+from serve.bundle import Bundle, read_bundle
+
+PAGE = ROOT / "README.md"
+NOT_TIMED = "not timed"
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MODELS = {
+    "logic": "fills a sudoku of 6 x 6 cells",
+    "sentiment": "film review: positive or negative",
+    "topics": "news: World, Sports, Business, Sci/Tech",
+    "shakespeare": "writes verse, character by character",
+    "digits": "reads a handwritten digit",
+}
+# What stands for a model in the table of times, as benchmarks.dial calls it.
+_REQUESTS = {
+    "logic": "a text of 36 tokens",
+    "sentiment": "a text of 320 tokens",
+    "topics": "a text of 128 tokens",
+    "shakespeare": "a token of an answer of 200",
+    "digits": "an image",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it differs")
+    parser.add_argument("--measure", action="store_true", help="measure the figures of speed first")
+    parser.add_argument("--plain", type=Path, metavar="FOLDER", help="bundles of plain models")
+    parser.add_argument("--data", type=Path, help="folder that holds ag_news")
+    parsed = parser.parse_args(arguments)
+    if parsed.measure:
+        if parsed.plain is None or parsed.data is None:
+            parser.error("--measure needs --plain and --data")
+        measure(parsed.plain, parsed.data)
+    text = PAGE.read_text(encoding="utf-8")
+    written = with_figures(text)
+    if parsed.check:
+        if written != text:
+            print("README.md differs from what was measured: python -m benchmarks.readme")
+        return int(written != text)
+    PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+def measure(plain: Path, data: Path) -> None:
+    """One script after another; each keeps its result."""
+    zoo = [str(ZOO / name) for name in _MODELS]
+    beside = [str(path.parent) for path in sorted(plain.glob("*/manifest.json"))]
+    rivals = [one for one in beside if Path(one).name.startswith("logic-plain")]
+    for module, flags in (
+        ("dial", ["--bundles", *zoo, *beside]),
+        ("deadlines", ["--bundles", str(ZOO / "topics"), "--data", str(data / "ag_news")]),
+        ("overload", ["--bundles", str(ZOO / "logic"), *rivals]),
+    ):
+        subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *flags], check=True, cwd=ROOT)
+
+
+def with_figures(text: str) -> str:
+    """The page with every marked part written again."""
+    return _MARKED.sub(lambda found: found[1] + PARTS[found[2]]() + found[3], text)
+
+
+# What is kept.
+
+
+@cache
+def _bundle(name: str) -> Bundle:
+    return read_bundle(ZOO / name)
+
+
+@cache
+def _baselines() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(BASELINES.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def _result(name: str) -> Result | None:
+    path = RESULTS / f"{name}.json"
+    return Result.read(path) if path.is_file() else None
+
+
+def _quality(name: str, steps: int) -> float:
+    return _bundle(name).manifest.rung(steps).quality.value
+
+
+def _baseline(name: str, kind: str) -> float | None:
+    found = _baselines().get(name, {}).get(kind)
+    return None if found is None else float(found["value"])
+
+
+def _plain_logic() -> dict[str, tuple[int, float]]:
+    """Parameters and accuracy of the plain models of `logic`, by their blocks."""
+    result = _result("dial_range_logic")
+    assert result is not None
+    rows = [_row(result.tables[0], row) for row in result.tables[0].rows]
+    return {
+        str(row["what"]): (int(row["parameters"] or 0), float(row["value"] or 0))
+        for row in rows
+        if str(row["what"]).startswith("plain")
+    }
+
+
+def _row(table: Table, row: Sequence[Cell]) -> dict[str, Cell]:
+    return dict(zip(table.columns, row, strict=True))
+
+
+def _compute_ms(model: str, request: str, steps: int) -> float | None:
+    """Of one answer on an otherwise idle server."""
+    result = _result("dial")
+    for row in result.tables[0].rows if result else ():
+        if (row[0], row[1]) == (f"{model}, {request}", steps):
+            return float(row[2] or 0)
+    return None
+
+
+def _source(name: str) -> str:
+    result = _result(name)
+    assert result is not None
+    machine = f"{result.machine.cores} cores of {result.machine.cpu}"
+    return f"`{result.command}` at {result.commit}, {result.date[:10]}, {machine}"
+
+
+# The parts of the page.
+
+
+def why() -> str:
+    """The six lines, each figure beside its opponent."""
+    (small, at_small), (large, at_large) = _plain_logic().values()
+    logic = _bundle("logic").manifest
+    ours, plain, words = (
+        _quality("sentiment", 1),
+        _baseline("sentiment", "discrete"),
+        _baseline("sentiment", "bag_of_words"),
+    )
+    assert plain is not None and words is not None
+    lines = [
+        "**More steps buy accuracy where a task needs several.** A sudoku model of "
+        f"{logic.shape.parameters:,} parameters gets {_percent(_quality('logic', 1))} of the empty "
+        f"cells right after 1 step and {_percent(_quality('logic', logic.full_steps))} after "
+        f"{logic.full_steps}. A plain transformer of {small:,} parameters gets "
+        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}.",
+        _overload(),
+        "**You know what you get.** Every answer says how many steps it took, why, and what "
+        "quality to expect of that.",
+        "**Not for easy tasks.** On film reviews one step has "
+        f"{_percent(ours)}, a plain transformer of the same size {_percent(plain)}, and a bag of "
+        f"words {_percent(words)}. Take the bag of words.",
+        "**Not for large language models**, nor for a model that you already have: take vLLM, "
+        "Triton or LitServe.",
+        "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
+    ]
+    return "\n".join(f"* {line}" for line in lines) + "\n"
+
+
+def _overload() -> str:
+    """Of all requests, or of right answers where the plain models took part."""
+    kept = _result("overload")
+    if kept is not None:
+        rows = [_row(kept.tables[0], row) for row in kept.tables[0].rows]
+        at = [row for row in rows if row["load"] == "4 x"]
+        ours, _, *rivals = [
+            (str(row["model"]), float(row["right positions a second"] or 0)) for row in at
+        ]
+        beside = " and ".join(f"`{name}` {per_s:,.0f}" for name, per_s in rivals)
+        return (
+            "**Right answers under overload.** With four times the requests that it sustains at "
+            f"full steps, and a deadline, `logic` gets {ours[1]:,.0f} cells a second right in "
+            f"time; the plain transformers, under the same requests, {beside}."
+        )
+    chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
+    return (
+        "**In time under overload.** With a deadline and twice the requests that it sustains at 8 "
+        f"steps, {chosen} are answered in time where the server chooses the steps. Always 8 steps: "
+        f"{fixed}; without deadlines {unmanaged}."
+    )
+
+
+def _deadline_rows(load: str) -> list[dict[str, Cell]]:
+    result = _result("deadlines")
+    assert result is not None
+    rows = [_row(result.tables[0], row) for row in result.tables[0].rows]
+    return [row for row in rows if row["load"] == load]
+
+
+def deadline() -> str:
+    """What a deadline does to `topics` at twice its load."""
+    rows = _deadline_rows("2 x")
+    names = (
+        f"the server chooses the steps ({float(rows[0]['steps'] or 0):.1f} on average)",
+        "always 8 steps, same admission by deadline",
+        "always 8 steps, first come first served",
+    )
+    lines = [
+        f"| {rows[0]['requests']:,} requests | in time | refused | right, of those in time |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {name} | {row['in time']} | {row['refused']} | {row['right']} |"
+            for name, row in zip(names, rows, strict=True)
+        ),
+    ]
+    return "\n".join(lines) + f"\n\n{_source('deadlines')}.\n"
+
+
+def models() -> str:
+    """One table of the models of the zoo beside what is simpler."""
+    lines = [
+        "| model | what it does | quality at 1, 2, 4, 8 steps | plain transformer, same size | "
+        "linear model | ms at 1 and at 8 steps | ms, plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, about in _MODELS.items():
+        times = [_time(name, _REQUESTS[name], steps) for steps in (1, 8)]
+        cells = [
+            f"`{name}`",
+            about,
+            _ladder(name),
+            _plain(name),
+            _linear(name),
+            " and ".join(times) if NOT_TIMED not in times else NOT_TIMED,
+            _time(f"{name}-plain", _REQUESTS[name], 1),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\nTimes: {_source('dial')}.\n"
+
+
+def _ladder(name: str) -> str:
+    manifest = _bundle(name).manifest
+    common = [steps for steps in manifest.steps if steps in (1, 2, 4, 8)]
+    values = _values(name, [_quality(name, steps) for steps in common])
+    further = [steps for steps in manifest.steps if steps > 8]
+    more = [f"{steps} steps: {_values(name, [_quality(name, steps)])}" for steps in further]
+    return "; ".join([values, *more])
+
+
+def _plain(name: str) -> str:
+    if name == "logic":
+        (_, at_small), (_, at_large) = _plain_logic().values()
+        return f"{_percent(at_small)}; four times the size: {_percent(at_large)}"
+    found = _baseline(name, "discrete")
+    return "not measured" if found is None else _values(name, [found])
+
+
+def _linear(name: str) -> str:
+    if name in ("logic", "shakespeare"):
+        return "does not apply"
+    found = _baseline(name, "bag_of_words")
+    return "not measured" if found is None else _values(name, [found])
+
+
+def _time(name: str, request: str, steps: int) -> str:
+    found = _compute_ms(name, request, steps)
+    return NOT_TIMED if found is None else f"{found:.2f}"
+
+
+def _values(name: str, values: Sequence[float]) -> str:
+    if _bundle(name).manifest.rungs[0].quality.metric == "loss":
+        return ", ".join(f"{value:.3f}" for value in values) + " nats"
+    return ", ".join(f"{100 * value:.1f}" for value in values) + " %"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+PARTS: dict[str, Callable[[], str]] = {"why": why, "deadline": deadline, "models": models}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
