@@ -1,7 +1,8 @@
-"""Clients over HTTP: one that waits for its answer, many that ask again at once, and requests on
-time.
+"""The load generator of all benchmarks.
 
-They take as little time of their own as Python can.
+`Client` is one connection that waits for its answers and can read them token by token. `Crowd` has
+many of those, a thread each, for answers that are checked. `load` is a closed loop and `fire` an
+open one, in one event loop, for what is timed: they take as little time of their own as Python can.
 """
 
 import asyncio
@@ -9,8 +10,12 @@ import gc
 import http.client
 import itertools
 import json
+import math
+import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -144,6 +149,112 @@ def _check(response: http.client.HTTPResponse, path: str, answer: bytes) -> None
         raise UnexpectedAnswer(f"{response.status} from {path}: {answer[:300]!r}")
 
 
+def arrivals(per_s: float, seconds: float, draw: random.Random) -> Iterator[float]:
+    """When requests are due that come by chance, as of people who do not know of each other."""
+    due_s = draw.expovariate(per_s)
+    while due_s < seconds:
+        yield due_s
+        due_s += draw.expovariate(per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request of a crowd that went well."""
+
+    what: str  # as its client calls it
+    due_s: float  # after the start
+    latency_s: float  # from when it was due
+
+
+class Crowd:
+    """Clients that ask and check, each over its own connection in a thread of its own.
+
+    A client calls its function for one request after the other, until the crowd is told to stop:
+    `once`, for so many `seconds`, or `until_error`. With `due` the requests of all are due at those
+    moments, and it ends with the last. What a function raises is kept, and its client connects
+    anew.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        asks: Sequence[Callable[[Client], str]],
+        *,
+        due: Iterable[float] | None = None,
+        seconds: float = math.inf,
+        once: bool = False,
+        until_error: bool = False,
+    ) -> None:
+        self.answered: list[Answered] = []
+        self.errors: list[Exception] = []
+        self.begun_s = time.perf_counter()
+        self._server, self._seconds = server, seconds
+        self._once, self._until_error = once, until_error
+        self._due, self._turn = None if due is None else iter(due), threading.Lock()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._go_on, args=(ask,), daemon=True) for ask in asks
+        ]
+
+    def __enter__(self) -> Self:
+        self.begun_s = time.perf_counter()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the answers that are under way; after an error nothing more is asked."""
+        if error is not None:
+            self.stop()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+    @property
+    def asking(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many requests went well, by what their clients call them."""
+        return Counter(one.what for one in self.answered)
+
+    def stop(self) -> None:
+        """Let nobody ask any more."""
+        self._over.set()
+
+    def _go_on(self, ask: Callable[[Client], str]) -> None:
+        with Client.of(self._server) as client:
+            while not self._over.is_set() and (due_s := self._next_s()) is not None:
+                time.sleep(max(0.0, due_s - self._now_s()))
+                try:
+                    what = ask(client)
+                except Exception as error:
+                    self.errors.append(error)
+                    client.close()
+                    if self._until_error:
+                        break
+                else:
+                    self.answered.append(Answered(what, due_s, self._now_s() - due_s))
+                if self._once:
+                    break
+
+    def _next_s(self) -> float | None:
+        """The next moment that no other client has taken; None if there is none left."""
+        if self._due is None:
+            now_s = self._now_s()
+            return now_s if now_s < self._seconds else None
+        with self._turn:
+            return next(self._due, None)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self.begun_s
+
+
 _HEAD, _LENGTH = b"\r\n\r\n", b"content-length: "
 
 
@@ -176,7 +287,7 @@ class _Connection(asyncio.Protocol):
             self._owner.answered(self, head, self._received[end + len(_HEAD) :])
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._owner.lost(self)
+        self._owner.connection_lost(self)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -188,7 +299,7 @@ class _Owner(Protocol):
 
     def answered(self, connection: _Connection, head: bytes, body: bytes) -> None: ...
 
-    def lost(self, connection: _Connection) -> None: ...
+    def connection_lost(self, connection: _Connection) -> None: ...
 
 
 async def _connect(server: Server, owner: _Owner) -> _Connection:
@@ -199,7 +310,8 @@ async def _connect(server: Server, owner: _Owner) -> _Connection:
     return connection
 
 
-def _request(server: Server, path: str, body: bytes) -> bytes:
+def post_of(server: Server, path: str, body: bytes) -> bytes:
+    """A whole request, as it goes over the wire."""
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -225,52 +337,86 @@ class Load:
         return self.answers / self.seconds
 
 
-class _ClosedLoop:
-    """Every connection asks again as soon as it has its answer."""
+class ClosedLoop:
+    """Connections that each have one request under way, and ask again as soon as it is answered."""
 
-    def __init__(self, requests: Iterator[bytes]) -> None:
-        self._requests = requests
-        self._sent_s: dict[_Connection, float] = {}
-        self._counts = False
-        self._lost = self._errors = 0
-        self._latencies_s: list[float] = []
+    def __init__(self, server: Server, path: str, bodies: Sequence[bytes]) -> None:
+        self.again = True  # whether who is answered asks again
+        self.lost = 0  # connections, while they waited
+        self._server = server
+        self._requests = itertools.cycle([post_of(server, path, body) for body in bodies])
+        self._waiting: dict[_Connection, float] = {}  # since when
+        self._all: list[_Connection] = []
+        self._changed = asyncio.Event()
+        self.forget()
 
-    async def run(self, server: Server, clients: int, seconds: float) -> Load:
-        made = [await _connect(server, self) for _ in range(clients)]
-        for connection in made:
+    def forget(self) -> None:
+        """Count anew."""
+        self.statuses = Counter[int]()
+        self.latencies_s: list[float] = []  # of 200s
+
+    async def begin(self, clients: int) -> None:
+        """Connect all, then ask with all."""
+        self._all = [await _connect(self._server, self) for _ in range(clients)]
+        for connection in self._all:
             self._ask(connection)
-        await asyncio.sleep(seconds / 10)
-        self._counts = True
-        begun_s = time.perf_counter()
-        await asyncio.sleep(seconds)
-        self._counts = False
-        taken_s = time.perf_counter() - begun_s
-        lost = self._lost
-        for connection in made:
+
+    async def reached(self, answers: int) -> None:
+        """Wait for so many answers, or until nobody waits for one."""
+        while self.statuses.total() < answers and self._waiting:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def end(self) -> None:
+        """Leave, whatever is under way."""
+        self._waiting.clear()
+        for connection in self._all:
             connection.close()
         await asyncio.sleep(0)
-        answers = len(self._latencies_s)
-        return Load(answers, self._errors + lost, taken_s, tuple(self._latencies_s))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     def answered(self, connection: _Connection, head: bytes, body: bytes) -> None:
-        if self._counts and _status(head) == 200:
-            self._latencies_s.append(time.perf_counter() - self._sent_s[connection])
-        elif self._counts:
-            self._errors += 1
-        self._ask(connection)
+        since_s = self._waiting.pop(connection, None)
+        if since_s is None:
+            return
+        status = _status(head)
+        self.statuses[status] += 1
+        if status == 200:
+            self.latencies_s.append(time.perf_counter() - since_s)
+        if self.again:
+            self._ask(connection)
+        self._changed.set()
 
-    def lost(self, connection: _Connection) -> None:
-        self._lost += 1
+    def connection_lost(self, connection: _Connection) -> None:
+        if self._waiting.pop(connection, None) is not None:
+            self.lost += 1
+            self._changed.set()
 
     def _ask(self, connection: _Connection) -> None:
-        self._sent_s[connection] = time.perf_counter()
+        self._waiting[connection] = time.perf_counter()
         connection.send(next(self._requests))
 
 
 def load(server: Server, path: str, bodies: Sequence[bytes], clients: int, seconds: float) -> Load:
     """So many clients for so long, after a tenth of that which is not counted."""
-    requests = itertools.cycle([_request(server, path, body) for body in bodies])
-    return asyncio.run(_ClosedLoop(requests).run(server, clients, seconds))
+
+    async def run() -> Load:
+        loop = ClosedLoop(server, path, bodies)
+        await loop.begin(clients)
+        await asyncio.sleep(seconds / 10)
+        loop.forget()
+        begun_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        taken_s = time.perf_counter() - begun_s
+        good, errors = loop.statuses[200], loop.statuses.total() - loop.statuses[200] + loop.lost
+        latencies_s = tuple(loop.latencies_s)
+        await loop.end()
+        return Load(good, errors, taken_s, latencies_s)
+
+    return asyncio.run(run())
 
 
 @dataclass(slots=True)
@@ -303,7 +449,7 @@ class _OpenLoop:
     def __init__(self, server: Server, path: str, shots: Sequence[Shot]) -> None:
         self._server = server
         self._waiting = [
-            (shot, _request(server, path, json.dumps(shot.body).encode()))
+            (shot, post_of(server, path, json.dumps(shot.body).encode()))
             for shot in sorted(shots, key=lambda shot: shot.due_s)
         ]
         self._left = len(self._waiting)
@@ -346,7 +492,7 @@ class _OpenLoop:
         self._free.append(connection)
         self._over()
 
-    def lost(self, connection: _Connection) -> None:
+    def connection_lost(self, connection: _Connection) -> None:
         if self._sent.pop(connection, None) is not None:
             self._over()
         elif connection in self._free:  # closed by the server, perhaps for being idle

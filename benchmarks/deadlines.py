@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.client import Shot, fire
+from benchmarks.client import Shot, arrivals, fire
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import LabelledText, labelled_texts
@@ -154,8 +154,8 @@ def _run(
     given_s: float,
 ) -> Outcome:
     chance = random.Random(7)
-    outcome, due_s = Outcome([], given_s), 0.0
-    while (due_s := due_s + chance.expovariate(rate)) < seconds:
+    outcome = Outcome([], given_s)
+    for due_s in arrivals(rate, seconds, chance):
         one = chance.choice(texts)
         shot = Shot(due_s, {"model": bundle.manifest.name, "input": one.text} | arm.fields)
         outcome.shots.append(shot)

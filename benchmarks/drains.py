@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.client import Client, Crowd, UnexpectedAnswer
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
@@ -45,29 +45,27 @@ class Seen:
     refused: Counter[str] = field(default_factory=Counter)  # requests after the signal
 
 
-class Stream(threading.Thread):
-    """Reads one stream to its end."""
+class Stream:
+    """One stream, read to its end."""
 
-    def __init__(self, server: Server, model: str, steps: int, tokens: int) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, model: str, steps: int, tokens: int) -> None:
         self.begun = threading.Event()
-        self.end = ""
-        self._client = Client.of(server)
+        self.end = ""  # the name of its last event, or the code of its error
         self._tokens = tokens
         self._body = {"model": model, "prompt": PROMPT, "steps": steps, "stream": True}
         self._body |= {"max_tokens": tokens}
 
-    def run(self) -> None:
+    def read(self, client: Client) -> str:
         try:
-            self.end = self._read()
+            self.end = self._read(client)
         except Exception as error:
             self.end = f"{type(error).__name__}: {error}"
         self.begun.set()
-        self._client.close()
+        return self.end
 
-    def _read(self) -> str:
+    def _read(self, client: Client) -> str:
         seen, end = 0, ""
-        for event in self._client.stream("/v1/generate", self._body):
+        for event in client.stream("/v1/generate", self._body):
             if end:
                 raise UnexpectedAnswer("an event after the last")
             if event.name == "error":
@@ -129,20 +127,16 @@ def measure(chosen: Options, times: int, provenance: Provenance) -> Result:
 def _drain(server: Server, manifest: Manifest, streams: int, tokens: int, seen: Seen) -> None:
     rungs = manifest.steps
     readers = [
-        Stream(server, manifest.name, rungs[number % len(rungs)], tokens)
-        for number in range(streams)
+        Stream(manifest.name, rungs[number % len(rungs)], tokens) for number in range(streams)
     ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.begun.wait(60)
-    with Client.of(server) as probe:
+    with Crowd(server, [one.read for one in readers], once=True), Client.of(server) as probe:
+        for reader in readers:
+            reader.begun.wait(60)
         for _ in range(_PROBES_BEFORE):
             probe.status("/health/ready")
         os.kill(server.pid, signal.SIGTERM)
         _watch(server, probe, manifest, seen)
     for reader in readers:
-        reader.join()
         seen.ends[reader.end] += 1
         if reader.end not in ("done", "draining"):
             seen.problems.append(reader.end)

@@ -27,7 +27,7 @@ from unittest import mock
 import httpx
 import torch
 
-from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.client import Client, Crowd, UnexpectedAnswer
 from benchmarks.corruption import Victim
 from benchmarks.lab import (
     ROOT,
@@ -154,6 +154,7 @@ def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 _CLIENTS, _TOKENS = 6, 32
 _LONGEST_S = 0.6
 _SWAPPED_SHARE = 1 / 3
+_RIGHT = "a whole answer is right"
 # What a client may see of a connection that nobody answers any more.
 _CUT = (OSError, HTTPException, UnexpectedAnswer)
 
@@ -175,42 +176,36 @@ class Models:
     other: Bundle
 
 
-class Caller(threading.Thread):
-    """Asks until the server is gone."""
+class Caller:
+    """What one client asks, until the server is gone."""
 
-    def __init__(self, server: Server, models: Models, known: Known, seed: int) -> None:
-        super().__init__(daemon=True)
-        self.whole = self.cut = 0
-        self.wrong: list[str] = []
-        self._client, self._models, self._known = Client.of(server), models, known
+    def __init__(self, models: Models, known: Known, seed: int) -> None:
+        self._models, self._known = models, known
         self._random = random.Random(seed)
 
-    def run(self) -> None:
-        while not self.cut:
-            try:
-                right = self._classified() if self._random.random() < 0.5 else self._written()
-            except _CUT as error:
-                self.cut += 1
-                if isinstance(error, UnexpectedAnswer) and "broke off" not in str(error):
-                    self.wrong.append(str(error)[:200])
-            except Exception as error:
-                self.cut += 1
-                self.wrong.append(f"half an answer is taken for one: {error}")
-            else:
-                self.whole += 1
-                if not right:
-                    self.wrong.append("a whole answer is wrong")
-        self._client.close()
+    def ask(self, client: Client) -> str:
+        """One answer, whole: whether it is right."""
+        right = self._classified(client) if self._random.random() < 0.5 else self._written(client)
+        return _RIGHT if right else "a whole answer is wrong"
 
-    def _classified(self) -> bool:
+    def _classified(self, client: Client) -> bool:
         number = self._random.randrange(len(PARAGRAPHS))
-        return _label(self._client, self._models, number) == self._known.labels[number]
+        return _label(client, self._models, number) == self._known.labels[number]
 
-    def _written(self) -> bool:
+    def _written(self, client: Client) -> bool:
         steps = self._random.choice(self._models.generator.manifest.steps)
         stream = self._random.random() < 0.7
-        text = _text(self._client, self._models, steps, stream)
+        text = _text(client, self._models, steps, stream)
         return text in self._known.texts[steps]
+
+
+def _wrong(error: Exception) -> str | None:
+    """What is wrong with how an answer was cut off; None where a client can tell that it was."""
+    if not isinstance(error, _CUT):
+        return f"half an answer is taken for one: {error}"
+    if isinstance(error, UnexpectedAnswer) and "broke off" not in str(error):
+        return str(error)[:200]
+    return None
 
 
 def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) -> Found:
@@ -252,22 +247,21 @@ def _server(own: Models, folder: Path, port: int) -> Iterator[Server]:
 def _kill(
     server: Server, own: Models, known: Known, secret: str, draw: random.Random, found: Found
 ) -> None:
-    callers = [Caller(server, own, known, draw.getrandbits(32)) for _ in range(_CLIENTS)]
+    callers = [Caller(own, known, draw.getrandbits(32)) for _ in range(_CLIENTS)]
     swapping = draw.random() < _SWAPPED_SHARE
     swapper = threading.Thread(target=_swap_on, args=(server, own, secret), daemon=True)
-    for thread in (*callers, *([swapper] if swapping else [])):
-        thread.start()
-    time.sleep(draw.uniform(0, _LONGEST_S))
-    log = server.logged().partition(READY_LINE)[2]
-    os.kill(server.pid, signal.SIGKILL)
+    with Crowd(server, [one.ask for one in callers], until_error=True) as crowd:
+        if swapping:
+            swapper.start()
+        time.sleep(draw.uniform(0, _LONGEST_S))
+        log = server.logged().partition(READY_LINE)[2]
+        os.kill(server.pid, signal.SIGKILL)
     found.kills += 1
-    for caller in callers:
-        caller.join(30)
-        found.expect(not caller.is_alive(), "a client was told nothing")
-        found.seen["whole answers, all of them right"] += caller.whole
-        found.seen["answers cut off, each an error to its client"] += caller.cut
-        for wrong in caller.wrong:
-            found.expect(False, wrong)
+    found.expect(not crowd.asking, "a client was told nothing")
+    found.seen["whole answers, all of them right"] += crowd.kinds.total()
+    found.seen["answers cut off, each an error to its client"] += len(crowd.errors)
+    for wrong in (*crowd.kinds, *map(_wrong, crowd.errors)):
+        found.expect(wrong in (_RIGHT, None), str(wrong))
     found.seen["during swaps"] += swapping
     found.expect("ERROR" not in log, f"it had complained before: {log[-300:]}")
 

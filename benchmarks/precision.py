@@ -1,8 +1,8 @@
 """What fewer bits change: answers and quality of every rung beside float32, as bundles say.
 
 Everything was measured when a bundle was exported, on its held-out rows, and stands in its
-manifest: nothing is computed here, no graph is opened. `python -m benchmarks.zoo_runs` makes runs
-of the zoo, to be exported with fewer bits.
+manifest: nothing is computed here, no graph is opened. `benchmarks/make_zoo.sh` trains the runs of
+the zoo, to be exported with fewer bits.
 """
 
 import sys

@@ -15,9 +15,9 @@ from benchmarks.lab import BASELINES, NOTHING_TO_MEASURE, RESULTS, ROOT, Result,
 from benchmarks.summary import summary
 
 SCRIPTS = (
-    *("quality", "precision", "export_time", "served_memory", "dial", "overhead", "decode"),
+    *("quality", "precision", "export_time", "served_memory", "dial", "decode"),
     *("classify_speed", "deadlines", "refusals", "batching"),
-    *("bare_fastapi", "throughput", "memory", "soak", "departures", "swaps", "drains"),
+    *("bare_fastapi", "throughput", "soak", "departures", "swaps", "drains"),
     *("first_answer", "oip_conformance", "conformance", "queueing"),
 )
 # What installs packages takes minutes however quick the rest is.

@@ -10,16 +10,14 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.client import Answered, Client, Crowd, UnexpectedAnswer, arrivals
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import READY_LINE, Memory, Server, running_server
 from benchmarks.texts import PROMPT, text_of, window_of
@@ -32,26 +30,6 @@ from serve.inputs.text import TextCodec
 LEFT = "left on purpose"
 _LEAVE = 0.05
 _MAX_TEXTS, _MAX_TOKENS = 4, 64
-
-
-@dataclass(slots=True)
-class Outcomes:
-    """What came of the requests."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, parts: "Iterable[Outcomes]") -> Self:
-        whole = cls()
-        for part in parts:
-            whole.kinds += part.kinds
-            whole.errors += part.errors
-        return whole
-
-    @property
-    def answered(self) -> int:
-        return sum(count for kind, count in self.kinds.items() if kind != LEFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,58 +48,35 @@ class Callee:
 
 
 class Caller:
-    """Calls until a time has come. For one thread."""
+    """What one client asks, drawn by chance, and whether the answer is right."""
 
-    def __init__(self, server: Server, callees: Sequence[Callee], seed: int, end_s: float) -> None:
-        self.outcomes = Outcomes()
-        self._client = Client.of(server)
+    def __init__(self, callees: Sequence[Callee], seed: int) -> None:
         self._callees = callees
         self._random = random.Random(seed)
-        self._end_s = end_s
 
-    def call_on(self) -> None:
-        """Ask until the end; whatever goes wrong is kept, not raised."""
-        while time.perf_counter() < self._end_s:
-            self.ask()
-        self.close()
-
-    def ask(self) -> str | None:
-        """One request; the name of what came of it, None if it went wrong."""
-        try:
-            kind = self._call()
-        except Exception as error:
-            self.outcomes.errors.append(f"{type(error).__name__}: {error}")
-            self._client.close()
-            return None
-        self.outcomes.kinds[kind] += 1
-        return kind
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _call(self) -> str:
-        """One request; the name of what came of it."""
+    def ask(self, client: Client) -> str:
+        """One request; the name of what came of it. UnexpectedAnswer if that is wrong."""
         callee = self._random.choice(self._callees)
         steps = self._random.choice(callee.manifest.steps)
         leave = self._random.random() < _LEAVE
         if callee.manifest.task == "classify":
-            return self._classify(callee, steps, leave)
-        return self._generate(callee.manifest, steps, leave)
+            return self._classify(client, callee, steps, leave)
+        return self._generate(client, callee.manifest, steps, leave)
 
-    def _classify(self, callee: Callee, steps: int, leave: bool) -> str:
+    def _classify(self, client: Client, callee: Callee, steps: int, leave: bool) -> str:
         manifest, count = callee.manifest, self._random.randint(1, _MAX_TEXTS)
         texts = [self._text(callee.words) for _ in range(count)]
         body = {"model": manifest.name, "input": texts, "steps": steps}
         if leave:
-            return self._leave("/v1/classify", body)
-        results = self._client.post("/v1/classify", body).body["results"]
+            return self._leave(client, "/v1/classify", body)
+        results = client.post("/v1/classify", body).body["results"]
         _expect(len(results) == count, f"{len(results)} results for {count} texts")
         for result in results:
             _expect_steps(result["budget"]["steps"], steps)
             _expect(result["label"] in (manifest.labels or ()), "an unknown label")
         return "classify"
 
-    def _generate(self, manifest: Manifest, steps: int, leave: bool) -> str:
+    def _generate(self, client: Client, manifest: Manifest, steps: int, leave: bool) -> str:
         tokens = self._random.randint(1, _MAX_TOKENS)
         body = {
             "model": manifest.name,
@@ -131,17 +86,19 @@ class Caller:
             "stream": self._random.random() < 0.5,
         }
         if body["stream"]:
-            return self._stream(body, steps, tokens, leave)
+            return self._stream(client, body, steps, tokens, leave)
         if leave:
-            return self._leave("/v1/generate", body)
-        answer = self._client.post("/v1/generate", body).body
+            return self._leave(client, "/v1/generate", body)
+        answer = client.post("/v1/generate", body).body
         _expect_done(answer, steps, tokens)
         return "generate"
 
-    def _stream(self, body: dict[str, Any], steps: int, tokens: int, leave: bool) -> str:
+    def _stream(
+        self, client: Client, body: dict[str, Any], steps: int, tokens: int, leave: bool
+    ) -> str:
         leave_at = self._random.randrange(tokens) if leave else None
         seen, done = 0, False
-        for event in self._client.stream("/v1/generate", body):
+        for event in client.stream("/v1/generate", body):
             _expect(not done, "an event after the last")
             if event.name:
                 _expect(event.name == "done", f"the event {event.name}: {event.data}")
@@ -151,16 +108,16 @@ class Caller:
             _expect(event.data["index"] == seen, f"token {event.data['index']}, not {seen}")
             _expect_steps(event.data["steps"], steps)
             if seen == leave_at:
-                self._client.close()
+                client.close()
                 return LEFT
             seen += 1
         _expect(done and seen == tokens, f"{seen} of {tokens} tokens, done: {done}")
         return "generate, streamed"
 
-    def _leave(self, path: str, body: dict[str, Any]) -> str:
-        self._client.send_only(path, body)
+    def _leave(self, client: Client, path: str, body: dict[str, Any]) -> str:
+        client.send_only(path, body)
         time.sleep(self._random.uniform(0.0, 0.1))
-        self._client.close()
+        client.close()
         return LEFT
 
     def _text(self, words: Sequence[str]) -> str:
@@ -308,49 +265,24 @@ WANTED_MB_PER_HOUR, WANTED_P99_RATIO, WANTED_MORE = 1.0, 1.2, 2
 KINDS = ("classify", "generate", "generate, streamed")
 
 
-class Served(NamedTuple):
-    """A request that was answered, and when it was due."""
-
-    kind: str
-    due_s: float
-    latency_ms: float
-
-
-class Arrivals:
-    """When requests are due: at random, at a steady rate, until the end. For several threads."""
-
-    def __init__(self, rate_per_s: float, seconds: float, seed: int) -> None:
-        self._rate, self._seconds, self._random = rate_per_s, seconds, random.Random(seed)
-        self._due_s, self._lock = 0.0, threading.Lock()
-        self.over = threading.Event()
-
-    def next_s(self) -> float | None:
-        """The next moment that nobody has taken; None when it is over."""
-        with self._lock:
-            self._due_s += self._random.expovariate(self._rate)
-            due_s = self._due_s
-        return None if due_s > self._seconds or self.over.is_set() else due_s
-
-
 @dataclass(slots=True)
 class Run:
     """What was seen, and where each minute of it is kept."""
 
     keep: Path
-    begun_s: float
-    served: list[Served] = field(default_factory=list)
     pulses: list[Pulse] = field(default_factory=list)
     minutes: list[dict[str, Any]] = field(default_factory=list)
 
-    def look(self, server: Server) -> None:
-        self.pulses.append(Pulse.of(server, time.perf_counter() - self.begun_s))
+    def look(self, server: Server, at_s: float) -> None:
+        self.pulses.append(Pulse.of(server, at_s))
 
-    def end_minute(self, number: int, errors: int) -> None:
+    def end_minute(self, number: int, crowd: Crowd) -> None:
         """Sum up the answers that were due in a minute, and write it down."""
-        within = [one for one in self.served if number <= one.due_s / MINUTE_S < number + 1]
-        line: dict[str, Any] = {"minute": number, "errors": errors}
+        answered = [*crowd.answered]
+        within = [one for one in answered if number <= one.due_s / MINUTE_S < number + 1]
+        line: dict[str, Any] = {"minute": number, "errors": len(crowd.errors)}
         for kind in KINDS:
-            ms = sorted(one.latency_ms for one in within if one.kind == kind)
+            ms = sorted(1000 * one.latency_s for one in within if one.what == kind)
             line[kind] = [len(ms), *(round(quantile(ms, share), 2) for share in (0.5, 0.99))]
         line["pulse"] = self.pulses[-1].to_json()
         self.minutes.append(line)
@@ -371,20 +303,18 @@ def measure_long(
         before = Pulse.of(server, 0.0)
         rate = load * capacity
         print(f"{capacity:.1f} answers a second at most; now {rate:.1f} are asked", flush=True)
-        run, outcomes = _long_load(server, callees, rate, seconds, keep)
+        run, crowd = _long_load(server, callees, rate, seconds, keep)
         gauges = settled_gauges(server)
-        after = Pulse.of(server, time.perf_counter() - run.begun_s)
+        after = Pulse.of(server, time.perf_counter() - crowd.begun_s)
         logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
-    wrong = [*outcomes.errors[:8], *(f"the server logged: {line}" for line in logged[:8])]
+    wrong = [*_said(crowd.errors[:8]), *(f"the server logged: {line}" for line in logged[:8])]
     lasted_s = run.pulses[-1].at_s if run.pulses else 0.0
     warm_s = min(WARM_S, WARM_SHARE * lasted_s)
     held = [(one.at_s, one.held_mb) for one in run.pulses if one.at_s >= warm_s]
     memory = trend(floors(held))
-    slow = {kind: _halves(run, kind, warm_s) for kind in KINDS}
+    slow = {kind: _halves(crowd.answered, kind, warm_s) for kind in KINDS}
     tables = [
-        Table(
-            "The load.", ("what", "measured"), _long_load_rows(capacity, rate, lasted_s, outcomes)
-        ),
+        Table("The load.", ("what", "measured"), _long_load_rows(capacity, rate, lasted_s, crowd)),
         Table(
             "Held by the server, every 10 s; what comes first, as long as caches fill, is left "
             f"out of the slopes ({warm_s:.0f} s). Intervals are of 95 %. Caches come and go with "
@@ -407,12 +337,12 @@ def measure_long(
         "An open loop of texts and answers, whole and streamed, of all lengths, at every rung; "
         "every twentieth request is left by its client before it is answered.",
         tables,
-        _targets(outcomes, logged, memory, slow, before, after, gauges),
+        _targets(crowd, logged, memory, slow, before, after, gauges),
     )
 
 
 def _targets(
-    outcomes: Outcomes,
+    crowd: Crowd,
     logged: Sequence[str],
     memory: Trend,
     slow: dict[str, list[float]],
@@ -422,7 +352,7 @@ def _targets(
 ) -> list[Target]:
     more = "more than before"
     return [
-        Target("errors", len(outcomes.errors), "==", 0),
+        Target("errors", len(crowd.errors), "==", 0),
         Target("warnings and errors in the server's log", len(logged), "==", 0),
         Target(
             "memory, slope of the least", memory.per_hour, "<=", WANTED_MB_PER_HOUR, "MB an hour"
@@ -440,82 +370,62 @@ def _targets(
 def _capacity(server: Server, callees: Sequence[Callee], seconds: float) -> float:
     """Answers a second when all clients ask again as soon as they are answered."""
     begun_s = time.perf_counter()
-    callers = [
-        Caller(server, callees, 1000 + n, begun_s + seconds) for n in range(LONG_CLIENTS // 2)
-    ]
-    threads = [threading.Thread(target=caller.call_on) for caller in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    outcomes = Outcomes.of(caller.outcomes for caller in callers)
-    if outcomes.errors:
-        raise SystemExit(f"while the capacity was measured: {outcomes.errors[0]}")
-    return outcomes.answered / (time.perf_counter() - begun_s)
+    asks = [Caller(callees, 1000 + seed).ask for seed in range(LONG_CLIENTS // 2)]
+    with Crowd(server, asks, seconds=seconds) as crowd:
+        pass
+    if crowd.errors:
+        raise SystemExit(f"while the capacity was measured: {_said(crowd.errors)[0]}")
+    return _answers(crowd) / (time.perf_counter() - begun_s)
+
+
+def _answers(crowd: Crowd) -> int:
+    """Those that nobody left."""
+    return crowd.kinds.total() - crowd.kinds[LEFT]
+
+
+def _said(errors: Sequence[Exception]) -> list[str]:
+    return [f"{type(error).__name__}: {error}" for error in errors]
 
 
 def _long_load(
     server: Server, callees: Sequence[Callee], rate: float, seconds: float, keep: Path
-) -> tuple[Run, Outcomes]:
+) -> tuple[Run, Crowd]:
     """Load the server until the time is over, or somebody presses Ctrl-C."""
-    arrivals = Arrivals(rate, seconds, seed=1)
-    run = Run(keep, time.perf_counter())
-    callers = [Caller(server, callees, seed, float("inf")) for seed in range(LONG_CLIENTS)]
-    threads = [
-        threading.Thread(target=_ask_on, args=(caller, arrivals, run), daemon=True)
-        for caller in callers
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        _watch(server, threads, callers, run, min(PULSE_S, seconds / 40))
-    except KeyboardInterrupt:
-        print("stopped; the result is that of the time until now", file=sys.stderr)
-        arrivals.over.set()
-    for thread in threads:
-        thread.join()
-    return run, Outcomes.of(caller.outcomes for caller in callers)
+    run, due = Run(keep), arrivals(rate, seconds, random.Random(1))
+    with Crowd(
+        server, [Caller(callees, seed).ask for seed in range(LONG_CLIENTS)], due=due
+    ) as crowd:
+        try:
+            _watch(server, crowd, run, min(PULSE_S, seconds / 40))
+        except KeyboardInterrupt:
+            print("stopped; the result is that of the time until now", file=sys.stderr)
+            crowd.stop()
+    return run, crowd
 
 
-def _ask_on(caller: Caller, arrivals: Arrivals, run: Run) -> None:
-    while (due_s := arrivals.next_s()) is not None:
-        time.sleep(max(0.0, run.begun_s + due_s - time.perf_counter()))
-        kind = caller.ask()
-        if kind is not None and kind != LEFT:
-            latency_ms = (time.perf_counter() - run.begun_s - due_s) * 1000
-            run.served.append(Served(kind, due_s, latency_ms))
-    caller.close()
-
-
-def _watch(
-    server: Server,
-    threads: Sequence[threading.Thread],
-    callers: Sequence[Caller],
-    run: Run,
-    pulse_s: float,
-) -> None:
+def _watch(server: Server, crowd: Crowd, run: Run, pulse_s: float) -> None:
     """Look at the server again and again, and end minutes once their answers have come."""
     looks = minutes = 0
-    while any(thread.is_alive() for thread in threads):
-        run.look(server)
+    while crowd.asking:
+        run.look(server, time.perf_counter() - crowd.begun_s)
         looks += 1
         if run.pulses[-1].at_s >= (minutes + 1.5) * MINUTE_S:
-            run.end_minute(minutes, sum(len(caller.outcomes.errors) for caller in callers))
+            run.end_minute(minutes, crowd)
             minutes += 1
-        time.sleep(max(0.0, run.begun_s + looks * pulse_s - time.perf_counter()))
-    run.end_minute(minutes, sum(len(caller.outcomes.errors) for caller in callers))
+        time.sleep(max(0.0, crowd.begun_s + looks * pulse_s - time.perf_counter()))
+    run.end_minute(minutes, crowd)
 
 
 def _long_load_rows(
-    capacity: float, rate: float, lasted_s: float, outcomes: Outcomes
+    capacity: float, rate: float, lasted_s: float, crowd: Crowd
 ) -> list[Sequence[Cell]]:
     rows: list[Sequence[Cell]] = [
         ["answers a second, closed loop: the capacity", capacity],
         ["requests a second, asked", rate],
         ["seconds", lasted_s],
-        ["answers a second", outcomes.answered / lasted_s if lasted_s else None],
+        ["answers a second", _answers(crowd) / lasted_s if lasted_s else None],
     ]
-    return rows + [[f"... {kind}", count] for kind, count in sorted(outcomes.kinds.items())]
+    return rows + [[f"... {kind}", count] for kind, count in sorted(crowd.kinds.items())]
 
 
 def _held_rows(
@@ -539,17 +449,17 @@ def _least_row(held: Sequence[tuple[float, float]], memory: Trend) -> Sequence[C
     return ["RSS, least of each twentieth, MB", *cells, memory.per_hour, memory.low, memory.high]
 
 
-def _halves(run: Run, kind: str, warm_s: float) -> list[float]:
+def _halves(answered: Sequence[Answered], kind: str, warm_s: float) -> list[float]:
     """The p50 of all, the p99 of each half, and the second over the first."""
-    served = [one for one in run.served if one.kind == kind and one.due_s >= warm_s]
-    ms = sorted(one.latency_ms for one in served)
+    served = [one for one in answered if one.what == kind and one.due_s >= warm_s]
+    ms = sorted(1000 * one.latency_s for one in served)
     middle_s = (warm_s + max((one.due_s for one in served), default=0.0)) / 2
     halves = []
     for half in (False, True):
         by_minute: dict[int, list[float]] = {}
         for one in served:
             if (one.due_s >= middle_s) == half:
-                by_minute.setdefault(int(one.due_s // MINUTE_S), []).append(one.latency_ms)
+                by_minute.setdefault(int(one.due_s // MINUTE_S), []).append(1000 * one.latency_s)
         each = [quantile(sorted(latencies), 0.99) for latencies in by_minute.values()]
         halves.append(statistics.median(each) if each else 0.0)
     return [quantile(ms, 0.5), *halves, halves[1] / halves[0] if halves[0] else 0.0]
@@ -607,16 +517,16 @@ def measure(chosen: Options, clients: int, seconds: float, provenance: Provenanc
         time.sleep(settle_s)
         between = server.memory()
         begun_s = time.perf_counter()
-        outcomes, samples = _load(server, callees, clients, seconds)
+        crowd, samples = _load(server, callees, clients, seconds)
         elapsed_s = time.perf_counter() - begun_s
         gauges = settled_gauges(server)
         time.sleep(settle_s)
         after = server.memory()
         logged = server.logged().partition(READY_LINE)[2].strip().splitlines()
     most = max(samples, key=lambda sample: sample.memory.rss).memory
-    errors = warming.errors + outcomes.errors
+    errors = _said(warming.errors + crowd.errors)
     tables = [
-        Table("The load.", ("what", "measured"), _load_rows(outcomes, elapsed_s, samples)),
+        Table("The load.", ("what", "measured"), _load_rows(crowd, elapsed_s, samples)),
         Table(
             f"Memory of the server; a load of {seconds / 2:g} s comes first, so that what the "
             "second one leaves behind can be compared. Peak: the largest RSS since the start.",
@@ -635,7 +545,7 @@ def measure(chosen: Options, clients: int, seconds: float, provenance: Provenanc
     growth_mb = held_mb(after) - held_mb(between)
     targets = [
         Target("errors", len(errors), "==", 0),
-        Target("requests answered", outcomes.answered, ">=", clients),
+        Target("requests answered", _answers(crowd), ">=", clients),
         Target("warnings and errors in the server's log", len(logged), "==", 0),
         Target("RSS idle", held_mb(idle), "<=", WANTED_IDLE_MB, "MB"),
         Target("RSS under load", held_mb(most), "<=", WANTED_LOADED_MB, "MB"),
@@ -657,35 +567,27 @@ def measure(chosen: Options, clients: int, seconds: float, provenance: Provenanc
 
 def _load(
     server: Server, callees: Sequence[Callee], clients: int, seconds: float
-) -> tuple[Outcomes, list[Sample]]:
+) -> tuple[Crowd, list[Sample]]:
     """Load the server; what came of it, and its memory meanwhile."""
-    begun_s = time.perf_counter()
-    callers = [Caller(server, callees, seed, begun_s + seconds) for seed in range(clients)]
-    threads = [threading.Thread(target=caller.call_on) for caller in callers]
-    for thread in threads:
-        thread.start()
     samples = []
-    for count in itertools.count(1):
-        samples.append(Sample(time.perf_counter() - begun_s, server.memory()))
-        if not any(thread.is_alive() for thread in threads):
-            break
-        due_s = begun_s + count * min(1.0, seconds / 10)
-        time.sleep(max(0.0, due_s - time.perf_counter()))
-    for thread in threads:
-        thread.join()
-    within = [sample for sample in samples if sample.at_s <= seconds]
-    return Outcomes.of(caller.outcomes for caller in callers), within
+    asks = [Caller(callees, seed).ask for seed in range(clients)]
+    with Crowd(server, asks, seconds=seconds) as crowd:
+        for count in itertools.count(1):
+            samples.append(Sample(time.perf_counter() - crowd.begun_s, server.memory()))
+            if not crowd.asking:
+                break
+            due_s = crowd.begun_s + count * min(1.0, seconds / 10)
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+    return crowd, [sample for sample in samples if sample.at_s <= seconds]
 
 
-def _load_rows(
-    outcomes: Outcomes, elapsed_s: float, samples: Sequence[Sample]
-) -> list[Sequence[Cell]]:
-    rows: list[Sequence[Cell]] = [["requests answered", outcomes.answered]]
-    rows += [[f"... {kind}", count] for kind, count in sorted(outcomes.kinds.items())]
+def _load_rows(crowd: Crowd, elapsed_s: float, samples: Sequence[Sample]) -> list[Sequence[Cell]]:
+    rows: list[Sequence[Cell]] = [["requests answered", _answers(crowd)]]
+    rows += [[f"... {kind}", count] for kind, count in sorted(crowd.kinds.items())]
     rows += [
-        ["errors", len(outcomes.errors)],
+        ["errors", len(crowd.errors)],
         ["seconds, the last answers included", elapsed_s],
-        ["answers a second", outcomes.answered / elapsed_s],
+        ["answers a second", _answers(crowd) / elapsed_s],
         ["RSS slope over the second half, MB a minute", _slope_mb_per_s(samples) * 60],
     ]
     return rows

@@ -136,6 +136,18 @@ def _dial(kept: Kept) -> str:
     )
 
 
+def _range(kept: Kept) -> str:
+    table = kept.table("dial_range_logic", "whole")
+    value = table.columns.index("value")
+    found = {str(row[1]): f"{100 * float(row[value] or 0):.1f}" for row in table.rows}
+    steps = [what for what in found if what.endswith("steps")]
+    plain = [what for what in found if what.startswith("plain")]
+    return (
+        f"right cells of sudokus: {found[steps[0]]} % at {steps[0].removesuffix('s')}, "
+        f"{found[steps[-1]]} % at {steps[-1]}; {plain[-1]}: {found[plain[-1]]} %"
+    )
+
+
 def _mixing(kept: Kept) -> str:
     times = kept.figure("mixing", "fp32: evaluations of a graph per rung")
     share = kept.figure("mixing", "fp32: evaluations of a uniform batch")
@@ -209,6 +221,7 @@ QUESTIONS = (
     Question("Is it faster than PyTorch?", "eager PyTorch, one thread", "decode", _pytorch),
     Question("Are answers better?", "a transformer of equal size", "quality", _quality),
     Question("What does training cost?", "the same, one step", "quality", _training),
+    Question("What do more steps buy?", "transformers without steps", "dial_range_logic", _range),
     Question("What do fewer steps save?", "itself at eight steps", "dial", _dial),
     Question("Mixed step counts in a batch?", "a graph and batch for each", "mixing", _mixing),
     Question("Are deadlines kept?", "the same model at all steps", "deadlines", _deadlines),

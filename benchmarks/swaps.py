@@ -10,7 +10,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks.client import Client, UnexpectedAnswer
+from benchmarks.client import Client, Crowd, UnexpectedAnswer
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
 from benchmarks.texts import PROMPT
@@ -75,43 +74,25 @@ class Seen:
     """What the clients saw."""
 
     answers: list[int] = field(default_factory=lambda: [0, 0])  # of each version
-    errors: list[str] = field(default_factory=list)
     wrong: int = 0  # the answer of neither version, or of one that was not served then
     gaps_ms: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
 
-class Reader(threading.Thread):
-    """Streams one answer after the other, and holds each against those of the versions."""
+class Reader:
+    """Streams an answer, and holds it against those of the versions."""
 
     def __init__(
-        self,
-        server: Server,
-        model: str,
-        answers: Sequence[dict[Asked, str]],
-        progress: Progress,
-        seed: int,
-        over: threading.Event,
+        self, model: str, answers: Sequence[dict[Asked, str]], progress: Progress, seed: int
     ) -> None:
-        super().__init__(daemon=True)
         self.seen = Seen()
-        self._client = Client.of(server)
         self._model, self._answers, self._progress = model, answers, progress
-        self._random, self._over = random.Random(seed), over
+        self._random = random.Random(seed)
 
-    def run(self) -> None:
-        asked = list(self._answers[0])
-        while not self._over.is_set():
-            try:
-                self._ask(self._random.choice(asked))
-            except Exception as error:
-                self.seen.errors.append(f"{type(error).__name__}: {error}")
-                self._client.close()
-        self._client.close()
-
-    def _ask(self, asked: Asked) -> None:
+    def ask(self, client: Client) -> str:
+        asked = self._random.choice([*self._answers[0]])
         before = Progress(self._progress.begun, self._progress.done)
         text, last_ms, after, done = "", None, before, False
-        for event in self._client.stream("/v1/generate", _body(self._model, asked)):
+        for event in client.stream("/v1/generate", _body(self._model, asked)):
             if event.name:
                 if event.name != "done" or done:
                     raise UnexpectedAnswer(f"the event {event.name}: {event.data}")
@@ -125,6 +106,7 @@ class Reader(threading.Thread):
         if not done:
             raise UnexpectedAnswer("the stream ended without its last event")
         self._judge(asked, text, before, after)
+        return "streamed"
 
     def _judge(self, asked: Asked, text: str, before: Progress, after: Progress) -> None:
         versions = [number for number, known in enumerate(self._answers) if known[asked] == text]
@@ -177,34 +159,28 @@ def _measured(
     for version in (1, 0):
         _swap(admin, versions[version])
         answers.insert(0, _alone(server, manifest))
-    progress, over = Progress(), threading.Event()
-    readers = [
-        Reader(server, manifest.name, answers, progress, seed, over) for seed in range(clients)
-    ]
-    for reader in readers:
-        reader.start()
+    progress = Progress()
+    readers = [Reader(manifest.name, answers, progress, seed) for seed in range(clients)]
     failed, times_s, rss = 0, [], []
-    for number in range(swaps):
+    with Crowd(server, [reader.ask for reader in readers]) as crowd:
+        for number in range(swaps):
+            time.sleep(GAP_S)
+            progress.begun += 1
+            try:
+                times_s.append(_swap(admin, versions[(number + 1) % 2]))
+                progress.done += 1
+            except httpx.HTTPError as error:  # what was served goes on
+                failed += 1
+                progress.begun -= 1
+                print(f"swap {number} failed: {error}", file=sys.stderr)
+            rss.append(server.memory().rss / 1e6)
         time.sleep(GAP_S)
-        progress.begun += 1
-        try:
-            times_s.append(_swap(admin, versions[(number + 1) % 2]))
-            progress.done += 1
-        except httpx.HTTPError as error:  # what was served goes on
-            failed += 1
-            progress.begun -= 1
-            print(f"swap {number} failed: {error}", file=sys.stderr)
-        rss.append(server.memory().rss / 1e6)
-    time.sleep(GAP_S)
-    over.set()
-    for reader in readers:
-        reader.join()
+        crowd.stop()
     left = _settled(admin)
     wrong = sum(reader.seen.wrong for reader in readers)
     seen = [reader.seen for reader in readers]
-    errors = [error for one in seen for error in one.errors]
-    for problem in errors[:5]:
-        print(problem, file=sys.stderr)
+    for problem in crowd.errors[:5]:
+        print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
     settled = rss[min(_SETTLED, len(rss) // 2) :]
     half = len(settled) // 2
     growth_mb = statistics.median(settled[half:]) - statistics.median(settled[: half or 1])
@@ -222,7 +198,7 @@ def _measured(
         ],
         [
             Target("swaps that failed", failed, "==", 0),
-            Target("requests that failed or were cut off", len(errors), "==", 0),
+            Target("requests that failed or were cut off", len(crowd.errors), "==", 0),
             Target("answers of a wrong version, or of none", wrong, "==", 0),
             Target("models left in the server", left, "==", 1),
             Target("RSS growth, second half over first", growth_mb, "<=", WANTED_GROWTH_MB, "MB"),

@@ -5,6 +5,7 @@ Plain ASCII letters and punctuation, so that a model of characters knows them al
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -86,3 +87,53 @@ def labelled_texts(bundle: Bundle, data: str | None) -> list[LabelledText]:
     names = dict(zip(recipe.data.values, recipe.data.labels, strict=True))
     rows = read_table(recipe.data, recipe.data.test)
     return [LabelledText(text, names[value]) for text, value in rows]
+
+
+# Texts with the right label of each position that is asked for: a tagger's held-out data.
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedText:
+    """A text, and the label of each of its tokens; None where none is asked for."""
+
+    text: str
+    labels: tuple[str | None, ...]
+
+    def right(self, given: Sequence[str]) -> tuple[int, bool]:
+        """How many labels are right, and whether all are."""
+        pairs = zip(given, self.labels, strict=True)
+        found = [one == label for one, label in pairs if label is not None]
+        return sum(found), all(found)
+
+
+def tagged_texts(bundle: Bundle) -> list[TaggedText]:
+    """The held-out rows of a tagger whose tokens are characters or words."""
+    from export.quality import dataset_of
+    from train.data.batch import IGNORED
+
+    kind, pad_id = bundle.manifest.text_tokenizer.kind, bundle.manifest.text_tokenizer.pad_id
+    if kind not in ("chars", "words"):
+        raise SystemExit(f"{bundle.folder} has tokens of {kind}, not a label for each")
+    dataset = dataset_of(bundle, "")
+    tokenizer, labels = dataset.tokenizer, dataset.labels
+    assert tokenizer is not None and labels is not None
+    found = []
+    for batch in dataset.held_out(256):
+        for tokens, targets in zip(batch.inputs[0].tolist(), batch.targets.tolist(), strict=True):
+            words = [str(tokenizer.id_to_token(token)) for token in tokens if token != pad_id]
+            text = ("" if kind == "chars" else " ").join(words)
+            known = (labels[one] if one != IGNORED else None for one in targets[: len(words)])
+            found.append(TaggedText(text, tuple(known)))
+    return found
+
+
+def check_same_data(bundle: Bundle, others: Sequence[Bundle]) -> None:
+    """SystemExit if one of the others was trained on other data."""
+
+    def data_of(one: Bundle) -> dict[str, Any]:
+        recipe = cast(dict[str, Any], one.manifest.provenance["recipe"])
+        return {**recipe["data"], "path": ""}
+
+    for other in others:
+        if data_of(other) != data_of(bundle):
+            raise SystemExit(f"{other.folder} was trained on other data than {bundle.folder}")

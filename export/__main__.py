@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure quality on one batch only; no latency, no thresholds for early answers",
     )
     export.add_argument("--card", type=Path, metavar="JSON", help="facts for the model card")
+    _add_plain(export)
     export.add_argument(
         "--chat-template",
         type=Path,
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run_command=_inspect)
     inspect.add_argument("bundle", type=Path, metavar="BUNDLE")
     inspect.add_argument("other", type=Path, nargs="?", metavar="BUNDLE", help="to compare with")
+    _add_plain(inspect)
     inspect.add_argument(
         "--plot",
         type=Path,
@@ -119,6 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="BUNDLE",
+        help="plain models of the same data: say which of them the rungs are as good as",
+    )
+
+
 def _export(arguments: argparse.Namespace) -> int:
     if not (arguments.run / MANIFEST_FILE).is_file():
         return _export_run(arguments)
@@ -147,6 +160,8 @@ def _export_bundle(arguments: argparse.Namespace) -> int:
                 f"--{flag.replace('_', '-')} needs the run that {arguments.run} was made of: a "
                 "bundle only gets another precision"
             )
+    if arguments.plain:
+        raise ValueError("--plain needs the run that a bundle is made of: its card has it then")
     bundle = read_bundle(arguments.run)
     dataset = dataset_of(bundle, arguments.data)
     samples = 1 if arguments.no_calibrate else _rows(arguments.samples)
@@ -199,6 +214,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         latency=not arguments.no_calibrate,
         card=card,
         chat_template=arguments.chat_template,
+        plain=tuple(read_bundle(folder).manifest for folder in arguments.plain),
     )
     bundle = export_run(arguments.run, request, arguments.data)
     print(describe(bundle))
@@ -231,14 +247,18 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from export.inspect import compared, describe, draw, labels_of, not_comparable
+    from export.inspect import check_plain, compared, describe, draw, labels_of, not_comparable
     from train.evaluation_report import check_plot
 
     if arguments.plot is not None:
         check_plot(arguments.plot)
     bundles = [read_bundle(arguments.bundle)]
     if arguments.other is None:
-        print(describe(bundles[0]))
+        plain = [read_bundle(folder).manifest for folder in arguments.plain]
+        check_plain(bundles[0].manifest, plain)
+        print(describe(bundles[0], plain))
+    elif arguments.plain:
+        raise ValueError("--plain goes with one bundle: leave out the second")
     else:
         bundles.append(read_bundle(arguments.other))
         print(compared(*bundles))

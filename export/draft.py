@@ -171,6 +171,8 @@ def _input(recipe: Recipe, dataset: Dataset, classifies: bool) -> InputSpec:
         return PointsInput(max_points=window, dimensions=sizes.dimensions)
     if not classifies:
         return TextInput(max_tokens=window)
+    if sizes.length:
+        return TextInput(max_tokens=sizes.length, exact=True)
     head, tail = recipe.data.head, recipe.data.tail
     cut = Truncation(head, tail) if head + tail else Truncation(window, 0)
     return TextInput(max_tokens=window, truncation=cut)

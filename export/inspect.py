@@ -74,6 +74,8 @@ def input_in_words(manifest: Manifest) -> str:
             return f"at most {most} points of {dimensions} coordinates"
         case text if manifest.target_max_tokens is not None:
             return f"at most {text.max_tokens} tokens in, {manifest.target_max_tokens} out"
+        case text if text.exact:
+            return f"exactly {text.max_tokens} tokens"
         case text:
             return f"at most {text.max_tokens} tokens"
 
@@ -121,6 +123,48 @@ def flat_in_words(manifest: Manifest) -> str | None:
     return f"This model needs {enough}: up to {last}, no more are better by {by}."
 
 
+def plain_in_words(manifest: Manifest, plain: Sequence[Manifest]) -> list[str]:
+    """Which plain models the rungs are as good as, and how large those are."""
+    loss = manifest.rungs[0].quality.metric == "loss"
+
+    def shown(rung: Rung) -> str:
+        value = rung.quality.value
+        return f"{value:.4f} nats a token" if loss else f"{100 * value:.2f} %"
+
+    def as_good(one: Manifest, rung: Rung) -> bool:
+        theirs, ours = one.rungs[-1].quality.value, rung.quality.value
+        return theirs <= ours if loss else theirs >= ours
+
+    lines = []
+    for one in sorted(plain, key=lambda each: each.shape.parameters):
+        reached = [rung for rung in manifest.rungs if as_good(one, rung)]
+        best = max(reached, key=lambda rung: rung.steps, default=None)
+        beside = (
+            f"as good as {steps_in_words(best.steps)} ({shown(best)})"
+            if best is not None
+            else f"worse than {steps_in_words(manifest.steps[0])} ({shown(manifest.rungs[0])})"
+        )
+        size, value = one.shape.parameters, shown(one.rungs[-1])
+        lines.append(f"plain: {one.name} has {size:,} parameters and {value}, {beside}")
+    last, ours = manifest.rungs[-1], manifest.shape.parameters
+    good = [one.shape.parameters for one in plain if as_good(one, last)]
+    size = min(good) if good else max(one.shape.parameters for one in plain)
+    lines.append(
+        f"plain: {'' if good else 'none of up to '}{size:,} parameters, {size / ours:.2g} times as "
+        f"many as here, {'are' if good else 'is'} as good as {steps_in_words(last.steps)} "
+        f"({shown(last)})"
+    )
+    return lines
+
+
+def check_plain(manifest: Manifest, plain: Sequence[Manifest]) -> None:
+    """ValueError if one of them cannot be compared."""
+    for one in plain:
+        problem = not_comparable(manifest, one)
+        if problem is not None:
+            raise ValueError(f"{one.name} is not comparable: {problem}")
+
+
 def metric_in_words(metric: Metric) -> str:
     return "loss (nats a token)" if metric == "loss" else metric
 
@@ -150,7 +194,7 @@ def labels_of(bundles: Sequence[Bundle]) -> list[str]:
     return [str(bundle.folder) for bundle in bundles]
 
 
-def describe(bundle: Bundle) -> str:
+def describe(bundle: Bundle, plain: Sequence[Manifest] = ()) -> str:
     m = bundle.manifest
     step = "graphs of one step and of every rung" if m.step else "a graph of every rung"
     lines = [
@@ -167,6 +211,7 @@ def describe(bundle: Bundle) -> str:
         lines.append(f"  {dial_in_words(m)}")
     lines += _ladder(bundle)
     lines += [f"  {said}" for said in (range_in_words(m), flat_in_words(m)) if said is not None]
+    lines += [f"  {said}" for said in (plain_in_words(m, plain) if plain else ())]
     if m.labels and all(rung.quality.low <= 1 / len(m.labels) for rung in m.rungs):
         lines.append(
             "  WARNING: at chance: no rung is shown to be better than guessing one of "

@@ -68,6 +68,8 @@ def _classify(
 def _lengths(manifest: Manifest) -> list[int]:
     """Of the rows to measure a classifier with."""
     match manifest.input:
+        case TextInput(max_tokens=most, exact=True):
+            return [most]
         case TextInput(max_tokens=most):
             return sorted({min(32, most), min(128, most), most})
         case PointsInput(max_points=most):

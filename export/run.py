@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +17,7 @@ from export.draft import TOKENIZER, draft_manifest, model_card
 from export.early import Jumps, certify
 from export.graph import Ladder, stitch, write_graphs
 from export.half import half_of
-from export.inspect import flat_in_words
+from export.inspect import check_plain, flat_in_words, plain_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
 from export.latency import calibrate_latency
@@ -50,6 +50,7 @@ from serve.bundle import (
     seal_bundle,
     steps_in_words,
 )
+from serve.bundle.folder import file_entry
 from serve.runtime import OpenedModel, open_model
 from serve.runtime.margins import present_positions
 from serve.runtime.protocol import RowArray
@@ -267,6 +268,7 @@ class ExportRequest:
     latency: bool = True  # measure it here, when the bundle is sealed
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
     chat_template: Path | None = None  # of a generator: how messages become a prompt
+    plain: tuple[Manifest, ...] = ()  # plain models of the same data, for the card
 
 
 def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
@@ -338,6 +340,10 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             draft = _with_chat_template(draft, request.chat_template, staging)
         if dataset.tokenizer is not None:
             (staging / TOKENIZER).write_text(dataset.tokenizer.to_str(), encoding="utf-8")
+            entry = {TOKENIZER: file_entry(staging / TOKENIZER)}
+            check_plain(dataclasses.replace(draft, files=entry), request.plain)
+        else:
+            check_plain(draft, request.plain)
         with torch_threads(threads), answers.ahead(ladder.steps):
             write_graphs(
                 staging, traced, ladder, request.precision, unseen or (), scales, floats, cache
@@ -356,6 +362,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             range=tried.range,
             calibration=tried.calibration,
         )
+        manifest = _with_plain(manifest, request.plain)
         (staging / CARD).write_text(model_card(manifest), encoding="utf-8")
         bundle = seal_bundle(staging, manifest, request.target)
     if (flat := flat_in_words(manifest)) is not None:
@@ -403,6 +410,15 @@ def _scales(origin: Origin, traced: Traced, ladder: Ladder) -> Scales:
     return measured_scales(
         origin.model, origin.dataset, ladder.steps, ladder.method, traced.caches.pairs
     )
+
+
+def _with_plain(manifest: Manifest, plain: Sequence[Manifest]) -> Manifest:
+    """With what the card says of plain models that were measured on the same data."""
+    if not plain:
+        return manifest
+    told = [str(manifest.card["baselines"])] if manifest.card.get("baselines") else []
+    told += [f"{line[0].upper()}{line[1:]}." for line in plain_in_words(manifest, plain)]
+    return dataclasses.replace(manifest, card={**manifest.card, "baselines": " ".join(told)})
 
 
 def _with_chat_template(draft: Manifest, template: Path, staging: Path) -> Manifest:

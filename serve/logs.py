@@ -98,10 +98,10 @@ _output = LineWriter(1, _standard_output_failed)
 _tell_dropped: Callable[[int], None] | None = None
 
 
-def tell_dropped(told: Callable[[int], None]) -> None:
+def tell_dropped(listener: Callable[[int], None]) -> None:
     """Call this with the number of lines whenever some are dropped."""
     global _tell_dropped
-    _tell_dropped = told
+    _tell_dropped = listener
 
 
 def write_stdout(text: str) -> None:

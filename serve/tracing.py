@@ -136,8 +136,8 @@ def open_traces(environ: Mapping[str, str]) -> Traces | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    told = environ.get("OTEL_RESOURCE_ATTRIBUTES", "") + "," + environ.get("OTEL_SERVICE_NAME", "")
-    named = "service.name=" in told or not told.endswith(",")
+    given = environ.get("OTEL_RESOURCE_ATTRIBUTES", "") + "," + environ.get("OTEL_SERVICE_NAME", "")
+    named = "service.name=" in given or not given.endswith(",")
     resource = Resource.create({} if named else {SERVICE_NAME: _NAME})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter()

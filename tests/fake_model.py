@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.bundle import Bundle, BundleError
 from serve.catalog import Catalog, Served
-from serve.runtime import Outcome, Segment, Speculation
+from serve.runtime import Speculation
 from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
@@ -37,7 +37,6 @@ class Mood:
     open_rows: int = 0
     pieces: int = 1  # that a prompt is read in
     most_batches: int = 1  # that share a call; 1: nothing mixes
-    sides: int = 1  # that run in parallel
     opening: bool = False
     obeys: bool = False  # whether a call that waits for the gate throws when it is interrupted
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -180,7 +179,7 @@ class FakeBatch:
 class FakeMix:
     def __init__(self, mood: Mood) -> None:
         self.most_batches = mood.most_batches
-        self.sides, self.can_speculate = mood.sides, False
+        self.can_speculate = False
         self._mood = mood
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
@@ -198,21 +197,6 @@ class FakeMix:
         for batch in batches:
             assert isinstance(batch, FakeBatch)
             batch.advance()
-
-    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
-        assert 0 < len(sides) <= self.sides
-        return [[self._go(segment) for segment in side] for side in sides]
-
-    def _go(self, segment: Segment) -> Outcome:
-        assert isinstance(segment.batch, FakeBatch) and segment.steps
-        try:
-            if segment.tokens is not None:
-                segment.batch.begin(segment.tokens)
-            for _ in range(segment.steps):
-                segment.batch.advance()
-            return segment.batch.end() if segment.batch.at_end else None
-        except Exception as error:
-            return error
 
     def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         raise NotImplementedError("no row of a fake runs ahead")

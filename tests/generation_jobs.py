@@ -12,8 +12,8 @@ CLASSIFY = LaneKey("c", "classify", 2)
 NAMES: dict[Job, str] = {}
 
 
-def engine(most_lanes: int = 1, sides: int = 1, pieces: int = 1, **limits: Any) -> SteppedEngine:
-    return SteppedEngine(Limits(**limits), most_lanes=most_lanes, sides=sides, pieces=pieces)
+def engine(most_lanes: int = 1, pieces: int = 1, **limits: Any) -> SteppedEngine:
+    return SteppedEngine(Limits(**limits), most_lanes=most_lanes, pieces=pieces)
 
 
 def generate(name: str, positions: int = 10, lane: LaneKey = FOUR, tokens: int = 10_000) -> Job:

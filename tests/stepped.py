@@ -23,7 +23,7 @@ from serve.engine.search import Translation
 from serve.engine.writing import Generation, GenerationRequest
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
-from serve.runtime import DecodeBatch, EarlyAnswers, Model, Outcome, Prefill, Segment, Speculation
+from serve.runtime import DecodeBatch, EarlyAnswers, Model, Prefill, Speculation
 from serve.runtime.protocol import FloatArray, IntArray, RowArray
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
@@ -113,7 +113,7 @@ class CountedMix:
     can_speculate = False
 
     def __init__(self, model: "CountedModel") -> None:
-        self.most_batches, self.sides = model.most_lanes, model.sides
+        self.most_batches = model.most_lanes
         self._model = model
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
@@ -129,19 +129,6 @@ class CountedMix:
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
         return [_counted(batch).end() for batch in batches]
-
-    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
-        assert 0 < len(sides) <= self.sides
-        return [[self._run(segment) for segment in side] for side in sides]
-
-    def _run(self, segment: Segment) -> Outcome:
-        batch = _counted(segment.batch)
-        if segment.tokens is not None:
-            batch.begin(segment.tokens)
-        self._model.during("decode", segment.steps, len(batch.lengths), max(batch.lengths))
-        for _ in range(segment.steps):
-            batch.advance()
-        return batch.end() if batch.step_now == batch.steps else None
 
     def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         raise NotImplementedError("no row runs ahead")
@@ -191,11 +178,9 @@ class CountedModel:
     opening, most_parts, window = False, 1, WINDOW
     spoils = False  # whether the first row of a call comes out as no number
 
-    def __init__(
-        self, bundle: Bundle, during: During, most_lanes: int, sides: int, pieces: int
-    ) -> None:
+    def __init__(self, bundle: Bundle, during: During, most_lanes: int, pieces: int) -> None:
         self.bundle, self.during, self.pieces = bundle, during, pieces
-        self.most_lanes, self.sides = most_lanes, sides
+        self.most_lanes = most_lanes
 
     def classifier(self, steps: int) -> CountedRung:
         return CountedRung(steps, self)
@@ -227,7 +212,6 @@ class SteppedEngine(Engine):
         limits: Limits,
         during: During | None = None,
         most_lanes: int | dict[str, int] = 1,
-        sides: int = 1,
         pieces: int = 1,
         names: dict[str, str] | None = None,
         measured: Latency | None = None,
@@ -244,7 +228,7 @@ class SteppedEngine(Engine):
             lanes = most_lanes if isinstance(most_lanes, int) else most_lanes.get(name, 1)
             bundle = _BUNDLES[task]()
             bundle = replace(bundle, manifest=replace(bundle.manifest, name=name))
-            model = CountedModel(bundle, during, lanes, sides, pieces)
+            model = CountedModel(bundle, during, lanes, pieces)
             served.append(Served.open(bundle, cast(Model, model)))
         super().__init__(Catalog(served), limits, Metrics(), clock=lambda: self.now_s)
         for one in served:
@@ -265,11 +249,6 @@ class SteppedEngine(Engine):
     def rows(self, key: LaneKey) -> tuple[Job, ...]:
         """The jobs in the batch."""
         return tuple(self.lane(key).rows)
-
-    def share(self, name: str, sharing: str) -> None:
-        decoding = self._decoding(self._models[name])
-        decoding.share(sharing)  # type: ignore[arg-type]  # one of the literals
-        decoding.tuner.options = (sharing,)  # type: ignore[assignment]  # and it stays
 
     @property
     def charged_bytes(self) -> int:

@@ -313,21 +313,24 @@ class Loop(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """A velocity that sees the size of its step: scales and shifts that begin as nothing."""
+    """A velocity that sees the size of its step, or the time: scales and shifts that begin as 0."""
 
     timed = True
 
-    def __init__(self, velocity: nn.Module, width: int, hidden: int = 32) -> None:
+    def __init__(
+        self, velocity: nn.Module, width: int, by_time: bool = False, hidden: int = 32
+    ) -> None:
         super().__init__()
-        self.velocity = velocity
+        self.velocity, self.by_time = velocity, by_time
         self.up, self.down = nn.Linear(1, hidden), nn.Linear(hidden, 3 * width)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        *context, _, h = rest  # h for all rows, or (B, 1, 1)
-        size = torch.log2(torch.as_tensor(h, dtype=x.dtype, device=x.device)).reshape(-1, 1, 1)
-        scale, shift, gain = self.down(torch.tanh(self.up(size))).chunk(3, -1)  # (R, 1, D) each
+        *context, t, h = rest  # each for all rows, or (B, 1, 1)
+        seen = torch.as_tensor(t if self.by_time else h, dtype=x.dtype, device=x.device)
+        seen = torch.log2(1 + seen if self.by_time else seen).reshape(-1, 1, 1)
+        scale, shift, gain = self.down(torch.tanh(self.up(seen))).chunk(3, -1)  # (R, 1, D) each
         out: Tensor = self.velocity(x * (1 + scale) + shift, *context) * (1 + gain)
         return out
 

@@ -659,8 +659,6 @@ def _set(c: ModelConfig, sizes: Sizes) -> Stepped:
         embed = InducedEmbedding(sizes.dimensions, c.width, c.heads, c.inducing, c.norm)
         layers -= 1
     velocity: nn.Module = SetVelocity(layers, c.width, c.heads, c.inducing, c.norm, inside)
-    if c.conditioned:
-        velocity = Conditioned(velocity, c.width)
     return _looped(c, embed, _in_loop(c, velocity), head)
 
 
@@ -724,10 +722,12 @@ def velocity_for(c: ModelConfig, causal: bool = False, memory: bool = False) -> 
         )
     blocks = _blocks(c, causal, memory)
     velocity: nn.Module = BlockVelocity(blocks, c.width, c.final_norm == "inside", c.bias)
-    return _in_loop(c, Conditioned(velocity, c.width) if c.conditioned else velocity)
+    return _in_loop(c, velocity)
 
 
 def _in_loop(c: ModelConfig, velocity: nn.Module) -> nn.Module:
+    if c.conditioned or c.timed:
+        velocity = Conditioned(velocity, c.width, by_time=c.timed)
     residual = c.velocity == "residual"
     return Loop(velocity, c.inject, residual) if c.inject or residual else velocity
 

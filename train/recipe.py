@@ -122,6 +122,7 @@ class ModelConfig:
     pool: Literal["mean", "max", "first"] = "mean"
     head_layers: int = 0  # encoder and image: layers as wide as the model before the output layer
     conditioned: bool = False  # the velocity sees the size of the step
+    timed: bool = False  # the velocity sees the time
     # The velocity is F(x), the blocks; or F(x) - x: a step of size 1 is then x <- F(x).
     velocity: Literal["block", "residual"] = "block"
     inject: bool = False  # every evaluation sees the embedded input again
@@ -362,13 +363,19 @@ def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> 
         "translators": model.depth != "chain"
         or model.block == "timed"
         or (model.block == "transformer" and model.family not in ("set", "translator")),
-        'model.conditioned needs model.depth "ode"': not model.conditioned or model.depth == "ode",
+        'model.conditioned and timed need model.depth "ode"': model.depth == "ode"
+        or not (model.conditioned or model.timed),
+        "model.conditioned and timed must not both be on: in either dial one of them is constant "
+        "or follows from the other": not (model.conditioned and model.timed),
+        'model.timed must be off for a translator, and where model.block is "timed"': (
+            not model.timed or (model.family != "translator" and model.block != "timed")
+        ),
         'steps.jump needs model.depth "ode" and steps.solver "fixed"': not steps.jump
         or (model.depth == "ode" and not adaptive),
         'steps.solver "adaptive" needs model.depth "ode" or "chain"': not adaptive
         or model.depth != "discrete",
-        'steps.checkpoint and model.conditioned need steps.solver "fixed"': not adaptive
-        or not (steps.checkpoint or model.conditioned),
+        'steps.checkpoint and model.conditioned or timed need steps.solver "fixed"': not adaptive
+        or not (steps.checkpoint or model.conditioned or model.timed),
         'optim.token_dropout needs model.family "encoder"': not optim.token_dropout
         or model.family == "encoder",
         # The solver takes noise for curvature, and its steps become as small as they can.

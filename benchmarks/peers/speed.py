@@ -1,17 +1,17 @@
 """How fast one server is, and what it does when things go wrong."""
 
 import asyncio
+import contextlib
 import itertools
 import random
-import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.client import Load, Shot, fire, load
+from benchmarks.client import ClosedLoop, Load, Shot, arrivals, fire, load
 from benchmarks.lab import percentile
 from benchmarks.peers.servers import NotRunning, Running, Work
 
@@ -78,19 +78,16 @@ def highest_in_time(running: Running, guess_per_s: float, pace: Pace) -> float |
     return best
 
 
-def arrivals(running: Running, per_s: float, seconds: float, seed: int) -> list[Shot]:
-    """Requests at random times, as of people who do not know of each other."""
-    draw, bodies, due_s = random.Random(seed), running.bodies, 0.0
-    shots: list[Shot] = []
-    while not shots or due_s < seconds:
-        shots.append(Shot(due_s, dict(bodies[len(shots) % len(bodies)])))
-        due_s += draw.expovariate(per_s)
-    return shots
+def shots_at(running: Running, per_s: float, seconds: float, seed: int) -> list[Shot]:
+    """Requests at random times, the questions in turn; one at least."""
+    bodies = itertools.cycle(running.bodies)
+    due_s = [*arrivals(per_s, seconds, random.Random(seed))] or [0.0]
+    return [Shot(one_s, dict(next(bodies))) for one_s in due_s]
 
 
 def _slowest_s(running: Running, per_s: float, seconds: float, seed: int) -> float:
     """The latency that 99 % stay below; what was not answered took for ever."""
-    shots = arrivals(running, per_s, seconds, seed)
+    shots = shots_at(running, per_s, seconds, seed)
     fire(running.server, running.peer.path, shots, _PATIENCE_S)
     return p99([shot.latency_s if shot.status == 200 else float("inf") for shot in shots])
 
@@ -126,7 +123,6 @@ def _loaded(running: Running, clients: int, seconds: float) -> Load:
 TIMES, LEAVERS, LEAVE_AT = 4, 64, 8
 _LOAD_S, _FAULTS_PATIENCE_S, _ANSWER_S, _GONE_S = 0.5, 5.0, 15.0, 15.0
 _BROKEN = b'{"text": nope'
-_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,6 @@ class Ending:
     lost: int = 0
     gone_s: float | None = None  # until no process was left; None if some stayed
     stayed: int = 0  # processes
-    statuses: Counter[int] = field(default_factory=Counter)
 
 
 def malformed(running: Running) -> Refusal:
@@ -198,7 +193,7 @@ def overloaded(
     `more` changes each body; what is None there is left out.
     """
     offered_per_s = TIMES * per_s
-    shots = arrivals(running, offered_per_s, seconds, seed=0)
+    shots = shots_at(running, offered_per_s, seconds, seed=0)
     for shot in shots:
         wished = {**shot.body, **more}
         shot.body = {name: value for name, value in wished.items() if value is not None}
@@ -229,69 +224,29 @@ def terminated(running: Running) -> Ending:
     return ending
 
 
-def _request(running: Running, number: int) -> bytes:
-    payloads = running.payloads
-    payload = payloads[number % len(payloads)]
-    head = (
-        f"POST {running.peer.path} HTTP/1.1\r\nhost: {running.server.host}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
-    )
-    return head.encode() + payload
-
-
 async def _leave(running: Running) -> tuple[int, Work]:
     """How many were answered, and the work that had been done when the others had left."""
-    pairs = [
-        await asyncio.open_connection(running.server.host, running.server.port)
-        for _ in range(LEAVERS)
-    ]
-    waiting = [asyncio.create_task(_status(reader)) for reader, _ in pairs]
-    for number, (_, writer) in enumerate(pairs):
-        writer.write(_request(running, number))
-    for done in itertools.islice(asyncio.as_completed(waiting), LEAVE_AT):
-        await done
-    answered = sum(one.done() for one in waiting)
-    for (_, writer), one in zip(pairs, waiting, strict=True):
-        one.cancel()
-        writer.transport.abort()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    loop = ClosedLoop(running.server, running.peer.path, running.payloads)
+    loop.again = False
+    await loop.begin(LEAVERS)
+    await loop.reached(LEAVE_AT)
+    answered = loop.statuses.total()
+    await loop.end()
     return answered, running.work()
 
 
 async def _terminate(running: Running) -> tuple[Ending, float]:
-    ending, told = Ending(), asyncio.Event()
-
-    async def client(number: int) -> None:
-        request = _request(running, number)
-        reader, writer = await asyncio.open_connection(running.server.host, running.server.port)
-        try:
-            while True:
-                writer.write(request)
-                async with asyncio.timeout(_ANSWER_S):
-                    status = await _status(reader)
-                if told.is_set():
-                    ending.statuses[status] += 1
-                    break
-        except (OSError, EOFError, TimeoutError):
-            if told.is_set():
-                ending.lost += 1
-        finally:
-            writer.close()
-
-    clients = [asyncio.create_task(client(number)) for number in range(CLIENTS)]
+    loop = ClosedLoop(running.server, running.peer.path, running.payloads)
+    await loop.begin(CLIENTS)
     await asyncio.sleep(_LOAD_S)
-    told.set()
+    loop.again, lost = False, loop.lost
+    loop.forget()
     running.tree.process.send_signal(signal.SIGTERM)
     told_s = time.perf_counter()
-    await asyncio.gather(*clients)
-    ending.answered = ending.statuses[200]
-    ending.refused = sum(ending.statuses.values()) - ending.answered
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ANSWER_S):
+            await loop.reached(CLIENTS)
+    ending = Ending(answered=loop.statuses[200], lost=loop.lost - lost + loop.waiting)
+    ending.refused = loop.statuses.total() - ending.answered
+    await loop.end()
     return ending, told_s
-
-
-async def _status(reader: asyncio.StreamReader) -> int:
-    head = await reader.readuntil(b"\r\n\r\n")
-    found = _LENGTH.search(head)
-    assert found is not None, head
-    await reader.readexactly(int(found[1]))
-    return int(head[9:12])

@@ -326,7 +326,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 _EXAMPLES_CLASSIFY: list[JsonDict] = [
     {"input": "A film that stays with you.", "steps": 2},
-    {"model": "logic", "input": "1...5.", "steps": 8, "trace": True},
+    {"model": "logic", "input": "..3.6..5...4..2.5......3.6..1....4..", "steps": 8, "trace": True},
     {"input": {"image": [[0, 64, 255], [0, 128, 255], [0, 64, 255]]}, "top_k": 3},
     {"input": {"image": "data:image/png;base64,iVBORw0KGgo..."}, "effort": "low"},
     {"input": {"points": [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.5]]}},

@@ -57,6 +57,7 @@ class TakesText(Answer):
 
     kind: Literal["text"] = Field(description="Always `text`.")
     max_tokens: int = Field(description="Most tokens of a text.")
+    exact: bool = Field(description="Whether every text must have `max_tokens` tokens.")
 
 
 class TakesImage(Answer):
@@ -307,8 +308,8 @@ def _kind(served: Served) -> Kind:
 
 def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
     match manifest.input:
-        case TextInput(max_tokens=max_tokens):
-            return TakesText(kind="text", max_tokens=max_tokens)
+        case TextInput(max_tokens=max_tokens, exact=exact):
+            return TakesText(kind="text", max_tokens=max_tokens, exact=exact)
         case ImageInput(channels=channels, height=height, width=width):
             return TakesImage(kind="image", channels=channels, height=height, width=width)
         case PointsInput(max_points=max_points, dimensions=dimensions):

@@ -620,10 +620,14 @@ class TextInput:
     kind: Literal["text"] = "text"
     max_tokens: int
     truncation: Truncation | None = None
+    exact: bool = False  # every text has max_tokens tokens, no more and no fewer
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("text",))
         check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_flag("exact", self.exact)
+        if self.exact and self.truncation is not None:
+            raise BundleError("must be null where exact is true", field="truncation")
         if self.truncation is not None:
             kept_tokens = self.truncation.head + self.truncation.tail
             if kept_tokens > self.max_tokens:
@@ -635,7 +639,9 @@ class TextInput:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        members = dict(check_members(value, ("kind", "max_tokens", "truncation")))
+        if isinstance(value, dict):
+            value = {"exact": False} | value
+        members = dict(check_members(value, ("kind", "max_tokens", "truncation", "exact")))
         if members["truncation"] is not None:
             with inside("truncation"):
                 members["truncation"] = Truncation.from_json(members["truncation"])
@@ -741,6 +747,8 @@ def check_task(manifest: "Manifest") -> None:
             raise BundleError(f"must be text for the task {task}", field="input.kind")
         if spec.truncation is not None:
             raise BundleError(f"must be null for the task {task}", field="input.truncation")
+        if spec.exact:
+            raise BundleError(f"must be false for the task {task}", field="input.exact")
     if manifest.keeps_caches and task != "generate":
         raise BundleError(f"must be none for the task {task}", field="cache")
     _check_tokenizer(manifest)

@@ -501,7 +501,7 @@ class Backlog:
             model.cached,
             self._limits.decode_rows,
             sum([one.busy_s() for one in self._common.models.values() if one is not model]),
-            model.sharing == "shared",
+            model.shares_calls,
         )
 
     def _classify_lane(self, key: LaneKey) -> ClassifyLane | None:

@@ -8,7 +8,7 @@ The life of a generation, whose rows join and leave the batch between two tokens
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,15 +22,14 @@ from serve.engine.job import (
     FailedEvent,
     Job,
     LaneKey,
-    Sharing,
     State,
     Waiting,
 )
 from serve.engine.loaded import Call, LoadedModel
-from serve.engine.tuner import lead_tuner, sharing_tuner, weighted_work
+from serve.engine.tuner import lead_tuner
 from serve.engine.writing import Generation, accept_tokens, generation_of
 from serve.metrics import Metrics
-from serve.runtime import Batches, DecodeBatch, Outcome, Prefill, Segment, Speculation
+from serve.runtime import Batches, DecodeBatch, Prefill, Speculation
 from serve.runtime.protocol import FloatArray, IntArray
 
 
@@ -154,12 +153,11 @@ class GenerateLane:
         """A whole token for every row."""
         return DecodePart(self, self.next_rows())
 
-    def part(self, calls: int = 1, side: int = 0) -> "DecodePart":
-        """The next calls of the token that is under way, or the first calls of the next one."""
-        assert self.calls + calls <= self.calls_a_token
+    def part(self) -> "DecodePart":
+        """The next call of the token that is under way, or the first call of the next one."""
         begins, rows = self.calls == 0, self.next_rows()
-        self.calls = (self.calls + calls) % self.calls_a_token
-        return DecodePart(self, rows, begins, self.calls == 0, calls, side)
+        self.calls = (self.calls + 1) % self.calls_a_token
+        return DecodePart(self, rows, begins, ends=self.calls == 0)
 
     def open(self) -> DecodeBatch:
         """The batch of the rows."""
@@ -214,8 +212,6 @@ class DecodePart(NamedTuple):
     jobs: tuple[Job, ...]  # all rows; those that join come last
     begins: bool = True
     ends: bool = True
-    calls: int = 1  # of the one-step graph, unless the token is whole
-    side: int = 0  # of those that run in parallel
 
     @property
     def whole(self) -> bool:
@@ -227,8 +223,6 @@ class DecodeCall(NamedTuple):
     """Rows of several lanes of one model, or a whole token for one lane."""
 
     parts: tuple[DecodePart, ...]
-    contended: bool = False  # whether several lanes have rows to decode
-    parallel: bool = False  # sides run on a thread each, not in one call
 
 
 class Decoded(NamedTuple):
@@ -310,16 +304,11 @@ class Prefilling:
         return [cost.usual_s((key, "prefill")), predicted]
 
 
-# How the rungs of one model share the machine. They may share calls of the one-step graph, or run
-# in parallel on a thread each until all meet again. A row of M steps needs M calls for a token.
+# How the rungs of one model share the machine: they share calls of the one-step graph, or where
+# that is not possible they alternate, a token each. A row of M steps needs M calls for a token.
 # Equal turns would make many steps slow; a token for each row in turn would make few steps wait for
 # many. So a rung of M steps gets tokens about sqrt(L / M) times as often as the longest rung, of L
-# steps. Where a shared call has room left, other rungs join it. Parallel rungs have no such room,
-# and get the cube root.
-
-_MEETINGS = 2  # of parallel rungs per token of the longest
-_BESIDE_ROWS = 1  # fixed cost of a call, in rows
-_PARALLEL_SHARE = 2 / 3  # calls of M steps go with M to this power
+# steps. Where a shared call has room left, other rungs join it.
 
 
 class Decoding:
@@ -334,9 +323,7 @@ class Decoding:
         mix = model.runtime.mix()
         self._mix = mix
         self.most_lanes = 1 if mix is None else mix.most_batches  # that may share a call
-        self.sides = 1 if mix is None else mix.sides  # that may run in parallel
-        model.sharing = "shared" if self.most_lanes > 1 else "alternating"
-        self.tuner = sharing_tuner(self.most_lanes, self.sides)
+        model.shares_calls = self.most_lanes > 1
         self._calls = 0.0
         self._active: list[GenerateLane] = []
 
@@ -346,14 +333,6 @@ class Decoding:
         lane = GenerateLane(key, calls, self.model.batches(key.steps))
         self.lanes[key] = lane
         return lane
-
-    def share(self, sharing: Sharing) -> None:
-        """Change how rungs share the machine; no lane keeps a lead from before."""
-        if sharing != self.model.sharing:
-            self.model.sharing = sharing
-            self._calls = min((lane.due for lane in self.lanes.values()), default=self._calls)
-            for lane in self.lanes.values():
-                lane.due = self._calls
 
     # Plan.
 
@@ -371,47 +350,21 @@ class Decoding:
             return None
         if len(lanes) == 1 and lanes[0].calls == 0:
             return DecodeCall((lanes[0].token(),))
-        if self.model.sharing == "alternating":
-            return DecodeCall((self._turn(lanes),), len(lanes) > 1)
-        if self.model.sharing == "parallel" and len(lanes) > 1:
-            return DecodeCall(self._parallel(lanes), contended=True, parallel=True)
+        if self.most_lanes == 1:
+            return DecodeCall((self._turn(lanes),))
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
         latest = _latest(lanes[0], longest)
         for lane in chosen:
             lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
-        return DecodeCall(tuple(lane.part() for lane in chosen), len(lanes) > 1)
+        return DecodeCall(tuple(lane.part() for lane in chosen))
 
     def _turn(self, lanes: list[GenerateLane]) -> DecodePart:
-        """A whole token of the lane that is due, once no token is under way."""
-        first = min(lanes, key=lambda lane: (lane.calls == 0, lane.due))
-        if first.calls:
-            return first.part()
+        """A whole token of the lane that is due."""
+        first = min(lanes, key=lambda lane: lane.due)
         first.due += 1
         return first.token()
-
-    def _parallel(self, lanes: list[GenerateLane]) -> tuple[DecodePart, ...]:
-        """As many calls of each lane as fill all sides equally, most overdue lane first."""
-        lanes.sort(key=lambda lane: lane.due)
-        self._calls = max(self._calls, lanes[0].due)
-        longest = max(lane.calls_a_token for lane in lanes)
-        latest = _latest(lanes[0], longest)
-        most = max(1, longest // _MEETINGS)
-        wanted = [min(most, lane.calls_a_token - lane.calls) for lane in lanes]
-        costs = [len(lane.rows) + lane.ready + _BESIDE_ROWS for lane in lanes]
-        room = max(calls * cost for calls, cost in zip(wanted, costs, strict=True))
-        rooms = [room] * min(self.sides, len(lanes))
-        parts = []
-        for lane, calls, cost in zip(lanes, wanted, costs, strict=True):
-            side = rooms.index(max(rooms))
-            calls = min(calls, rooms[side] // cost)
-            if calls:
-                rooms[side] -= calls * cost
-                due = lane.due + calls / (lane.calls_a_token / longest) ** _PARALLEL_SHARE
-                lane.due = min(due, latest)
-                parts.append(lane.part(calls, side))
-        return tuple(parts)
 
     def _activate(self, lanes: list[GenerateLane]) -> None:
         """Lanes that became busy are due now, like the others."""
@@ -450,15 +403,13 @@ class Decoding:
                 parts.append(part)
             except Exception as error:
                 failed[part.lane] = error
-        found: dict[GenerateLane, Outcome] = {}
-        if parts:
-            try:
-                found = self._compute(parts, planned.parallel)
-            except Exception as error:
-                found = {part.lane: error for part in parts}
+        found: dict[GenerateLane, FloatArray] = {}
+        try:
+            found = self._compute(parts) if parts else {}
+        except Exception as error:
+            failed |= {part.lane: error for part in parts}
+            parts = []
         ran_s = self.model.common.clock()
-        failed |= {lane: one for lane, one in found.items() if isinstance(one, Exception)}
-        parts = [part for part in parts if part.lane not in failed]
         longest = max(parts[0].lane.open().lengths) if parts else 0
         for part in parts:
             if part.begins:
@@ -466,8 +417,8 @@ class Decoding:
         events = self._end_token([part for part in parts if part.ends], found)
         return Decoded(begun_s, ran_s, failed, longest, events)
 
-    def _compute(self, parts: Sequence[DecodePart], parallel: bool) -> dict[GenerateLane, Outcome]:
-        """Logits (B, V) of lanes whose token ends, or the error of a lane that failed."""
+    def _compute(self, parts: Sequence[DecodePart]) -> dict[GenerateLane, FloatArray]:
+        """Logits (B, V) of lanes whose token ends."""
         if len(parts) == 1 and parts[0].whole:
             return {parts[0].lane: self._token(parts[0])}
         tokens = {part.lane: _last_tokens(part) for part in parts if part.begins}
@@ -475,21 +426,6 @@ class Decoding:
             lane.speculation = None
         mix = self._mix
         assert mix is not None, "lanes that do not go step by step"
-        if parallel:
-            sides: defaultdict[int, list[DecodePart]] = defaultdict(list)
-            for part in parts:
-                sides[part.side].append(part)
-            outcomes = mix.parallel(
-                [
-                    [Segment(part.lane.open(), part.calls, tokens.get(part.lane)) for part in side]
-                    for side in sides.values()
-                ]
-            )
-            return {
-                part.lane: outcome
-                for side, found in zip(sides.values(), outcomes, strict=True)
-                for part, outcome in zip(side, found, strict=True)
-            }
         if tokens:
             mix.begin([lane.open() for lane in tokens], list(tokens.values()))
         mix.advance([part.lane.open() for part in parts])
@@ -543,12 +479,12 @@ class Decoding:
                 return
 
     def _end_token(
-        self, parts: Sequence[DecodePart], found: Mapping[GenerateLane, Outcome]
+        self, parts: Sequence[DecodePart], found: Mapping[GenerateLane, FloatArray]
     ) -> list[tuple[Job, Event]]:
         """Choose a token for each job from its logits (B, V); rows that are over leave."""
-        logits = [one for part in parts if isinstance(one := found[part.lane], np.ndarray)]
-        if not logits:
+        if not parts:
             return []
+        logits = [found[part.lane] for part in parts]
         jobs = [job for part in parts for job in part.jobs]
         events = accept_tokens(jobs, logits[0] if len(logits) == 1 else np.concatenate(logits))
         failed = {job for job, event in events if isinstance(event, FailedEvent)}
@@ -574,10 +510,7 @@ class Decoding:
         single = len(planned.parts) == len(parts) == 1 and parts[0].whole
         if parts:
             model.worked()
-            done = self._count(parts, single)
-            if planned.contended and not failed:
-                self.tuner.observe(done, ran_s - begun_s)
-                self.share(self.tuner.option)
+            self._count(parts)
         deliveries: Deliveries = []
         for lane, error in failed.items():
             # The caches of its batch may be in any state, so all its jobs end.
@@ -604,17 +537,14 @@ class Decoding:
             known.append(cost.call_s(CostKey("decode", key.steps), len(part.jobs), length))
         return known
 
-    def _count(self, parts: Sequence[DecodePart], single: bool) -> float:
-        """Count the work in the metrics; returns it weighted for the tuner."""
-        total, metrics = 0.0, self.model.common.metrics
+    def _count(self, parts: Sequence[DecodePart]) -> None:
+        metrics = self.model.common.metrics
         rows = sum(len(part.jobs) for part in parts)
         metrics.batch_rows.labels(self.model.name, "decode").observe(rows)
         for part in parts:
             key = part.lane.key
-            steps = key.steps if single else part.calls
+            steps = key.steps if part.whole else 1
             metrics.stepped(key, "decode", len(part.jobs), steps, self.model.nfe(key.steps))
-            total += weighted_work(key, len(part.jobs) * steps)
-        return total
 
 
 def take_in(model: LoadedModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:

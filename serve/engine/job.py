@@ -16,9 +16,6 @@ from serve.errors import ServeError
 
 Kind = Literal["classify", "generate", "search"]
 CallKind = Literal["classify", "prefill", "decode", "search"]
-# How rungs of one model decode at the same time: in one call, in parallel on a thread each, or
-# alternating token by token.
-Sharing = Literal["shared", "parallel", "alternating"]
 
 
 class LaneKey(NamedTuple):

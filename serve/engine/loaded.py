@@ -23,7 +23,6 @@ from serve.engine.job import (
     LaneKey,
     Limits,
     Queue,
-    Sharing,
     Turn,
     Waiting,
     in_requests,
@@ -183,7 +182,7 @@ class LoadedModel:
         self.common = common
         self.lanes: dict[LaneKey, Lane] = {}
         self.cached: list[CachedLane] = []  # those whose jobs hold KV cache memory
-        self.sharing: Sharing = "alternating"  # how rungs that generate share the machine
+        self.shares_calls = False  # whether rungs that generate share calls, or alternate
         self.shedder = LoadShedder(common.limits.degrade_wait_s)  # of generations
         self.threw: LaneKey | None = None  # the lane whose last call did, until one succeeds
         self.check = FailureCheck(self)

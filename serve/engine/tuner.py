@@ -1,13 +1,11 @@
 """Finds the fastest of several options while they are in use."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
 
-from serve.engine.job import LaneKey, Sharing
 from serve.runtime.protocol import MOST_AHEAD
 
 OptionT = TypeVar("OptionT")
@@ -94,8 +92,6 @@ _POSITIONS = (MOST_AHEAD, MOST_AHEAD // 2)
 _TRIAL_TOKENS, _CHOSEN_TOKENS, _TOKENS_PATIENCE, _TOKENS_ROUNDS = 64, 1024, 8, 9
 # Speculation must gain this share over plain decoding.
 _WORTH_SPECULATING = 0.08
-_TRIAL_WORK, _CHOSEN_WORK = 1300, 40_000
-_LONG_COUNTS = 1 / 8  # an evaluation of M steps counts M to this power
 
 
 def lead_tuner(steps: int) -> Tuner[int]:
@@ -110,23 +106,6 @@ def lead_tuner(steps: int) -> Tuner[int]:
     )
 
 
-def sharing_tuner(most_lanes: int, sides: int) -> Tuner[Sharing]:
-    """How the rungs of a model decode, of which so many may share a call or run in parallel."""
-    options: tuple[Sharing, ...] = ("alternating",)
-    if most_lanes > 1:  # on several cores alternating is never faster than parallel
-        options = ("shared", "parallel" if sides > 1 else "alternating")
-    return Tuner(options, _TRIAL_WORK, _CHOSEN_WORK)
-
-
 def leads_of(steps: int) -> tuple[int, ...]:
     """The leads worth a trial, in steps before a draft; 0 is no speculation."""
     return (0, *sorted({-(-steps // most) for most in _POSITIONS})) if steps > 1 else (0,)
-
-
-def weighted_work(lane: LaneKey, evaluations: int) -> float:
-    """What these evaluations count for when ways to share the cores are compared.
-
-    Those of long rungs count more. Otherwise the option that makes most tokens of few steps would
-    win, however much tokens of many steps, which take longest anyway, pay for it.
-    """
-    return evaluations * math.pow(lane.steps, _LONG_COUNTS)

@@ -339,6 +339,8 @@ class TextCodec:
         """The tokens of a text to classify, cut as in training if it is too long."""
         head, tail = self._kept
         encoded = self._encode(text, param, head, tail)
+        if self._manifest.text_input.exact and (encoded.truncated or len(encoded.tokens) != head):
+            raise self._not_exact(encoded, param)
         if encoded.truncated and not truncate:
             raise self._too_long(
                 encoded,
@@ -426,6 +428,20 @@ class TextCodec:
             f"{advice}",
             param=param,
             max_tokens=limit,
+            **known,
+        )
+
+    def _not_exact(self, encoded: Encoded, param: str) -> Unprocessable:
+        wanted = self._manifest.text_input.max_tokens
+        unit = "tokens" if self._characters is None else "characters"
+        tokens = encoded.counted if encoded.truncated else len(encoded.tokens)
+        known = {} if tokens is None else {"tokens": tokens}
+        found = f"more than {wanted}" if tokens is None else str(tokens)
+        return Unprocessable(
+            f"{param} has {found} {unit[:-1] if tokens == 1 else unit}, but {self._manifest.name} "
+            f"reads exactly {wanted}: send a text of {wanted} {unit}",
+            param=param,
+            max_tokens=wanted,
             **known,
         )
 

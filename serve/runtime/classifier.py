@@ -124,12 +124,12 @@ class OrtStepClassifier:
     def _step(self, step: int, x: FloatArray, beside: Beside) -> FloatArray:
         """The next state; for methods that need it, the velocity is put beside it."""
         sessions = self._sessions
-        told = {name: beside[name] for name in sessions.contexts}
+        context = {name: beside[name] for name in sessions.contexts}
         if sessions.history:
-            told["previous"] = beside["previous"]
+            context["previous"] = beside["previous"]
         times = sessions.times(step, self._steps, len(x))
         outputs = ["y", "v"] if sessions.history else ["y"]
-        y, *v = sessions.step.run(outputs, {"x": x} | times | told)
+        y, *v = sessions.step.run(outputs, {"x": x} | times | context)
         if v:
             beside["previous"] = v[0]
         state: FloatArray = y

@@ -1,15 +1,14 @@
-"""Several rungs of one decoder in shared or parallel calls, and speculation."""
+"""Several rungs of one decoder in shared calls, and speculation."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import BundleError, Manifest
+from serve.bundle import Manifest
 from serve.runtime.cache import can_map_shared, map_adjacent
-from serve.runtime.classifier import Threads
 from serve.runtime.decoder import OrtDecodeBatch, StepState
 from serve.runtime.device import HOST
 from serve.runtime.protocol import (
@@ -18,8 +17,6 @@ from serve.runtime.protocol import (
     DecodeBatch,
     FloatArray,
     IntArray,
-    Outcome,
-    Segment,
     Speculation,
     StepOutput,
 )
@@ -126,14 +123,14 @@ class _SpeculationCall:
         self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
         # Offsets of the places' positions, if every place has a token.
         self._behind = np.arange(count - 1, -1, -1, dtype=np.int32)
-        self._stands = [step + lead * older for older in range(count)]
+        self._steps_done = [step + lead * older for older in range(count)]
         # Steps to the end, this one included: a jump goes this far along the velocity.
-        left = [steps - step_state for step_state in self._stands]
+        left = [steps - done for done in self._steps_done]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
         self._ends = left[-1] == 1  # whether the first position ends
         self._grid = sessions.grid_steps is not None
-        told = [sessions.times(step_state, steps, 1) for step_state in self._stands]
-        self._times = {name: np.concatenate([each[name] for each in told]) for name in told[0]}
+        times = [sessions.times(done, steps, 1) for done in self._steps_done]
+        self._times = {name: np.concatenate([each[name] for each in times]) for name in times[0]}
         self._session = sessions.step
         self._binding = self._session.io_binding()
         for name, array in self._times.items():
@@ -145,7 +142,7 @@ class _SpeculationCall:
 
     def bind(self, batch: OrtDecodeBatch) -> None:
         """Bind the caches of the batch's only row; they stay until its version changes."""
-        caches = batch.along(self._stands[0], len(self._stands))
+        caches = batch.along(self._steps_done[0], len(self._steps_done))
         for name, array in zip(batch.names, caches, strict=True):
             HOST.bind_input(self._binding, name, array)
             HOST.bind_output(self._binding, f"{name}_out", array)
@@ -188,7 +185,6 @@ SpeculationCalls = dict[
 
 _MOST_CALLS, _MOST_PARTS = 64, 8_192  # calls kept; mapped parts, of which a process may have 65,530
 _log = logging.getLogger("stepdial.runtime")
-Open = Callable[[], InterruptibleSession]
 Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 
 
@@ -196,21 +192,11 @@ Key = tuple[InterruptibleSession, tuple[tuple[int, int, int], ...]]
 class OrtMix:
     """Runs steps of several batches of one model; repeated calls are bound only once."""
 
-    def __init__(
-        self,
-        sessions: StepSessions,
-        manifest: Manifest,
-        open_alone: Open,
-        threads: Threads,
-    ) -> None:
-        """`open_alone` opens a session with one thread."""
+    def __init__(self, sessions: StepSessions, manifest: Manifest) -> None:
         self.most_batches = len(manifest.rungs) if can_map_shared() else 1
-        self.sides = threads.most
         # A jump needs steps that go straight along the velocity.
         self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
-        self._alone = _LazySession(open_alone)
-        self._threads = threads
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _MixCall] = {}
         self._most_calls = _most_calls(len(self._names) * self.most_batches)
@@ -218,93 +204,52 @@ class OrtMix:
         self._speculation_calls: SpeculationCalls = {}
 
     def begin(self, batches: Sequence[DecodeBatch], tokens: Sequence[IntArray]) -> None:
-        going = _own(batches)
-        pasts = [batch.make_room(some) for batch, some in zip(going, tokens, strict=True)]
-        whole = going[0].embed(np.concatenate(tokens), np.concatenate(pasts))
+        own = _own(batches)
+        pasts = [batch.make_room(some) for batch, some in zip(own, tokens, strict=True)]
+        whole = own[0].embed(np.concatenate(tokens), np.concatenate(pasts))
         first = 0
-        for batch, past in zip(going, pasts, strict=True):
+        for batch, past in zip(own, pasts, strict=True):
             rows = slice(first, first + len(past))
             longest = int(past.max()) + 1
             batch.step_state = StepState(whole.x[rows], whole.v[rows], whole.seqlens[rows], longest)
             first += len(past)
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
-        going = _own(batches)
-        logits = going[0].read_off(np.concatenate([batch.arrive() for batch in going]))
+        own = _own(batches)
+        logits = own[0].read_off(np.concatenate([batch.arrive() for batch in own]))
         found, first = [], 0
-        for batch in going:
+        for batch in own:
             found.append(logits[first : first + batch.rows])
             first += batch.rows
         return found
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
-        going = _own(batches)
-        assert len(going) <= self.most_batches, "more batches than mix here"
+        own = _own(batches)
+        assert len(own) <= self.most_batches, "more batches than mix here"
         if not self._apart:
             try:
-                self._run(self._sessions.step_of(sum(batch.rows for batch in going)), going)
+                self._run(self._sessions.step_of(sum(batch.rows for batch in own)), own)
                 return
             except OSError as error:  # not onnxruntime's
                 _log.error("rungs share no more calls: no caches can be mapped (%s)", error)
                 self._apart = True
                 self._calls.clear()
-        for batch in going:
+        for batch in own:
             self._run(self._sessions.step_of(batch.rows), [batch])
 
-    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
-        session = self._alone.get() or self._sessions.step
-
-        def run(segments: Sequence[Segment]) -> list[Outcome]:
-            return [self._take(segment, session) for segment in segments]
-
-        return self._threads.each(run, sides)
-
-    def _take(self, segment: Segment, session: InterruptibleSession) -> Outcome:
-        batch = segment.batch
-        assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
-        try:
-            if segment.tokens is not None:
-                batch.begin(segment.tokens)
-            for _ in range(segment.steps):
-                self._run(session, [batch])
-            return batch.end() if _step_of(batch) == batch.steps else None
-        except Exception as error:  # onnxruntime has no base class of its own
-            return error
-
-    def _run(self, session: InterruptibleSession, going: Sequence[OrtDecodeBatch]) -> None:
+    def _run(self, session: InterruptibleSession, own: Sequence[OrtDecodeBatch]) -> None:
         """One step. Calls with the same batches, rows and steps reuse their buffers."""
-        key = (session, tuple((one.number, one.rows, _step_of(one)) for one in going))
+        key = (session, tuple((one.number, one.rows, _step_of(one)) for one in own))
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= self._most_calls:
                 self._calls.clear()
-            call = self._calls[key] = _MixCall(session, self._sessions, self._names, going)
-        call.run(going)
+            call = self._calls[key] = _MixCall(session, self._sessions, self._names, own)
+        call.run(own)
 
     def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:
         assert isinstance(batch, OrtDecodeBatch), "a batch that does not mix here"
         return OrtSpeculation(batch, lead, self._speculation_calls)
-
-
-@final
-class _LazySession:
-    """A session opened when rungs first run in parallel, since it copies the weights."""
-
-    def __init__(self, opening: Open | None) -> None:
-        self._opening = opening
-        self._session: InterruptibleSession | None = None
-
-    def get(self) -> InterruptibleSession | None:
-        """None if the bundle was changed since its other graphs were opened."""
-        if self._session is None and self._opening is not None:
-            try:
-                self._session = self._opening()
-            except BundleError as error:
-                self._opening = None
-                _log.error(
-                    "%s; until it is loaded again rungs that go abreast share a session", error
-                )
-        return self._session
 
 
 @final
@@ -331,23 +276,23 @@ class _MixCall:
         sizes = [batch.rows for batch in batches]
         self._ends: list[int] = np.cumsum(sizes).tolist()
         rows = self._ends[-1]
-        stands = [batch.step_state for batch in batches]
-        assert stands[0] is not None
-        shape = (rows, *stands[0].x.shape[1:])
-        told = [
+        first = batches[0].step_state
+        assert first is not None
+        shape = (rows, *first.x.shape[1:])
+        times = [
             sessions.times(_step_of(batch), batch.steps, size)
             for batch, size in zip(batches, sizes, strict=True)
         ]
         self._kept: list[np.ndarray] = []
         self._x, self._y = self._new("x", shape), self._new("y", shape, out=True)
-        for name in told[0]:
-            self._give(name, np.concatenate([each[name] for each in told]))
+        for name in times[0]:
+            self._bind(name, np.concatenate([each[name] for each in times]))
         if self._history:
             self._previous = self._new("previous", shape)
             self._v = self._new("v", shape, out=True)
         self._seqlens, self._total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
-        self._give("seqlens", self._seqlens)
-        self._give("total", self._total)
+        self._bind("seqlens", self._seqlens)
+        self._bind("total", self._total)
 
     def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
         begin = 0
@@ -364,7 +309,7 @@ class _MixCall:
             begin = end
         self._total[()] = longest
         if versions != self._versions:
-            self._attend(batches)
+            self._bind_caches(batches)
             self._versions = versions
         self._session.run_with_iobinding(self._binding)
         begin = 0
@@ -377,7 +322,7 @@ class _MixCall:
             batch.step_state.step += 1
             begin = end
 
-    def _attend(self, batches: Sequence[OrtDecodeBatch]) -> None:
+    def _bind_caches(self, batches: Sequence[OrtDecodeBatch]) -> None:
         caches = batches[0].caches(_step_of(batches[0]))
         if len(batches) > 1:
             parts = [batch.parts(_step_of(batch)) for batch in batches]
@@ -392,10 +337,10 @@ class _MixCall:
 
     def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
         array = np.empty(shape, dtype=np.float32)
-        self._give(name, array, out)
+        self._bind(name, array, out)
         return array
 
-    def _give(self, name: str, array: np.ndarray, out: bool = False) -> None:
+    def _bind(self, name: str, array: np.ndarray, out: bool = False) -> None:
         self._kept.append(array)
         bind = HOST.bind_output if out else HOST.bind_input
         bind(self._binding, name, array)
@@ -407,9 +352,9 @@ def _most_calls(parts: int) -> int:
 
 
 def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:
-    going = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
-    assert len(going) == len(batches), "batches that do not mix here"
-    return going
+    own = [batch for batch in batches if isinstance(batch, OrtDecodeBatch)]
+    assert len(own) == len(batches), "batches that do not mix here"
+    return own
 
 
 def _step_of(batch: OrtDecodeBatch) -> int:

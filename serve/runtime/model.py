@@ -195,12 +195,7 @@ class OrtModel:
         if not manifest.keeps_caches or not self._device.runs_single_steps:
             return None
         if self._mix is None:
-            self._mix = OrtMix(
-                self._step_sessions(),
-                manifest,
-                self._open_alone,
-                self._row_threads,
-            )
+            self._mix = OrtMix(self._step_sessions(), manifest)
         return self._mix
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
@@ -316,11 +311,9 @@ class OrtModel:
         return self._open(rung.graph, graph_interface(self._bundle.manifest))
 
     def _open_alone(self) -> InterruptibleSession:
-        """The step on one thread, for rungs that run in parallel."""
-        step, sessions = self._bundle.manifest.step, self._step_sessions()
+        """The step on one thread, for single rows."""
+        step = self._bundle.manifest.step
         assert step is not None
-        if sessions.single is not sessions.step:
-            return sessions.single
         return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
 
     def _open(

@@ -248,29 +248,12 @@ class Speculation(Protocol):
         ...
 
 
-class Segment(NamedTuple):
-    """A number of steps of a batch."""
-
-    batch: DecodeBatch
-    steps: int
-    tokens: IntArray | None  # (B,): the rows' input tokens; None: a token is under way
-
-
-# Logits (B, V) if a token ends, None if not; or the error, after which the batch is lost.
-Outcome = FloatArray | Exception | None
-
-
 class Mix(Protocol):
-    """Runs batches of several rungs of one model in shared calls or in parallel."""
+    """Runs batches of several rungs of one model in shared calls."""
 
     @property
     def most_batches(self) -> int:
         """How many batches may share a call."""
-        ...
-
-    @property
-    def sides(self) -> int:
-        """How many may run in parallel, each on a thread of its own."""
         ...
 
     @property
@@ -288,10 +271,6 @@ class Mix(Protocol):
 
     def advance(self, batches: Sequence[DecodeBatch]) -> None:
         """One step of each batch; all are between their first and their last step."""
-        ...
-
-    def parallel(self, sides: Sequence[Sequence[Segment]]) -> list[list[Outcome]]:
-        """The segments of each side one after another, all sides at once."""
         ...
 
     def speculation(self, batch: DecodeBatch, lead: int) -> Speculation:

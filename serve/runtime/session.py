@@ -268,7 +268,7 @@ def check_providers(got: Sequence[str], device: Device, file: str) -> None:
 
 
 def missing(device: DeviceName) -> str:
-    """What must be installed for this device, as far as can be told."""
+    """What must be installed for this device, as far as can be values."""
     if _NAMES.get(device) not in ort.get_available_providers():
         return f"this onnxruntime ({ort.__version__}) is for the CPU only: {INSTALL}"
     if not _loads(_DRIVER):
@@ -535,14 +535,14 @@ class StepSessions:
 
     def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
         """The time and size inputs of a rung's step, for each row."""
-        told: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self.sized:
-            told["h"] = self.T / (self.grid_steps or steps)
+            values["h"] = self.T / (self.grid_steps or steps)
         if self.timed:
-            told["t"] = self.T * step / (self.grid_steps or steps)
+            values["t"] = self.T * step / (self.grid_steps or steps)
         if self.history:
-            told["history"] = HISTORY if step else 0.0
-        return {name: np.full(rows, value, dtype=np.float32) for name, value in told.items()}
+            values["history"] = HISTORY if step else 0.0
+        return {name: np.full(rows, value, dtype=np.float32) for name, value in values.items()}
 
 
 def open_steps(

@@ -48,6 +48,14 @@ export function createForm(picture, onExample) {
     if (writes(model) && before?.task !== model.task) element("temperature").value = TEMPERATURES[model.task];
     for (const [name, id] of Object.entries(FIELDS)) if (wanted[name] !== undefined) element(id).value = wanted[name];
     element("send").textContent = VERBS[model.task];
+    noteLength();
+  }
+
+  /** Beside a text whose length is fixed: what it must be, and what it is. */
+  function noteLength() {
+    element("input-note").hidden = !model.input.exact;
+    const now = [...element("input").value].length;
+    element("input-note").textContent = model.input.exact ? `Exactly ${model.input.max_tokens} tokens. Now: ${now} characters.` : "";
   }
 
   function exampleButton(example) {
@@ -56,6 +64,7 @@ export function createForm(picture, onExample) {
     const button = make("button", { type: "button", text, title: example, className: line.length <= SHORT_LETTERS ? "short" : "" });
     button.addEventListener("click", () => {
       element("input").value = example;
+      noteLength();
       onExample();
     });
     return button;
@@ -102,6 +111,8 @@ export function createForm(picture, onExample) {
   }
 
   const hasInput = () => (sees(model) ? picture.isDrawn() : element("input").value.trim() !== "");
+
+  element("input").addEventListener("input", noteLength);
 
   return { load, request, state, hasInput };
 }

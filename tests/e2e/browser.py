@@ -139,6 +139,13 @@ def audit(page: Page) -> dict[str, list[str]]:
     return faults
 
 
+def sound(page: Page) -> bool:
+    """Whether the page has no fault of looks or access."""
+    faults = audit(page)
+    faults.pop("measured")
+    return faults == {"contrast": [], "name": [], "overflow": []}
+
+
 @contextmanager
 def playground(browser: Browser, url: str) -> Iterator[Page]:
     """The page, ready, which must not have complained by the end."""

@@ -44,16 +44,10 @@ def client(server: ServerProcess) -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def plain(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as made:
-        yield made
-
-
 @pytest.mark.parametrize("sent", [True, False], ids=["binary in", "JSON in"])
 @pytest.mark.parametrize("wanted", [True, False], ids=["binary out", "JSON out"])
 def test_a_classification_says_what_classify_says(
-    client: Any, plain: httpx.Client, sent: bool, wanted: bool
+    client: Any, raw: httpx.Client, sent: bool, wanted: bool
 ) -> None:
     names = ("label", "score", "steps")
     answer = client.infer(
@@ -64,7 +58,7 @@ def test_a_classification_says_what_classify_says(
         request_id="mine",
     )
     body = {"model": "tiny-classify", "input": TEXTS, "steps": 2}
-    expected = plain.post("/v1/classify", json=body).json()["results"]
+    expected = raw.post("/v1/classify", json=body).json()["results"]
     assert strings(answer, "label") == [one["label"] for one in expected]
     scores = answer.as_numpy("score")
     assert scores.dtype == np.float32 and answer.as_numpy("steps").dtype == np.int32
@@ -96,7 +90,7 @@ def test_every_budget_is_one_more_parameter(
 
 @pytest.mark.parametrize("wanted", [None, True, False], ids=["all", "binary", "JSON"])
 def test_several_prompts_are_written_as_each_alone(
-    client: Any, plain: httpx.Client, wanted: bool | None
+    client: Any, raw: httpx.Client, wanted: bool | None
 ) -> None:
     prompts, how = ["To be", "To be", "Once"], {"max_tokens": 12, "seed": 7, "top_k": 20}
     outputs = None if wanted is None else [InferRequestedOutput("text", binary_data=wanted)]
@@ -107,7 +101,7 @@ def test_several_prompts_are_written_as_each_alone(
         parameters={"steps": 1, "stop": ["zq"], **how},
     )
     alone = [
-        plain.post(
+        raw.post(
             "/v1/generate",
             json={"prompt": prompt, "steps": 1, "stop": ["zq"], **how, "seed": 7 + row},
         ).json()
@@ -123,29 +117,29 @@ def test_several_prompts_are_written_as_each_alone(
         assert answer.as_numpy("steps") is None
 
 
-def test_a_translation_with_beams(client: Any, plain: httpx.Client) -> None:
+def test_a_translation_with_beams(client: Any, raw: httpx.Client) -> None:
     how = {"num_beams": 2, "steps": 1, "max_tokens": 8}
     answer = client.infer("tiny-translate", [texts_in(["To be"])], parameters=how)
     body = {"model": "tiny-translate", "prompt": "To be", **how}
-    assert strings(answer, "text") == [plain.post("/v1/generate", json=body).json()["text"]]
+    assert strings(answer, "text") == [raw.post("/v1/generate", json=body).json()["text"]]
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_images_of_both_datatypes_say_what_classify_says(
-    client: Any, plain: httpx.Client, binary: bool
+    client: Any, raw: httpx.Client, binary: bool
 ) -> None:
     grey = np.arange(2 * 30, dtype=np.uint8).reshape(2, 1, 6, 5) * 4
     body = {"model": "tiny-image", "input": [{"image": one[0].tolist()} for one in grey]}
-    expected = [one["score"] for one in plain.post("/v1/classify", json=body).json()["results"]]
+    expected = [one["score"] for one in raw.post("/v1/classify", json=body).json()["results"]]
     for array in (grey, grey.astype(np.float32) / 255):
         answer = client.infer("tiny-image", [array_in("image", array, binary)])
         np.testing.assert_allclose(answer.as_numpy("score"), expected, rtol=1e-5)
 
 
-def test_clouds_say_what_classify_says(client: Any, plain: httpx.Client) -> None:
+def test_clouds_say_what_classify_says(client: Any, raw: httpx.Client) -> None:
     clouds = np.random.default_rng(0).standard_normal((2, 4, 3)).astype(np.float32)
     body = {"model": "tiny-points", "input": [{"points": one.tolist()} for one in clouds]}
-    expected = [one["score"] for one in plain.post("/v1/classify", json=body).json()["results"]]
+    expected = [one["score"] for one in raw.post("/v1/classify", json=body).json()["results"]]
     answer = client.infer("tiny-points", [array_in("points", clouds)])
     np.testing.assert_allclose(answer.as_numpy("score"), expected, rtol=1e-5)
 

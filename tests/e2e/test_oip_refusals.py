@@ -44,12 +44,6 @@ def client(server: ServerProcess) -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def plain(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as made:
-        yield made
-
-
 @pytest.mark.parametrize(
     ("model", "parameters", "says"),
     [
@@ -182,9 +176,9 @@ def said(response: httpx.Response, says: str) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_json_is_said(plain: httpx.Client, body: Any, says: str) -> None:
+def test_what_is_wrong_with_json_is_said(raw: httpx.Client, body: Any, says: str) -> None:
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = plain.post(URL, content=sent)
+    response = raw.post(URL, content=sent)
     assert response.status_code == 400
     said(response, says)
 
@@ -203,12 +197,12 @@ def test_what_is_wrong_with_json_is_said(plain: httpx.Client, body: Any, says: s
     ],
 )
 def test_tensors_of_numbers_are_held_to_what_the_model_takes(
-    plain: httpx.Client, model: str, changes: dict[str, Any], says: str
+    raw: httpx.Client, model: str, changes: dict[str, Any], says: str
 ) -> None:
     shape = [1, 1, 6, 5] if model == "image" else [1, 2, 3]
     sent = tensor(name=model, datatype="FP32", shape=shape, data=[0.5] * 30) | changes
     text = json.dumps({"inputs": [sent]}).replace("Infinity", "1e999")
-    response = plain.post(f"/v2/models/tiny-{model}/infer", content=text)
+    response = raw.post(f"/v2/models/tiny-{model}/infer", content=text)
     assert response.status_code == 400
     said(response, says)
 
@@ -255,19 +249,19 @@ ONE = struct.pack("<I", 1) + b"x"
     ],
 )
 def test_bytes_that_do_not_fit_exactly_are_refused(
-    plain: httpx.Client, sent: tuple[dict[str, str], bytes], says: str
+    raw: httpx.Client, sent: tuple[dict[str, str], bytes], says: str
 ) -> None:
     headers, body = sent
-    response = plain.post(URL, content=body, headers=headers)
+    response = raw.post(URL, content=body, headers=headers)
     assert response.status_code == (413 if "larger" in says else 400)
     said(response, says)
 
 
-def test_inputs_that_share_their_bytes_are_refused(plain: httpx.Client) -> None:
+def test_inputs_that_share_their_bytes_are_refused(raw: httpx.Client) -> None:
     sizes = {"binary_data_size": len(ONE)}
     both = [tensor(data=None, parameters=sizes)] * 2
     text = json.dumps({"inputs": both}).encode()
-    response = plain.post(URL, content=text + ONE, headers={LENGTH: str(len(text))})
+    response = raw.post(URL, content=text + ONE, headers={LENGTH: str(len(text))})
     assert response.status_code == 400
     said(response, "inputs[1].parameters.binary_data_size is 5, but 0 bytes are left")
 
@@ -282,16 +276,16 @@ def test_a_body_that_stops_coming_times_out(server: ServerProcess) -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_no_altered_byte_of_a_binary_request_breaks_the_server(
-    plain: httpx.Client, data: st.DataObject
+    raw: httpx.Client, data: st.DataObject
 ) -> None:
     headers, body = binary(ONE + struct.pack("<I", 2) + b"yz", shape=[2])
     at = data.draw(st.integers(0, len(body) - 1))
     altered = body[:at] + data.draw(st.binary(max_size=6)) + body[at + 1 :]
-    response = plain.post(URL, content=altered, headers=headers)
+    response = raw.post(URL, content=altered, headers=headers)
     assert response.status_code in (200, 400)
 
 
-def test_a_method_that_a_route_does_not_take(plain: httpx.Client) -> None:
-    response = plain.get(URL)
+def test_a_method_that_a_route_does_not_take(raw: httpx.Client) -> None:
+    response = raw.get(URL)
     assert response.status_code == 405 and response.headers["allow"] == "POST"
     said(response, "send POST")

@@ -46,12 +46,6 @@ def client(server: ServerProcess) -> Iterator[OpenAI]:
         yield connected
 
 
-@pytest.fixture(scope="module")
-def raw(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def add_template(folder: Path, template: str) -> None:
     """A bundle that is the tiny generator with a chat template."""
     plain = generate_bundle()

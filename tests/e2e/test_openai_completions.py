@@ -29,12 +29,6 @@ def client(server: ServerProcess) -> Iterator[OpenAI]:
         yield connected
 
 
-@pytest.fixture(scope="module")
-def raw(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def generated(raw: httpx.Client, **body: Any) -> dict[str, Any]:
     response = raw.post("/v1/generate", json=body)
     assert response.status_code == 200, response.text

@@ -36,12 +36,6 @@ def client(server: ServerProcess) -> Iterator[OpenAI]:
         yield connected
 
 
-@pytest.fixture(scope="module")
-def raw(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def asks(number: int) -> dict[str, Any]:
     """A message of a chat that is not one."""
     return {"messages": [{"role": "user", "content": "?"}] * number}

@@ -13,10 +13,10 @@ from playwright.sync_api import Browser, Page, expect
 from tests.e2e.browser import (
     Complaints,
     Served,
-    audit,
     opened,
     pick,
     served,
+    sound,
 )
 from tests.fixtures.tiny_folders import (
     generate_bundle,
@@ -33,12 +33,6 @@ def server() -> Iterator[Served]:
     bundles = (generate_bundle(), image_bundle(), points_bundle(), translate_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
-
-
-def sound(page: Page) -> bool:
-    faults = audit(page)
-    faults.pop("measured")
-    return faults == {"contrast": [], "name": [], "overflow": []}
 
 
 def test_a_drawing_is_labelled(page: Page) -> None:

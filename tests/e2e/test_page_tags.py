@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Response, expect
 
-from tests.e2e.browser import Complaints, Served, audit, opened, pick, served
-from tests.fixtures.tiny_folders import generate_bundle, tag_bundle, words_tag_bundle
+from tests.e2e.browser import Complaints, Served, opened, pick, served, sound
+from tests.fixtures.tiny_folders import generate_bundle, square_bundle, tag_bundle, words_tag_bundle
 
 pytestmark = pytest.mark.browser
 PUZZLE = "12.4..3.5126.3.4"  # a square of four
@@ -16,19 +16,13 @@ PUZZLE = "12.4..3.5126.3.4"  # a square of four
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    bundles = (generate_bundle(), tag_bundle(), words_tag_bundle())
+    bundles = (generate_bundle(), tag_bundle(), words_tag_bundle(), square_bundle())
     with served([bundle.folder for bundle in bundles]) as running:
         yield running
 
 
 def traced(response: Response) -> bool:
     return '"trace":true' in (response.request.post_data or "")
-
-
-def sound(page: Page) -> bool:
-    faults = audit(page)
-    faults.pop("measured")
-    return faults == {"contrast": [], "name": [], "overflow": []}
 
 
 def test_the_answer_forms_step_by_step(page: Page) -> None:
@@ -80,6 +74,22 @@ def test_the_steps_are_played_once_for_an_input_and_again_when_asked(page: Page)
     pane.get_by_role("button", name="Play the steps").click()
     expect(shown).to_have_value("1")
     expect(shown).to_have_value("8")
+
+
+def test_a_text_of_a_fixed_length_says_how_long_it_is(page: Page) -> None:
+    pick(page, "tiny-tag")
+    note = page.locator("#input-note")
+    expect(note).to_be_hidden()
+    pick(page, "square")
+    box = page.get_by_role("textbox", name="Text")
+    box.fill(PUZZLE[:15])
+    expect(note).to_have_text("Exactly 16 tokens. Now: 15 characters.")
+    expect(box).to_have_accessible_description("Exactly 16 tokens. Now: 15 characters.")
+    box.press_sequentially(PUZZLE[15])
+    expect(note).to_have_text("Exactly 16 tokens. Now: 16 characters.")
+    page.get_by_role("button", name="Label").click()
+    expect(page.locator(".pane").first.locator(".cells.puzzle li")).to_have_count(16)
+    assert sound(page)
 
 
 def test_words_have_their_labels_and_two_answers_are_compared(page: Page) -> None:

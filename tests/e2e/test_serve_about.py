@@ -19,12 +19,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def test_models(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()
     models.ModelList.model_validate(listed, strict=True)

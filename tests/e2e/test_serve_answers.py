@@ -24,12 +24,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     response = client.post(path, json=body)
     assert response.status_code == 200, response.text

@@ -46,12 +46,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 def png(pixels: "np.ndarray[Any, Any]" = PIXELS) -> str:
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")

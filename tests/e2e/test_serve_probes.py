@@ -17,12 +17,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as connected:
-        yield connected
-
-
 @pytest.mark.parametrize(
     "path",
     ["/health/live", "/health/ready", "/metrics", "/docs", "/v1/models", "/openapi.json", "/"],

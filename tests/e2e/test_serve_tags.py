@@ -31,12 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_classify(folder / "labels", name="labels")
     build_tag(folder / "logic", name="logic", calibration=CALIBRATION)
     build_tag(folder / "names", name="names", words=True)
+    build_tag(folder / "square", name="square", max_tokens=16, exact=True)
+    build_tag(folder / "phrase", name="phrase", words=True, max_tokens=8, exact=True)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    with server_process([folder / name for name in ("labels", "logic", "names")]) as served:
+    names = ("labels", "logic", "names", "square", "phrase")
+    with server_process([folder / name for name in names]) as served:
         yield served
 
 
@@ -171,6 +174,38 @@ def test_what_is_impossible_is_refused(
 ) -> None:
     answer = tag(server, given, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_text_of_another_length_is_refused_where_all_have_one(
+    server: ServerProcess, truncate: bool
+) -> None:
+    square = "12.4..3.5126.3.4"
+    (result,) = results(server, square, model="square", truncate=truncate)
+    assert len(result["tokens"]) == 16 and not result["truncated"]
+    for wrong, found in (
+        (square[:15], "15 characters"),
+        (square + ".", "17 characters"),
+        ("1", "1 c"),
+    ):
+        answer = tag(server, [square, wrong], model="square", truncate=truncate)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["max_tokens"]) == (422, "input[1]", 16)
+        assert error["message"].startswith(f"input[1] has {found}")
+        assert "reads exactly 16: send a text of 16 characters" in error["message"]
+        assert error["tokens"] == len(wrong)
+    for text, found in (("a good film", "tokens"), ("a good film " * 5000, "more than 8 tokens")):
+        answer = tag(server, text, model="phrase", truncate=truncate)
+        assert answer.status_code == 422 and found in answer.json()["error"]["message"]
+
+
+def test_the_length_is_also_fixed_for_other_clients(server: ServerProcess) -> None:
+    body = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["12."]}]}
+    answer = httpx.post(f"{server.url}/v2/models/square/infer", json=body, timeout=30)
+    assert answer.status_code == 400 and "reads exactly 16" in answer.text
+    card = httpx.get(f"{server.url}/v1/models/square").json()
+    assert card["input"] == {"kind": "text", "max_tokens": 16, "exact": True}
+    assert httpx.get(f"{server.url}/v1/models/logic").json()["input"]["exact"] is False
 
 
 def test_the_card_and_the_ladder_say_what_it_is(server: ServerProcess) -> None:

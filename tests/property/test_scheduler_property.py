@@ -178,6 +178,8 @@ class Traffic(RuleBasedStateMachine):
         jobs = [one.job for one in self.living if one.job]
         work = sum(job.tokens_left + len(job.lengths) for job in jobs)
         for _ in range(4 * TURNS + 3 * work + len(LANES)):
+            if not self.living:
+                break
             self.tick(None)
         assert not self.living, "something starved"
         self.engine.step()

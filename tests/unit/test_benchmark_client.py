@@ -1,8 +1,9 @@
-"""The client of the benchmarks: what it does not send, or loses, would be the server's fault."""
+"""The load generator of the benchmarks: what it loses would be taken for the server's fault."""
 
 import asyncio
 import gc
 import http.server
+import random
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Shot, fire
+from benchmarks.client import Client, Crowd, Shot, UnexpectedAnswer, arrivals, fire, load
 from benchmarks.server import Server
 
 _IDLE_S = 0.2
@@ -24,7 +25,7 @@ class _Impatient(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
+        self.send_response(500 if self.path == "/broken" else 200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
@@ -79,3 +80,57 @@ def test_where_nobody_listens_every_request_ends_at_once(tmp_path: Path) -> None
         fire(nobody, "/", shots, patience_s=30.0, connections=0)
         assert time.monotonic() - begun_s < 10
     assert [shot.status for shot in shots] == [0] * 3
+
+
+def test_a_closed_loop_counts_answers_and_errors_apart(impatient: Server) -> None:
+    good = load(impatient, "/", [b"{}"], clients=3, seconds=0.3)
+    assert good.answers == len(good.latencies_s) > 3 and good.errors == 0
+    assert good.per_s == good.answers / good.seconds and good.seconds >= 0.3
+    bad = load(impatient, "/broken", [b"{}"], clients=1, seconds=0.2)
+    assert bad.answers == 0 < bad.errors
+
+
+def test_arrivals_come_at_their_rate_and_in_time() -> None:
+    due_s = [*arrivals(100.0, 20.0, random.Random(0))]
+    assert due_s == sorted(due_s) and due_s[0] > 0 and due_s[-1] < 20
+    assert len(due_s) == pytest.approx(2000, rel=0.1)
+    assert due_s == [*arrivals(100.0, 20.0, random.Random(0))]
+
+
+def post(client: Client, path: str = "/") -> str:
+    client.post(path, {})
+    return path
+
+
+def test_a_crowd_asks_until_its_time_is_over_and_keeps_what_went_wrong(impatient: Server) -> None:
+    def broken(client: Client) -> str:
+        return post(client, "/broken")
+
+    with Crowd(impatient, [post, post, broken], seconds=0.3) as crowd:
+        assert crowd.asking
+    assert not crowd.asking and set(crowd.kinds) == {"/"} and crowd.kinds.total() > 2
+    assert all(0 <= one.due_s < 0.3 and one.latency_s > 0 for one in crowd.answered)
+    assert len(crowd.errors) > 1
+    assert all(isinstance(error, UnexpectedAnswer) for error in crowd.errors)
+
+
+def test_a_crowd_asks_when_requests_are_due_and_each_once(impatient: Server) -> None:
+    due_s = [0.05 * number for number in range(8)]
+    with Crowd(impatient, [post] * 4, due=due_s) as crowd:
+        pass
+    assert sorted(one.due_s for one in crowd.answered) == due_s
+
+
+def test_a_crowd_ends_when_it_is_told_to(impatient: Server) -> None:
+    def broken(client: Client) -> str:
+        return post(client, "/broken")
+
+    with Crowd(impatient, [post] * 3, once=True) as once:
+        pass
+    assert once.kinds == {"/": 3}
+    with Crowd(impatient, [broken] * 3, until_error=True) as wrong:
+        pass
+    assert len(wrong.errors) == 3
+    with Crowd(impatient, [post]) as stopped:
+        stopped.stop()
+    assert not stopped.asking

@@ -12,11 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import TypeAdapter
 
-from benchmarks import (
-    memory,
-    precision,
-    quality,
-)
+from benchmarks import precision, quality
 from benchmarks.bare_app import bare_app, constant_answer
 from benchmarks.lab import (
     Machine,
@@ -38,8 +34,6 @@ from serve.inputs.text import TextCodec
 from serve.runtime import open_model
 from tests.fixtures.tiny_bundles import build_classify, build_generate
 
-pytestmark = pytest.mark.long
-
 MACHINE = Machine("a chip", 2, 8.0, "Linux x86_64", "3.11.0", "1.31.1", 0.0)
 
 
@@ -55,10 +49,6 @@ def _run(module: ModuleType, name: str, bundles: list[Bundle], folder: Path) -> 
     arguments += ["--bundles", *folders] if folders else []
     assert module.main(arguments) == 0
     return Result.read(folder / f"{name}.json")
-
-
-def _met(result: Result) -> dict[str, bool]:
-    return {target.what: target.met for target in result.targets}
 
 
 def test_precision_shows_what_manifests_say(bundles: list[Bundle], tmp_path: Path) -> None:
@@ -77,21 +67,6 @@ def test_precision_shows_what_manifests_say(bundles: list[Bundle], tmp_path: Pat
     result = _run(precision, "precision", [*bundles, made], tmp_path)
     assert [row[-1] for row in result.tables[0].rows] == ["within", "OUTSIDE", "within"]
     assert [target.value for target in result.targets] == [0.98, 0.003]
-
-
-def test_memory_grows_by_the_states_and_is_the_same_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def here(steps: int, checkpoint: bool, quick: bool) -> int:
-        return memory.training_peak(memory.QUICK, steps, checkpoint)
-
-    alone = memory._in_own_process(memory.FEW, True, quick=True)
-    assert alone == pytest.approx(here(memory.FEW, True, quick=True), rel=0.01)
-    monkeypatch.setattr(memory, "_in_own_process", here)
-    result = _run(memory, "memory", [], tmp_path)
-    assert all(_met(result).values())
-    with_checkpoints, without = (float(row[4] or 0) for row in result.tables[0].rows)
-    assert 1 <= with_checkpoints < 1.2 and without > 10
 
 
 def test_quality_sets_the_ladder_beside_the_baselines(

@@ -117,6 +117,7 @@ OPTIONAL = {
     "manifest": {"dial", "grid_steps", "range", "embedding"},
     "shape": {"state"},
     "quality": {"exact"},
+    "text": {"exact"},
 }
 # And these they have, which readers ignore.
 IGNORED = {"step": {"mixed", "groups"}}

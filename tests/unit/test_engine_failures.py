@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine import generate
 from serve.engine.job import Limits
-from serve.engine.tuner import Tuner
 from serve.errors import Draining, NotReady
 from tests.engine_bench import Bench, classified, generated, running
 from tests.fake_model import Mood
@@ -68,31 +66,6 @@ def test_a_call_that_throws_fails_its_batch_and_no_more() -> None:
             assert "try again" in caller.error().message
         assert generated(other).text == "bcdefg"
         bench.mood.open_rows = 0  # the batch that threw was dropped with its rows in it
-        assert generated(bench.generate("a", 6)[1]).text == "bcdefg"
-        assert bench.idle()
-
-
-def test_rungs_that_run_in_parallel_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "sharing_tuner", lambda *_: Tuner(("parallel",), 1, 1))
-    with running() as bench:
-        bench.mood.most_batches = bench.mood.sides = 2
-        parallel = 0
-
-        def fail(kind: str, tokens: Any) -> None:
-            nonlocal parallel
-            if len(tokens) == 2 and parallel > 8:
-                raise RuntimeError("out of luck")
-            parallel += kind == "decode"
-
-        bench.mood.fail = fail
-        bench.mood.gate.clear()
-        pair = [bench.generate(prompt, 50)[1] for prompt in ("a", "f")]
-        other = bench.generate("a", 20, steps=4)[1]
-        bench.mood.gate.set()
-        assert [caller.error().code for caller in pair] == ["model_failure"] * 2
-        assert generated(other).completion_tokens == 20
-        bench.mood.open_rows = 0  # the batch that threw was dropped with its rows in it
-        bench.mood.fail = lambda kind, tokens: None
         assert generated(bench.generate("a", 6)[1]).text == "bcdefg"
         assert bench.idle()
 

@@ -11,7 +11,15 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from export.__main__ import main
-from export.inspect import compared, describe, draw, labels_of, not_comparable
+from export.inspect import (
+    check_plain,
+    compared,
+    describe,
+    draw,
+    labels_of,
+    not_comparable,
+    plain_in_words,
+)
 from export.quality import Measured, choose_default, dominated, named_rungs
 from serve.bundle import (
     AgainstFp32,
@@ -23,6 +31,7 @@ from serve.bundle import (
     open_staging,
     read_bundle,
     seal_bundle,
+    steps_in_words,
     write_latency,
 )
 from tests.fixtures.tiny_bundles import restage
@@ -150,6 +159,52 @@ def test_only_a_classifier_is_told_of_early_answers() -> None:
     for bundle in (generate_bundle(), translate_bundle()):
         assert "max_disagreement" not in describe(bundle)
     assert "a graph of every rung" in describe(translate_bundle())
+
+
+def of(bundle: Bundle, name: str, parameters: int, value: float) -> Bundle:
+    """A plain model of one quality."""
+    rung = bundle.manifest.rungs[0]
+    quality = dataclasses.replace(rung.quality, value=value, low=value, high=value)
+    shape = dataclasses.replace(bundle.manifest.shape, parameters=parameters)
+    rungs = (dataclasses.replace(rung, quality=quality),)
+    bundle = dataclasses.replace(bundle, latency=None)
+    return changed(bundle, name=name, shape=shape, rungs=rungs, full_steps=1, default_steps=1)
+
+
+def test_plain_models_of_the_same_data_say_what_they_are_as_good_as() -> None:
+    one = image_bundle()
+    size, values = one.manifest.shape.parameters, [r.quality.value for r in one.manifest.rungs]
+    small = of(one, "small", size, values[0] - 0.01)
+    middle = of(one, "middle", 4 * size, values[1]).manifest
+    said = plain_in_words(one.manifest, [middle, small.manifest])
+    steps = [steps_in_words(count) for count in one.manifest.steps]
+    assert said == [
+        f"plain: small has {size:,} parameters and {100 * (values[0] - 0.01):.2f} %, worse than "
+        f"{steps[0]} ({100 * values[0]:.2f} %)",
+        f"plain: middle has {4 * size:,} parameters and {100 * values[1]:.2f} %, as good as "
+        f"{steps[1]} ({100 * values[1]:.2f} %)",
+        f"plain: none of up to {4 * size:,} parameters, 4 times as many as here, is as good as "
+        f"{steps[-1]} ({100 * values[-1]:.2f} %)",
+    ]
+    large = of(one, "large", 8 * size, values[-1] + 0.01).manifest
+    assert plain_in_words(one.manifest, [middle, large])[-1] == (
+        f"plain: {8 * size:,} parameters, 8 times as many as here, are as good as {steps[-1]} "
+        f"({100 * values[-1]:.2f} %)"
+    )
+    assert f"  {said[0]}" in describe(one, [small.manifest]).splitlines()
+    with pytest.raises(ValueError, match="tiny-generate is not comparable: the task of A"):
+        check_plain(one.manifest, [generate_bundle().manifest])
+
+
+def test_less_loss_is_better_in_plain_models_too() -> None:
+    one = generate_bundle()
+    size, values = one.manifest.shape.parameters, [r.quality.value for r in one.manifest.rungs]
+    plain = of(one, "plain", 2 * size, values[1] + 1e-4).manifest
+    assert (
+        f"as good as {steps_in_words(one.manifest.steps[0])}"
+        in plain_in_words(one.manifest, [plain])[0]
+    )
+    check_plain(one.manifest, [plain])
 
 
 def test_two_bundles_stand_side_by_side() -> None:
@@ -280,6 +335,11 @@ def test_the_command_draws_both_kinds_and_compares(
     assert main(["inspect", str(a), str(generate_bundle().folder)]) == 0
     assert "not comparable: the task" in capsys.readouterr().out
     assert len(list(tmp_path.glob("*.svg"))) == 3  # no picture of what cannot be compared
+    assert main(["inspect", str(a), "--plain", str(b)]) == 0
+    assert "plain: tiny-image has" in capsys.readouterr().out
+    assert main(["inspect", str(a), str(b), "--plain", str(b)]) == 2
+    assert main(["inspect", str(a), "--plain", str(generate_bundle().folder)]) == 2
+    assert "tiny-generate is not comparable" in capsys.readouterr().err
     assert main(["inspect", str(a), "--plot", "x.jpeg"]) == 2
     assert main(["inspect", str(a), "--plot", "nowhere/x.png"]) == 2
     assert "no folder nowhere" in capsys.readouterr().err

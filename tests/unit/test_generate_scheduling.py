@@ -164,34 +164,6 @@ def test_rungs_that_do_not_mix_take_turns_with_whole_tokens() -> None:
     assert Counter(call[0].lane.key for call in calls) == {ONE: 3, TWO: 3, FOUR: 3}
 
 
-def test_rungs_that_could_mix_take_turns_where_that_is_quicker() -> None:
-    s = engine(most_lanes=8)
-    started(s, *(generate(str(key.steps), lane=key) for key in (ONE, TWO, FOUR)))
-    for _ in range(5):
-        assert decoded(s).what.contended
-    s.share("g", "alternating")
-    calls = [decoded_parts(s) for _ in range(30)]
-    under_way = [call for call in calls if not call[0].whole]
-    assert all(len(call) == 1 for call in calls) and len(under_way) <= 5
-    assert calls[: len(under_way)] == under_way, "tokens that are under way come first"
-    tokens = Counter(call[0].lane.key for call in calls if call[0].whole)
-    assert max(tokens.values()) - min(tokens.values()) <= 2
-    s.share("g", "shared")
-    assert any(len(decoded_parts(s)) > 1 for _ in range(4))
-
-
-def test_what_a_rung_was_ahead_is_over_when_the_cores_are_shared_otherwise() -> None:
-    s = engine(most_lanes=8, sides=2)
-    started(s, *(generate(str(key.steps), lane=key) for key in (ONE, EIGHT)))
-    s.share("g", "parallel")
-    for _ in range(40):
-        decoded(s)
-    s.share("g", "alternating")
-    under_way_too = [decoded_parts(s) for _ in range(20)]
-    lanes = Counter(call[0].lane.key for call in under_way_too if call[0].whole)
-    assert abs(lanes[ONE] - lanes[EIGHT]) <= 1
-
-
 def test_the_last_row_takes_the_place_of_one_that_leaves() -> None:
     s = engine()
     a, b, c, d = jobs = [generate(name) for name in "abcd"]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
@@ -196,6 +197,58 @@ def test_the_largest_request_to_a_server_never_holds_its_loop_for_long() -> None
         choice.logprobs and len(choice.logprobs.content[-1].top_logprobs) == 20
         for choice in whole.choices
     )
+
+
+def test_the_memory_of_the_largest_answer_is_what_the_document_says() -> None:
+    """At most 14 MiB (docs/security.md), and 2 for what else a server does meanwhile."""
+    settings = Settings(max_tokens=100_000)
+    engine = Engine(fake_catalog(Mood(), generate_bundle()), settings.limits, Metrics())
+    tokens = settings.max_answer_tokens // 16 // 21
+    asked = {"messages": [{"role": "user", "content": "hi"}], "n": 16, "steps": 1}
+    scores = {"logprobs": True, "top_logprobs": 20}
+    sent = 0
+
+    def body_of(**more: Any) -> bytes:
+        return json.dumps(asked | more).encode()
+
+    async def post(app: Any, content: bytes) -> None:
+        nonlocal sent
+        sent = 0
+        left = asyncio.Event()
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            assert message.get("status", 200) == 200
+            sent += len(message.get("body", b""))
+
+        path = "/v1/chat/completions"
+        headers = [(b"host", b"test"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        rest = {"query_string": b"", "headers": headers, "http_version": "1.1", "scheme": "http"}
+        ends = {"server": ("test", 80), "client": ("127.0.0.1", 9), "root_path": "", "state": {}}
+        await app(scope | rest | ends, receive, send)
+        left.set()
+
+    async def run() -> int:
+        app = create_app(settings, engine)
+        async with app.router.lifespan_context(app):
+            await post(app, body_of(max_tokens=2, **scores))
+            tracemalloc.start()
+            await post(app, body_of(max_tokens=tokens, **scores))
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return peak
+
+    peak = asyncio.run(run())
+    assert sent > 4 << 20, "the answer itself is larger than what is kept of it"
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize(

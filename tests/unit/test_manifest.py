@@ -152,6 +152,10 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     "input is a sound": (put("input", "kind", to="sound"), "input.kind must be one of text"),
     "no tokens": (put("input", "max_tokens", to=0), "input.max_tokens must be from 1"),
     "absurd tokens": (put("input", "max_tokens", to=1 << 60), "input.max_tokens must be from 1"),
+    "a prompt of a fixed length": (
+        put("input", "exact", to=True),
+        "input.exact must be false for the task generate",
+    ),
     "truncation of a prompt": (
         put("input", "truncation", to={"head": 1, "tail": 1}),
         "input.truncation must be null for the task generate",
@@ -228,6 +232,11 @@ CLASSIFY_CASES: dict[str, tuple[Change, str]] = {
     "label is a number": (put("labels", to=["a", 2]), "labels[1] must be a string, not an integer"),
     "label is half a character": (put("labels", to=["a", "\udc00"]), "labels[1] holds half"),
     "labels are text": (put("labels", to="ab"), "labels must be a list, not a string"),
+    "a length that is fixed, and cut": (
+        put("input", "exact", to=True),
+        "input.truncation must be null where exact is true",
+    ),
+    "a fixed length in words": (put("input", "exact", to="yes"), "input.exact must be a boolean"),
     "truncation too long": (
         put("input", "truncation", "tail", to=40),
         "input.truncation keeps 56 tokens, more than max_tokens (48)",

@@ -2,35 +2,21 @@
 
 import errno
 import gc
-import shutil
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serve.runtime import Mix, OpenedModel, Segment, SteppedBatch, open_model
+from serve.runtime import OpenedModel, SteppedBatch, open_model
 from serve.runtime.cache import Bytes, RowCaches
 from serve.runtime.decoder import OrtDecodeBatch
 from serve.runtime.protocol import FloatArray
-from tests.fixtures.tiny_bundles import build_generate
 from tests.fixtures.tiny_rungs import KINDS, STEPS, alone, best, open_rungs, prompt
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_rungs(tmp_path_factory.mktemp("bundles"), request.param)
-
-
-def went(mix: Mix, sides: list[list[Segment]]) -> list[list[FloatArray | None]]:
-    """The logits of segments that run in parallel, none of which throws."""
-    found: list[list[FloatArray | None]] = []
-    for side in mix.parallel(sides):
-        found.append([])
-        for outcome in side:
-            assert not isinstance(outcome, Exception)
-            found[-1].append(outcome)
-    return found
 
 
 def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedModel) -> None:
@@ -62,92 +48,6 @@ def test_rows_of_all_rungs_in_one_call_get_what_they_get_alone(model: OpenedMode
         asked = prompt(model, lengths[steps][row], row)
         np.testing.assert_array_equal(mixed, alone(model, steps, asked, len(mixed) - 1))
     assert {steps: len(found[steps, 0]) > 3 for steps in STEPS} == dict.fromkeys(STEPS, True)
-
-
-def test_rungs_that_run_in_parallel_get_what_they_get_alone(model: OpenedModel) -> None:
-    """Each on a thread of its own, so many steps at once; and shared calls in between."""
-    mix = model.mix()
-    assert mix is not None
-    chance = np.random.default_rng(0)
-    batches: dict[int, OrtDecodeBatch] = {}
-    found: dict[int, list[FloatArray]] = {}
-    for steps in STEPS:
-        batch = model.decoder(steps).open_batch()
-        assert isinstance(batch, OrtDecodeBatch)
-        batches[steps], found[steps] = batch, [batch.add(prompt(model, 55 + steps))]
-    for call in range(60):
-        segments = {}
-        for steps, batch in batches.items():
-            stands = None if batch.step_state is None else batch.step_state.step
-            left = steps - (stands or 0)
-            tokens = best(found[steps][-1:]) if stands is None else None
-            segments[steps] = Segment(batch, int(chance.integers(1, left + 1)), tokens)
-        if call % 4:
-            sides = [list(STEPS[side :: mix.sides]) for side in range(mix.sides)]
-            answers = went(mix, [[segments[steps] for steps in side] for side in sides])
-        else:
-            sides, answers = [list(STEPS)], [[]]
-            for steps, segment in segments.items():
-                if segment.tokens is not None:
-                    batches[steps].begin(segment.tokens)
-            for first in range(0, len(STEPS), mix.most_batches):
-                mix.advance([batches[steps] for steps in STEPS[first : first + mix.most_batches]])
-            for batch in batches.values():
-                ends = batch.step_state is not None and batch.step_state.step == batch.steps
-                answers[0].append(batch.end() if ends else None)
-        for side, ended in zip(sides, answers, strict=True):
-            for steps, logits in zip(side, ended, strict=True):
-                if logits is not None:
-                    found[steps].append(logits[0])
-    for steps, logits_of_all in found.items():
-        count = len(logits_of_all) - 1
-        assert count >= 5
-        expected = alone(model, steps, prompt(model, 55 + steps), count)
-        np.testing.assert_array_equal(logits_of_all, expected)
-
-
-def test_rungs_run_in_parallel_on_one_session_once_their_bundle_was_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    opened = open_model(build_generate(tmp_path / "g", steps=(1, 2)), threads=2)
-    mix, tokens = opened.mix(), np.arange(1, 9)
-    assert mix is not None and mix.sides == 2
-    expected = {steps: alone(opened, steps, tokens, 3) for steps in (1, 2)}
-    shutil.rmtree(tmp_path / "g")
-    batches = {steps: opened.decoder(steps).open_batch() for steps in (1, 2)}
-    found = {steps: [batch.add(tokens)] for steps, batch in batches.items()}
-    for _ in range(3):
-        segments = [Segment(batch, n, best(found[n][-1:])) for n, batch in batches.items()]
-        for steps, (logits,) in zip(
-            batches, went(mix, [[segment] for segment in segments]), strict=True
-        ):
-            assert logits is not None
-            found[steps].append(logits[0])
-    assert caplog.text.count("rungs that go abreast share a session") == 1
-    for steps, logits_of_all in found.items():
-        np.testing.assert_array_equal(logits_of_all, expected[steps])
-
-
-def test_a_leg_that_throws_leaves_the_others(model: OpenedModel) -> None:
-    mix = model.mix()
-    assert mix is not None
-    batches = [model.decoder(steps).open_batch() for steps in (2, 1, 3)]
-    for batch in batches:
-        batch.add(prompt(model, 5))
-    too_many = np.array([3, 4])
-    good = [
-        Segment(batch, steps, np.array([3]))
-        for batch, steps in zip(batches, (2, 1, 3), strict=True)
-    ]
-    segments = [good[0], Segment(batches[1], 1, too_many), good[2]]
-    sides = [segments] if mix.sides == 1 else [segments[:2], segments[2:]]
-    found = [one for side in mix.parallel(sides) for one in side]
-    assert isinstance(found[1], ValueError)
-    for one, steps in ((found[0], 2), (found[2], 3)):
-        assert isinstance(one, np.ndarray)
-        row = model.decoder(steps).open_batch()
-        row.add(prompt(model, 5))
-        np.testing.assert_array_equal(one, row.step(np.array([3])))
 
 
 def test_a_batch_may_change_between_two_tokens_of_others(model: OpenedModel) -> None:
@@ -251,8 +151,6 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
             batch.add(prompt(model, 3, seed))
             assert isinstance(batch._caches, RowCaches)
             kept += [weakref.ref(block) for block in batch._caches._blocks]
-        segments = [Segment(batch, batch.steps, np.array([3])) for batch in batches]
-        mix.parallel([segments] if mix.sides == 1 else [[segment] for segment in segments])
         for batch in batches:
             batch.begin(np.array([3]))
         mix.advance(batches)
@@ -262,7 +160,7 @@ def test_nothing_keeps_the_caches_of_rows_that_have_left(model: OpenedModel, los
         for batch in batches:
             if not lost:
                 batch.remove(0)
-        del batch, opened, segments
+        del batch, opened
         batches.clear()
     gc.collect()
     assert all(block() is None for block in kept)

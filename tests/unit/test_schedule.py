@@ -104,7 +104,8 @@ def test_one_depth_and_a_solver_of_its_own_leave_nothing_to_draw() -> None:
         (["steps.solver=adaptive", "steps.checkpoint=true"], "steps.checkpoint and"),
         (["steps.solver=adaptive", "model.dropout=0.1"], "needs model.dropout 0"),
         (["steps.solver=adaptive", "optim.precision=bf16"], 'optim.precision "fp32"'),
-        (["model.conditioned=true", "model.depth=discrete"], "model.conditioned needs"),
+        (["model.conditioned=true", "model.depth=discrete"], "model.conditioned and timed need"),
+        (["model.conditioned=true", "model.timed=true"], "must not both be on"),
         (
             ["model.depth=chain", "model.block=evolved"],
             'model.depth must be "discrete" for model.block "evolved"',

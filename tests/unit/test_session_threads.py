@@ -126,7 +126,6 @@ def test_a_row_that_is_alone_has_one_thread_where_that_is_no_slower(
     model.warm_up()
     sessions = model._step_sessions()
     assert threads_of(sessions.single) == threads and threads_of(sessions.step) == MOST
-    assert model._open_alone() is sessions.single or threads == MOST, "opened once"
     prompt = np.arange(1, 9)
     for rows in (1, 2):
         mine, other = (one.decoder(4).open_batch() for one in (model, plain))

@@ -48,6 +48,7 @@ class Sizes:
     width: int = 0
     dimensions: int = 0  # of a point
     pad_id: int = 0  # of tokens
+    length: int = 0  # tokens of every text, where all have as many
 
 
 class Dataset(Protocol):

@@ -276,7 +276,11 @@ class PuzzleDataset:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(vocabulary=self.tokenizer.get_vocab_size(), classes=len(self.labels))
+        return Sizes(
+            vocabulary=self.tokenizer.get_vocab_size(),
+            classes=len(self.labels),
+            length=self._splits.train.given.shape[1],
+        )
 
     def batch(self, iteration: int, size: int, seed: int) -> Batch:
         drawn = self._splits.train.at(self._shuffle.rows(iteration, size, seed))

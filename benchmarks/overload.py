@@ -1,0 +1,281 @@
+"""What an overloaded server gets right in time: a tagger with a dial, and plain models beside it.
+
+    python -m benchmarks.overload --bundles zoo/logic PLAIN1 PLAIN4
+
+The first bundle has the dial; the others are plain models of the same data. One server has them
+all. Requests come by chance at 2 and 4 times what it sustains at the full steps of the dial, which
+is measured first; every model gets the same requests at the same times with the same deadline, one
+model after another, in rounds. What counts is what was right of the answers that were in time.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from benchmarks.client import Shot, fire
+from benchmarks.lab import (
+    Cell,
+    Options,
+    Provenance,
+    Result,
+    Table,
+    Target,
+    options,
+    parser,
+    percentile,
+    run,
+)
+from benchmarks.server import Server, running_server
+from benchmarks.texts import TaggedText, check_same_data, tagged_texts
+from serve.bundle import Bundle
+
+NAME = "overload"
+PATH = "/v1/classify"
+LOADS = (2, 4)
+WANTED = 1.5  # times as much right as the better plain model
+_COLUMNS = (
+    *("model", "parameters", "load", "requests", "in time", "p50 ms", "p99 ms", "steps"),
+    *("right positions a second", "right texts a second"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One model, and what its requests say of steps."""
+
+    name: str
+    bundle: Bundle
+    fields: dict[str, Any]
+
+
+class Right(NamedTuple):
+    """Of the answers in time."""
+
+    positions: int
+    texts: int  # with every position right
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one arm at one load, in all rounds."""
+
+    shots: list[Shot] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each round
+    right: list[Right] = field(default_factory=list)
+    in_time: int = 0
+    steps: list[int] = field(default_factory=list)
+
+    def a_second(self, what: str) -> float:
+        return float(sum(getattr(one, what) for one in self.right)) / sum(self.seconds)
+
+    def each(self, what: str) -> list[float]:
+        return [
+            getattr(one, what) / seconds
+            for one, seconds in zip(self.right, self.seconds, strict=True)
+        ]
+
+
+Outcomes = dict[tuple[Arm, int], Outcome]
+
+
+def main(arguments: Sequence[str]) -> int:
+    read = parser(__doc__.partition("\n")[0])
+    read.add_argument("--deadline-ms", type=float, default=100.0)
+    read.add_argument("--texts", type=int, default=8, help="of a request (default 8)")
+    read.add_argument("--seconds", type=float, default=8.0, help="of requests in each run")
+    read.add_argument("--rounds", type=int, default=5)
+    parsed = read.parse_args(arguments)
+    if parsed.quick:
+        parsed.seconds, parsed.rounds = 1.0, 1
+    asked = Asked(parsed.deadline_ms / 1000, parsed.texts, parsed.seconds, parsed.rounds)
+    return run(NAME, arguments, parsed, partial(measure, options(parsed), asked))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    deadline_s: float
+    texts: int
+    seconds: float
+    rounds: int
+
+
+def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
+    dial, *plain = chosen.read("tag")
+    if not plain:
+        raise SystemExit("name a tagger with a dial, then plain models, with --bundles")
+    texts = tagged_texts(dial)
+    check_same_data(dial, plain)
+    deadline = {"deadline_ms": 1000 * asked.deadline_s}
+    full = {"steps": dial.manifest.full_steps}
+    arms = [
+        Arm(f"{dial.manifest.name}, steps by the server", dial, deadline),
+        Arm(f"{dial.manifest.name}, {full['steps']} steps", dial, full | deadline),
+        *(Arm(bundle.manifest.name, bundle, deadline) for bundle in plain),
+    ]
+    with running_server([bundle.folder for bundle in (dial, *plain)]) as server:
+        for arm in arms:
+            idle_s = _idle_s(server, arm, texts, asked.texts)  # also warms each up
+            print(f"{arm.name}: {1000 * idle_s:.2f} ms for a request alone", file=sys.stderr)
+        alone_s = _idle_s(server, arms[1], texts, asked.texts)
+        rate = _capacity(server, dial, full, texts, asked.texts, asked.seconds)
+        outcomes = _rounds(server, arms, rate, texts, asked)
+    rows = [_row(arm, load, one) for (arm, load), one in sorted(outcomes.items(), key=_place(arms))]
+    times = asked.deadline_s / alone_s
+    caption = (
+        f"{asked.texts} texts a request. {rate:.1f} requests a second are what the server sustains "
+        f"at {full['steps']} steps; the loads are 2 and 4 times that, the same for all. Deadline "
+        f"{1000 * asked.deadline_s:g} ms from when a request was due, {times:.0f} times what an "
+        f"idle server takes at {full['steps']} steps: no model misses it for being slow, only for "
+        "waiting. `in time`: of all requests. `right`: of those in time; a text is right where all "
+        "of its positions are."
+    )
+    beside, targets = _ratios(outcomes, arms, plain)
+    return provenance.result(
+        NAME if dial.manifest.name == "logic" else f"{NAME}_{dial.manifest.name}",
+        f"What an overloaded server gets right in time: {dial.manifest.name}",
+        f"{len(texts):,} texts of the test set. {asked.rounds} rounds of {asked.seconds:g} s for "
+        "each model and load, in an order that changes. All models are in one server.",
+        [Table(caption, _COLUMNS, rows), beside],
+        targets,
+    )
+
+
+def _place(arms: Sequence[Arm]) -> Any:
+    return lambda item: (item[0][1], arms.index(item[0][0]))
+
+
+def _rounds(
+    server: Server, arms: Sequence[Arm], rate: float, texts: Sequence[TaggedText], asked: Asked
+) -> Outcomes:
+    outcomes: Outcomes = {(arm, load): Outcome() for load in LOADS for arm in arms}
+    order = random.Random(5)
+    for round_ in range(asked.rounds):
+        for load in LOADS:
+            for arm in order.sample(arms, len(arms)):
+                chance = random.Random(100 * round_ + load)  # the same requests for all
+                _run(server, arm, load * rate, texts, asked, chance, outcomes[arm, load])
+    return outcomes
+
+
+def _run(
+    server: Server,
+    arm: Arm,
+    rate: float,
+    texts: Sequence[TaggedText],
+    asked: Asked,
+    chance: random.Random,
+    outcome: Outcome,
+) -> None:
+    shots: list[tuple[Shot, list[TaggedText]]] = []
+    due_s = 0.0
+    while (due_s := due_s + chance.expovariate(rate)) < asked.seconds:
+        given = chance.choices(texts, k=asked.texts)
+        shots.append((Shot(due_s, _body(arm, given)), given))
+    fire(server, PATH, [shot for shot, _ in shots], patience_s=4 * asked.deadline_s)
+    positions = whole = 0
+    for shot, given in shots:
+        if shot.status != 200 or shot.latency_s > asked.deadline_s:
+            continue
+        outcome.in_time += 1
+        for result, text in zip(shot.read["results"], given, strict=True):
+            right, every = text.right([token["label"] for token in result["tokens"]])
+            positions += right
+            whole += every
+            outcome.steps.append(result["budget"]["steps"])
+    outcome.right.append(Right(positions, whole))
+    outcome.seconds.append(asked.seconds)
+    outcome.shots += [shot for shot, _ in shots]
+    for shot, _ in shots:
+        shot.body, shot.answer = {}, b""
+
+
+def _body(arm: Arm, texts: Sequence[TaggedText]) -> dict[str, Any]:
+    return {"model": arm.bundle.manifest.name, "input": [one.text for one in texts]} | arm.fields
+
+
+def _idle_s(server: Server, arm: Arm, texts: Sequence[TaggedText], count: int) -> float:
+    """The median of a request that comes alone."""
+    chance = random.Random(2)
+    body = _body(arm, chance.choices(texts, k=count)) | {"deadline_ms": 60_000}
+    shots = [Shot(0.0, body) for _ in range(15)]
+    for shot in shots:
+        fire(server, PATH, [shot], patience_s=60.0)
+    return statistics.median(shot.latency_s for shot in shots)
+
+
+def _capacity(
+    server: Server,
+    bundle: Bundle,
+    fields: dict[str, Any],
+    texts: Sequence[TaggedText],
+    count: int,
+    seconds: float,
+) -> float:
+    """Requests a second with always more to do."""
+    chance, arm = random.Random(3), Arm("", bundle, fields)
+
+    def burst(requests: int) -> float:
+        shots = [Shot(0.0, _body(arm, chance.choices(texts, k=count))) for _ in range(requests)]
+        begun_s = time.perf_counter()
+        fire(server, PATH, shots, patience_s=60.0)
+        return sum(shot.status == 200 for shot in shots) / (time.perf_counter() - begun_s)
+
+    rate = burst(24)
+    return burst(min(200, max(24, round(rate * seconds))))
+
+
+def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
+    times = [1000 * shot.latency_s for shot in outcome.shots if shot.status == 200]
+    return [
+        *(arm.name, arm.bundle.manifest.shape.parameters, f"{load} x", len(outcome.shots)),
+        f"{100 * outcome.in_time / len(outcome.shots):.1f} %",
+        percentile(times, 0.5) if times else None,
+        percentile(times, 0.99) if times else None,
+        statistics.fmean(outcome.steps) if outcome.steps else None,
+        outcome.a_second("positions"),
+        outcome.a_second("texts"),
+    ]
+
+
+def _ratios(
+    outcomes: Outcomes, arms: Sequence[Arm], plain: Sequence[Bundle]
+) -> tuple[Table, list[Target]]:
+    """The dial beside the better plain model, which may be another one for each figure."""
+    rows: list[Sequence[Cell]] = []
+    targets = []
+    for what, load in ((what, load) for what in ("positions", "texts") for load in LOADS):
+        dial = outcomes[arms[0], load]
+        rivals = [outcomes[arm, load] for arm in arms if arm.bundle in plain]
+        best = max(rivals, key=lambda one: one.a_second(what))
+        name = next(arm.name for arm in arms if outcomes[arm, load] is best)
+        mine, theirs = dial.a_second(what), best.a_second(what)
+        each = list(_quotients(dial.each(what), best.each(what)))
+        rows.append(
+            [
+                *(f"right {what}, {load} x", name, theirs, mine),
+                mine / theirs if theirs else None,
+                f"{min(each):.2f} to {max(each):.2f}" if each else None,
+            ]
+        )
+        if theirs:
+            targets.append(
+                Target(
+                    f"{load} x: right {what}, times those of {name}", mine / theirs, ">=", WANTED
+                )
+            )
+    columns = ("what", "better plain model", "it, a second", "dial, a second", "times", "by round")
+    caption = "The dial, whose steps the server chooses, beside the better of the plain models."
+    return Table(caption, columns, rows), targets
+
+
+def _quotients(ours: Sequence[float], theirs: Sequence[float]) -> Iterator[float]:
+    return (a / b for a, b in zip(ours, theirs, strict=True) if b)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
