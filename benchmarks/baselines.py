@@ -3,8 +3,8 @@
     python -m benchmarks.baselines --data DATA --runs RUNS
 
 DATA holds `imdb/`, `ag_news/`, `mnist/` and `tinyshakespeare/`; RUNS holds the runs that
-benchmarks/make_zoo.sh trained, each model NAME beside NAME-discrete: the same blocks and parameters,
-but an ordinary transformer.
+benchmarks/make_zoo.sh trained, each model NAME beside NAME-discrete: the same blocks and
+parameters, but an ordinary transformer.
 """
 
 import argparse
