@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from benchmarks.server import READY_LINE
-from serve.api.fields import ClassifyRequest
+from serve.api.body import ClassifyRequest
 from serve.server import bind, listen, url_of
 
 

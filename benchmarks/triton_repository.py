@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.lab import ZOO, Cell, Provenance, Table
 from export.triton import graph_input, rung_name, text_name, write_repository
 from serve.bundle import Bundle, TextInput, read_bundle
-from serve.engine.sampling import softmax
+from serve.engine.classify import softmax
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
 from serve.runtime.protocol import FloatArray, largest_row

@@ -6,27 +6,19 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute, iter_route_contexts
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from serve.api.body import Reader
+from serve.api.body import ClassifyRequest, GenerateRequest, Reader
 from serve.api.embeddings import EmbeddingRequest, embedding_routes
-from serve.api.fields import ClassifyRequest, DoneChunk, GenerateRequest, TokenChunk
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
-from serve.api.native import classify_routes, generate_routes
+from serve.api.native import DoneChunk, TokenChunk, classify_routes, generate_routes
 from serve.api.oip import IndexRequest, InferRequest, inference_routes, oip_model_routes
 from serve.api.openai import (
     ChatChunk,
@@ -37,76 +29,30 @@ from serve.api.openai import (
     completion_routes,
 )
 from serve.api.page import add_page
-from serve.api.submission import ClientGone, ReadyAnswer
 from serve.engine.engine import Engine
-from serve.errors import BadRequest, InvalidField, MethodNotAllowed, NotFound, ServeError
+from serve.exchange import Router
 from serve.keys import Keys
 from serve.loading import Loading
 from serve.middleware import (
     ADMIN_PREFIX,
-    CLIENT_GONE,
     PROBES,
-    WRITE_KEY,
     AccessLog,
     RequestMiddleware,
-    error_body,
-    error_status,
     speaks_oip,
 )
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
 from serve.tracing import open_traces
 
-# The routes that most requests take are called directly, without the framework's search for a route
-# and its dependency injection. They stay registered as usual, so that they are documented and other
-# methods and paths get the usual answers.
 
+class Application(FastAPI):
+    """A FastAPI application with one middleware, which also turns errors into answers."""
 
-# Responses that have their body and no background task.
-_WHOLE = (ReadyAnswer, JSONResponse, Response)
-Handle = Callable[[Request, Exception], Awaitable[Response]]
-
-
-class DirectApplication(FastAPI):
-    """A FastAPI application that calls some routes directly."""
-
-    def __init__(self, **chosen: Any) -> None:
+    def __init__(self, middleware: Callable[[ASGIApp], ASGIApp], **chosen: Any) -> None:
         super().__init__(**chosen)
-        self._direct: dict[tuple[str, str], APIRoute] = {}
-        self._layer: ASGIApp = self._run
+        self._middleware = middleware
 
-    def add_direct_routes(
-        self, routes: Iterable[BaseRoute], handle: Handle, layer: Callable[[ASGIApp], ASGIApp]
-    ) -> None:
-        """Call these routes directly, through one middleware; `handle` turns their errors into
-        answers.
-        """
-        self._direct = {
-            (method, route.path): route
-            for route in routes
-            if isinstance(route, APIRoute)
-            for method in route.methods or ()
-        }
-        self._handle = handle
-        self._layer = layer(self._run)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = None
-        if scope["type"] == "http":
-            route = self._direct.get((scope["method"], scope["path"]))
-        if route is None:
-            await super().__call__(scope, receive, send)
-            return
-        scope["route"] = route
-        await self._layer(scope, receive, send)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        try:
-            response: Response = await scope["route"].endpoint(request)
-        except (ServeError, ClientGone) as error:
-            response = await self._handle(request, error)
-        if type(response) not in _WHOLE or not scope[WRITE_KEY](response):
-            await response(scope, receive, send)
+    def build_middleware_stack(self) -> ASGIApp:
+        return self._middleware(Router(self.router))
 
 
 # Errors that any route can give, added to the OpenAPI document.
@@ -202,7 +148,6 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
             embedding_routes,
         )
     ]
-    handle = _error_handler(engine)
     middleware = partial(
         RequestMiddleware,
         metrics=engine.metrics,
@@ -211,7 +156,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         access=AccessLog(settings.access_log, traces),
         takes=engine.takes,
     )
-    app = DirectApplication(
+    app = Application(
+        middleware,
         title="Stepdial",
         description=_ABOUT,
         lifespan=lifespan,
@@ -220,10 +166,6 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
-        middleware=[Middleware(middleware)],
-    )
-    app.add_direct_routes(
-        (route for router in posts for route in router.routes), handle, middleware
     )
     app.state.keys, app.state.admin_keys = keys, admin_keys
     for router in posts:
@@ -235,58 +177,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
     app.include_router(oip_model_routes(engine, reader))
     app.include_router(inference_routes(settings, engine, reader))
     add_page(app)
-    for kind in (ServeError, HTTPException, RequestValidationError, ClientGone):
-        app.add_exception_handler(kind, handle)
-    app.openapi = lambda: _document(app, bool(keys))  # type: ignore[method-assign]  # the documented way
+    app.openapi = lambda: _document(app, keys.in_use)  # type: ignore[method-assign]  # the documented way
     return app
-
-
-def _error_handler(engine: Engine) -> Handle:
-    """Turns every error into a response in the documented format."""
-
-    async def handle(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            return Response(status_code=CLIENT_GONE)
-        shown = _as_serve_error(error, request)
-        if shown.status in (429, 503):
-            engine.metrics.rejected.labels(shown.code).inc()
-        path = request.scope["path"]
-        return Response(
-            json.dumps(error_body(shown, path)),
-            status_code=error_status(shown, path),
-            headers=_headers(error, request) | shown.headers(),
-            media_type="application/json",
-        )
-
-    return handle
-
-
-def _as_serve_error(error: Exception, request: Request) -> ServeError:
-    if isinstance(error, ServeError):
-        return error
-    if isinstance(error, HTTPException):
-        path, method = request.url.path, request.method
-        if error.status_code == 404:
-            return NotFound(f"there is nothing at {path}: see /docs")
-        if error.status_code == 405:
-            return MethodNotAllowed(f"{path} does not take {method}: send {_allowed(request)}")
-        return BadRequest(str(error.detail))
-    return InvalidField("the request does not have the shape that /docs describes")
-
-
-def _headers(error: Exception, request: Request) -> dict[str, str]:
-    if not isinstance(error, HTTPException):
-        return {}
-    return {"allow": _allowed(request)} if error.status_code == 405 else dict(error.headers or {})
-
-
-def _allowed(request: Request) -> str:
-    """The methods that a path takes; the framework names only those of the first route."""
-    methods: set[str] = set()
-    for context in iter_route_contexts(request.app.routes):
-        if context.original_route.matches(request.scope)[0] is Match.PARTIAL:
-            methods |= set(context.methods or ())
-    return ", ".join(sorted(methods))
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:

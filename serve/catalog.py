@@ -18,7 +18,6 @@ from serve.bundle import (
     check_file,
     read_bundle,
 )
-from serve.bundle.manifest import model_key
 from serve.errors import UnknownModel, WrongTask
 from serve.inputs.chat import ChatTemplate
 from serve.inputs.text import TextCodec
@@ -63,7 +62,9 @@ class Served:
         manifest = self.bundle.manifest
         object.__setattr__(self, "manifest", manifest)
         object.__setattr__(self, "name", manifest.name)
-        object.__setattr__(self, "key", model_key(manifest.name, self.edition))
+        # Names have no "@".
+        key = f"{manifest.name}@{self.edition}" if self.edition else manifest.name
+        object.__setattr__(self, "key", key)
 
     @classmethod
     def open(cls, bundle: Bundle, model: Model, edition: int = 0) -> "Served":

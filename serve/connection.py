@@ -23,8 +23,6 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from serve.api.body import WHOLE_BODY_KEY
-from serve.api.submission import DISCONNECT_KEY, Disconnect
 from serve.errors import (
     BadHttp,
     Crowded,
@@ -34,17 +32,8 @@ from serve.errors import (
     UnsupportedCoding,
     UrlTooLong,
 )
-from serve.middleware import (
-    ARRIVED_KEY,
-    CROWDED_KEY,
-    ENDED_KEY,
-    PROBING_KEY,
-    SECURITY_HEADERS,
-    WHOLE_KEY,
-    Header,
-    HeaderList,
-    error_body,
-)
+from serve.exchange import EXCHANGE_KEY, Exchange, Header, HeaderList
+from serve.middleware import SECURITY_HEADERS, error_body
 from serve.settings import Settings
 
 # Limits.
@@ -271,6 +260,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._over_limit = False
         self._stopped_reading = False  # nothing more is read
         self._problem: ServeError | None = None  # set by a callback of the parser
+        self._arriving: Exchange | None = None  # of the request that is read
         self._answering: RequestResponseCycle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -299,9 +289,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-            cast(dict[str, Any], self._answering.scope)[DISCONNECT_KEY].happen()
+            _exchange(self._answering).leave()
         # They refer back to the connection: without this only the garbage collector frees it.
-        self.cycle = self.scope = self._answering = None  # type: ignore[assignment]  # uvicorn's
+        self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn's
+        self._answering = self._arriving = None
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -355,15 +346,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._reading = _HEAD
         self._head_bytes = 0
-        scope = cast(dict[str, object], self.scope)
-        # The application starts later, after what the loop has already read.
-        scope[ARRIVED_KEY] = time.perf_counter()
-        scope[DISCONNECT_KEY] = Disconnect()
-        scope[WHOLE_KEY] = self._write_whole
-        if self._over_limit:
-            scope[CROWDED_KEY] = True
-        if self._table is self.probing:
-            scope[PROBING_KEY] = True
+        # Made now: the application starts later, after what the loop has already read.
+        self._arriving = cast(dict[str, object], self.scope)[EXCHANGE_KEY] = Exchange(
+            time.perf_counter(), self, self._over_limit, self._table is self.probing
+        )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is not _BODY:
@@ -406,7 +392,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        cast(dict[str, object], self.scope)[WHOLE_BODY_KEY] = self._take_body
+        if self._arriving is not None:
+            self._arriving.has_body = True
         self._reading = _NOTHING
         self._ignored_bytes = 0
         self._stop_reading_timer()
@@ -425,7 +412,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_bytes(self.limits.body_timeout_s)
         elif self._reading is _NOTHING:
             # Many connections may wait for a next request: they keep nothing of the last one.
-            self.cycle = self.scope = self._answering = None  # type: ignore[assignment]  # uvicorn's
+            self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn's
+            self._answering = self._arriving = None
             self.headers = []
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -433,7 +421,7 @@ class LimitedProtocol(HttpToolsProtocol):
             app = self._undivided(cycle, app)
         super()._start_asgi_task(cycle, app)
 
-    def _take_body(self) -> bytes | None:
+    def take_body(self) -> bytes | None:
         """A body that has arrived whole; None if the client has disconnected."""
         cycle = self._answering
         if cycle is None or cycle.disconnected or cycle.response_complete:
@@ -445,7 +433,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # Writing
 
-    def _write_whole(
+    def write_whole(
         self, status: int, headers: Sequence[Header], always: HeaderList, body: bytes
     ) -> bool:
         """Write a whole answer, head and body in one call.
@@ -515,12 +503,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._table is self.probing:
             return False
         if self._reading is _HEAD and not self._stopped_reading:
-            begun_s: float = cast(dict[str, Any], self.scope)[ARRIVED_KEY]
-            if begun_s <= since_s:
+            assert self._arriving is not None
+            if self._arriving.arrived_s <= since_s:
                 return True
         if not self._idle and self._answering is not None:  # those behind it arrived later
-            arrived_s: float = cast(dict[str, Any], self._answering.scope)[ARRIVED_KEY]
-            return arrived_s <= since_s
+            return _exchange(self._answering).arrived_s <= since_s
         return self.transport.get_write_buffer_size() > 0
 
     def end(self, problem: ServeError) -> None:
@@ -532,11 +519,10 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._reading is _HEAD:
                 self._refuse(problem)
             return
-        scope = cast(dict[str, Any], cycle.scope)
-        scope[ENDED_KEY] = True  # before the application starts
+        _exchange(cycle).ended = True  # before the application starts
         if not cycle.response_started:
             self.limits.count_refusal(problem.code)
-            self.transport.write(refusal(problem, scope["path"]))
+            self.transport.write(refusal(problem, cycle.scope["path"]))
         cycle.disconnected = True
         cycle.message_event.set()
         self._close()
@@ -631,6 +617,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
+
+
+def _exchange(cycle: RequestResponseCycle) -> Exchange:
+    exchange: Exchange = cast(dict[str, Any], cycle.scope)[EXCHANGE_KEY]
+    return exchange
 
 
 def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:

@@ -46,7 +46,7 @@ Routes send them as a whole response or as the last event of a stream.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from serve.bundle import steps_in_words
@@ -139,6 +139,13 @@ class UnknownModel(NotFound):
 class MethodNotAllowed(ServeError):
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
+        self._allowed = ", ".join(allowed)
+        super().__init__(f"{path} does not take {method}: send {self._allowed}")
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": self._allowed}
 
 
 class RequestTimeout(ServeError):

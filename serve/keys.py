@@ -154,10 +154,8 @@ class Keys:
         self._path = path
         self._fixed = _from_environment(os.environ if environ is None else environ, variable)
         self._entries: tuple[_Entry, ...] = ()
+        self.in_use = False  # whether requests need a key
         self.read_again()
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
 
     def read_again(self) -> None:
         """Read the file again; KeysError, and no change, if it cannot be used."""
@@ -171,6 +169,7 @@ class Keys:
             holder.key = key
             entries.append(_Entry(bytes.fromhex(key.sha256), holder))
         self._entries = tuple(entries)
+        self.in_use = bool(entries)
 
     def holder_of(self, secret: bytes) -> Holder | None:
         """The holder of this key. Every key is compared, so that timing reveals nothing."""

@@ -19,8 +19,7 @@ from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
 from serve.engine.writing import Generation
-from serve.inputs.rows import InputRow, check_kinds, read_items, row_length
-from serve.inputs.values import Input, Kind
+from serve.inputs.rows import Input, InputRow, Kind, check_kinds, read_items, row_length
 from serve.metrics import Metrics
 from serve.runtime import Device
 from serve.settings import Settings

@@ -1,6 +1,6 @@
-"""What happens around every request: origin check, API key, request id, headers, access log.
+"""What happens around every request: origin check, API key, id, headers, errors, access log.
 
-Plain ASGI, for speed. Routes leave in the scope which model and step count served the request.
+Plain ASGI, for speed.
 """
 
 import asyncio
@@ -11,27 +11,30 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.catalog import ModelUsers
 from serve.errors import (
+    BadRequest,
     CrossOrigin,
     Crowded,
     Draining,
     InternalError,
+    MethodNotAllowed,
     NotFound,
     OutOfMemory,
     ServeError,
     Unauthorized,
     Unprocessable,
 )
+from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
 from serve.tracing import FinishedRequest, Traces
@@ -43,8 +46,6 @@ from serve.tracing import FinishedRequest, Traces
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_SHOWN = 100
 
-Header = tuple[bytes, bytes]
-HeaderList = tuple[Header, ...]
 # No credentials: the page sets the key as a header, the browser never adds it.
 _PREFLIGHT: HeaderList = (
     (b"access-control-allow-methods", b"GET, POST"),
@@ -82,10 +83,10 @@ def preflight_headers(scope: Scope, allowed: Collection[str]) -> HeaderList | No
 
 def check_origin(scope: Scope, allowed: Collection[str] = ()) -> CrossOrigin | None:
     """The error for a request whose Origin is neither this host nor an allowed one."""
-    if b"origin" not in dict(scope["headers"]):  # as in requests of programs
-        return None
     headers = Headers(scope=scope)
-    origin = headers["origin"]
+    origin = headers.get("origin")
+    if origin is None:  # as in requests of programs
+        return None
     # Behind a proxy the Host header may have changed. A page can set neither of these two.
     if origin in allowed or headers.get("sec-fetch-site") == "same-origin":
         return None
@@ -115,7 +116,6 @@ def _without_port(host: str, scheme: str) -> str:
 # API keys. Every path needs a key except the health probes, so that a route added later does too.
 
 
-HOLDER_KEY = "stepdial.holder"
 # These routes check keys of their own.
 ADMIN_PREFIX = "/admin/"
 # How browsers mark requests of scripts.
@@ -127,16 +127,16 @@ PROBES = frozenset(
 PROBE_PORT_PATHS = PROBES | {"/metrics"}
 
 
-def authenticate(scope: Scope, keys: Keys) -> Holder | None:
+def authenticate(exchange: Exchange, keys: Keys) -> Holder | None:
     """The holder of the request's key, with the request counted; None for probes.
 
     Unauthorized without a known key; RateLimited or ConcurrencyLimited if the key's limits are used
     up.
     """
-    if scope["path"] in PROBES or scope["path"].startswith(ADMIN_PREFIX):
+    if exchange.path in PROBES or exchange.path.startswith(ADMIN_PREFIX):
         return None
-    secret = secret_of(scope["headers"])
-    of_script = any(header in _OF_SCRIPTS for header in scope["headers"])
+    secret = secret_of(exchange.header_list)
+    of_script = any(header in _OF_SCRIPTS for header in exchange.header_list)
     if secret is None:
         raise Unauthorized(
             "this server takes requests with an API key only: send it as `Authorization: Bearer "
@@ -148,28 +148,7 @@ def authenticate(scope: Scope, keys: Keys) -> Holder | None:
         unknown = "this server does not know the API key: check that it is complete"
         raise Unauthorized(unknown, of_script=of_script)
     holder.enter()
-    scope[HOLDER_KEY] = holder
     return holder
-
-
-def steps_allowed(scope: Scope) -> int | None:
-    """The most steps that the request's key allows, if it has such a limit."""
-    holder: Holder | None = scope.get(HOLDER_KEY)
-    return None if holder is None else holder.key.max_steps
-
-
-def spend_tokens(scope: Scope, tokens: int) -> None:
-    """Reserve the tokens of a request from its key; TokensLimited if that is too many."""
-    holder: Holder | None = scope.get(HOLDER_KEY)
-    if holder is not None:
-        holder.spend_tokens(tokens)
-
-
-def return_tokens(scope: Scope, tokens: int) -> None:
-    """Return reserved tokens that were not used."""
-    holder: Holder | None = scope.get(HOLDER_KEY)
-    if holder is not None:
-        holder.return_tokens(tokens)
 
 
 def secret_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -201,12 +180,6 @@ def _authorized(value: bytes) -> bytes | None:
 # The access log and traces, written when a request is over.
 
 
-ID_KEY = "stepdial.id"
-SERVED_KEY = "stepdial.served"  # (model, steps); None until the work was accepted
-REASON_KEY = "stepdial.reason"  # of the budget decision
-JOBS_KEY = "stepdial.jobs"
-COMPUTED_KEY = "stepdial.computed_s"  # when the last model call ended
-
 _PRINTABLE = "/%:@!$&'()*+,;=-._~"
 _access = logging.getLogger("stepdial.access")
 
@@ -218,24 +191,23 @@ class AccessLog:
     log: bool
     traces: Traces | None
 
-    def write(
-        self, scope: Scope, method: str, status: int, arrived_s: float, ended_s: float
-    ) -> None:
+    def write(self, exchange: Exchange, scope: Scope, status: int, ended_s: float) -> None:
         """Log and trace a finished request."""
         if not self.log and self.traces is None:
             return
-        fields: dict[str, str | int] = {"id": scope[ID_KEY]}
-        if SERVED_KEY in scope:
-            fields["model"], steps = scope[SERVED_KEY]
-            if steps is not None:
-                fields["steps"] = steps
-        if REASON_KEY in scope:
-            fields["reason"] = scope[REASON_KEY]
-        if self.traces is not None and scope["path"] not in PROBE_PORT_PATHS:
-            request = _finished(scope, method, status, arrived_s, ended_s, fields)
+        fields: dict[str, str | int] = {"id": exchange.id}
+        if exchange.model:
+            fields["model"] = exchange.model
+            if exchange.steps is not None:
+                fields["steps"] = exchange.steps
+        if exchange.reason is not None:
+            fields["reason"] = exchange.reason
+        if self.traces is not None and exchange.path not in PROBE_PORT_PATHS:
+            request = _finished(exchange, scope, status, ended_s, fields)
             fields["trace_id"] = self.traces.record(request)
         if self.log:
-            path, milliseconds = _path_as_sent(scope), (ended_s - arrived_s) * 1000
+            method, path = exchange.method, _path_as_sent(scope)
+            milliseconds = (ended_s - exchange.arrived_s) * 1000
             of_http = {"method": method, "path": path, "status": status}
             noted = [f" {key}={value}" for key, value in fields.items() if key != "id"]
             _access.info(
@@ -246,14 +218,13 @@ class AccessLog:
 
 
 def _finished(
+    exchange: Exchange,
     scope: Scope,
-    method: str,
     status: int,
-    arrived_s: float,
     ended_s: float,
     fields: dict[str, str | int],
 ) -> FinishedRequest:
-    route = getattr(scope.get("route"), "path", None)
+    route, method = getattr(scope.get("route"), "path", None), exchange.method
     attributes: dict[str, str | int] = {
         "http.request.method": method,
         "http.response.status_code": status,
@@ -262,15 +233,16 @@ def _finished(
         **({"http.route": route} if route else {}),
         **{f"stepdial.{key}": value for key, value in fields.items()},
     }
+    headers = exchange.header_list
     return FinishedRequest(
         name=f"{method} {route}" if route else method,
-        headers={str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"]},
-        arrived_s=arrived_s,
+        headers={str(name, "latin-1"): str(value, "latin-1") for name, value in headers},
+        arrived_s=exchange.arrived_s,
         ended_s=ended_s,
         status=status,
         attributes=attributes,
-        jobs=scope.get(JOBS_KEY, ()),
-        computed_s=scope.get(COMPUTED_KEY),
+        jobs=exchange.jobs,
+        computed_s=exchange.computed_s,
     )
 
 
@@ -321,14 +293,6 @@ def _openai_type(status: int) -> str:
             return "invalid_request_error"
 
 
-ARRIVED_KEY = "stepdial.arrived_s"
-USERS_KEY = "stepdial.users"  # the models that the request uses
-CROWDED_KEY = "stepdial.crowded"  # there are too many connections
-PROBING_KEY = "stepdial.probing"  # it arrived at the port for probes
-ENDED_KEY = "stepdial.ended"  # the connection has answered it during shutdown
-WHOLE_KEY = "stepdial.whole"  # how our own connections write a whole answer at once
-# How a route writes a whole answer; False if the framework has to.
-WRITE_KEY = "stepdial.write"
 CLIENT_GONE = 499  # only counted: there is no client to read it
 
 _SENT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -380,127 +344,140 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A server in front of this one may have set the time of arrival.
-        arrived_s = scope.setdefault(ARRIVED_KEY, time.perf_counter())
-        request_id = scope[ID_KEY] = request_id_of(scope)
-        own: HeaderList = ((b"x-request-id", request_id.encode()),)
+        exchange: Exchange | None = scope.get(EXCHANGE_KEY)
+        if exchange is None:  # behind another server than ours
+            exchange = scope[EXCHANGE_KEY] = Exchange()
+        exchange.method, exchange.path = scope["method"], scope["path"]
+        exchange.header_list = scope["headers"]
+        headers = exchange.headers = dict(exchange.header_list)
+        exchange.receive = receive
+        exchange.id = request_id = _request_id(headers)
+        exchange.own_headers = ((b"x-request-id", request_id.encode()),)
+        exchange.always = SECURITY_HEADERS
         if self._origins:
-            own += cross_origin_headers(scope, self._origins)
-        used: list[ModelUsers] = []
-        scope[USERS_KEY] = used
-        method, status = scope["method"], 0
-        if method == "HEAD":  # the same answer as for GET, without the body
+            exchange.own_headers += cross_origin_headers(scope, self._origins)
+        if exchange.method == "HEAD":  # the same answer as for GET, without the body
             scope = {**scope, "method": "GET"}
 
-        write_whole = scope.get(WHOLE_KEY)
-
-        def write(response: Response) -> bool:
-            nonlocal status
-            headers = response.raw_headers
-            if write_whole is None or b"connection" in dict(headers):
-                return False
-            written: bool = write_whole(
-                response.status_code, [*headers, *own], SECURITY_HEADERS, response.body
-            )
-            if written:
-                status = response.status_code
-            return written
-
-        scope[WRITE_KEY] = write
-
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                exchange.status = message["status"]
+                own = exchange.own_headers
                 message["headers"] = [*message.get("headers", ()), *own, *SECURITY_HEADERS]
-            elif method == "HEAD" and message["type"] == "http.response.body":
+            elif exchange.method == "HEAD" and message["type"] == "http.response.body":
                 message["body"] = b""
             await send(message)
 
-        holder: Holder | None = None
         try:
-            preflight = preflight_headers(scope, self._origins) if self._origins else None
-            if preflight is not None:  # before the key check: browsers send no key with it
-                await _send_empty(send_with_headers, preflight)
-                return
-            try:
-                holder = self._admit(scope)
-            except ServeError as refusal:
-                self._metrics.rejected.labels(refusal.code).inc()
-                await _send_error(send_with_headers, refusal, scope["path"])
-                return
-            await self._app(scope, receive, send_with_headers)
+            await self._answer(exchange, scope, receive, send_with_headers)
+        except ClientGone:
+            if not exchange.status:
+                gone = Response(status_code=CLIENT_GONE)
+                await gone(scope, receive, send_with_headers)
         except asyncio.CancelledError:
-            if ENDED_KEY not in scope:
+            if not exchange.ended:
                 raise
         except Exception as error:
             short = isinstance(error, MemoryError)
             _log.exception(
                 "%s in request %s", "out of memory" if short else "internal error", request_id
             )
-            if status:
+            if exchange.status:
                 raise  # the response has started: only closing the connection tells the client
             bug = InternalError(f"this is our bug; please report it with the id {request_id}")
-            await _send_error(send_with_headers, OutOfMemory() if short else bug, scope["path"])
+            shown = OutOfMemory() if short else bug
+            await self._refuse(exchange, shown, scope, receive, send_with_headers)
         finally:
-            if holder is not None:
-                holder.leave()
-            for users in used:
+            if exchange.holder is not None:
+                exchange.holder.leave()
+            for users in exchange.users:
                 users.count -= 1
-            self._count(scope, method, status or CLIENT_GONE, arrived_s)
+            exchange.receive = None
+            self._count(exchange, scope)
 
-    def _admit(self, scope: Scope) -> Holder | None:
-        """The holder of the request's key, if keys are used; a ServeError refuses the request."""
-        if CROWDED_KEY in scope and scope["path"] not in PROBES:
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or say why not."""
+        preflight = preflight_headers(scope, self._origins) if self._origins else None
+        if preflight is not None:  # before the key check: browsers send no key with it
+            await send({"type": "http.response.start", "status": 204, "headers": list(preflight)})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        try:
+            self._admit(exchange, scope)
+            await self._app(scope, receive, send)
+        except ServeError as error:
+            shown = error
+        except HTTPException as error:
+            shown = _as_serve_error(error, exchange)
+        else:
+            return
+        if exchange.status:
+            raise shown  # too late: the response has started
+        if not exchange.admitted or shown.status in (429, 503):
+            self._metrics.rejected.labels(shown.code).inc()
+        await self._refuse(exchange, shown, scope, receive, send)
+
+    async def _refuse(
+        self, exchange: Exchange, error: ServeError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        response = error_response(error, exchange.path)
+        if not exchange.write(response):
+            await response(scope, receive, send)
+
+    def _admit(self, exchange: Exchange, scope: Scope) -> None:
+        """Let a request in, or raise a ServeError."""
+        path = exchange.path
+        if exchange.over_limit and path not in PROBES:
             raise Crowded("too many connections are open to this server: try again in a moment")
-        if PROBING_KEY in scope and scope["path"] not in PROBE_PORT_PATHS:
+        if exchange.probing and path not in PROBE_PORT_PATHS:
             raise NotFound("this port has the probes and /metrics only")
-        if scope["method"] not in _LOOKING and not self._takes(scope[ARRIVED_KEY]):
+        if exchange.method not in _LOOKING and not self._takes(exchange.arrived_s):
             raise Draining("the server is shutting down: send the request to another")
-        refusal = check_origin(scope, self._origins)
-        if refusal is not None:
-            raise refusal
-        return authenticate(scope, self._keys) if self._keys else None
+        if b"origin" in exchange.headers:  # not in requests of programs
+            refusal = check_origin(scope, self._origins)
+            if refusal is not None:
+                raise refusal
+        if self._keys.in_use:
+            exchange.holder = authenticate(exchange, self._keys)
+        exchange.admitted = True
 
-    def _count(self, scope: Scope, method: str, status: int, arrived_s: float) -> None:
-        ended_s = time.perf_counter()
-        route = getattr(scope.get("route"), "path", "none")
-        model, steps = scope.get(SERVED_KEY, ("", None))
+    def _count(self, exchange: Exchange, scope: Scope) -> None:
+        ended_s, status = time.perf_counter(), exchange.status or CLIENT_GONE
+        route, model = getattr(scope.get("route"), "path", "none"), exchange.model
+        taken_s = ended_s - exchange.arrived_s
         self._metrics.requests.labels(route, model, str(status)).inc()
         if status < 400:
-            rung = "" if steps is None else str(steps)
-            self._metrics.request_seconds.labels(route, model, rung).observe(ended_s - arrived_s)
+            rung = "" if exchange.steps is None else str(exchange.steps)
+            self._metrics.request_seconds.labels(route, model, rung).observe(taken_s)
         else:  # errors have no step count
-            refused = self._metrics.refused_seconds.labels(route, model, str(status))
-            refused.observe(ended_s - arrived_s)
-        self._access.write(scope, method, status, arrived_s, ended_s)
+            self._metrics.refused_seconds.labels(route, model, str(status)).observe(taken_s)
+        self._access.write(exchange, scope, status, ended_s)
 
 
-def use_model(scope: Scope, users: ModelUsers) -> None:
-    """Count the request as a user of this model until it ends, even if the model is replaced."""
-    users.count += 1
-    scope[USERS_KEY].append(users)
-
-
-def request_id_of(scope: Scope) -> str:
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
     """The request's own id if it is safe to repeat, else a new one."""
-    sent: bytes | None = dict(scope["headers"]).get(b"x-request-id")
+    sent = headers.get(b"x-request-id")
     if sent is not None and _SENT_ID.fullmatch(sent):
         return str(sent, "ascii")
     return f"{_ids.getrandbits(64):016x}"
 
 
-async def _send_error(send: Any, error: ServeError, path: str) -> None:
-    body = json.dumps(error_body(error, path)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *((name.encode(), value.encode()) for name, value in error.headers().items()),
-    ]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def error_response(error: ServeError, path: str) -> Response:
+    """The answer to a request to this path that ends with an error."""
+    return Response(
+        json.dumps(error_body(error, path)),
+        status_code=error_status(error, path),
+        headers=error.headers(),
+        media_type="application/json",
+    )
 
 
-async def _send_empty(send: Any, headers: HeaderList) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": list(headers)})
-    await send({"type": "http.response.body", "body": b""})
+def _as_serve_error(error: HTTPException, exchange: Exchange) -> ServeError:
+    """An error of the framework, in our words. Only files refuse a method there."""
+    match error.status_code:
+        case 404:
+            return NotFound(f"there is nothing at {exchange.path}: see /docs")
+        case 405:
+            return MethodNotAllowed(exchange.path, exchange.method, ("GET", "HEAD"))
+        case _:
+            return BadRequest(str(error.detail))

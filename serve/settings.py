@@ -22,7 +22,7 @@ from serve.logs import LogFormat
 from serve.runtime.protocol import Device, DeviceName
 
 if TYPE_CHECKING:
-    from serve.engine.watchdog import StallLimits
+    from serve.engine.engine import StallLimits
 
 # Names of settings as flags and as environment variables.
 
@@ -444,7 +444,7 @@ class Settings(BaseSettings):
     @property
     def patience(self) -> "StallLimits":
         """The limits for stuck calls, for the watchdog."""
-        from serve.engine.watchdog import StallLimits  # with the engine: `--help` needs neither
+        from serve.engine.engine import StallLimits
 
         return StallLimits(self.stall_s, self.stall_unknown_s, self.stall_exit_s)
 

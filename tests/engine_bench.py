@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.catalog import Catalog
 from serve.engine.classify import Classification
-from serve.engine.engine import Engine
+from serve.engine.engine import Engine, StallLimits
 from serve.engine.job import (
     ClassifiedEvent,
     Event,
@@ -21,7 +21,6 @@ from serve.engine.job import (
 )
 from serve.engine.sampling import Sampling
 from serve.engine.search import Translation
-from serve.engine.watchdog import StallLimits
 from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import ServeError
 from serve.metrics import Metrics

@@ -1,6 +1,8 @@
-"""Reading request bodies, within limits on size and time, and checking them against a schema.
+"""Bodies of requests and answers: the fields that dialects share, and how bodies are read.
 
-Every problem becomes an error that names the field and says what to send instead.
+Every problem becomes an error that names the field and says what to send instead. Answers that
+every request makes are typed dictionaries: they are several times faster to make and write than
+pydantic models.
 """
 
 import asyncio
@@ -14,15 +16,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final, get_args, get_origin
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, final, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+from pydantic.config import JsonDict
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import Request
+from typing_extensions import TypedDict
 
-from serve.api.submission import ClientGone, watch_disconnect
+from serve.budget import BudgetRequest, Decision, Reason
+from serve.bundle import Method, Metric
 from serve.engine.engine import Engine
 from serve.engine.job import Deadline
+from serve.engine.sampling import MAX_SEED
 from serve.errors import (
     BadRequest,
     DeadlineLapsed,
@@ -32,8 +44,351 @@ from serve.errors import (
     RequestTimeout,
     ServeError,
 )
-from serve.middleware import SERVED_KEY
+from serve.exchange import ClientGone, Exchange
+from serve.inputs.rows import MAX_INPUTS, Items, Text
 from serve.settings import Settings
+
+METRIC = "`loss` (nats per token, lower is better), `accuracy`, or `bleu` (0 to 100)."
+
+
+class Answer(BaseModel):
+    """A part of a response."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Expected(TypedDict):
+    """Measured quality of the step count that was used, and of the full step count."""
+
+    metric: Annotated[Metric, Field(description=METRIC)]
+    value: Annotated[
+        float, Field(description="Quality at the steps that were used, measured on held-out data.")
+    ]
+    full_value: Annotated[
+        float, Field(description="Quality at the full step count, measured on the same data.")
+    ]
+
+
+class Budget(TypedDict):
+    """The work that was done for the answer."""
+
+    steps: Annotated[int, Field(description="Steps taken.")]
+    method: Annotated[Method, Field(description="Integration method of a step.")]
+    nfe: Annotated[
+        int, Field(description="Evaluations of the model's velocity in those steps: the true cost.")
+    ]
+    reason: Annotated[
+        Reason,
+        Field(
+            description="Why this step count: `exact` (the request set `steps`), `effort`, "
+            "`disagreement` (`max_disagreement`), `deadline` (`deadline_ms`), "
+            "`load` (fewer than usual, because the server was busy) or `default`."
+        ),
+    ]
+    full_steps: Annotated[int, Field(description="Largest step count on the model's ladder.")]
+    expected: Annotated[
+        Expected,
+        Field(
+            description="Measured quality at these steps. For an early answer: the quality at "
+            "full steps, from which it differs at most as often as "
+            "`max_disagreement` says."
+        ),
+    ]
+    max_disagreement: NotRequired[
+        Annotated[
+            float,
+            Field(
+                description="Certified level that was applied: the largest share of answers "
+                "that differ from those at full steps. Left out if no answer could "
+                "stop early."
+            ),
+        ]
+    ]
+
+
+def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
+    """The budget of this decision; `evaluations` if the row took fewer than its rung has."""
+    rung, full = decision.rung, decision.full
+    nfe = rung.nfe if evaluations is None else evaluations
+    budget: Budget = {
+        "steps": rung.steps * nfe // rung.nfe,
+        "method": rung.method,
+        "nfe": nfe,
+        "reason": decision.reason,
+        "full_steps": full.steps,
+        "expected": {
+            "metric": rung.quality.metric,
+            "value": rung.quality.value,
+            "full_value": full.quality.value,
+        },
+    }
+    if decision.level is not None:
+        budget["max_disagreement"] = decision.level.max_disagreement
+    return budget
+
+
+class Timing(TypedDict):
+    """Where the time went, in milliseconds."""
+
+    queue_ms: Annotated[
+        float, Field(description="Waiting in the queue, until the first model call.")
+    ]
+    compute_ms: Annotated[
+        float, Field(description="From the start of the first model call to the end of the last.")
+    ]
+    total_ms: Annotated[float, Field(description="From the arrival of the request to this answer.")]
+
+
+def server_timing(timing: Timing) -> tuple[bytes, bytes]:
+    """The Server-Timing header, which browsers show."""
+    queue_ms, compute_ms, total_ms = timing.values()
+    said = f"queue;dur={queue_ms}, compute;dur={compute_ms}, total;dur={total_ms}"
+    return b"server-timing", said.encode()
+
+
+class TokenLabel(TypedDict):
+    """A part of the text and its label: a character, or a word between spaces."""
+
+    text: Annotated[
+        str, Field(description="The character or word. A word has the label of its first token.")
+    ]
+    start: Annotated[
+        int, Field(description="Start in the input, in characters (Unicode code points).")
+    ]
+    end: Annotated[int, Field(description="End in the input: the index behind its last character.")]
+    label: Annotated[str, Field(description="Most likely label.")]
+    score: Annotated[float, Field(description="Probability that the model gives this label.")]
+
+
+class Usage(Answer):
+    """Tokens read and written."""
+
+    prompt_tokens: int = Field(description="Tokens in the prompt.")
+    completion_tokens: int = Field(description="Tokens in the answer.")
+    total_tokens: int = Field(description="Sum of both.")
+
+
+class Health(Answer):
+    """The server is healthy. If not, the answer is an error."""
+
+    status: str = Field(description="`live` or `ready`.")
+
+
+class Problem(BaseModel):
+    """What went wrong, and what to do about it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    code: str = Field(description="Error code for programs; it does not change between releases.")
+    message: str = Field(description="Message for people: what is wrong and what to do.")
+    param: str | None = Field(description="The field that caused the error, if one did.")
+
+
+class ErrorResponse(Answer):
+    """The body of every error."""
+
+    error: Problem = Field(description="What went wrong.")
+
+
+# Request fields.
+
+
+MAX_LOGPROBS = 5
+MAX_BEAMS = 8
+DEFAULT_MAX_TOKENS = 128
+MAX_DEADLINE_MS = 3_600_000.0
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+_EXAMPLES_CLASSIFY: list[JsonDict] = [
+    {"input": "A film that stays with you.", "steps": 2},
+    {"model": "logic", "input": "..3.6..5...4..2.5......3.6..1....4..", "steps": 8, "trace": True},
+    {"input": {"image": [[0, 64, 255], [0, 128, 255], [0, 64, 255]]}, "top_k": 3},
+    {"input": {"image": "data:image/png;base64,iVBORw0KGgo..."}, "effort": "low"},
+    {"input": {"points": [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.5]]}},
+]
+_EXAMPLES_GENERATE: list[JsonDict] = [
+    {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
+    {"prompt": "Ein Hund läuft über den Strand.", "num_beams": 4},
+]
+
+
+def whole(value: Any) -> Any:
+    """JSON has only numbers: 4.0 is the integer 4, and some languages write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class BudgetFields(BaseModel):
+    """How much work a request should get. Without any of these fields: the model's default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    model: str | None = Field(
+        None,
+        max_length=200,
+        description="Name of the model. Default: the first served model with this task.",
+    )
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="Use exactly this many steps, which must be on the model's ladder. The "
+        "server never changes it. Cannot be combined with effort.",
+    )
+    effort: Literal["low", "medium", "high", "max"] | None = Field(
+        None,
+        description="A named step count. Every model takes all four words: one that its ladder "
+        "does not name means the nearest one that it does. Cannot be combined with steps.",
+    )
+    deadline_ms: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_DEADLINE_MS,
+        description="Time for the whole answer, counted from the arrival of the request. The "
+        "server uses the most steps predicted to finish in time. 422 if even an "
+        "idle server would be too slow, 429 if the queue is too long, 504 if the "
+        "time passes after the request was accepted. steps or effort, if sent, are "
+        "kept.",
+    )
+    min_steps: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Smallest step count that the server may choose."
+    )
+    max_steps: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Largest step count that the server may choose."
+    )
+    max_disagreement: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Stop early when the answer is certain enough: the largest share of answers "
+        "that may differ from those at full steps. Only for models that were "
+        "calibrated for it. Cannot be combined with steps or effort.",
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return whole(value)
+
+    @property
+    def budget_request(self) -> BudgetRequest:
+        return BudgetRequest(
+            self.steps,
+            self.effort,
+            self.max_disagreement,
+            self.deadline_ms,
+            self.min_steps,
+            self.max_steps,
+        )
+
+
+class ClassifyRequest(BudgetFields):
+    """Texts, images or clouds of points to label."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_CLASSIFY]})
+
+    input: Items = Field(
+        description="A text, an image or a cloud of points, as `input` of /v1/models says for "
+        f"the model; or a list of up to {MAX_INPUTS}, each with a result of its own. "
+        "Without `model`, the first served model for this kind of input answers."
+    )
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        description="How many labels to return with their scores, at most the number of labels "
+        "of the model. Default: up to 5. Not for a model that labels tokens, which "
+        "gives one label per token.",
+    )
+    trace: bool | None = Field(
+        False,
+        description="Also return what the model would have answered after each step. Only for "
+        "models that the server runs step by step.",
+    )
+    truncate: bool | None = Field(
+        True,
+        description="Cut a text that is too long for the model, as in training. If false, such "
+        "a text gets 422. No effect on images and points.",
+    )
+
+
+class GenerateRequest(BudgetFields):
+    """A prompt to continue, or a text to translate."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_GENERATE]})
+
+    prompt: Text = Field(
+        description="The text to continue or translate. It must fit the model's window, in "
+        "tokens; a text to translate is never cut. When prompt and answer outgrow "
+        "the window, generation goes on from the last half of the window."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}; the server's "
+        "--max-tokens is the limit. A translation also ends at the model's own "
+        "limit, `target_max_tokens`.",
+    )
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_BEAMS,
+        description="Beam search, for translation only: number of beams. The answer is the beam "
+        "with the highest mean log-probability per token; 1 is greedy. Not random, "
+        "so temperature must be 0 or left out. With `stream` the answer comes in "
+        "one piece.",
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0.0,
+        le=2.0,
+        description="0 always takes the most likely token; higher values are more varied. "
+        "Default: 1 to continue a prompt, 0 to translate.",
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="Sample only from the k most likely tokens, after temperature."
+    )
+    top_p: float | None = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Sample only from the most likely tokens that together have this "
+        "probability, after temperature and top_k.",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SEED,
+        description="The same seed and steps give the same answer. If left out, a random seed "
+        "is used and returned.",
+    )
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
+        None,
+        description="A stop string, or up to 4. The answer ends before the first one that occurs.",
+    )
+    stream: bool | None = Field(
+        False,
+        description="Stream each token as a server-sent event, then exactly one event `done` or "
+        "`error`.",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return the log-probability of each token, and of this many of the most "
+        "likely tokens. They are the model's own, before temperature, top_k and "
+        "top_p.",
+    )
+
+    def limit(self, most: int) -> int:
+        """Most tokens to generate: as asked, else the default, at most the server's limit."""
+        return min(DEFAULT_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
 
 # Error messages for fields.
 
@@ -91,7 +446,6 @@ LONG_CHARACTERS = 4_000
 LARGE_BODY_BYTES = 2**15
 # Memory of all that waits here, unless a single request is larger.
 UNREAD_BYTES = 2**28
-WEIGHT_KEY = "stepdial.weight"  # memory of a request until it has been read
 # Weight of the newest time in the moving average.
 _NEWEST = 0.2
 _TRY_AGAIN_S = 1.0
@@ -192,15 +546,15 @@ class Reader:
         """Requests being checked or read."""
         return self._checks.running + self._reads.running
 
-    async def checked(self, request: Request, body: bytes, work: Callable[[], T]) -> T:
+    async def checked(self, exchange: Exchange, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work` on a body."""
         if len(body) <= LARGE_BODY_BYTES:
             return work()
-        return await self._turn(self._checks, request, work, len(body), None)
+        return await self._turn(self._checks, exchange, work, len(body), None)
 
     async def read(
         self,
-        request: Request,
+        exchange: Exchange,
         characters: int | None,
         deadline: Deadline | None,
         work: Callable[[], T],
@@ -211,8 +565,7 @@ class Reader:
         """
         if characters is not None and characters <= LONG_CHARACTERS:
             return work()
-        weight: int = request.scope.get(WEIGHT_KEY, 0)
-        return await self._turn(self._reads, request, work, weight, deadline)
+        return await self._turn(self._reads, exchange, work, exchange.weight, deadline)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -222,7 +575,7 @@ class Reader:
     async def _turn(
         self,
         worker: _ReaderThread,
-        request: Request,
+        exchange: Exchange,
         work: Callable[[], T],
         weight: int,
         deadline: Deadline | None,
@@ -232,7 +585,7 @@ class Reader:
         outcome: asyncio.Future[T] = loop.create_future()
         turn = _Waiting(work, weight, outcome)
         worker.add(turn)
-        unwatch = watch_disconnect(request, partial(_fail, outcome, ClientGone()))
+        unwatch = exchange.watch(partial(_fail, outcome, ClientGone()))
         timer = None
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())
@@ -240,9 +593,8 @@ class Reader:
         try:
             return await outcome
         except DeadlineLapsed:
-            model = request.scope[SERVED_KEY][0]
-            self._engine.metrics.deadlines.labels(model).inc()
-            self._engine.metrics.lapsed.labels(model).inc()
+            self._engine.metrics.deadlines.labels(exchange.model).inc()
+            self._engine.metrics.lapsed.labels(exchange.model).inc()
             raise
         except ClientGone:
             self._engine.metrics.cancelled.inc()
@@ -272,8 +624,6 @@ def _fail(outcome: "asyncio.Future[Any]", error: Exception) -> None:
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-# Returns a body that arrived whole; None if the client has disconnected.
-WHOLE_BODY_KEY = "stepdial.whole_body"
 MAX_SHOWN = 80
 # Per body. The largest documented chat has fewer; more is an attack.
 MAX_OBJECTS = 8192
@@ -289,14 +639,14 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 
 
-async def read_json(request: Request, schema: type[BodyT], reader: Reader) -> BodyT:
+async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> BodyT:
     """The body, checked against the schema, whatever content type the client claims."""
-    body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
-    return await checked_json(request, body, schema, reader, explain)
+    body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    return await checked_json(exchange, body, schema, reader, explain)
 
 
 async def checked_json(
-    request: Request,
+    exchange: Exchange,
     body: bytes,
     schema: type[BodyT],
     reader: Reader,
@@ -304,10 +654,8 @@ async def checked_json(
 ) -> BodyT:
     """A JSON body checked against the schema; `explain` makes the error."""
     # Numbers in lists need more memory than their text. Texts do not, even if they contain commas.
-    request.scope[WEIGHT_KEY] = (
-        len(body) + _LIST_BYTES * body.count(b"[") + _ELEMENT_BYTES * body.count(b",")
-    )
-    return await reader.checked(request, body, partial(parse, body, schema, explain))
+    exchange.weight = len(body) + _LIST_BYTES * body.count(b"[") + _ELEMENT_BYTES * body.count(b",")
+    return await reader.checked(exchange, body, partial(parse, body, schema, explain))
 
 
 def parse(
@@ -392,20 +740,19 @@ def _no_collection(large: bool) -> Iterator[None]:
         gc.enable()
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
-    headers = dict(request.scope["headers"])
+    headers = exchange.headers
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise BadRequest("the body is compressed: send it without content-encoding")
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
-    take: Callable[[], bytes | None] | None = request.scope.get(WHOLE_BODY_KEY)
-    if take is not None:
-        return _fitting(take(), max_bytes)
+    if exchange.connection is not None and exchange.has_body:
+        return _fitting(exchange.connection.take_body(), max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _chunks(request, max_bytes)
+            return await _chunks(exchange, max_bytes)
     except TimeoutError:
         raise RequestTimeout(
             f"the body did not arrive within {timeout_s:g} s: send it at once"
@@ -420,11 +767,12 @@ def _fitting(body: bytes | None, max_bytes: int) -> bytes:
     return body
 
 
-async def _chunks(request: Request, max_bytes: int) -> bytes:
+async def _chunks(exchange: Exchange, max_bytes: int) -> bytes:
+    assert exchange.receive is not None
     chunks: list[bytes] = []
     size = 0
     while True:
-        message = await request.receive()
+        message = await exchange.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk = message.get("body", b"")

@@ -8,31 +8,24 @@ import numpy as np
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
-from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import Budget, BudgetFields, Timing, budget_of, server_timing
+from serve.api.body import Budget, BudgetFields, Reader, Timing, budget_of, read_json, server_timing
 from serve.api.openai import OPENAI_PROBLEMS
 from serve.api.submission import (
     LazyList,
+    Submission,
     answer_of,
     check_count,
-    deadline_of,
-    decide_budget,
-    labelled,
-    refuse_early,
     takes,
-    timing,
 )
-from serve.budget import Decision
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Tags
 from serve.errors import InvalidField, NoEmbeddings
-from serve.inputs.rows import InputRow, read_items
-from serve.inputs.values import MAX_INPUTS, Texts
+from serve.exchange import Exchange, Route, ThisExchange
+from serve.inputs.rows import MAX_INPUTS, InputRow, Texts, read_items
 from serve.runtime.protocol import FloatArray
 from serve.settings import Settings
 
@@ -105,7 +98,7 @@ class EmbeddingResponse(TypedDict):
 
 def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(tags=["openai"], route_class=Route)
 
     @router.post(
         "/v1/embeddings",
@@ -115,21 +108,21 @@ def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
         responses=OPENAI_PROBLEMS,
         openapi_extra=takes(EmbeddingRequest),
     )
-    async def embeddings(request: Request) -> Response:
-        asked = await read_json(request, EmbeddingRequest, reader)
+    async def embeddings(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, EmbeddingRequest, reader)
         served = embedder(engine.catalog, asked.model)
         _check_dimensions(asked.dimensions, served)
-        decision = _decide(request, served, asked)
+        submission = _submission(exchange, engine, served, asked)
         check_count(asked.input, settings.max_inputs)
-        refuse_early(request, engine, served, asked, decision, len(asked.input))
+        submission.refuse_early(len(asked.input))
         inputs = await reader.read(
-            request,
+            exchange,
             sum(len(item.value) for item in asked.input),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: read_items(asked.input, served.manifest, served.text, truncate=True),
         )
-        event = await labelled(request, engine, served, asked, decision, inputs, embeds=True)
-        spent = timing(request, engine, event.span)
+        event = await submission.classify(inputs, embeds=True)
+        spent = submission.timing(event.span)
         vectors = unit_vectors(event)
         body = {
             "object": "list",
@@ -137,7 +130,7 @@ def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
             "data": LazyList(_items(vectors, event.steps, asked.encoding_format == "base64")),
             "usage": _usage(inputs),
             "stepdial": {
-                "budget": budget_of(decision.served_at(min(event.steps))),
+                "budget": budget_of(submission.decision.served_at(min(event.steps))),
                 "timing": spent,
                 "truncated": [index for index, one in enumerate(inputs) if one.truncated],
             },
@@ -183,15 +176,19 @@ def _check_dimensions(dimensions: int | None, served: Served) -> None:
         )
 
 
-def _decide(request: Request, served: Served, asked: EmbeddingRequest) -> Decision:
-    """The steps of all texts. Only a deadline lets the server choose: stored vectors must fit."""
+def _submission(
+    exchange: Exchange, engine: Engine, served: Served, asked: EmbeddingRequest
+) -> Submission:
+    """With the steps of all texts. Only a deadline lets the server choose: vectors must fit."""
     if asked.max_disagreement is not None:
         raise InvalidField(
             "max_disagreement is about labels, and says nothing of vectors: send steps or effort",
             param="max_disagreement",
         )
-    decision = decide_budget(request, served, asked)
-    return decision if asked.deadline_ms is not None else decision._replace(choices=())
+    submission = Submission.of(exchange, engine, served, asked)
+    if asked.deadline_ms is None:
+        submission.decision = submission.decision._replace(choices=())
+    return submission
 
 
 def unit_vectors(event: ClassifiedEvent) -> FloatArray:

@@ -7,11 +7,9 @@ from typing import Any, Literal, Self
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import METRIC, Answer, Health
+from serve.api.body import METRIC, Answer, Health, Reader, read_json
 from serve.api.submission import answer, problems, takes
 from serve.budget import efforts_of
 from serve.bundle import (
@@ -33,6 +31,7 @@ from serve.engine.classify import COST_MARGIN
 from serve.engine.engine import Engine
 from serve.engine.job import Kind, LaneKey
 from serve.errors import AdminOff, NotReady, Unauthorized
+from serve.exchange import Exchange, Route, ThisExchange
 from serve.keys import Keys
 from serve.loading import Loading
 from serve.middleware import secret_of
@@ -211,7 +210,7 @@ _UNKNOWN = problems(e404="No model with this name is served.")
 
 def model_routes(engine: Engine) -> APIRouter:
     """The routes, for an engine."""
-    router = APIRouter(tags=["models"])
+    router = APIRouter(tags=["models"], route_class=Route)
 
     @router.get(
         "/v1/models",
@@ -427,7 +426,7 @@ _LOAD_PROBLEMS = problems(
 
 def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
-    router = APIRouter(tags=["admin"])
+    router = APIRouter(tags=["admin"], route_class=Route)
 
     @router.get(
         "/admin/models",
@@ -436,8 +435,8 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
         response_description="Models that are served, and models that are leaving.",
         responses=_KEY_PROBLEMS,
     )
-    async def loaded(request: Request) -> Response:
-        _check_key(request, keys)
+    async def loaded(exchange: ThisExchange) -> Response:
+        _check_key(exchange, keys)
         serving = [LoadedModel.of(served, "serving") for served in engine.catalog]
         leaving = [LoadedModel.of(served, "leaving") for served in engine.leaving]
         return answer(LoadedModels(models=serving + leaving))
@@ -451,9 +450,9 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
         responses={**_KEY_PROBLEMS, **_LOAD_PROBLEMS},
         openapi_extra=takes(LoadRequest),
     )
-    async def load(request: Request) -> Response:
-        _check_key(request, keys)
-        asked = await read_json(request, LoadRequest, reader)
+    async def load(exchange: ThisExchange) -> Response:
+        _check_key(exchange, keys)
+        asked = await read_json(exchange, LoadRequest, reader)
         change = await loading.load(loading.allowed(asked.bundle))
         return answer(
             LoadResponse(
@@ -472,22 +471,22 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
         response_description="The model gets no new requests; running ones finish.",
         responses={**_KEY_PROBLEMS, **_UNKNOWN},
     )
-    async def unload(request: Request, name: str) -> Response:
-        _check_key(request, keys)
+    async def unload(exchange: ThisExchange, name: str) -> Response:
+        _check_key(exchange, keys)
         served = await loading.unload(name)
         return answer(UnloadResponse(unloaded=LoadedModel.of(served, "leaving")))
 
     return router
 
 
-def _check_key(request: Request, keys: Keys) -> None:
+def _check_key(exchange: Exchange, keys: Keys) -> None:
     """AdminOff if no admin key is set, Unauthorized if the request has none that is known."""
-    if not keys:
+    if not keys.in_use:
         raise AdminOff(
             f"the admin routes are off: set {ADMIN_KEY_VARIABLE} to a key of your own, or name a "
             "file with --admin-keys-file, and start the server again"
         )
-    secret = secret_of(request.scope["headers"])
+    secret = secret_of(exchange.header_list)
     holder = None if secret is None else keys.holder_of(secret)
     if holder is None:
         raise Unauthorized(
@@ -503,7 +502,7 @@ def _check_key(request: Request, keys: Keys) -> None:
 
 def health_routes(engine: Engine) -> APIRouter:
     """The routes, for an engine."""
-    router = APIRouter(tags=["operations"])
+    router = APIRouter(tags=["operations"], route_class=Route)
 
     @router.get(
         "/health/live",

@@ -3,29 +3,24 @@
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import (
-    Alternative,
+from serve.api.body import (
+    Answer,
     Budget,
     ClassifyRequest,
-    ClassifyResponse,
-    ClassifyResult,
-    DoneChunk,
     GenerateRequest,
-    GenerateResponse,
-    LabelScore,
-    Readout,
-    TagResult,
+    Reader,
     Timing,
-    TokenChunk,
-    TokenScore,
+    TokenLabel,
     Usage,
     budget_of,
+    read_json,
     server_timing,
 )
 from serve.api.submission import (
@@ -42,17 +37,11 @@ from serve.api.submission import (
     check_beams,
     check_count,
     check_max_tokens,
-    deadline_of,
-    decide_budget,
     drawn_seed,
     entries_of,
     filled,
-    labelled,
     ranked,
-    refuse_early,
-    request_id,
     takes,
-    timing,
     token_labels,
     wish_of,
 )
@@ -69,8 +58,171 @@ from serve.engine.job import (
     TokenEvent,
 )
 from serve.errors import InvalidField
+from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
+
+# Shapes of answers.
+
+
+_FINISH = (
+    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
+    "generated."
+)
+
+
+class LabelScore(TypedDict):
+    """A label and how likely it is."""
+
+    label: Annotated[str, Field(description="One of the model's labels.")]
+    score: Annotated[float, Field(description="Probability that the model gives it.")]
+
+
+class ClassifyResult(TypedDict):
+    """The answer for one input."""
+
+    label: Annotated[str, Field(description="Most likely label.")]
+    score: Annotated[float, Field(description="Probability that the model gives it.")]
+    top: Annotated[
+        list[LabelScore], Field(description="Most likely labels, the most likely first.")
+    ]
+    truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[
+            list["Readout"],
+            Field(
+                description="What the model would have answered after "
+                "each step, if `trace` was set."
+            ),
+        ]
+    ]
+
+
+class TagResult(TypedDict):
+    """The answer for one text of a model that labels each token."""
+
+    tokens: Annotated[
+        list[TokenLabel],
+        Field(
+            description="Every character for a model that labels characters, else every word, "
+            "in order."
+        ),
+    ]
+    text: NotRequired[
+        Annotated[
+            str,
+            Field(
+                description="The input with each character replaced by its label, for a model "
+                "whose labels are characters: a filled-in puzzle, for example."
+            ),
+        ]
+    ]
+    truncated: Annotated[
+        bool,
+        Field(
+            description="Whether the text was cut to fit the model. The part cut off has no labels."
+        ),
+    ]
+    budget: Annotated[Budget, Field(description="The work that was done.")]
+    trace: NotRequired[
+        Annotated[
+            list["Readout"],
+            Field(
+                description="What the model would have answered after "
+                "each step, if `trace` was set."
+            ),
+        ]
+    ]
+
+
+class Readout(TypedDict):
+    """What the model would have answered after a step."""
+
+    steps: Annotated[int, Field(description="Steps taken so far.")]
+    labels: Annotated[
+        list[str],
+        Field(
+            description="Most likely label of each entry of `tokens`; for a classifier, one label."
+        ),
+    ]
+    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
+    text: NotRequired[
+        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
+    ]
+
+
+class ClassifyResponse(TypedDict):
+    """One result for each input, in the same order."""
+
+    id: Annotated[str, Field(description="Id of the request, also in the header x-request-id.")]
+    model: Annotated[str, Field(description="The model that answered.")]
+    results: Annotated[
+        list[ClassifyResult] | list[TagResult],
+        Field(
+            description="One result per input, in order. Results have `tokens` if the model's "
+            "task is `tag`."
+        ),
+    ]
+    timing: Annotated[Timing, Field(description="Where the time went.")]
+
+
+class Alternative(Answer):
+    """A token that could have been chosen."""
+
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
+
+
+class TokenScore(Answer):
+    """Log-probability of a token of the answer, and of its alternatives."""
+
+    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
+    logprob: float = Field(description="Log-probability that the model gives it.")
+    top: list[Alternative] = Field(description="Most likely tokens, the most likely first.")
+
+
+class GenerateResponse(Answer):
+    """The text that continues the prompt, or translates it."""
+
+    id: str = Field(description="Id of the request, also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    text: str = Field(description="The answer, without the prompt and the stop string.")
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    seed: int = Field(description="Seed that was used. Send it to get this answer again.")
+    logprobs: list[TokenScore] | None = Field(
+        None, description="One entry per token of the answer, if `logprobs` was set."
+    )
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
+
+class TokenChunk(Answer):
+    """Data of an event without a name: one more token."""
+
+    index: int = Field(description="Index of the token in the answer, from 0.")
+    text: str = Field(
+        description="Text to append. Empty while a character is incomplete or a stop string may "
+        "have begun; a later event carries the text."
+    )
+    steps: int = Field(description="Steps taken for this token.")
+    logprob: TokenScore | None = Field(
+        None, description="Log-probability of the token, if `logprobs` was set."
+    )
+
+
+class DoneChunk(Answer):
+    """Data of the event `done`, the last one of a stream that succeeded."""
+
+    id: str = Field(description="Id of the request, also in the header x-request-id.")
+    model: str = Field(description="The model that answered.")
+    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    seed: int = Field(description="Seed that was used.")
+    usage: Usage = Field(description="Tokens read and written.")
+    budget: Budget = Field(description="The work that was done.")
+    timing: Timing = Field(description="Where the time went.")
+
 
 _STREAM_ABOUT = (
     "The answer. With `stream`: server-sent events, one without a name per token (TokenChunk), "
@@ -95,20 +247,20 @@ class AnswerWriter:
 
     def done(self, event: GeneratedEvent) -> DoneChunk:
         return DoneChunk(
-            id=request_id(self.submission.request),
+            id=self.submission.id,
             model=self.submission.served.name,
             finish_reason=event.finish_reason,
             seed=self.submission.wishes[0].sampling.seed,
             usage=self._usage(event),
             budget=budget_of(self.submission.decision),
-            timing=timing(self.submission.request, self.submission.engine, event.span),
+            timing=self.submission.timing(event.span),
         )
 
     def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
         """The fields of GenerateResponse, as a dictionary because it may be large."""
         wish = self.submission.wishes[0]
         return {
-            "id": request_id(self.submission.request),
+            "id": self.submission.id,
             "model": self.submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
@@ -133,7 +285,7 @@ class AnswerWriter:
 
 def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["inference"])
+    router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
         "/v1/generate",
@@ -145,23 +297,22 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         },
         openapi_extra=takes(GenerateRequest),
     )
-    async def generate(request: Request) -> Response:
-        asked = await read_json(request, GenerateRequest, reader)
+    async def generate(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, GenerateRequest, reader)
         tasks = WRITING if asked.num_beams is None else WRITING[::-1]
         served = engine.catalog.pick(asked.model, tasks)
-        decision = decide_budget(request, served, asked)
+        submission = Submission.of(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings)
         check_answer(1, max_tokens, asked.logprobs, settings)
         check_beams(asked, served)
         prompt = await reader.read(
-            request,
+            exchange,
             len(asked.prompt),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: served.codec.encode_prompt(asked.prompt),
         )
-        wish = wish_of(asked, served, prompt, drawn_seed(), max_tokens)
-        submission = Submission.of(request, engine, served, asked, decision, (wish,))
+        submission.generate((wish_of(asked, served, prompt, drawn_seed(), max_tokens),))
         return await _run(AnswerWriter(submission))
 
     return router
@@ -181,7 +332,7 @@ async def _run(writer: AnswerWriter) -> Response:
             )
     _, event = events[0]
     assert isinstance(event, GeneratedEvent)
-    spent = timing(writer.submission.request, writer.submission.engine, event.span)
+    spent = writer.submission.timing(event.span)
     return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
@@ -210,7 +361,7 @@ _DEFAULT_LABELS = 5
 
 def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["inference"])
+    router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
         "/v1/classify",
@@ -220,30 +371,28 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         responses=RUN_PROBLEMS,
         openapi_extra=takes(ClassifyRequest),
     )
-    async def classify(request: Request) -> Response:
-        asked = await read_json(request, ClassifyRequest, reader)
+    async def classify(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, ClassifyRequest, reader)
         served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
         manifest = served.manifest
-        decision = decide_budget(request, served, asked)
+        submission = Submission.of(exchange, engine, served, asked)
         top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
         _check_trace(asked, served)
         check_count(asked.input, settings.max_inputs)
         check_kinds(asked.input, manifest)
-        refuse_early(request, engine, served, asked, decision, len(asked.input))
+        submission.refuse_early(len(asked.input))
         inputs = await reader.read(
-            request,
+            exchange,
             _characters(asked),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
         )
-        event = await labelled(
-            request, engine, served, asked, decision, inputs, traced=asked.trace is True
-        )
-        spent = timing(request, engine, event.span)
+        event = await submission.classify(inputs, traced=asked.trace is True)
+        spent = submission.timing(event.span)
         response: ClassifyResponse = {
-            "id": request_id(request),
+            "id": submission.id,
             "model": served.name,
-            "results": _results(event, inputs, manifest, top, decision),
+            "results": _results(event, inputs, manifest, top, submission.decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))

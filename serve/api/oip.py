@@ -17,43 +17,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.api.body import (
-    WEIGHT_KEY,
-    Reader,
-    checked_json,
-    close_names,
-    describe_problem,
-    explain,
-    read_body,
-    shown,
-)
-from serve.api.fields import (
     METRIC,
     Answer,
     Budget,
     ClassifyRequest,
     GenerateRequest,
+    Reader,
     Timing,
     budget_of,
+    checked_json,
+    close_names,
+    describe_problem,
+    explain,
+    read_body,
     server_timing,
+    shown,
     whole,
 )
 from serve.api.models import check_ready
 from serve.api.submission import (
-    ReadyAnswer,
     Submission,
     answer,
     check_answer,
     check_beams,
     check_max_tokens,
     check_texts,
-    deadline_of,
-    decide_budget,
     drawn_seed,
-    labelled,
     ranked,
-    refuse_early,
-    request_id,
-    timing,
     token_labels,
     wish_of,
 )
@@ -74,8 +64,9 @@ from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span,
 from serve.engine.sampling import MAX_SEED
 from serve.engine.writing import GenerationRequest
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
-from serve.inputs.rows import InputRow, cloud_rows, image_rows, read_items
-from serve.inputs.values import Input, check_finite, number_rows
+from serve.exchange import Exchange, ReadyAnswer, Route, ThisExchange
+from serve.inputs.images import check_finite, number_rows
+from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
 from serve.settings import Settings
 
 # Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4
@@ -549,25 +540,26 @@ class InferBody:
     raw: Sequence[memoryview | None]
 
 
-async def read_inference(request: Request, reader: Reader) -> InferBody:
+async def read_inference(exchange: Exchange, reader: Reader) -> InferBody:
     """Parse a request body; BadRequest or InvalidField say what is wrong with it."""
-    body = await read_body(request, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
-    length = _header_length(request, len(body))
+    body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    length = _header_length(exchange, len(body))
     text = body if length is None else body[:length]
-    asked = await checked_json(request, text, InferRequest, reader, explain_request)
-    request.scope[WEIGHT_KEY] += len(body) - len(text)
+    asked = await checked_json(exchange, text, InferRequest, reader, explain_request)
+    exchange.weight += len(body) - len(text)
     binary = memoryview(body)[len(body) if length is None else length :]
     return InferBody(asked, _split(asked, binary, length is not None))
 
 
-def _header_length(request: Request, size: int) -> int | None:
+def _header_length(exchange: Exchange, size: int) -> int | None:
     """How many bytes of the body are JSON, if the client says so."""
-    lengths = request.headers.getlist(HEADER_LENGTH)
+    name = HEADER_LENGTH.encode()
+    lengths = [value for one, value in exchange.header_list if one == name]
     if not lengths:
         return None
     text = lengths[0].strip()
     # The length is checked first: int() of very long digit strings is slow.
-    if len(lengths) > 1 or not (text.isascii() and text.isdigit()) or len(text) > 20:
+    if len(lengths) > 1 or not text.isdigit() or len(text) > 20:
         raise BadRequest("Inference-Header-Content-Length must be one number of bytes")
     length = int(text)
     if length > size:
@@ -794,7 +786,7 @@ _NOT_READY = "The server is starting or shutting down, a model call is stuck, or
 
 def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
-    router = APIRouter(tags=["open inference protocol"])
+    router = APIRouter(tags=["open inference protocol"], route_class=Route)
 
     @router.get("/v2/", include_in_schema=False)
     @router.get(
@@ -893,13 +885,13 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
             }
         },
     )
-    async def index(request: Request) -> Response:
+    async def index(exchange: ThisExchange) -> Response:
         body = await read_body(
-            request, reader.settings.max_body_bytes, reader.settings.body_timeout_s
+            exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s
         )
         only_ready = False
         if body.strip():
-            asked = await checked_json(request, body, IndexRequest, reader, explain_request)
+            asked = await checked_json(exchange, body, IndexRequest, reader, explain_request)
             only_ready = asked.ready
         entries = [_entry(engine, served) for served in engine.catalog]
         listed = [one for one in entries if one.state == "READY" or not only_ready]
@@ -1093,7 +1085,7 @@ _GIVES: dict[int | str, dict[str, Any]] = {
 
 def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The routes, for an engine."""
-    router = APIRouter(tags=["open inference protocol"])
+    router = APIRouter(tags=["open inference protocol"], route_class=Route)
 
     @router.post(
         "/v2/models/{name}/versions/{version}/infer",
@@ -1102,17 +1094,17 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
         responses=_GIVES,
         openapi_extra=_TAKES,
     )
-    async def infer_version(request: Request, name: str, version: str) -> Response:
+    async def infer_version(exchange: ThisExchange, name: str, version: str) -> Response:
         find_version(engine, name, version)  # before the body is read
-        body = await read_inference(request, reader)
+        body = await read_inference(exchange, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
         InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
         wanted = wanted_outputs(body.asked, manifest)
-        submission = InferSubmission(request, engine, reader, served, body, wanted)
+        inference = Inference(exchange, engine, reader, served, body, wanted)
         if manifest.labelled:
-            return await submission.classify()
-        return await submission.write()
+            return await inference.classify()
+        return await inference.write()
 
     @router.post(
         "/v2/models/{name}/infer",
@@ -1121,17 +1113,17 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
         responses=_GIVES,
         openapi_extra=_TAKES,
     )
-    async def infer(request: Request, name: str) -> Response:
-        return await infer_version(request, name, VERSION)
+    async def infer(exchange: ThisExchange, name: str) -> Response:
+        return await infer_version(exchange, name, VERSION)
 
     return router
 
 
 @dataclass(frozen=True, slots=True)
-class InferSubmission:
+class Inference:
     """One request whose tensor the model can take."""
 
-    request: Request
+    exchange: Exchange
     engine: Engine
     reader: Reader
     served: Served
@@ -1141,18 +1133,17 @@ class InferSubmission:
     async def classify(self) -> Response:
         """Labels, scores and steps, per row."""
         asked = classify_request(self.body.asked.parameters)
-        decision = decide_budget(self.request, self.served, asked)
-        rows = self.body.asked.inputs[0].shape[0]
-        refuse_early(self.request, self.engine, self.served, asked, decision, rows)
+        submission = Submission.of(self.exchange, self.engine, self.served, asked)
+        submission.refuse_early(self.body.asked.inputs[0].shape[0])
         inputs = await self.reader.read(
-            self.request,
+            self.exchange,
             self._characters(),
-            deadline_of(self.request, asked),
+            submission.deadline,
             lambda: self._rows(asked.truncate is not False),
         )
-        event = await labelled(self.request, self.engine, self.served, asked, decision, inputs)
+        event = await submission.classify(inputs)
         budgets = [
-            budget_of(decision.served_at(steps), evaluations)
+            budget_of(submission.decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
         ]
         columns = self._labels(event, inputs)
@@ -1160,7 +1151,8 @@ class InferSubmission:
         texts = isinstance(self.served.manifest.input, TextInput)
         truncated = sum(one.truncated for one in inputs) if texts else None
         worst = min(budgets, key=lambda budget: budget["steps"])
-        response = self._answer(worst, event.span, columns, truncated=truncated)
+        spent = submission.timing(event.span)
+        response = self._answer(facts_of(worst, spent, truncated=truncated), spent, columns)
         self.engine.observe_answer(self.engine.clock() - event.span.ended_s)
         return response
 
@@ -1187,7 +1179,7 @@ class InferSubmission:
     async def write(self) -> Response:
         """A text per row, each generated by a job of its own."""
         asked = generate_request(self.body.asked.parameters, self.served.manifest.task)
-        decision = decide_budget(self.request, self.served, asked)
+        submission = Submission.of(self.exchange, self.engine, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
         check_max_tokens(max_tokens, self.reader.settings)
         rows = self.body.asked.inputs[0].shape[0]
@@ -1195,14 +1187,14 @@ class InferSubmission:
         check_answer(rows, max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
         prompts = await self.reader.read(
-            self.request, self._characters(), deadline_of(self.request, asked), self._prompts
+            self.exchange, self._characters(), submission.deadline, self._prompts
         )
         seed = drawn_seed() if asked.seed is None else asked.seed
         wishes = [
             _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
             for row, prompt in enumerate(prompts)
         ]
-        submission = Submission.of(self.request, self.engine, self.served, asked, decision, wishes)
+        submission.generate(wishes)
         events = await _all_written(submission)
         steps = submission.decision.steps
         columns: dict[str, Values] = {
@@ -1215,7 +1207,9 @@ class InferSubmission:
             min(event.span.started_s for event in events),
             max(event.span.ended_s for event in events),
         )
-        return self._answer(budget_of(submission.decision), span, columns, seed=seed)
+        spent = submission.timing(span)
+        facts = facts_of(budget_of(submission.decision), spent, seed=seed)
+        return self._answer(facts, spent, columns)
 
     def _characters(self) -> int | None:
         """At most how much text there is to read; None for images and points."""
@@ -1256,20 +1250,11 @@ class InferSubmission:
             return image_rows(numbers, tensor.datatype == "UINT8", spec, _WHERE)
         return cloud_rows(numbers)
 
-    def _answer(
-        self,
-        budget: Budget,
-        span: Span,
-        columns: Mapping[str, Values],
-        *,
-        truncated: int | None = None,
-        seed: int | None = None,
-    ) -> Response:
-        spent = timing(self.request, self.engine, span)
+    def _answer(self, facts: InferFacts, spent: Timing, columns: Mapping[str, Values]) -> Response:
         return written(
             self.served.name,
-            self.body.asked.id or request_id(self.request),
-            facts_of(budget, spent, truncated=truncated, seed=seed),
+            self.body.asked.id or self.exchange.id,
+            facts,
             self.wanted,
             columns,
             server_timing(spent),

@@ -14,26 +14,27 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     model_validator,
 )
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
-from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.api.body import Reader, read_json
-from serve.api.fields import (
+from serve.api.body import (
     DEFAULT_MAX_TOKENS,
     MAX_LOGPROBS,
     Answer,
     Budget,
     BudgetFields,
     Problem,
+    Reader,
     Stop,
     Timing,
     Usage,
     budget_of,
+    read_json,
     server_timing,
 )
 from serve.api.submission import (
@@ -48,17 +49,13 @@ from serve.api.submission import (
     check_answer,
     check_max_tokens,
     check_texts,
-    deadline_of,
-    decide_budget,
     drawn_seed,
     entries_of,
     event_of,
-    request_id,
     takes,
-    timing,
     wish_in,
 )
-from serve.budget import BudgetRequest, Decision
+from serve.budget import BudgetRequest
 from serve.bundle import Effort
 from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
@@ -66,8 +63,10 @@ from serve.engine.job import Event, FailedEvent, GeneratedEvent, ScoredToken, Sp
 from serve.engine.sampling import MAX_SEED
 from serve.engine.writing import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
+from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.chat import Messages
-from serve.inputs.values import MAX_TEXTS, Prompts
+from serve.inputs.rows import Text
+from serve.inputs.text import TextCodec
 from serve.middleware import error_body
 from serve.settings import Settings
 
@@ -613,6 +612,99 @@ class StreamOptions(BaseModel):
     )
 
 
+# Prompts of completions: one or several texts or lists of tokens.
+
+
+# Texts per request: as many as one batch decodes by default, so that they do not wait for each
+# other.
+MAX_TEXTS = 16
+# More than any model's window; the model's own limit is checked later.
+MAX_PROMPT_TOKENS = 2**17
+_PROMPTS_SAYS = "a string, or a list of tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, not read yet."""
+
+    value: str | tuple[int, ...]
+    param: str  # its place in the request
+
+    @property
+    def characters(self) -> int:
+        """The length of the text to encode."""
+        return len(self.value) if isinstance(self.value, str) else 0
+
+    def read(self, codec: TextCodec) -> list[int]:
+        """The tokens, if the model can read them."""
+        if isinstance(self.value, str):
+            return codec.encode_prompt(self.value, self.param)
+        return codec.check_prompt(self.value, self.param)
+
+    def text(self, codec: TextCodec) -> str:
+        """The text of the prompt."""
+        return self.value if isinstance(self.value, str) else codec.decode(list(self.value))
+
+
+def check_prompts(value: object) -> tuple[Prompt, ...]:
+    """The prompts of a request, in order; InvalidField if they are malformed."""
+    if not isinstance(value, list) or (value and _is_token(value[0])):
+        return (_prompt_of(value, "prompt", f"{_PROMPTS_SAYS}, or a list of these"),)
+    if not value:
+        raise InvalidField("prompt is an empty list: send at least 1 item", param="prompt")
+    if len(value) > MAX_TEXTS:
+        raise InvalidField(
+            f"prompt has {len(value)} items: send at most {MAX_TEXTS}", param="prompt"
+        )
+    return tuple(
+        _prompt_of(one, f"prompt[{index}]", _PROMPTS_SAYS) for index, one in enumerate(value)
+    )
+
+
+def _prompt_of(value: object, param: str, says: str) -> Prompt:
+    if isinstance(value, str):
+        if not value:
+            raise InvalidField(f"{param} is empty: send some text", param=param)
+        return Prompt(value, param)
+    if isinstance(value, list):
+        if not value:
+            raise InvalidField(f"{param} is empty: send at least 1 token", param=param)
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidField(
+                f"{param} has {len(value)} tokens: send at most {MAX_PROMPT_TOKENS}", param=param
+            )
+        if set(map(type, value)) == {int}:
+            return Prompt(tuple(value), param)
+        for index, token in enumerate(value):
+            if not _is_token(token):
+                raise InvalidField(
+                    f"{param}[{index}] must be a token, which is an integer",
+                    param=f"{param}[{index}]",
+                )
+        return Prompt(tuple(map(int, value)), param)
+    raise InvalidField(f"{param} must be {says}", param=param)
+
+
+def _is_token(value: object) -> bool:
+    if isinstance(value, float):
+        return value.is_integer()  # JSON has only numbers: 4.0 is the integer 4
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_Tokens = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+]
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(
+        check_prompts,
+        json_schema_input_type=Text
+        | _Tokens
+        | Annotated[list[Text | _Tokens], Field(min_length=1, max_length=MAX_TEXTS)],
+    ),
+]
+
+
 class OpenAIFields(BudgetFields):
     """A request in OpenAI's format, with the budget fields of this server."""
 
@@ -1002,8 +1094,8 @@ STREAM_ABOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAISubmission:
-    """A request of OpenAI's API that is ready to run."""
+class OpenAIAnswer:
+    """Runs a submission, and writes its answer in OpenAI's format."""
 
     submission: Submission
     response_format: ResponseFormat
@@ -1043,7 +1135,7 @@ class OpenAISubmission:
             self.head,
             len(self.submission.wishes),
             lambda events: self._tail(events, everything),
-            self.submission.request.url.path,
+            self.submission.exchange.path,
             self.counts,
         )
 
@@ -1068,7 +1160,7 @@ class OpenAISubmission:
         )
         report = DialReport(
             budget=budget_of(submission.decision),
-            timing=timing(submission.request, submission.engine, whole),
+            timing=submission.timing(whole),
             seed=submission.wishes[0].sampling.seed,
             choices=self._work(spans, chosen) if len(submission.wishes) > 1 else None,
         )
@@ -1091,28 +1183,29 @@ class OpenAISubmission:
         return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
 
-def submission_of(
-    request: Request,
-    engine: Engine,
-    served: Served,
+def _openai(
+    submission: Submission,
     asked: OpenAIFields,
-    decision: Decision,
     wishes: Sequence[GenerationRequest],
     prompts: int,
     response_format: ResponseFormat,
-) -> OpenAISubmission:
-    """A submission; where the server chooses the step count, it does so now."""
-    head = ResponseHead(response_format.prefix + request_id(request), int(time.time()), served.name)
-    submission = Submission.of(request, engine, served, asked, decision, wishes)
-    return OpenAISubmission(
+) -> OpenAIAnswer:
+    """What answers; where the server chooses the step count, it does so now."""
+    submission.generate(wishes)
+    head = ResponseHead(
+        response_format.prefix + submission.id, int(time.time()), submission.served.name
+    )
+    return OpenAIAnswer(
         submission, response_format, head, prompts, asked.answers, asked.counts_in_stream
     )
 
 
-def decide(request: Request, served: Served, asked: OpenAIFields) -> Decision:
-    """The budget decision for a request. Errors name the field that was sent."""
+def _submission(
+    exchange: Exchange, engine: Engine, served: Served, asked: OpenAIFields
+) -> Submission:
+    """A submission to this model. Errors name the field that was sent."""
     try:
-        return decide_budget(request, served, asked)
+        return Submission.of(exchange, engine, served, asked)
     except ImpossibleBudget as error:
         if error.param == "effort" and asked.reasoning_effort is not None:
             error.param = "reasoning_effort"
@@ -1171,7 +1264,7 @@ def _likelihood(event: GeneratedEvent) -> float:
 
 def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(tags=["openai"], route_class=Route)
 
     @router.post(
         "/v1/chat/completions",
@@ -1186,26 +1279,24 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
         },
         openapi_extra=takes(ChatRequest),
     )
-    async def chat(request: Request) -> Response:
-        asked = await read_json(request, ChatRequest, reader)
+    async def chat(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, ChatRequest, reader)
         served = engine.catalog.pick(asked.model, WRITING)
         _check_chats(served)
-        decision = decide(request, served, asked)
+        submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings, asked.limit_field)
         check_texts(asked.answers, settings)
         check_answer(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
         prompt = await reader.read(
-            request,
+            exchange,
             sum(len(message.content) for message in asked.messages),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: _prompt(asked, served),
         )
         wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)
         response_format = ChatFormat(asked.alternatives is not None)
-        return await submission_of(
-            request, engine, served, asked, decision, wishes, 1, response_format
-        ).respond()
+        return await _openai(submission, asked, wishes, 1, response_format).respond()
 
     return router
 
@@ -1230,7 +1321,7 @@ def _prompt(asked: ChatRequest, served: Served) -> list[int]:
 
 def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     """The route, for an engine."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(tags=["openai"], route_class=Route)
 
     @router.post(
         "/v1/completions",
@@ -1245,19 +1336,19 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
         },
         openapi_extra=takes(CompletionRequest),
     )
-    async def completions(request: Request) -> Response:
-        asked = await read_json(request, CompletionRequest, reader)
+    async def completions(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, CompletionRequest, reader)
         served = engine.catalog.pick(asked.model, WRITING)
-        decision = decide(request, served, asked)
+        submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_max_tokens(max_tokens, settings)
         texts = len(asked.prompt) * asked.candidates
         check_texts(texts, settings)
         check_answer(texts, max_tokens, asked.logprobs, settings)
         prompts = await reader.read(
-            request,
+            exchange,
             sum(prompt.characters for prompt in asked.prompt),
-            deadline_of(request, asked),
+            submission.deadline,
             lambda: [prompt.read(served.codec) for prompt in asked.prompt],
         )
         ranks = asked.candidates > asked.answers
@@ -1270,9 +1361,7 @@ def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> API
             0 if ranks and asked.logprobs is None else asked.logprobs,
         )
         response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
-        return await submission_of(
-            request, engine, served, asked, decision, wishes, len(prompts), response_format
-        ).respond()
+        return await _openai(submission, asked, wishes, len(prompts), response_format).respond()
 
     return router
 

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from serve.api.reference import EXAMPLE_URL, render
 from serve.errors import NotFound
+from serve.exchange import Route
 
 STYLE_FILE = Path(__file__).resolve().parent / "reference.css"
 _WEB = Path(__file__).resolve().parent.parent / "web"
@@ -70,7 +71,7 @@ class CachedFiles(StaticFiles):
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(include_in_schema=False, route_class=Route)
     files = CachedFiles(_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])

@@ -15,18 +15,10 @@ from typing import Any, Generic, TypeVar, final
 
 from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve.api.fields import (
-    Answer,
-    BudgetFields,
-    ErrorResponse,
-    GenerateRequest,
-    Timing,
-    TokenLabel,
-)
+from serve.api.body import Answer, BudgetFields, ErrorResponse, GenerateRequest, Timing, TokenLabel
 from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
@@ -50,20 +42,8 @@ from serve.engine.sampling import Sampling
 from serve.engine.search import Translation
 from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import InternalError, InvalidField, Unprocessable
-from serve.inputs.rows import InputRow, greatest_length, row_length
-from serve.inputs.values import Input
-from serve.middleware import (
-    ARRIVED_KEY,
-    COMPUTED_KEY,
-    ID_KEY,
-    JOBS_KEY,
-    REASON_KEY,
-    SERVED_KEY,
-    return_tokens,
-    spend_tokens,
-    steps_allowed,
-    use_model,
-)
+from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
+from serve.inputs.rows import Input, InputRow, greatest_length, row_length
 from serve.settings import Settings
 
 # What to generate, from a request.
@@ -143,7 +123,7 @@ def wish_in(options: GenerateOptions, served: Served, prompt: list[int]) -> Gene
     return GenerationRequest(
         prompt=prompt,
         max_tokens=options.max_tokens if limit is None else min(options.max_tokens, limit),
-        window=manifest.text_input.max_tokens if limit is None else limit,
+        window=served.codec.max_tokens if limit is None else limit,
         sampling=Sampling(
             temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
         ),
@@ -163,53 +143,10 @@ def positions_held(wish: GenerationRequest, served: Served) -> int:
     return min(len(wish.prompt) + wish.max_tokens, wish.window)
 
 
-# Disconnects, which our own connections report.
-
-
-DISCONNECT_KEY = "stepdial.disconnect"  # in the request's scope, if our own server runs
-
-
-class Disconnect:
-    """Tells watchers, once, that the client has disconnected."""
-
-    __slots__ = ("_gone", "_watchers")
-
-    def __init__(self) -> None:
-        self._gone = False
-        self._watchers: list[Callable[[], None]] = []
-
-    @property
-    def gone(self) -> bool:
-        return self._gone
-
-    def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
-        """Call `leave` when the client disconnects, or now if it has; the result ends the watch."""
-        if self._gone:
-            leave()
-            return _nothing
-        self._watchers.append(leave)
-        return lambda: self._watchers.remove(leave)
-
-    def happen(self) -> None:
-        """The client has disconnected."""
-        if not self._gone:
-            self._gone = True
-            for leave in [*self._watchers]:
-                leave()
-
-
-def _nothing() -> None:
-    pass
-
-
 # Waiting for the engine.
 
 
 EventT = TypeVar("EventT")
-
-
-class ClientGone(Exception):
-    """The client has disconnected: nobody is left to answer."""
 
 
 class EventQueue(Generic[EventT]):
@@ -255,28 +192,31 @@ class SubmittedJobs:
         engine: Engine,
         jobs: Sequence[Job],
         events: EventQueue[Any],
-        request: Request,
+        exchange: Exchange,
     ) -> None:
         self._engine = engine
         self._jobs = jobs
         self._queue = events
-        self._request = request
+        self._exchange = exchange
         self._timer: asyncio.TimerHandle | None = None
-        self._unwatch: Callable[[], object] = _nothing
+        self._unwatch: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
-        scope = self._request.scope
+        exchange, holder = self._exchange, self._exchange.holder
         for job in self._jobs:
-            job.request_id = scope[ID_KEY]
-        scope.setdefault(JOBS_KEY, []).extend(self._jobs)
-        tokens = sum(map(_tokens, self._jobs))
-        spend_tokens(scope, tokens)
-        try:
+            job.request_id = exchange.id
+        exchange.jobs.extend(self._jobs)
+        if holder is None:
             self._engine.submit(*self._jobs)
-        except BaseException:
-            return_tokens(scope, tokens)
-            raise
-        self._unwatch = watch_disconnect(self._request, self._queue.leave)
+        else:
+            tokens = sum(map(_tokens, self._jobs))
+            holder.spend_tokens(tokens)
+            try:
+                self._engine.submit(*self._jobs)
+            except BaseException:
+                holder.return_tokens(tokens)
+                raise
+        self._unwatch = exchange.watch(self._queue.leave)
         # The engine checks deadlines between its calls; this timer works even while a call is
         # stuck.
         deadline = self._jobs[0].deadline
@@ -288,30 +228,18 @@ class SubmittedJobs:
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._unwatch()
+        if self._unwatch is not None:
+            self._unwatch()
         for job in self._jobs:
             self._engine.cancel(job)
-        # Tokens that were reserved and not generated.
-        return_tokens(self._request.scope, sum(job.tokens_left * job.beams for job in self._jobs))
+        if self._exchange.holder is not None:  # tokens that were reserved and not generated
+            left = sum(job.tokens_left * job.beams for job in self._jobs)
+            self._exchange.holder.return_tokens(left)
 
 
 def _tokens(job: Job) -> int:
     """The tokens that a job reads, and generates at most, over all beams."""
     return sum(job.lengths) + job.tokens_left * job.beams
-
-
-def watch_disconnect(request: Request, leave: Callable[[], None]) -> Callable[[], object]:
-    """Call `leave` when the client disconnects; the result ends the watch."""
-    disconnect: Disconnect | None = request.scope.get(DISCONNECT_KEY)
-    if disconnect is None:  # with another server than ours
-        return asyncio.create_task(_await_disconnect(request, leave)).cancel
-    return disconnect.watch(leave)
-
-
-async def _await_disconnect(request: Request, leave: Callable[[], None]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    leave()
 
 
 # Server-sent events: an answer in pieces, then exactly one terminal event.
@@ -414,63 +342,7 @@ def event_of(data: str) -> bytes:
     return b"data: " + data.encode() + b"\n\n"
 
 
-# Whole answers. Every successful request makes one, so they skip the checks that the framework
-# makes for each header.
-
-
-class ReadyAnswer(Response):
-    """A 200 with this JSON."""
-
-    def __init__(self, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-        self.status_code = 200
-        self.body = body
-        self.background = None
-        self.raw_headers = [
-            (b"content-length", b"%d" % len(body)),
-            (b"content-type", b"application/json"),
-            *headers,
-        ]
-
-
 # Helpers that several routes share.
-
-
-def request_id(request: Request) -> str:
-    """The id of the request: its own, or a new one."""
-    return str(request.scope[ID_KEY])
-
-
-def decide_budget(request: Request, served: Served, asked: BudgetFields) -> Decision:
-    """The step count for a request, or those from which the server may choose."""
-    use_model(request.scope, served.users)
-    request.scope[SERVED_KEY] = (served.name, None)
-    return decide_within(asked.budget_request, served.manifest, steps_allowed(request.scope))
-
-
-def deadline_of(request: Request, asked: BudgetFields) -> Deadline | None:
-    """The deadline, counted from the arrival of the request."""
-    if asked.deadline_ms is None:
-        return None
-    return Deadline(request.scope[ARRIVED_KEY], asked.deadline_ms / 1000)
-
-
-def note_decision(request: Request, engine: Engine, served: Served, decision: Decision) -> None:
-    """Record which step count served the request, and why."""
-    request.scope[SERVED_KEY] = (served.name, decision.steps)
-    request.scope[REASON_KEY] = decision.reason
-    engine.metrics.decisions.labels(served.name, decision.reason, str(decision.steps)).inc()
-    if decision.reason == "load":
-        engine.metrics.degraded.labels(served.name).inc()
-
-
-def timing(request: Request, engine: Engine, span: Span) -> Timing:
-    """Where the time of the request went."""
-    request.scope[COMPUTED_KEY] = span.ended_s
-    return {
-        "queue_ms": round(span.queue_ms, 3),
-        "compute_ms": round(span.compute_ms, 3),
-        "total_ms": round((engine.clock() - request.scope[ARRIVED_KEY]) * 1000, 3),
-    }
 
 
 def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]) -> Response:
@@ -536,46 +408,115 @@ class RunningJobs:
         return {"server-timing": f"queue;dur={round((job.started_s - job.queued_s) * 1000, 3)}"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Submission:
-    """Texts to generate for a request, with everything that was decided."""
+    """A request in the engine: its model, what was decided for it, and how it runs."""
 
-    request: Request
+    exchange: Exchange
     engine: Engine
     served: Served
-    decision: Decision
-    wishes: Sequence[GenerationRequest]
-    deadline: Deadline | None
+    decision: Decision  # which steps serve it, or from which the server may choose
+    deadline: Deadline | None  # counted from the arrival of the request
+    wishes: Sequence[GenerationRequest] = ()  # the texts to generate
 
     @classmethod
     def of(
-        cls,
-        request: Request,
-        engine: Engine,
-        served: Served,
-        asked: BudgetFields,
-        decision: Decision,
-        wishes: Sequence[GenerationRequest],
+        cls, exchange: Exchange, engine: Engine, served: Served, asked: BudgetFields
     ) -> "Submission":
-        """A submission. If the server chooses the step count, it does so here."""
-        deadline = deadline_of(request, asked)
-        if len(decision.choices) > 1:
-            steps = engine.steps_for(
-                LaneKey(served.key, _kind(wishes[0]), decision.steps),
-                decision.step_choices,
+        """A submission to this model, with the budget that was asked."""
+        exchange.use(served.users)
+        exchange.model = served.name
+        most = None if exchange.holder is None else exchange.holder.key.max_steps
+        decision = decide_within(asked.budget_request, served.manifest, most)
+        deadline = None
+        if asked.deadline_ms is not None:
+            deadline = Deadline(exchange.arrived_s, asked.deadline_ms / 1000)
+        return cls(exchange, engine, served, decision, deadline)
+
+    @property
+    def id(self) -> str:
+        """The id of the request: its own, or a new one."""
+        return self.exchange.id
+
+    def timing(self, span: Span) -> Timing:
+        """Where the time of the request went."""
+        self.exchange.computed_s = span.ended_s
+        return {
+            "queue_ms": round(span.queue_ms, 3),
+            "compute_ms": round(span.compute_ms, 3),
+            "total_ms": round((self.engine.clock() - self.exchange.arrived_s) * 1000, 3),
+        }
+
+    def _note(self, decision: Decision) -> None:
+        """Record which step count serves the request, and why."""
+        steps, reason = decision.steps, decision.reason
+        self.exchange.steps, self.exchange.reason = steps, reason
+        self.engine.metrics.decisions.labels(self.served.name, reason, str(steps)).inc()
+        if reason == "load":
+            self.engine.metrics.degraded.labels(self.served.name).inc()
+
+    # Classification.
+
+    def refuse_early(self, rows: int) -> None:
+        """Refuse rows that cannot be classified in time, before they are read."""
+        if self.deadline is not None:
+            choices = self.decision.choices
+            least = choices[0].steps if choices else self.decision.steps
+            lengths = (greatest_length(self.served.manifest),) * rows
+            self.engine.check_early(self._lane(), least, lengths, self.deadline)
+
+    async def classify(
+        self, inputs: Sequence[InputRow], traced: bool = False, embeds: bool = False
+    ) -> ClassifiedEvent:
+        """Classify or embed these rows; raises the error if that fails."""
+        manifest = self.served.manifest
+        events: EventQueue[Event] = EventQueue()
+        rows = [one.row for one in inputs]
+        lane = self._lane()
+        job: Job = Job(
+            lane=lane._replace(traced=traced, embeds=embeds) if traced or embeds else lane,
+            work=Classification(rows, events.deliver),
+            lengths=tuple([row_length(row, manifest) for row in rows]),
+            may_pad=manifest.input.kind == "text",
+            deadline=self.deadline,
+            choices=self.decision.step_choices,
+        )
+        with SubmittedJobs(self.engine, (job,), events, self.exchange):
+            event = (await events.take())[0]
+        if isinstance(event, FailedEvent):
+            raise event.error
+        assert isinstance(event, ClassifiedEvent)
+        self._note(self.decision.served_at(min(event.steps)))
+        return event
+
+    def _lane(self) -> LaneKey:
+        """Rows with exact steps have a lane of their own; the others share one."""
+        served, decision = self.served, self.decision
+        if decision.choices:
+            return LaneKey(served.key, "classify", served.manifest.full_steps, late=True)
+        return LaneKey(served.key, "classify", decision.steps, decision.threshold)
+
+    # Generation.
+
+    def generate(self, wishes: Sequence[GenerationRequest]) -> None:
+        """These texts are to be generated. If the server chooses the step count, it does so now."""
+        self.wishes = wishes
+        if len(self.decision.choices) > 1:
+            steps = self.engine.steps_for(
+                LaneKey(self.served.key, _kind(wishes[0]), self.decision.steps),
+                self.decision.step_choices,
                 _size(wishes),
-                deadline,
+                self.deadline,
             )
-            decision = decision.served_at(steps)
-        return cls(request, engine, served, decision, wishes, deadline)
+            self.decision = self.decision.served_at(steps)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RunningJobs]:
         """The jobs in the engine. Leaving the block early cancels them."""
         events: EventQueue[TextEvent] = EventQueue()
         jobs = [self._job(wish, events.deliver, index) for index, wish in enumerate(self.wishes)]
-        with SubmittedJobs(self.engine, jobs, events, self.request):
-            note_decision(self.request, self.engine, self.served, self.decision)
+        with SubmittedJobs(self.engine, jobs, events, self.exchange):
+            self._note(self.decision)
             yield RunningJobs(events, jobs)
 
     def _job(
@@ -670,53 +611,6 @@ def check_count(inputs: Sequence[Input], max_inputs: int) -> None:
         )
 
 
-def refuse_early(
-    request: Request,
-    engine: Engine,
-    served: Served,
-    asked: BudgetFields,
-    decision: Decision,
-    rows: int,
-) -> None:
-    """Refuse a request whose rows cannot be classified in time, before its inputs are read."""
-    deadline = deadline_of(request, asked)
-    if deadline is not None:
-        least = decision.choices[0].steps if decision.choices else decision.steps
-        lengths = (greatest_length(served.manifest),) * rows
-        engine.check_early(_lane(served, decision), least, lengths, deadline)
-
-
-async def labelled(
-    request: Request,
-    engine: Engine,
-    served: Served,
-    asked: BudgetFields,
-    decision: Decision,
-    inputs: Sequence[InputRow],
-    traced: bool = False,
-    embeds: bool = False,
-) -> ClassifiedEvent:
-    """Classify or embed these rows; raises the error if that fails."""
-    manifest = served.manifest
-    events: EventQueue[Event] = EventQueue()
-    rows = [one.row for one in inputs]
-    job: Job = Job(
-        lane=_lane(served, decision)._replace(traced=traced, embeds=embeds),
-        work=Classification(rows, events.deliver),
-        lengths=tuple(row_length(row, manifest) for row in rows),
-        may_pad=manifest.input.kind == "text",
-        deadline=deadline_of(request, asked),
-        choices=decision.step_choices,
-    )
-    with SubmittedJobs(engine, (job,), events, request):
-        event = (await events.take())[0]
-    if isinstance(event, FailedEvent):
-        raise event.error
-    assert isinstance(event, ClassifiedEvent)
-    note_decision(request, engine, served, decision.served_at(min(event.steps)))
-    return event
-
-
 def ranked(scores: Sequence[float]) -> list[int]:
     """Indices of the labels, the most likely first."""
     return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
@@ -744,13 +638,6 @@ def filled(tags: Tags, one: InputRow, manifest: Manifest) -> str:
     for (start, _), label in zip(one.spans, tags.labels, strict=True):
         text[start] = labels[label]
     return "".join(text)
-
-
-def _lane(served: Served, decision: Decision) -> LaneKey:
-    """Rows with exact steps have a lane of their own; the others share one."""
-    if decision.choices:
-        return LaneKey(served.key, "classify", served.manifest.full_steps, late=True)
-    return LaneKey(served.key, "classify", decision.steps, decision.threshold)
 
 
 # Large answers. Their JSON is written in pieces on another thread while it is sent, so that only
@@ -821,10 +708,10 @@ class PiecewiseAnswer(Response):
         self._parts = written(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnect: Disconnect | None = scope.get(DISCONNECT_KEY)
+        exchange: Exchange = scope[EXCHANGE_KEY]
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         # Stops when the client disconnects.
-        while disconnect is None or not disconnect.gone:
+        while not exchange.gone:
             piece = await asyncio.to_thread(self._piece)
             await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
             if not piece:

@@ -1001,7 +1001,6 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 MAX_RUNGS = 64
 MAX_FILES = 1024
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_EDITION = "@"  # not allowed in names of models
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
@@ -1274,16 +1273,6 @@ _MANIFEST_KEYS = (
     "provenance",
     "files",
 )
-
-
-def model_key(name: str, edition: int) -> str:
-    """The key of a loaded model in a server; a model that replaces it has another key."""
-    return f"{name}{_EDITION}{edition}" if edition else name
-
-
-def model_name(key: str) -> str:
-    """The name in a key."""
-    return key.partition(_EDITION)[0]
 
 
 def check_name(name: object) -> None:

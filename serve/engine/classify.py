@@ -31,12 +31,21 @@ from serve.engine.job import (
     Tags,
     Work,
 )
-from serve.engine.loaded import Call, LoadedModel
-from serve.engine.sampling import softmax
-from serve.engine.shedding import LoadShedder
+from serve.engine.loaded import Call, LoadedModel, LoadShedder
+from serve.engine.sampling import ScoreArray
 from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.runtime import EarlyAnswers
 from serve.runtime.protocol import FloatArray, Row, RowArray
+
+
+def softmax(logits: FloatArray) -> ScoreArray:
+    """Probabilities (..., C) of logits (..., C), in float64."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
+
 
 _NO_NUMBERS = "the model's scores for this input are not finite numbers"
 

@@ -95,7 +95,7 @@ class Cost:
 
     def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The cost of one call; None if none like it was seen."""
-        parts = 1 if self._most_parts == 1 else count_parts(rows, self._most_parts)
+        parts = self._parts(rows)
         curves = self._curves
         curve = curves.get((cost_key, parts > 1)) or curves.get((cost_key, parts == 1))
         return None if curve is None else self._speed * curve.seconds(-(-rows // parts), length)
@@ -182,11 +182,15 @@ class Cost:
             known = searched
         return self.call_s(known, beams, length) or self.usual_s((key, "search")) or 0.0
 
+    def _parts(self, rows: int) -> int:
+        """How many parts a call of this many rows runs in."""
+        return 1 if self._most_parts == 1 else count_parts(rows, self._most_parts)
+
     def _curve(
         self, cost_key: CostKey, rows: int, length: int, seconds: float
     ) -> tuple["_CostCurve", int]:
         """The curve for calls of this many rows, and the rows in each of their parts."""
-        parts = count_parts(rows, self._most_parts)
+        parts = self._parts(rows)
         rows = -(-rows // parts)
         curve = self._curves.get((cost_key, parts > 1))
         if curve is None:

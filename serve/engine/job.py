@@ -11,7 +11,6 @@ from enum import Enum
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
-from serve.bundle.manifest import model_name
 from serve.errors import ServeError
 
 Kind = Literal["classify", "generate", "search"]
@@ -35,7 +34,7 @@ class LaneKey(NamedTuple):
     @property
     def name(self) -> str:
         """The model's name, as clients and metrics know it."""
-        return model_name(self.model)
+        return self.model.partition("@")[0]
 
 
 Turn = tuple[LaneKey, CallKind]

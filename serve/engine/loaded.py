@@ -28,10 +28,9 @@ from serve.engine.job import (
     in_requests,
     request_ids,
 )
-from serve.engine.shedding import LoadShedder
 from serve.errors import ModelFailure, ModelGone
 from serve.metrics import Metrics
-from serve.runtime import Batches, EarlyAnswers
+from serve.runtime import Batches, Classifier, EarlyAnswers
 from serve.runtime.protocol import RowArray, largest_row, largest_tokens
 
 _log = logging.getLogger("stepdial")
@@ -170,6 +169,54 @@ def _growth_bytes(lane: CachedLane) -> int:
     return lane.charged_bytes(lane.waiting[0]) - lane.charged_bytes()
 
 
+# Load shedding: how many of the full steps requests get while a queue is long.
+
+
+# The wait at which steps were cut, times this, is the wait at which they rise again, so that they
+# do not flap.
+_BACK = 0.5
+
+
+class LoadShedder:
+    """Load shedding of one queue: the share of the full steps that requests get.
+
+    The share falls as soon as the wait is too long, and rises only when the wait has halved.
+    """
+
+    def __init__(self, begin_s: float | None) -> None:
+        self._begin_s = begin_s  # None: steps are never cut
+        self._share = 1.0
+
+    def share(self, wait_s: float) -> float:
+        """The share for what starts now, given the wait of the whole queue at full steps."""
+        self._share = self._next(self._share, wait_s)
+        return self._share
+
+    def drain_s(self, wait_s: float, costs: Sequence[float]) -> float:
+        """The time to drain the queue if nothing more comes, with the shares it will get."""
+        if self._begin_s is None:
+            return wait_s
+        least, total_s = min(costs), 0.0
+        share = self._next(self._share, wait_s)
+        while wait_s > 0:
+            # The wait at which the share rises next; near the end of the queue it stays as it is.
+            below_s = _BACK * self._begin_s / share if share < 1 else 0.0
+            below_s = below_s if below_s < wait_s * (1 - 1e-9) else 0.0
+            cost = max((one for one in costs if one <= share), default=least)
+            total_s += (wait_s - below_s) * cost
+            wait_s = below_s
+            share = self._next(share, wait_s)
+        return total_s
+
+    def _next(self, share: float, wait_s: float) -> float:
+        if self._begin_s is None:
+            return 1.0
+        wanted = min(1.0, self._begin_s / wait_s) if wait_s > 0 else 1.0
+        if wanted < share or wait_s <= _BACK * self._begin_s / share:
+            return wanted
+        return share
+
+
 class LoadedModel:
     """One edition of a model, from when it is served until its last user is gone."""
 
@@ -186,6 +233,8 @@ class LoadedModel:
         self.shedder = LoadShedder(common.limits.degrade_wait_s)  # of generations
         self.threw: LaneKey | None = None  # the lane whose last call did, until one succeeds
         self.check = FailureCheck(self)
+        self._classifiers: dict[int, Classifier] = {}  # by steps, as the runtime opened them
+        self._batches: dict[int, Batches] = {}
         self._nfe = {rung.steps: rung.nfe for rung in self.manifest.rungs}
 
     def busy(self) -> list[Turn]:
@@ -208,7 +257,9 @@ class LoadedModel:
             return self.runtime.step_classifier(lane.steps).traced(rows, lane.threshold)
         if lane.threshold is not None:
             return self.runtime.step_classifier(lane.steps).early(rows, lane.threshold)
-        classifier = self.runtime.classifier(lane.steps)
+        classifier = self._classifiers.get(lane.steps)
+        if classifier is None:
+            classifier = self._classifiers[lane.steps] = self.runtime.classifier(lane.steps)
         run = classifier.embed if lane.embeds else classifier.run
         logits = run(rows)  # (B, C), or (B, N, C); of embeddings (B, D)
         spent = np.full(len(rows), self.nfe(lane.steps), dtype=np.int64)
@@ -216,9 +267,12 @@ class LoadedModel:
 
     def batches(self, steps: int) -> Batches:
         """The rung that generates or translates at these steps."""
-        if self.manifest.task == "translate":
-            return self.runtime.translator(steps)
-        return self.runtime.decoder(steps)
+        batches = self._batches.get(steps)
+        if batches is None:
+            runtime, translates = self.runtime, self.manifest.task == "translate"
+            batches = runtime.translator(steps) if translates else runtime.decoder(steps)
+            self._batches[steps] = batches
+        return batches
 
     def nfe(self, steps: int) -> int:
         """Velocity evaluations of a row that takes these steps."""

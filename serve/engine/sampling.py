@@ -191,15 +191,6 @@ def log_softmax(logits: FloatArray | ScoreArray) -> ScoreArray:
     return scores
 
 
-def softmax(logits: FloatArray) -> ScoreArray:
-    """Probabilities (..., C) of logits (..., C), in float64."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    return scores
-
-
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A translation so far; its tokens are without bos, and with eos."""

@@ -1,17 +1,134 @@
 """Request inputs and tensors, turned into the rows that a model takes."""
 
 from collections.abc import Sized
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints
 
 from serve.bundle import ImageInput, Manifest, PointsInput
-from serve.errors import Unprocessable, WrongInput
-from serve.inputs.images import PixelCount, normalised, read_image
+from serve.errors import InvalidField, Unprocessable, WrongInput
+from serve.inputs.images import LARGEST, PixelCount, check_list, normalised, number_rows, read_image
 from serve.inputs.text import Span, TextCodec
-from serve.inputs.values import Input, check_list, number_rows
 from serve.runtime.protocol import FloatArray, Row
+
+# Inputs as requests send them, each with its place in the body.
+
+
+MAX_INPUTS = 64
+
+Kind = Literal["text", "image", "points"]
+Text = Annotated[str, StringConstraints(min_length=1)]
+_SAYS = 'a string, {"image": ...} or {"points": ...}'
+
+
+_Row = Annotated[list[Annotated[float, Field(ge=0, le=255)]], Field(min_length=1)]
+_Pixels = Annotated[list[_Row], Field(min_length=1)]
+_Coordinate = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+_Point = Annotated[list[_Coordinate], Field(min_length=1)]
+
+
+class ImageItem(BaseModel):
+    """An image, for a model whose input is `image`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: Text | _Pixels | Annotated[list[_Pixels], Field(min_length=1)] = Field(
+        description="A PNG, JPEG, WebP, GIF or BMP file in base64, optionally after "
+        "`data:image/png;base64,`; or nested lists (height, width) or (height, "
+        "width, channels) of integers from 0 to 255, or of numbers from 0.0 to 1.0, "
+        "of which at least one must have a decimal point. It is resized and "
+        "converted to the size and channels of the model."
+    )
+
+
+class PointsItem(BaseModel):
+    """A cloud of points, for a model whose input is `points`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    points: Annotated[list[_Point], Field(min_length=1)] = Field(
+        description="One list of coordinates per point, in any order. The cloud is centred on "
+        "its mean and scaled so that its farthest point is at distance 1."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a request, not read yet."""
+
+    kind: Kind
+    value: Any
+    param: str  # its place in the request
+
+    @property
+    def characters(self) -> int | None:
+        """The length of a text; None for inputs whose reading time does not depend on length."""
+        return len(self.value) if self.kind == "text" else None
+
+
+def check_items(value: object) -> tuple[Input, ...]:
+    """The inputs of a request, in order; InvalidField if they are malformed."""
+    if not isinstance(value, list):
+        return (_item(value, "input", f"{_SAYS}, or a list of these"),)
+    if not value:
+        raise InvalidField("input is an empty list: send at least 1 item", param="input")
+    if len(value) > MAX_INPUTS:
+        raise InvalidField(
+            f"input has {len(value)} items: send at most {MAX_INPUTS}", param="input"
+        )
+    return tuple(_item(one, f"input[{index}]", _SAYS) for index, one in enumerate(value))
+
+
+def _item(value: object, param: str, says: str) -> Input:
+    if isinstance(value, str):
+        if not value:
+            raise InvalidField(f"{param} is empty: send some text", param=param)
+        return Input("text", value, param)
+    if isinstance(value, dict) and len(value) == 1:
+        if "image" in value:
+            return Input("image", value["image"], f"{param}.image")
+        if "points" in value:
+            return Input("points", value["points"], f"{param}.points")
+    raise InvalidField(f"{param} must be {says}", param=param)
+
+
+Items = Annotated[
+    tuple[Input, ...],
+    PlainValidator(
+        check_items,
+        json_schema_input_type=Text
+        | ImageItem
+        | PointsItem
+        | Annotated[
+            list[Text | ImageItem | PointsItem], Field(min_length=1, max_length=MAX_INPUTS)
+        ],
+    ),
+]
+
+
+def check_texts(value: object) -> tuple[Input, ...]:
+    """The texts of a request, in order; InvalidField if they are malformed."""
+    for index, one in enumerate(value if isinstance(value, list) else [value]):
+        if not isinstance(one, str):
+            param = f"input[{index}]" if isinstance(value, list) else "input"
+            raise InvalidField(
+                f"{param} must be a string: this server reads texts, not tokens", param=param
+            )
+    return check_items(value)
+
+
+Texts = Annotated[
+    tuple[Input, ...],
+    PlainValidator(
+        check_texts,
+        json_schema_input_type=Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)],
+    ),
+]
+
 
 # Clouds of points, normalised as in training.
 

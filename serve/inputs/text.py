@@ -273,6 +273,8 @@ class TextCodec:
 
     def __init__(self, bundle: Bundle) -> None:
         self._manifest: Manifest = bundle.manifest
+        self._input = bundle.manifest.text_input
+        self.max_tokens = self._input.max_tokens  # of one text
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
         except Exception as error:  # the library raises plain Exception for everything
@@ -287,16 +289,15 @@ class TextCodec:
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
         special = {self._tokenizer.id_to_token(token) for token in self._spec.special_ids}
+        # Padding and beginning of sequence, which no answer contains.
+        self.banned_tokens = tuple(
+            token for token in self._spec.special_ids if token != self._spec.eos_id
+        )
         self._encoder = Encoder(self._tokenizer)
         self._characters: dict[str, int] | None = None
         if self._spec.kind == "chars":
             vocab = self._tokenizer.get_vocab()
             self._characters = {text: token for text, token in vocab.items() if text not in special}
-
-    @property
-    def banned_tokens(self) -> tuple[int, ...]:
-        """Tokens that no answer contains: padding and beginning of sequence."""
-        return tuple(token for token in self._spec.special_ids if token != self._spec.eos_id)
 
     @property
     def bos_id(self) -> int | None:
@@ -314,7 +315,7 @@ class TextCodec:
 
     def encode_prompt(self, text: str, param: str = "prompt") -> list[int]:
         """The tokens of a prompt, or of a text to translate; they must fit the model's window."""
-        limit = self._manifest.text_input.max_tokens
+        limit = self.max_tokens
         encoded = self._encode(text, param, limit, 0)
         if encoded.truncated:
             raise self._too_long(encoded, param, self._shorter)
@@ -322,7 +323,7 @@ class TextCodec:
 
     def check_prompt(self, tokens: Sequence[int], param: str) -> list[int]:
         """The tokens of a prompt that was sent as tokens, checked."""
-        limit = self._manifest.text_input.max_tokens
+        limit = self.max_tokens
         if len(tokens) > limit:
             encoded = Encoded(list(tokens[:limit]), truncated=True, counted=len(tokens))
             raise self._too_long(encoded, param, self._shorter)
@@ -407,7 +408,7 @@ class TextCodec:
     @property
     def _kept(self) -> tuple[int, int]:
         """How many of the first and last tokens are kept of a text that is too long."""
-        spec = self._manifest.text_input
+        spec = self._input
         if spec.truncation is None:
             return spec.max_tokens, 0
         return spec.truncation.head, spec.truncation.tail

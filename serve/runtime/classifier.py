@@ -12,8 +12,8 @@ import onnxruntime as ort
 from serve.bundle import BundleError, Manifest
 from serve.parts import cut_rows
 from serve.runtime.margins import ahead, present_positions
-from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray, check_rows
-from serve.runtime.session import StepSessions
+from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
+from serve.runtime.session import StepSessions, check_rows
 
 Beside = dict[str, FloatArray]  # the step's context, and the last velocity
 

@@ -12,15 +12,8 @@ import onnxruntime as ort
 from serve.bundle import Manifest, Rung
 from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
 from serve.runtime.device import HOST, Array, Caches
-from serve.runtime.protocol import (
-    CacheArray,
-    FloatArray,
-    IntArray,
-    Prefill,
-    WindowFullError,
-    check_tokens,
-)
-from serve.runtime.session import StepSessions, cache_names
+from serve.runtime.protocol import CacheArray, FloatArray, IntArray, Prefill, WindowFullError
+from serve.runtime.session import StepSessions, cache_names, check_tokens
 
 
 @final

@@ -140,7 +140,7 @@ class OrtModel:
         self._mix: OrtMix | None = None
         self._weights: Weights | None = None
         self._run_options = shared_options()
-        self._opening = False
+        self.opening = False
 
     @property
     def bundle(self) -> Bundle:
@@ -268,10 +268,6 @@ class OrtModel:
                 rungs.popitem()
         self._steps = self._mix = self._weights = None
 
-    @property
-    def opening(self) -> bool:
-        return self._opening
-
     def interrupt(self) -> None:
         self._run_options.terminate = True
 
@@ -319,7 +315,7 @@ class OrtModel:
     def _open(
         self, file: str, interface: Interface, threads: int | None = None
     ) -> InterruptibleSession:
-        self._opening = True
+        self.opening = True
         try:
             return open_session(
                 self._bundle,
@@ -332,7 +328,7 @@ class OrtModel:
                 self._writes,
             )
         finally:
-            self._opening = False
+            self.opening = False
 
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:

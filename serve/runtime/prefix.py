@@ -9,14 +9,8 @@ import numpy as np
 import onnxruntime as ort
 
 from serve.bundle import Manifest
-from serve.runtime.protocol import (
-    FloatArray,
-    IntArray,
-    Prefill,
-    RowArray,
-    WindowFullError,
-    check_tokens,
-)
+from serve.runtime.protocol import FloatArray, IntArray, Prefill, RowArray, WindowFullError
+from serve.runtime.session import check_tokens
 
 # Each prefix is padded to a length that depends on its own length only, so that its logits do not
 # depend on the other rows.

@@ -25,11 +25,13 @@ from serve.bundle import (
     ImageInput,
     Manifest,
     PointsInput,
+    TextInput,
+    TokenizerSpec,
     check_file,
     read_checked,
 )
 from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
-from serve.runtime.protocol import Device, DeviceName, FloatArray
+from serve.runtime.protocol import Device, DeviceName, FloatArray, IntArray, RowArray
 
 # By name: the ONNX type and the shape. A word in a shape stands for any size, None for any shape,
 # an empty type for any type.
@@ -613,3 +615,61 @@ def _small_ends(manifest: Manifest) -> bool:
         return False
     tokens = manifest.text_tokenizer.vocab_size
     return tokens * manifest.shape.width * np.dtype(np.float32).itemsize <= _SMALL_END_BYTES
+
+
+# What a graph may be given.
+
+
+def check_tokens(tokens: RowArray, dimensions: int, vocab_size: int) -> IntArray:
+    """The tokens, contiguous; ValueError if there are none or one is outside the vocabulary."""
+    if tokens.ndim != dimensions or tokens.dtype != np.int64 or tokens.size == 0:
+        raise ValueError(
+            f"tokens must be a non-empty int64 array of {dimensions} dimensions, not "
+            f"{tokens.dtype} {tokens.shape}"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+        )
+    return np.ascontiguousarray(tokens, dtype=np.int64)
+
+
+def check_rows(rows: RowArray, manifest: Manifest) -> RowArray:
+    """The rows, contiguous; ValueError if the manifest does not allow them."""
+    match manifest.input:
+        case ImageInput(channels=channels, height=height, width=width):
+            return _check_floats(rows, (channels, height, width))
+        case PointsInput(max_points=max_points, dimensions=dimensions):
+            rows = _check_floats(rows, (rows.shape[1] if rows.ndim > 1 else 0, dimensions))
+            if rows.shape[1] > max_points:
+                raise ValueError(f"{rows.shape[1]} points are more than {max_points}")
+            return rows
+        case TextInput(max_tokens=max_tokens):
+            assert manifest.tokenizer is not None
+            return _check_texts(rows, manifest.tokenizer, max_tokens)
+
+
+def _check_texts(rows: RowArray, tokenizer: TokenizerSpec, max_tokens: int) -> IntArray:
+    tokens = check_tokens(rows, 2, tokenizer.vocab_size)  # (B, N)
+    if tokens.shape[1] > max_tokens:
+        raise ValueError(
+            f"{tokens.shape[1]} tokens a row are more than max_tokens ({max_tokens}); "
+            "truncate first"
+        )
+    if (tokens[:, 0] == tokenizer.pad_id).any():
+        raise ValueError("a row begins with padding; each has a real token, pads to its right")
+    return tokens
+
+
+def _check_floats(rows: RowArray, shape: tuple[int, ...]) -> FloatArray:
+    """Rows (B, *shape) of finite numbers, contiguous."""
+    if rows.dtype != np.float32 or rows.shape[1:] != shape or rows.size == 0:
+        raise ValueError(
+            f"rows must be a non-empty float32 array of shape (batch, "
+            f"{', '.join(map(str, shape))}), not {rows.dtype} {rows.shape}"
+        )
+    floats: FloatArray = np.ascontiguousarray(rows, dtype=np.float32)
+    if not np.isfinite(floats).all():
+        raise ValueError("rows hold a number that is not finite")
+    return floats

@@ -7,13 +7,13 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from serve.api import fields
-from serve.api.fields import BudgetFields, ClassifyRequest, GenerateRequest
+from serve.api import native
+from serve.api.body import BudgetFields, ClassifyRequest, GenerateRequest
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 
-CLASSIFIED = TypeAdapter(fields.ClassifyResponse)
+CLASSIFIED = TypeAdapter(native.ClassifyResponse)
 FIELDS = {"steps", "method", "nfe", "reason", "full_steps", "expected"}
 
 
@@ -104,7 +104,7 @@ def test_every_way_to_ask_for_work(
 
 def test_generate(client: httpx.Client) -> None:
     answer = post(client, "/v1/generate", prompt="To be", max_tokens=12, steps=2)
-    fields.GenerateResponse.model_validate(answer, strict=True)
+    native.GenerateResponse.model_validate(answer, strict=True)
     assert len(answer["text"]) == 12 and answer["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
     again = post(
@@ -176,9 +176,9 @@ def test_a_stream_is_the_answer_in_pieces(client: httpx.Client) -> None:
     assert response.headers["server-timing"].startswith("queue;dur=")
     *tokens, (last, done) = parse_events(response.text)
     assert last == "done" and {name for name, _ in tokens} == {"message"}
-    fields.DoneChunk.model_validate(done, strict=True)
+    native.DoneChunk.model_validate(done, strict=True)
     for index, (_, chunk) in enumerate(tokens):
-        fields.TokenChunk.model_validate(chunk, strict=True)
+        native.TokenChunk.model_validate(chunk, strict=True)
         assert (chunk["index"], chunk["steps"]) == (index, 2)
     assert "".join(chunk["text"] for _, chunk in tokens) == whole["text"]
     assert [chunk["logprob"] for _, chunk in tokens] == whole["logprobs"]

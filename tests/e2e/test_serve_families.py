@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from serve.api import fields as answers
 from serve.api import models
+from serve.api import native as answers
 from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,

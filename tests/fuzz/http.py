@@ -11,9 +11,8 @@ from typing import Any
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from serve.api.body import WHOLE_BODY_KEY
 from serve.connection import ConnectionLimits, LimitedProtocol, limited
-from serve.middleware import WHOLE_KEY
+from serve.exchange import EXCHANGE_KEY, Exchange
 from serve.settings import Settings
 
 HEADERS, HEADER_BYTES, BODY_BYTES = 12, 512, 2048
@@ -85,8 +84,12 @@ class Application:
             raise
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        take = scope.get(WHOLE_BODY_KEY)
-        body = take() if take is not None else await self._read(receive)
+        exchange: Exchange = scope[EXCHANGE_KEY]
+        assert exchange.connection is not None
+        if exchange.has_body:
+            body = exchange.connection.take_body()
+        else:
+            body = await self._read(receive)
         if body is None:  # it is too large, or its client has left
             await self._say(send, 413)
             return
@@ -98,7 +101,7 @@ class Application:
             Asked(scope["method"], scope["raw_path"], scope["query_string"], headers, body)
         )
         whole = scope["path"].startswith("/w")
-        if not (whole and scope[WHOLE_KEY](200, _HEAD, (), b"{}")):
+        if not (whole and exchange.connection.write_whole(200, _HEAD, (), b"{}")):
             await self._say(send, 200)
 
     async def _say(self, send: Any, status: int) -> None:

@@ -28,7 +28,7 @@ from benchmarks.lab import (
 from benchmarks.run import SCRIPTS
 from benchmarks.served_memory import folder_bytes, one_rung
 from benchmarks.texts import text_of, window_of
-from serve.api.fields import ClassifyResponse
+from serve.api.native import ClassifyResponse
 from serve.bundle import AgainstFp32, Bundle, open_staging, seal_bundle
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model

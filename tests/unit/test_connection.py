@@ -68,7 +68,7 @@ def cycle_of(connection: LimitedProtocol) -> RequestResponseCycle:
 def test_head_and_body_are_one_piece() -> None:
     wire = Wire()
     connection = connection_on(wire)
-    assert connection._write_whole(200, [(b"content-length", b"2")], ((b"x-a", b"b"),), b"{}")
+    assert connection.write_whole(200, [(b"content-length", b"2")], ((b"x-a", b"b"),), b"{}")
     assert wire.written == [
         b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}",
     ]
@@ -79,7 +79,7 @@ def test_head_and_body_are_one_piece() -> None:
 def test_a_connection_that_does_not_stay_is_closed_and_told_so() -> None:
     wire = Wire()
     connection = connection_on(wire, keep_alive=False)
-    assert connection._write_whole(404, (), (), b"")
+    assert connection.write_whole(404, (), (), b"")
     assert wire.written[0].startswith(b"HTTP/1.1 404 Not Found\r\n")
     assert b"\r\nconnection: close\r\n" in wire.written[0] and wire.closed
 
@@ -89,7 +89,7 @@ def test_nothing_is_written_where_it_cannot_be(state: str) -> None:
     wire = Wire()
     connection = connection_on(wire)
     setattr(cycle_of(connection), state, True)
-    assert not connection._write_whole(200, (), (), b"{}")
+    assert not connection.write_whole(200, (), (), b"{}")
     assert not wire.written
 
 
@@ -98,7 +98,7 @@ def test_a_header_of_several_lines_is_never_written(value: bytes) -> None:
     wire = Wire()
     connection = connection_on(wire)
     with pytest.raises(RuntimeError):
-        connection._write_whole(200, [(b"x-name", value)], (), b"")
+        connection.write_whole(200, [(b"x-name", value)], (), b"")
     assert not wire.written
 
 
@@ -107,7 +107,7 @@ def test_a_whole_body_is_taken_once() -> None:
     cycle = cycle_of(connection)
     cycle.body += b"{}"
     cycle.message_event.set()
-    assert connection._take_body() == b"{}"
+    assert connection.take_body() == b"{}"
     assert cycle.body == b"" and not cycle.message_event.is_set()
 
 
@@ -116,7 +116,7 @@ def test_nobody_reads_the_body_of_a_client_that_has_left(state: str) -> None:
     connection = connection_on(Wire())
     cycle_of(connection).body += b"{}"
     setattr(cycle_of(connection), state, True)
-    assert connection._take_body() is None
+    assert connection.take_body() is None
 
 
 def test_a_connection_that_was_reset_leaves_no_timer() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from serve.bundle import Bundle
 from serve.catalog import Served
+from serve.engine.engine import StallLimits
 from serve.engine.job import LaneKey, Limits, TokenEvent
 from serve.engine.loaded import Call, Common, LoadedModel, new_cost
-from serve.engine.watchdog import StallLimits
 from serve.errors import Stalled
 from serve.metrics import Metrics
 from serve.runtime import open_model

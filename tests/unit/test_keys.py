@@ -38,13 +38,13 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_without_keys_there_are_none() -> None:
-    assert not Keys(environ={})
+    assert not Keys(environ={}).in_use
     assert Keys(environ={}).holder_of(SECRET.encode()) is None
 
 
 def test_keys_of_the_environment() -> None:
     keys = Keys(environ={"STEPDIAL_API_KEYS": f"{SECRET}, {OTHER}"})
-    assert keys
+    assert keys.in_use
     found = [keys.holder_of(secret.encode()) for secret in (SECRET, OTHER)]
     assert [one and one.key.name for one in found] == ["environment-1", "environment-2"]
     wrong = [SECRET[:-1], SECRET + "x", SECRET.upper(), "", digest(SECRET), "x" * 10_000, "é" * 9]
@@ -130,13 +130,13 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> N
     for readable in (0o600, 0o644, 0o440):
         path.chmod(readable)
         keys = Keys(path, environ={})
-        assert keys
+        assert keys.in_use
     path.chmod(mode)
     with pytest.raises(KeysError, match=f"run `chmod go-w {path}`"):
         Keys(path, environ={})
     with pytest.raises(KeysError):
         keys.read_again()
-    assert keys  # as they were
+    assert keys.in_use  # as they were
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.api.fields import Budget, Expected, GenerateResponse, Timing, Usage
+from serve.api.body import Budget, Expected, Timing, Usage
+from serve.api.native import GenerateResponse
 from serve.api.openai import (
     ChatFormat,
     ChatResponse,
@@ -30,7 +31,6 @@ from serve.api.submission import (
     EventStream,
     LazyList,
     PiecewiseAnswer,
-    ReadyAnswer,
     TextEvent,
     answer_of,
     written,
@@ -38,6 +38,7 @@ from serve.api.submission import (
 from serve.app import create_app
 from serve.engine.engine import Engine
 from serve.engine.job import GeneratedEvent, ScoredToken, Span, TokenEvent
+from serve.exchange import EXCHANGE_KEY, Exchange, ReadyAnswer
 from serve.metrics import Metrics
 from serve.settings import Settings
 from tests.fake_model import Mood, fake_catalog
@@ -127,7 +128,7 @@ def sent_by(response: Any) -> tuple[list[dict[str, Any]], list[float]]:
         messages.append(message)
 
     async def run() -> None:
-        await response({"type": "http"}, None, send)
+        await response({"type": "http", EXCHANGE_KEY: Exchange()}, None, send)
 
     with callbacks_timed() as found:
         asyncio.run(run())

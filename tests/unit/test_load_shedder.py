@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.engine.shedding import LoadShedder
+from serve.engine.loaded import LoadShedder
 
 
 def test_nothing_is_spared_before_the_wait_begins_to_matter() -> None:

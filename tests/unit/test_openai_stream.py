@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serve.api.fields import Budget, Expected, Timing, Usage
+from serve.api.body import Budget, Expected, Timing, Usage
 from serve.api.openai import (
     ChunkWriter,
     CompletionFormat,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from serve.engine.sampling import Sampler, Sampling, choose_tokens, likelihood, softmax
+from serve.engine.classify import softmax
+from serve.engine.sampling import Sampler, Sampling, choose_tokens, likelihood
 from serve.runtime.protocol import FloatArray
 
 

@@ -16,10 +16,9 @@ from serve.bundle import Bundle
 from serve.catalog import Served
 from serve.engine.backlog import GenerationSize
 from serve.engine.classify import Classification
-from serve.engine.engine import Engine
+from serve.engine.engine import Engine, Watchdog
 from serve.engine.job import Job, LaneKey
 from serve.engine.loaded import new_cost
-from serve.engine.watchdog import Watchdog
 from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
 from tests.engine_bench import Bench, Caller, classified, generated, running

@@ -17,7 +17,7 @@ from google.protobuf import text_format
 from export.tensorrt import sample_rows
 from export.triton import write_repository
 from serve.bundle import Bundle, BundleError, ImageInput, read_bundle
-from serve.engine.sampling import softmax
+from serve.engine.classify import softmax
 from serve.errors import Unprocessable
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve.engine.watchdog import StallLimits, Watchdog
+from serve.engine.engine import StallLimits, Watchdog
 
 PATIENCE = StallLimits(stall_s=1.5, stall_unknown_s=10.0, stall_exit_s=5.0)
 STEP_S = 0.125

@@ -3,11 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from serve.api.fields import DEFAULT_MAX_TOKENS, GenerateRequest
+from serve.api.body import DEFAULT_MAX_TOKENS, GenerateRequest
 from serve.api.oip import InputTensor, numbers_of_json
-from serve.api.openai import CompletionRequest
+from serve.api.openai import CompletionRequest, check_prompts
 from serve.errors import InvalidField
-from serve.inputs.values import check_prompts
 
 
 def test_an_integer_may_be_written_with_a_point() -> None:
