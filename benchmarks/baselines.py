@@ -2,8 +2,9 @@
 
     python -m benchmarks.baselines --data DATA --runs RUNS
 
-DATA holds `imdb/` and `ag_news/`; RUNS holds the runs that benchmarks/make_zoo.sh trained, each
-model NAME beside NAME-discrete: the same blocks and parameters, but an ordinary transformer.
+DATA holds `imdb/`, `ag_news/`, `mnist/` and `tinyshakespeare/`; RUNS holds the runs that
+benchmarks/make_zoo.sh trained, each model NAME beside NAME-discrete: the same blocks and
+parameters, but an ordinary transformer.
 """
 
 import argparse
@@ -111,18 +112,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--runs", type=Path)
+    parser.add_argument("--only", choices=FOLDERS, help="one model; the others stay as they are")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     if BASELINES.is_file():
         results = json.loads(BASELINES.read_text(encoding="utf-8"))
-    results["provenance"] = asdict(Provenance.now("baselines", sys.argv[1:]))
-    results.setdefault("digits", {})["bag_of_words"] = pixels(arguments.data / FOLDERS["digits"])
-    for name in ("sentiment", "topics"):
+    provenance = asdict(Provenance.now("baselines", sys.argv[1:]))
+    names = [arguments.only] if arguments.only else list(FOLDERS)
+    place = results.setdefault(arguments.only, {}) if arguments.only else results
+    place["provenance"] = provenance
+    if "digits" in names:
+        found = pixels(arguments.data / FOLDERS["digits"])
+        results.setdefault("digits", {})["bag_of_words"] = found
+    for name in [one for one in ("sentiment", "topics") if one in names]:
         data = load_recipe(name, data=str(arguments.data / FOLDERS[name])).data
         found = bag_of_words(read_table(data, data.train), read_table(data, data.test))
         results.setdefault(name, {})["bag_of_words"] = found
         print(f"{name}: bag of words {100 * found['value']:.2f} % ({found['cpu_s']} s)")
-    for name, folder in FOLDERS.items() if arguments.runs else ():
+    for name in names if arguments.runs else ():
+        folder = FOLDERS[name]
         found = results.setdefault(name, {})
         if _ended(arguments.runs / name):
             found["any_step"] = training_cost(arguments.runs / name)

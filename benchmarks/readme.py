@@ -167,7 +167,7 @@ def why() -> str:
         "quality to expect of that.",
         "**Not for easy tasks.** On film reviews one step has "
         f"{_percent(ours)}, a plain transformer of the same size {_percent(plain)}, and a bag of "
-        f"words {_percent(words)}. Take the bag of words.",
+        f"words {_percent(words)}. Take the bag of words, or a plain model behind any server.",
         "**Not for large language models**, nor for a model that you already have: take vLLM, "
         "Triton or LitServe.",
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
@@ -194,7 +194,7 @@ def _overload() -> str:
     return (
         "**In time under overload.** With a deadline and twice the requests that it sustains at 8 "
         f"steps, {chosen} are answered in time where the server chooses the steps. Always 8 steps: "
-        f"{fixed}; without deadlines {unmanaged}."
+        f"{fixed}; without deadlines {unmanaged}. (A plain model was not in that run.)"
     )
 
 

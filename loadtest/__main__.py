@@ -14,7 +14,7 @@ from loadtest.output import say, unwritable
 from loadtest.plan import REFUSALS, Plan
 from loadtest.schedule import DEFAULT_URL
 from loadtest.search import MeasuringEndedError
-from loadtest.target import TargetError, checked_address, read_key, read_offers
+from loadtest.target import TargetError, checked_address, left_out, read_key, read_offers
 
 _ABOUT = (
     "Send a mix of step counts to a running server and report per step count. "
@@ -44,13 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(wrong)
     try:
         terms = terms_of(options, options.url)
-        plan = Plan(terms, read_offers(terms.url, read_key(terms.api_key_file)))
+        key = read_key(terms.api_key_file)
+        offers = read_offers(terms.url, key)
+        others = left_out(terms.url, offers, key)
+        plan = Plan(terms, offers)
     except REFUSALS as error:
         say(str(error), sys.stderr)
         return 2
     if options.find_capacity:
         return _find_capacity(options)
-    _announce(options, plan)
+    _announce(options, plan, others)
     del plan  # Locust makes it again, and a long schedule need not be kept twice
     return run(locust_command(options, options.url)).status
 
@@ -102,7 +105,7 @@ def _complaint(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _announce(options: argparse.Namespace, plan: Plan) -> None:
+def _announce(options: argparse.Namespace, plan: Plan, others: Sequence[str]) -> None:
     schedule = plan.schedule
     if schedule is None:
         until = f"{options.requests} requests" if options.requests else ""
@@ -113,6 +116,8 @@ def _announce(options: argparse.Namespace, plan: Plan) -> None:
         say(f"{options.url}: {len(schedule.shots)} requests in {schedule.length_s:.0f} s")
         say(plan.terms.arrivals)
     say("Sending: " + ", ".join(map(str, plan.weights)))
+    if others:
+        say(f"Left out, since they take no free text: {', '.join(others)}.")
     if options.web:
         say(f"Start it at http://127.0.0.1:{options.web_port}; its report is at /steps there.")
 

@@ -8,6 +8,7 @@ import re
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -207,6 +208,13 @@ def read_offers(url: str, key: str | None = None, timeout_s: float = 10.0) -> li
     if not offers:
         raise TargetError(f"The server at {base} lists no model to load: see {base}/v1/models.")
     return offers
+
+
+def left_out(url: str, offers: Sequence[Offer], key: str | None = None) -> list[str]:
+    """The models that the load cannot be sent to, since they take no free text."""
+    listed = _get(checked_address(url), "/v1/models", key, 10.0)["data"]
+    loaded = {offer.model for offer in offers}
+    return sorted(str(model["id"]) for model in listed if model["id"] not in loaded)
 
 
 def _takes_text(model: dict[str, Any]) -> bool:

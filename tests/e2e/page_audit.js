@@ -1,4 +1,5 @@
-// Measures what a reader and a screen reader meet: contrast, names of controls, sideways overflow.
+// Measures what a reader and a screen reader meet: contrast, names of controls, sideways overflow,
+// and text that is cut off.
 // One expression, so that it runs under a content policy that forbids eval. Knows no page.
 () => {
   const LEAST_CONTRAST = 4.5;
@@ -62,10 +63,18 @@
   const nameless = [...controls].filter((node) => shown(node) && node.tabIndex >= 0 && !nameOf(node));
 
   const overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  // A row that snaps is meant to be pushed aside, and a title holds what an ellipsis leaves out.
+  const cut = [...document.querySelectorAll("body *")].filter((node) => {
+    if (!(node instanceof HTMLElement) || !shown(node) || unseen(node)) return false;
+    const style = getComputedStyle(node);
+    if (style.overflowX === "visible" || style.scrollSnapType !== "none") return false;
+    if (style.textOverflow === "ellipsis" && node.title) return false;
+    return node.scrollWidth > node.clientWidth + 1;
+  });
   return {
     contrast: faint,
     name: nameless.map(describe),
-    overflow: overflow > 0 ? [`${overflow} px wider than the window`] : [],
+    overflow: [...(overflow > 0 ? [`${overflow} px wider than the window`] : []), ...cut.map((node) => `cut: ${describe(node)}`)],
     measured: [`${texts.size} texts`, `${controls.length} controls`],
   };
 }

@@ -81,7 +81,7 @@ def test_looks_and_access(browser: Browser, server: Served, model: str, scheme: 
         page.get_by_role("radio", name="Side by side").check(force=True)
         page.locator("#send").click()
         expect(page.locator("#history tbody tr")).to_have_count(2)
-        for width, way in ((360, "Deadline"), (860, "Steps"), (1280, "Deadline")):
+        for width, way in ((360, "Deadline"), (768, "Steps"), (1280, "Deadline"), (1920, "Steps")):
             page.get_by_role("radio", name=way).check(force=True)
             page.set_viewport_size(viewport(width))
             page.evaluate(DRAWN)
@@ -138,10 +138,13 @@ def test_the_audit_can_fail(page: Page) -> None:
         token.style.backgroundImage = "linear-gradient(#333, #333)";
         const wide = document.createElement("input");
         wide.style.width = "3000px";
-        document.querySelector("main").append(text, token, wide);
+        const box = document.createElement("p");
+        box.style.cssText = "width: 40px; overflow: hidden; white-space: nowrap";
+        box.textContent = "a text that is cut";
+        document.querySelector("main").append(text, token, wide, box);
     }""")
     faults = audit(page)
-    assert [len(faults[kind]) for kind in ("contrast", "name", "overflow")] == [2, 1, 1]
+    assert [len(faults[kind]) for kind in ("contrast", "name", "overflow")] == [2, 1, 2]
 
 
 def test_content_policy_holds_scripts_and_styles_to_the_server(page: Page, server: Served) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import json
 import shlex
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -201,3 +203,22 @@ def test_the_reference_fits_a_narrow_screen(browser: Browser, server: Served) ->
     expect(page.locator("main h2").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     page.close()
+
+
+def test_an_overload_can_be_tried(browser: Browser, server: Served) -> None:
+    sent: list[dict[str, Any]] = []
+    with opened(browser, server.url) as (page, _):  # a refusal is a line in the console
+        expect(page.locator("#playground")).to_be_visible()
+        pick(page, "tiny-classify")
+        page.on("request", lambda request: sent.append(json.loads(request.post_data or "{}")))
+        page.get_by_role("button", name="Try it").click()
+        expect(page.locator("#burst-status")).to_contain_text("with the deadline", timeout=30_000)
+        rows = page.locator("#burst-table tbody tr")
+        expect(rows).to_have_count(2)
+        expect(rows.first).to_contain_text("All 4 steps")
+        expect(rows.last).to_contain_text("The server chooses")
+    bodies = [body for body in sent if "input" in body]
+    assert [body.get("steps") for body in bodies] == [4] * 6 + [None] * 6
+    (deadline_ms,) = {body["deadline_ms"] for body in bodies[6:]}
+    assert deadline_ms > 0
+    assert len({len(body["input"]) for body in bodies}) == 1

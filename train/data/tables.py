@@ -138,7 +138,7 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
         known = ", ".join(record) if isinstance(record, dict) else f"0 to {len(record) - 1}"
         raise DataError(
             f"{where}: no columns {', '.join(config.text)} and {config.label}; there are {known}. "
-            "Set data.text and data.label. Commas separate columns, tabs in .tsv."
+            "Name yours with --text COLUMN --label COLUMN. Commas separate columns, tabs in .tsv."
         ) from None
     if not label:
         raise DataError(f"{where}: {config.label} is empty; give it a value or remove the row")
