@@ -148,6 +148,22 @@ def _range(kept: Kept) -> str:
     )
 
 
+def _right(kept: Kept) -> str:
+    table = kept.table("overload", "times")
+    rows = {str(row[0]): row for row in table.rows}
+    ours, times = table.columns.index("dial, a second"), table.columns.index("times")
+
+    def shown(load: int) -> str:
+        cells, whole = (rows[f"right {what}, {load} x"] for what in ("positions", "texts"))
+        more = whole[times]
+        compared = f"{float(whole[ours] or 0):.0f} whole ones a second, the others none"
+        if more is not None:
+            compared = f"{float(more):.1f} times the whole ones"
+        return f"{float(cells[times] or 0):.2f} times the right cells and {compared}"
+
+    return f"sudokus at twice the load: {shown(2)}; at 4 times: {shown(4)}"
+
+
 def _mixing(kept: Kept) -> str:
     times = kept.figure("mixing", "fp32: evaluations of a graph per rung")
     share = kept.figure("mixing", "fp32: evaluations of a uniform batch")
@@ -222,6 +238,7 @@ QUESTIONS = (
     Question("Are answers better?", "a transformer of equal size", "quality", _quality),
     Question("What does training cost?", "the same, one step", "quality", _training),
     Question("What do more steps buy?", "transformers without steps", "dial_range_logic", _range),
+    Question("And under overload?", "the better plain model", "overload", _right),
     Question("What do fewer steps save?", "itself at eight steps", "dial", _dial),
     Question("Mixed step counts in a batch?", "a graph and batch for each", "mixing", _mixing),
     Question("Are deadlines kept?", "the same model at all steps", "deadlines", _deadlines),

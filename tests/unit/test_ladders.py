@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks import ladders, overload
 from benchmarks.client import Shot
+from benchmarks.lab import RESULTS, Machine, Provenance
 from benchmarks.ladders import Point, at_latency, draw, kept, says
 from benchmarks.overload import Arm, Outcome, Right
+from benchmarks.summary import summary
 from benchmarks.texts import TaggedText, check_same_data, tagged_texts
 from serve.bundle import Bundle
 from tests.fixtures.tiny_folders import tag_bundle
@@ -89,6 +91,10 @@ def test_the_dial_stands_beside_the_better_of_the_plain_models() -> None:
     assert table.rows[0] == ["right positions, 2 x", "large", 20.0, 45.0, 2.25, "1.50 to 3.00"]
     assert table.rows[2][2:] == [0.0, 6.0, None, None]  # nothing to divide by
     assert [target.value for target in targets] == [2.25, 2.25]
+    machine = Machine("a chip", 2, 8.0, "Linux x86_64", "3.11.0", "1.31.1", 0.0)
+    result = Provenance("", "", "", machine).result("overload", "Right", "", [table], targets)
+    said = "2.25 times the right cells and 6 whole ones a second, the others none"
+    assert f"sudokus at twice the load: {said}; at 4 times: {said}" in summary({"overload": result})
 
 
 def point(dial: bool, blocks: int, steps: int, ms: float, value: float, **fields: Any) -> Point:
@@ -146,6 +152,14 @@ def test_the_picture_is_that_of_the_points(tmp_path: Path) -> None:
         assert picture.count(colour) == picture.count(f", {colour})") + 1
     with pytest.raises(SystemExit, match="nothing was measured"):
         draw([], tmp_path / "none.svg")
+
+
+def test_the_picture_of_the_docs_shows_what_was_measured(tmp_path: Path) -> None:
+    tasks = kept(RESULTS)
+    assert ladders.PICTURE.is_file() == bool(tasks)
+    if tasks:
+        draw(tasks, tmp_path / "again.svg")
+        assert (tmp_path / "again.svg").read_text() == ladders.PICTURE.read_text()
 
 
 def test_points_are_kept_as_a_table() -> None:
