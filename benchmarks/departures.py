@@ -19,7 +19,7 @@ from functools import partial
 from benchmarks.client import Client
 from benchmarks.lab import Cell, Options, Provenance, Result, Table, Target, options, parser, run
 from benchmarks.server import Server, running_server
-from benchmarks.soak import settled_gauges
+from benchmarks.soak import held_mb, settled_gauges
 from benchmarks.texts import PARAGRAPHS, PROMPT
 
 NAME = "departures"
@@ -44,7 +44,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     with running_server(chosen.bundles) as server:
         asyncio.run(_leave(server, paths, max(50, count // 10), seed=1))
         settled_gauges(server)
-        before_mb = _held_mb(server)
+        before_mb = held_mb(server.memory())
         begun_s = time.perf_counter()
         left = asyncio.run(_leave(server, paths, count, seed=2))
         spent_s = time.perf_counter() - begun_s
@@ -55,7 +55,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
         more = _evaluations(server) - evaluations
         with Client.of(server) as client:
             cancelled = sum(map(float, _CANCELLED.findall(client.get("/metrics"))))
-        growth_mb = _held_mb(server) - before_mb
+        growth_mb = held_mb(server.memory()) - before_mb
     rows: list[Sequence[Cell]] = [[f"left {moment}", left[moment]] for moment in MOMENTS]
     rows += [
         ["answered before they left", left["answered"]],
@@ -131,11 +131,6 @@ async def _client(
 def _evaluations(server: Server) -> float:
     with Client.of(server) as client:
         return sum(map(float, _EVALUATIONS.findall(client.get("/metrics"))))
-
-
-def _held_mb(server: Server) -> float:
-    memory = server.memory()
-    return (memory.rss + memory.swapped) / 1e6
 
 
 if __name__ == "__main__":

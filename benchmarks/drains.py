@@ -5,7 +5,6 @@ for all answers to finish, the others have not. What is measured begins with the
 """
 
 import os
-import re
 import signal
 import statistics
 import sys
@@ -29,7 +28,6 @@ TOKENS, ENDLESS_TOKENS, SHORT_GRACE_S = 96, 100_000, 0.3
 WANTED_MS = 100
 _PROBE_S, _PROBES_BEFORE = 0.002, 3
 _GONE_S = 45.0
-_COMPLAINT = re.compile(r"WARNING|ERROR|CRITICAL|Traceback")
 
 
 @dataclass(slots=True)
@@ -140,8 +138,7 @@ def _drain(server: Server, manifest: Manifest, streams: int, tokens: int, seen: 
         seen.ends[reader.end] += 1
         if reader.end not in ("done", "draining"):
             seen.problems.append(reader.end)
-    logged = server.logged().splitlines()
-    seen.problems += [line for line in logged if _COMPLAINT.search(line)]
+    seen.problems += server.complaints()
 
 
 def _watch(server: Server, probe: Client, manifest: Manifest, seen: Seen) -> None:

@@ -8,7 +8,6 @@ work tree.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from benchmarks.lab import (
     parser,
     run,
 )
+from benchmarks.server import free_ports
 from benchmarks.texts import PROMPT
 
 NAME = "first_answer"
@@ -79,7 +79,7 @@ def measure(chosen: Options, cache: bool, provenance: Provenance) -> Result:
 
 def _first_answer_s(clone: Path, environment: dict[str, str]) -> float:
     """Start the demo, ask until it answers, stop it."""
-    port = _free_port()
+    (port,) = free_ports(1)
     log = clone.parent / "demo.log"
     begun_s = time.perf_counter()
     with log.open("w", encoding="utf-8") as output:
@@ -156,13 +156,6 @@ def _environment(cache: bool) -> dict[str, str]:
         parts = kept.get("PATH", os.defpath).split(os.pathsep)
         kept["PATH"] = os.pathsep.join(part for part in parts if part != own)
     return kept if cache else kept | {"PIP_NO_CACHE_DIR": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _git(*arguments: str) -> str:

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from benchmarks.lab import (
     parser,
     run,
 )
-from benchmarks.server import READY_LINE, Server, running_server
+from benchmarks.server import READY_LINE, Server, free_ports, running_server
 from benchmarks.swaps import write_version
 from benchmarks.texts import PARAGRAPHS, PROMPT
 from export.run import ExportRequest, export_run
@@ -221,7 +220,7 @@ def kill_servers(models: Sequence[Bundle], folder: Path, kills: int, seed: int) 
             _learn(server, own, known)
     temporary = folder / "tmp"
     temporary.mkdir()
-    port = _free_port()
+    (port,) = free_ports(1)
     while found.kills < kills:
         with _server(own, folder, port) as server:
             found.expect(_ready(server), "it does not start again")
@@ -309,13 +308,6 @@ def _text(client: Client, own: Models, steps: int, stream: bool) -> str:
 def _ready(server: Server) -> bool:
     with Client.of(server) as client:
         return client.status("/health/ready") == 200
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 # Trainings that are killed and resumed, again and again, until each is done. A checkpoint is

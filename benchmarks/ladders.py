@@ -57,7 +57,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"drawn: {PICTURE.relative_to(ROOT)}")
         return 0
     seconds = 0.5 if parsed.quick else parsed.seconds
-    return run("ladders", arguments, parsed, partial(measure, options(parsed), seconds))
+    status = run("ladders", arguments, parsed, partial(measure, options(parsed), seconds))
+    if not parsed.quick and parsed.results is None:
+        draw(kept(RESULTS), PICTURE)
+    return status
 
 
 def measure(chosen: Options, seconds: float, provenance: Provenance) -> Result:

@@ -6,8 +6,12 @@ The first bundle has the dial; the others are plain models of the same data. One
 all. Requests come by chance at 2 and 4 times what it sustains at the full steps of the dial, which
 is measured first; every model gets the same requests at the same times with the same deadline, one
 model after another, in rounds. What counts is what was right of the answers that were in time.
+
+The deadline is ten times what a request alone takes at full steps: so long that no model misses it
+for being slow, so short that a queue of a second is of no use.
 """
 
+import itertools
 import random
 import statistics
 import sys
@@ -37,14 +41,15 @@ from serve.bundle import Bundle
 NAME = "overload"
 PATH = "/v1/classify"
 LOADS = (2, 4)
+DEADLINE = 10  # times an answer alone at full steps
 WANTED = 1.5  # times as much right as the better plain model
 _COLUMNS = (
-    *("model", "parameters", "load", "requests", "in time", "p50 ms", "p99 ms", "steps"),
-    *("right positions a second", "right texts a second"),
+    *("model", "parameters", "alone ms", "load", "requests", "in time", "p50 ms", "p99 ms"),
+    *("steps", "right positions a second", "right texts a second"),
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arm:
     """One model, and what its requests say of steps."""
 
@@ -64,11 +69,35 @@ class Right(NamedTuple):
 class Outcome:
     """What came of one arm at one load, in all rounds."""
 
-    shots: list[Shot] = field(default_factory=list)
+    requests: int = 0
+    latencies_s: list[float] = field(default_factory=list)  # of answers
     seconds: list[float] = field(default_factory=list)  # of each round
     right: list[Right] = field(default_factory=list)
     in_time: int = 0
     steps: list[int] = field(default_factory=list)
+
+    def add(
+        self,
+        shots: Sequence[tuple[Shot, Sequence[TaggedText]]],
+        deadline_s: float,
+        seconds: float,
+    ) -> None:
+        """A round."""
+        positions = whole = 0
+        for shot, given in shots:
+            self.requests += 1
+            if shot.status == 200:
+                self.latencies_s.append(shot.latency_s)
+            if shot.status != 200 or shot.latency_s > deadline_s:
+                continue
+            self.in_time += 1
+            for result, text in zip(shot.read["results"], given, strict=True):
+                right, every = text.right([token["label"] for token in result["tokens"]])
+                positions += right
+                whole += every
+                self.steps.append(result["budget"]["steps"])
+        self.right.append(Right(positions, whole))
+        self.seconds.append(seconds)
 
     def a_second(self, what: str) -> float:
         return float(sum(getattr(one, what) for one in self.right)) / sum(self.seconds)
@@ -85,20 +114,21 @@ Outcomes = dict[tuple[Arm, int], Outcome]
 
 def main(arguments: Sequence[str]) -> int:
     read = parser(__doc__.partition("\n")[0])
-    read.add_argument("--deadline-ms", type=float, default=100.0)
+    read.add_argument("--deadline-ms", type=float, help="default: ten times an answer alone")
     read.add_argument("--texts", type=int, default=8, help="of a request (default 8)")
-    read.add_argument("--seconds", type=float, default=8.0, help="of requests in each run")
+    read.add_argument("--seconds", type=float, default=10.0, help="of requests in each run")
     read.add_argument("--rounds", type=int, default=5)
     parsed = read.parse_args(arguments)
     if parsed.quick:
         parsed.seconds, parsed.rounds = 1.0, 1
-    asked = Asked(parsed.deadline_ms / 1000, parsed.texts, parsed.seconds, parsed.rounds)
+    given_s = None if parsed.deadline_ms is None else parsed.deadline_ms / 1000
+    asked = Asked(given_s, parsed.texts, parsed.seconds, parsed.rounds)
     return run(NAME, arguments, parsed, partial(measure, options(parsed), asked))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    deadline_s: float
+    deadline_s: float | None
     texts: int
     seconds: float
     rounds: int
@@ -110,31 +140,32 @@ def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
         raise SystemExit("name a tagger with a dial, then plain models, with --bundles")
     texts = tagged_texts(dial)
     check_same_data(dial, plain)
-    deadline = {"deadline_ms": 1000 * asked.deadline_s}
     full = {"steps": dial.manifest.full_steps}
     arms = [
-        Arm(f"{dial.manifest.name}, steps by the server", dial, deadline),
-        Arm(f"{dial.manifest.name}, {full['steps']} steps", dial, full | deadline),
-        *(Arm(bundle.manifest.name, bundle, deadline) for bundle in plain),
+        Arm(f"{dial.manifest.name}, steps by the server", dial, {}),
+        Arm(f"{dial.manifest.name}, {full['steps']} steps", dial, full),
+        *(Arm(bundle.manifest.name, bundle, {}) for bundle in plain),
     ]
     with running_server([bundle.folder for bundle in (dial, *plain)]) as server:
-        for arm in arms:
-            idle_s = _idle_s(server, arm, texts, asked.texts)  # also warms each up
-            print(f"{arm.name}: {1000 * idle_s:.2f} ms for a request alone", file=sys.stderr)
-        alone_s = _idle_s(server, arms[1], texts, asked.texts)
-        rate = _capacity(server, dial, full, texts, asked.texts, asked.seconds)
-        outcomes = _rounds(server, arms, rate, texts, asked)
-    rows = [_row(arm, load, one) for (arm, load), one in sorted(outcomes.items(), key=_place(arms))]
-    times = asked.deadline_s / alone_s
+        alone_s = {arm: _alone_s(server, arm, texts, asked.texts) for arm in arms}
+        deadline_s = asked.deadline_s or DEADLINE * alone_s[arms[1]]
+        if deadline_s > asked.seconds / 8 and not chosen.quick:
+            raise SystemExit(
+                f"rounds of {asked.seconds:g} s are too short: --seconds above "
+                f"{8 * deadline_s:.0f}, so that a queue comes about"
+            )
+        rate = _capacity(server, arms[1], texts, asked.texts, asked.seconds)
+        outcomes = _rounds(server, arms, rate, deadline_s, texts, asked)
+    rows = [_row(arm, load, outcomes[arm, load], alone_s[arm]) for load in LOADS for arm in arms]
     caption = (
         f"{asked.texts} texts a request. {rate:.1f} requests a second are what the server sustains "
         f"at {full['steps']} steps; the loads are 2 and 4 times that, the same for all. Deadline "
-        f"{1000 * asked.deadline_s:g} ms from when a request was due, {times:.0f} times what an "
-        f"idle server takes at {full['steps']} steps: no model misses it for being slow, only for "
-        "waiting. `in time`: of all requests. `right`: of those in time; a text is right where all "
-        "of its positions are."
+        f"{1000 * deadline_s:.0f} ms from when a request was due, "
+        f"{deadline_s / alone_s[arms[1]]:.0f} times what one alone takes at {full['steps']} steps. "
+        "`alone`: a request on an idle server. `in time`: of all requests. `right`: of those in "
+        "time; a text is right where all of its positions are."
     )
-    beside, targets = _ratios(outcomes, arms, plain)
+    beside, targets = _ratios(outcomes, arms[0], arms[2:])
     return provenance.result(
         NAME if dial.manifest.name == "logic" else f"{NAME}_{dial.manifest.name}",
         f"What an overloaded server gets right in time: {dial.manifest.name}",
@@ -145,79 +176,60 @@ def measure(chosen: Options, asked: Asked, provenance: Provenance) -> Result:
     )
 
 
-def _place(arms: Sequence[Arm]) -> Any:
-    return lambda item: (item[0][1], arms.index(item[0][0]))
-
-
 def _rounds(
-    server: Server, arms: Sequence[Arm], rate: float, texts: Sequence[TaggedText], asked: Asked
+    server: Server,
+    arms: Sequence[Arm],
+    rate: float,
+    deadline_s: float,
+    texts: Sequence[TaggedText],
+    asked: Asked,
 ) -> Outcomes:
     outcomes: Outcomes = {(arm, load): Outcome() for load in LOADS for arm in arms}
     order = random.Random(5)
-    for round_ in range(asked.rounds):
-        for load in LOADS:
-            for arm in order.sample(arms, len(arms)):
-                chance = random.Random(100 * round_ + load)  # the same requests for all
-                _run(server, arm, load * rate, texts, asked, chance, outcomes[arm, load])
+    for round_, load in itertools.product(range(asked.rounds), LOADS):
+        for arm in order.sample(arms, len(arms)):
+            chance = random.Random(100 * round_ + load)  # the same requests for all
+            shots = _requests(arm, load * rate, deadline_s, texts, asked, chance)
+            fire(server, PATH, [shot for shot, _ in shots], patience_s=4 * deadline_s)
+            outcomes[arm, load].add(shots, deadline_s, asked.seconds)
     return outcomes
 
 
-def _run(
-    server: Server,
+def _requests(
     arm: Arm,
     rate: float,
+    deadline_s: float,
     texts: Sequence[TaggedText],
     asked: Asked,
     chance: random.Random,
-    outcome: Outcome,
-) -> None:
+) -> list[tuple[Shot, list[TaggedText]]]:
     shots: list[tuple[Shot, list[TaggedText]]] = []
     due_s = 0.0
     while (due_s := due_s + chance.expovariate(rate)) < asked.seconds:
         given = chance.choices(texts, k=asked.texts)
-        shots.append((Shot(due_s, _body(arm, given)), given))
-    fire(server, PATH, [shot for shot, _ in shots], patience_s=4 * asked.deadline_s)
-    positions = whole = 0
-    for shot, given in shots:
-        if shot.status != 200 or shot.latency_s > asked.deadline_s:
-            continue
-        outcome.in_time += 1
-        for result, text in zip(shot.read["results"], given, strict=True):
-            right, every = text.right([token["label"] for token in result["tokens"]])
-            positions += right
-            whole += every
-            outcome.steps.append(result["budget"]["steps"])
-    outcome.right.append(Right(positions, whole))
-    outcome.seconds.append(asked.seconds)
-    outcome.shots += [shot for shot, _ in shots]
-    for shot, _ in shots:
-        shot.body, shot.answer = {}, b""
+        body = _body(arm, given) | {"deadline_ms": 1000 * deadline_s}
+        shots.append((Shot(due_s, body), given))
+    return shots
 
 
 def _body(arm: Arm, texts: Sequence[TaggedText]) -> dict[str, Any]:
     return {"model": arm.bundle.manifest.name, "input": [one.text for one in texts]} | arm.fields
 
 
-def _idle_s(server: Server, arm: Arm, texts: Sequence[TaggedText], count: int) -> float:
+def _alone_s(server: Server, arm: Arm, texts: Sequence[TaggedText], count: int) -> float:
     """The median of a request that comes alone."""
     chance = random.Random(2)
-    body = _body(arm, chance.choices(texts, k=count)) | {"deadline_ms": 60_000}
-    shots = [Shot(0.0, body) for _ in range(15)]
+    shots = [Shot(0.0, _body(arm, chance.choices(texts, k=count))) for _ in range(15)]
     for shot in shots:
         fire(server, PATH, [shot], patience_s=60.0)
     return statistics.median(shot.latency_s for shot in shots)
 
 
 def _capacity(
-    server: Server,
-    bundle: Bundle,
-    fields: dict[str, Any],
-    texts: Sequence[TaggedText],
-    count: int,
-    seconds: float,
+    server: Server, arm: Arm, texts: Sequence[TaggedText], count: int, seconds: float
 ) -> float:
     """Requests a second with always more to do."""
-    chance, arm = random.Random(3), Arm("", bundle, fields)
+    chance = random.Random(3)
 
     def burst(requests: int) -> float:
         shots = [Shot(0.0, _body(arm, chance.choices(texts, k=count))) for _ in range(requests)]
@@ -229,11 +241,12 @@ def _capacity(
     return burst(min(200, max(24, round(rate * seconds))))
 
 
-def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
-    times = [1000 * shot.latency_s for shot in outcome.shots if shot.status == 200]
+def _row(arm: Arm, load: int, outcome: Outcome, alone_s: float) -> list[Cell]:
+    times = [1000 * each for each in outcome.latencies_s]
     return [
-        *(arm.name, arm.bundle.manifest.shape.parameters, f"{load} x", len(outcome.shots)),
-        f"{100 * outcome.in_time / len(outcome.shots):.1f} %",
+        *(arm.name, arm.bundle.manifest.shape.parameters, 1000 * alone_s),
+        *(f"{load} x", outcome.requests),
+        f"{100 * outcome.in_time / outcome.requests:.1f} %",
         percentile(times, 0.5) if times else None,
         percentile(times, 0.99) if times else None,
         statistics.fmean(outcome.steps) if outcome.steps else None,
@@ -242,19 +255,16 @@ def _row(arm: Arm, load: int, outcome: Outcome) -> list[Cell]:
     ]
 
 
-def _ratios(
-    outcomes: Outcomes, arms: Sequence[Arm], plain: Sequence[Bundle]
-) -> tuple[Table, list[Target]]:
+def _ratios(outcomes: Outcomes, dial: Arm, plain: Sequence[Arm]) -> tuple[Table, list[Target]]:
     """The dial beside the better plain model, which may be another one for each figure."""
     rows: list[Sequence[Cell]] = []
     targets = []
     for what, load in ((what, load) for what in ("positions", "texts") for load in LOADS):
-        dial = outcomes[arms[0], load]
-        rivals = [outcomes[arm, load] for arm in arms if arm.bundle in plain]
-        best = max(rivals, key=lambda one: one.a_second(what))
-        name = next(arm.name for arm in arms if outcomes[arm, load] is best)
-        mine, theirs = dial.a_second(what), best.a_second(what)
-        each = list(_quotients(dial.each(what), best.each(what)))
+        ours = outcomes[dial, load]
+        rival = max(plain, key=lambda arm: outcomes[arm, load].a_second(what))
+        best, name = outcomes[rival, load], rival.name
+        mine, theirs = ours.a_second(what), best.a_second(what)
+        each = list(_quotients(ours.each(what), best.each(what)))
         rows.append(
             [
                 *(f"right {what}, {load} x", name, theirs, mine),

@@ -25,6 +25,7 @@ from benchmarks.lab import (
     median,
     options,
     parser,
+    percentile,
     run,
 )
 from benchmarks.server import Server, running_server
@@ -131,7 +132,7 @@ def _cells(found: Sequence[Told]) -> list[Cell]:
         median([one.told_s for one in found]),
         median([one.true_s for one in found]),
         median([one.error for one in found]),
-        1000 * _p99([one.answered_s for one in found]),
+        1000 * percentile([one.answered_s for one in found], 0.99),
     ]
 
 
@@ -167,10 +168,6 @@ def _request(bundle: Bundle, steps: int) -> tuple[str, dict[str, object]]:
     tokens = answer_tokens(bundle, 32)
     fields = {"model": name, "prompt": PROMPT, "max_tokens": tokens, "steps": steps, "seed": 1}
     return "/v1/generate", fields
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[int(len(values) * 0.99)]
 
 
 if __name__ == "__main__":

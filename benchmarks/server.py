@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from benchmarks.lab import ROOT
 
 READY_LINE = "Press Ctrl-C to stop."  # the last of what a server says when all is well
 _START_S, _STOP_S = 60.0, 45.0
+_COMPLAINT = re.compile(r"WARNING|ERROR|CRITICAL|Traceback")
 _URL = re.compile(r"^on http://([\d.]+):(\d+) ", re.MULTILINE)
 
 
@@ -49,6 +51,21 @@ class Server:
     def logged(self) -> str:
         """Everything that it wrote so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def complaints(self) -> list[str]:
+        """The lines of that which warn or tell of an error."""
+        return [line for line in self.logged().splitlines() if _COMPLAINT.search(line)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at the moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 @contextmanager

@@ -10,7 +10,6 @@ compares. Needs a tritonserver with the onnxruntime and Python backends (its ima
 import argparse
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab import ZOO, Cell, Provenance, Table
+from benchmarks.server import free_ports
 from export.triton import graph_input, rung_name, text_name, write_repository
 from serve.bundle import Bundle, TextInput, read_bundle
 from serve.engine.classify import softmax
@@ -89,9 +89,7 @@ def _merge(bundle: Bundle, alone: Path, repository: Path) -> None:
 
 @contextmanager
 def _served(program: str, repository: Path, backends: Path | None) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [program, f"--model-repository={repository}", "--http-address=127.0.0.1"]
     command += [f"--http-port={port}", "--allow-grpc=false", "--allow-metrics=false"]
     command += [f"--backend-directory={backends}"] if backends else []

@@ -151,12 +151,16 @@ class Catalog:
                     endpoint=_ENDPOINTS[own],
                 )
             return found
-        able = [one for task in tasks for one in self if one.manifest.task == task]
-        for one in able:
-            if kind is None or one.manifest.input.kind == kind:
-                return one
-        if able:
-            return able[0]
+        able = None
+        for task in tasks:
+            for one in self._served.values():
+                if one.manifest.task != task:
+                    continue
+                if kind is None or one.manifest.input.kind == kind:
+                    return one
+                able = able or one
+        if able is not None:
+            return able
         names = [served.name for served in self]
         raise UnknownModel(
             f"no model that can {tasks[0]} is served; there are: {', '.join(names)}",

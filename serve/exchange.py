@@ -143,7 +143,7 @@ class Exchange:
         if self.connection is None or type(response) not in _WHOLE or self.method == "HEAD":
             return False
         headers = response.raw_headers
-        if b"connection" in dict(headers):
+        if type(response) is Response and b"connection" in dict(headers):  # uvicorn closes it
             return False
         written = self.connection.write_whole(
             response.status_code, [*headers, *self.own_headers], self.always, bytes(response.body)

@@ -6,6 +6,7 @@ It deliberately knows nothing of servers, bundles or models.
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -28,9 +29,15 @@ os.environ["SSL_CERT_DIR"] = os.devnull
 # A shell in whose background the tests run has them ignore interrupts, with all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says more about the machine than about the code.
+# Servers start by the hundred: what they import, and these tests, are compiled once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# How long an example takes says more about the machine than about the code. A search for faults
+# that a run of all tests has no time for: HYPOTHESIS_PROFILE=long.
 hypothesis.settings.register_profile("stepdial", deadline=None)
-hypothesis.settings.load_profile("stepdial")
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepdial"))
 
 _CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _LEFT_OUT = pytest.StashKey[list[str]]()

@@ -2,7 +2,8 @@
 
 Every batch is run at the full count, at the smallest and at one in between. All of them learn the
 task and the answers of the frozen original at full steps, and jumps from the first evaluations are
-trained too. It is an ordinary training run with a recipe made here, and resumes like one.
+trained too. With the dial of time one pass is read out at every count, and there are no jumps. It
+is an ordinary training run with a recipe made here, and resumes like one.
 """
 
 import dataclasses
@@ -46,17 +47,23 @@ def retrofit_recipe(
     steps, optim = original.steps, original.optim
     iterations = max(1, round(share * optim.iterations))
     wanted = steps.short or StepsConfig().short  # a run of fixed steps may name no others
-    short = sorted({*(count for count in wanted if count < steps.full), 1})
+    short = tuple(sorted({*(count for count in wanted if count < steps.full), 1}))
+    timed = steps.dial == "time" or "steps.dial=time" in overrides
+    in_one = timed and original.model.family != "translator"
     table = dataclasses.replace(
         original,
         name=original.name[:60] + "-any",
         steps=dataclasses.replace(
             steps,
-            schedule="sandwich",
-            short=tuple(short),
+            dial="time" if timed else "resolution",
+            schedule="fixed" if in_one else "sandwich",
+            short=short,
+            exits=short if in_one else (),
+            exit_weights=(),
+            stages=(),
             grow=0.0,
             distil=DISTIL,
-            jump=JUMP if original.model.depth == "ode" else 0.0,
+            jump=JUMP if original.model.depth == "ode" and not timed else 0.0,
             distil_from=0.0,
         ),
         optim=dataclasses.replace(

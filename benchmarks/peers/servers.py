@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, Self
 from benchmarks.client import Client
 from benchmarks.lab import ROOT
 from benchmarks.peers.labeller import BUNDLE, CALLS, MAX_BATCH, PORT, STEPS
-from benchmarks.server import Server, process_memory
+from benchmarks.server import Server, free_ports, process_memory
 
 STEPDIAL = "stepdial"
 MOSEC = "mosec"
@@ -335,17 +334,6 @@ def _only(cores: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 # A server that runs on its core and answers, and the work that it has done.

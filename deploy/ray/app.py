@@ -254,7 +254,7 @@ class Replica:
         """Whether this client may have a model loaded; the application refuses all others."""
         keys = self._app.state.keys
         secret = secret_of(scope["headers"])
-        return not keys or (secret is not None and keys.holder_of(secret) is not None)
+        return not keys.in_use or (secret is not None and keys.holder_of(secret) is not None)
 
     async def metrics_page(self) -> tuple[str, str]:
         """This replica and its metrics."""

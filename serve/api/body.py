@@ -11,9 +11,9 @@ import gc
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, final, get_args, get_origin
@@ -667,23 +667,37 @@ def parse(
     if not body.strip():
         raise BadRequest("the body is empty: send a JSON object")
     _check_parts(body)
-    with _no_collection(len(body) > LARGE_BODY_BYTES):
-        try:
-            value = from_json(body, cache_strings="none")
-        except ValueError as error:
-            raise BadRequest(
-                f"the body is not JSON that can be read: {describe_json_problem(str(error))}"
-            ) from None
-        if not isinstance(value, dict):
-            del value  # a traceback keeps the variables of its frames
-            raise InvalidField("the body must be a JSON object")
-        try:
-            _check_members(value, schema)
-            return schema.model_validate(value)
-        except ValidationError as error:
-            raise explain(error, schema) from None
-        finally:
-            value.clear()  # for the same reason
+    if len(body) <= LARGE_BODY_BYTES or not gc.isenabled():
+        return _parsed(body, schema, explain)
+    # JSON has no cycles, and looking for them would take most of the time.
+    gc.disable()
+    try:
+        return _parsed(body, schema, explain)
+    finally:
+        gc.enable()
+
+
+def _parsed(
+    body: bytes,
+    schema: type[BodyT],
+    explain: Callable[[ValidationError, type[BaseModel]], ServeError],
+) -> BodyT:
+    try:
+        value = from_json(body, cache_strings="none")
+    except ValueError as error:
+        raise BadRequest(
+            f"the body is not JSON that can be read: {describe_json_problem(str(error))}"
+        ) from None
+    if not isinstance(value, dict):
+        del value  # a traceback keeps the variables of its frames
+        raise InvalidField("the body must be a JSON object")
+    try:
+        _check_members(value, schema)
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise explain(error, schema) from None
+    finally:
+        value.clear()  # for the same reason
 
 
 def _check_parts(body: bytes) -> None:
@@ -725,19 +739,6 @@ def _check_members(value: dict[str, Any], schema: type[BaseModel]) -> None:
                 f"{shown(name)} has {len(member)} members: send at most {MAX_MEMBERS}",
                 param=shown(name),
             )
-
-
-@contextmanager
-def _no_collection(large: bool) -> Iterator[None]:
-    """Pause garbage collection: JSON has no cycles, and looking for them takes most of the time."""
-    if not (large and gc.isenabled()):
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> bytes:

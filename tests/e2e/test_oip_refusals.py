@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
+from tests.examples import examples
 from tests.faults.raw_http import exchange, head
 from tests.faults.raw_http import status as status_of
 from tests.fixtures.tiny_folders import (
@@ -273,7 +274,7 @@ def test_a_body_that_stops_coming_times_out(server: ServerProcess) -> None:
     assert status_of(received) == 408 and b'{"error": ' in received
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_no_altered_byte_of_a_binary_request_breaks_the_server(
     raw: httpx.Client, data: st.DataObject

@@ -12,7 +12,8 @@ from export.run import ExportRequest, export_run
 from export.verify import samples_of
 from serve.bundle import Bundle, Precision
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.protocol import IntArray
+from serve.runtime.protocol import FloatArray, IntArray
+from tests.fixtures.tiny_rungs import best
 from tests.fixtures.tiny_runs import (
     tiny_label_recipe,
     tiny_logic_recipe,
@@ -25,6 +26,7 @@ from train.data import open_dataset
 from train.model import Stepped
 from train.ode import METHODS
 from train.recipe import Recipe
+from train.retrofit import retrofit
 
 pytestmark = pytest.mark.long
 
@@ -228,3 +230,149 @@ def test_forms_of_8_bits_export_and_verify(tmp_path: Path, form: str) -> None:
     bundle = exported(run, tmp_path / "b", 1, 4, precision="int8")
     assert bundle.manifest.precision == "int8"
     assert all(rung.against_fp32 is not None for rung in bundle.manifest.rungs)
+
+
+@pytest.fixture
+def decoder(run_of: Callable[[str], tuple[Path, Recipe]], tmp_path: Path) -> OpenedModel:
+    """Trained, with the input injected at each step of the dial of time."""
+    return open_model(exported(run_of("decoder")[0], tmp_path / "b"))
+
+
+def written(decoder: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[FloatArray]:
+    """The logits of a prompt and of so many tokens behind it, greedy and alone."""
+    batch = decoder.decoder(steps).open_batch()
+    found = [batch.add(tokens)]
+    for _ in range(count):
+        found.append(batch.step(best(found[-1:]))[0])
+    return found
+
+
+def test_rows_of_every_budget_in_one_call_get_what_they_get_alone(decoder: OpenedModel) -> None:
+    """Each stops with its clock, and goes on to its next token while the others are still going."""
+    mix, draw = decoder.mix(), np.random.default_rng(0)
+    assert mix is not None and mix.most_batches == len(STEPS)
+    prompts = {steps: draw.integers(1, 30, (2, 3 + steps)) for steps in STEPS}
+    batches = {steps: decoder.decoder(steps).open_batch() for steps in STEPS}
+    found = {steps: [[batches[steps].add(row)] for row in prompts[steps]] for steps in STEPS}
+    stands = dict.fromkeys(STEPS, 0)
+    for _ in range(28):
+        first = [steps for steps in STEPS if stands[steps] == 0]
+        mix.begin([batches[n] for n in first], [best([r[-1] for r in found[n]]) for n in first])
+        mix.advance(list(batches.values()))
+        stands = {steps: (stand + 1) % steps for steps, stand in stands.items()}
+        last = [steps for steps in STEPS if stands[steps] == 0]
+        for steps, logits in zip(last, mix.end([batches[n] for n in last]), strict=True):
+            for row, one in zip(found[steps], logits, strict=True):
+                row.append(one)
+        if any(len(prompts[n][0]) + len(found[n][0]) >= 23 for n in STEPS):
+            break
+    for steps in STEPS:
+        for row, tokens in zip(found[steps], prompts[steps], strict=True):
+            np.testing.assert_array_equal(row, written(decoder, steps, tokens, len(row) - 1))
+    assert len(found[1][0]) > 2 * len(found[7][0]) > 2
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_row_that_runs_ahead_of_itself_gets_what_it_gets_alone(
+    decoder: OpenedModel, right: bool
+) -> None:
+    mix, tokens = decoder.mix(), np.arange(1, 8)
+    assert mix is not None and mix.can_speculate
+    expected = written(decoder, 7, tokens, 12)
+    batch = decoder.decoder(7).open_batch()
+    found = [batch.add(tokens)]
+    speculation, most = mix.speculation(batch, 2), 0
+    while len(found) < len(expected):
+        (token,) = best(found[-1:])
+        if speculation.tokens and speculation.tokens[0] != token:
+            speculation.keep(0)
+        if not speculation.tokens:
+            speculation.begin(int(token))
+        output = speculation.advance()
+        if output.drafts is not None and speculation.tokens:
+            behind = len(found) - 1 + len(speculation.tokens) + (output.last is not None)
+            if speculation.room and behind < len(expected):
+                (drafted,) = best(expected[behind : behind + 1])
+                speculation.begin(int(drafted) if right else 1 + int(drafted) % 20)
+        most = max(most, len(speculation.tokens))
+        if output.last is not None:
+            found.append(output.last)
+    np.testing.assert_array_equal(found, expected)
+    assert most > 1
+
+
+def test_a_prompt_read_in_pieces_or_continued_keeps_the_same_caches(decoder: OpenedModel) -> None:
+    tokens = np.arange(1, 17)
+    for steps in STEPS:
+        whole, parts = decoder.decoder(steps).open_batch(), decoder.decoder(steps).open_batch()
+        last = whole.add(tokens)
+        parts.add(tokens[:5])
+        np.testing.assert_allclose(parts.extend(0, tokens[5:])[-1], last, atol=ABSOLUTE)
+        token = best([last])
+        np.testing.assert_allclose(parts.step(token), whole.step(token), atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize("form", ["tagger", "classifier"])
+def test_rows_that_stop_early_leave_the_others_as_they_were(
+    run_of: Callable[[str], tuple[Path, Recipe]], tmp_path: Path, form: str
+) -> None:
+    """Rows of one batch stop after different steps: each has what its rung gives it alone."""
+    run, recipe = run_of(form)
+    opened = open_model(exported(run, tmp_path / "b"))
+    dataset = open_dataset(recipe, load_run(run).tokenizer)
+    rows = samples_of(dataset, recipe.model.window, recipe.model.target_window).draw(24, 12)[0]
+    tokens, whole = rows.numpy(), opened.step_classifier(7)
+    jumps = whole.jumps(tokens)  # (7, B, ..., C)
+    ordered = np.sort(jumps, axis=-1)
+    margins = ordered[..., -1] - ordered[..., -2]
+    least = margins if form == "classifier" else margins.min(-1)  # (7, B)
+    threshold = float(np.quantile(least[:-1], 0.8))
+    early = whole.early(tokens, threshold)
+    assert len(set(early.evaluations.tolist())) > 1
+    for row, steps in enumerate(early.evaluations.tolist()):
+        np.testing.assert_array_equal(early.logits[row], jumps[steps - 1, row])
+        if steps in STEPS:
+            alone = opened.step_classifier(steps).run(tokens[row : row + 1])[0]
+            np.testing.assert_array_equal(early.logits[row], alone)
+    traced = whole.traced(tokens, threshold)
+    np.testing.assert_array_equal(traced.logits, early.logits)
+    np.testing.assert_array_equal(traced.evaluations, early.evaluations)
+
+
+def test_an_older_run_of_fixed_steps_becomes_a_dial_of_time(tmp_path: Path) -> None:
+    """Its full answers are the teacher's; what it is then exports, verifies and is torch's."""
+    fixed = ["steps.schedule=fixed", "steps.jump=0.3"]
+    old = trained(tiny_label_recipe(*QUICK, *fixed), tmp_path)
+    run = tmp_path / "any"
+    recipe = retrofit(old, run, 0.5, ["steps.dial=time"])
+    assert (recipe.steps.dial, recipe.steps.exits, recipe.model) == (
+        *("time", (1, 2)),
+        load_run(old).recipe.model,
+    )
+    before, after = load_run(old).model, load_run(run).model
+    after.load_state_dict(before.state_dict())  # the same weights: the same answers at full steps
+    dataset = open_dataset(recipe, load_run(run).tokenizer)
+    rows = samples_of(dataset, recipe.model.window, recipe.model.target_window).draw(8, 12)[0]
+    np.testing.assert_array_equal(
+        answer(after, (rows,), 4, "euler"), answer(before, (rows,), 4, "euler")
+    )
+    bundle = exported(run, tmp_path / "b", 1, 2, 4)
+    assert (bundle.manifest.dial, bundle.manifest.grid_steps) == ("time", 4)
+    opened, made = open_model(bundle), load_run(run).model
+    for steps in (1, 2, 4):
+        expected = answer(made, (rows,), steps, "euler")
+        given = opened.classifier(steps).run(rows.numpy())
+        np.testing.assert_allclose(given, expected, atol=ABSOLUTE)
+        np.testing.assert_array_equal(
+            opened.step_classifier(4).jumps(rows.numpy())[steps - 1],
+            opened.step_classifier(steps).run(rows.numpy()),
+        )
+
+
+def test_a_run_with_the_dial_of_time_is_retrofitted_too(tmp_path: Path) -> None:
+    alone = ["steps.schedule=fixed", "steps.exits=[]"]
+    old = trained(tiny_logic_recipe(tmp_path, *QUICK, *alone), tmp_path)
+    recipe = retrofit(old, tmp_path / "any", 0.5)
+    assert (recipe.steps.schedule, recipe.steps.exits, recipe.steps.jump) == ("fixed", (1, 2), 0)
+    bundle = exported(tmp_path / "any", tmp_path / "b", 1, 2, 4)
+    assert bundle.manifest.task == "tag" and bundle.manifest.range is not None

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from serve.engine.classify import Batch
 from serve.engine.job import Job, Limits, State
+from tests.examples import examples
 from tests.simulated import LADDER, Request, Simulation
 
 LIMITS = Limits(
@@ -139,5 +140,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.simulation.engine.step() is None
 
 
-Traffic.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+Traffic.TestCase.settings = settings(
+    max_examples=examples(120), stateful_step_count=50, deadline=None
+)
 TestTraffic = Traffic.TestCase

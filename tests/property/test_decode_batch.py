@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from serve.runtime import DecodeBatch, Decoder, WindowFullError, open_model
+from tests.examples import examples
 from tests.fixtures.tiny_bundles import build_generate
 
 MAX_TOKENS = 100
@@ -82,5 +83,5 @@ def test_a_batch_is_the_sum_of_its_rows(decoder: Decoder) -> None:
             assert self.batch.nbytes <= most
 
     run_state_machine_as_test(
-        Rows, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+        Rows, settings=settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
     )

@@ -14,6 +14,7 @@ from serve.engine.classify import Batch
 from serve.engine.job import Event, FailedEvent, Job, Kind, LaneKey, Limits, State, TokenEvent
 from serve.engine.loaded import Call
 from serve.errors import QueueFull
+from tests.examples import examples
 from tests.stepped import (
     CountedModel,
     SteppedEngine,
@@ -189,5 +190,7 @@ class Traffic(RuleBasedStateMachine):
             assert not lane.waiting and not lane.occupants()
 
 
-Traffic.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Traffic.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=60, deadline=None
+)
 TestTraffic = Traffic.TestCase

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from serve.inputs.text import Encoder, StopFilter, TextCodec, TextStream, WordCache
+from tests.examples import examples
 from tests.fixtures.tiny_bundles import bpe_tokenizer
 from tests.fixtures.tiny_folders import classify_bundle
 
@@ -66,7 +67,7 @@ def _lower() -> Tokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [bpe_tokenizer(), _lower()], ids=["plain", "lowercase"])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     words=st.lists(
         st.one_of(
@@ -124,7 +125,7 @@ ASCII = st.lists(
 
 
 @pytest.mark.parametrize("tokenizer", PLAIN, ids=["plain", "lowercase", "gpt2"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(texts=st.lists(ASCII, min_size=1, max_size=4))
 def test_words_that_are_remembered_give_the_tokens_of_the_library(
     tokenizer: Tokenizer, texts: list[str]

@@ -107,8 +107,8 @@ def test_a_crowd_asks_until_its_time_is_over_and_keeps_what_went_wrong(impatient
         return post(client, "/broken")
 
     with Crowd(impatient, [post, post, broken], seconds=0.3) as crowd:
-        assert crowd.asking
-    assert not crowd.asking and set(crowd.kinds) == {"/"} and crowd.kinds.total() > 2
+        pass
+    assert set(crowd.kinds) == {"/"} and crowd.kinds.total() > 2
     assert all(0 <= one.due_s < 0.3 and one.latency_s > 0 for one in crowd.answered)
     assert len(crowd.errors) > 1
     assert all(isinstance(error, UnexpectedAnswer) for error in crowd.errors)

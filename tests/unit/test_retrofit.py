@@ -44,6 +44,23 @@ def test_the_recipe_is_the_original_made_short_and_any_step() -> None:
     assert retrofit_recipe(chain, "run", 0.2, []).steps.jump == 0  # a jump needs one trajectory
 
 
+def test_with_the_dial_of_time_one_pass_is_read_at_every_count() -> None:
+    timed = ["steps.dial=time", "model.T=4.0", "steps.jump=0"]
+    for kept, asked in (
+        (recipe_json(*FIXED, *timed, "steps.exits=[2]", "steps.exit_weights=[1, 2]"), []),
+        (
+            recipe_json(
+                "steps.schedule=any", "steps.grow=0", *timed, "steps.stages=[0.2, 0.2, 0.6]"
+            ),
+            [],
+        ),
+        (recipe_json(*FIXED, "steps.jump=0.2"), ["steps.dial=time"]),  # an older run, read as time
+    ):
+        steps = retrofit_recipe(kept, "run", 0.2, asked).steps
+        assert (steps.dial, steps.schedule, steps.exits) == ("time", "fixed", (1, 2))
+        assert (steps.jump, steps.distil, steps.stages, steps.exit_weights) == (0, 1, (), ())
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
