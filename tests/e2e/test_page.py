@@ -139,7 +139,8 @@ def test_differing_tokens_are_marked_and_both_times_shown(page: Page) -> None:
     for name, value in (("Tokens", "150"), ("Temperature", "2"), ("Seed", "0")):
         page.get_by_role("spinbutton", name=name).fill(value)
     page.get_by_role("button", name="Generate").click()
-    expect(page.locator("#status")).to_contain_text("differ")
+    # Two answers in turn, of 150 tokens each.
+    expect(page.locator("#status")).to_contain_text("differ", timeout=20_000)
     first, second = tokens(page, 0), tokens(page, 1)
     differing = [a["text"] != b["text"] for a, b in zip(first, second, strict=True)]
     for shown in (first, second):
