@@ -199,8 +199,8 @@ def why() -> str:
         "**Not for easy tasks.** On film reviews one step has "
         f"{_percent(ours)}, a plain transformer of the same size {_percent(plain)}, and a bag of "
         f"words {_percent(words)}. Take the bag of words, or a plain model behind any server.",
-        "**Not for large language models**, nor for a model that you already have: take vLLM, "
-        "Triton or LitServe.",
+        "**Not for large language models**: take vLLM. Other models that exist are not served as "
+        "they are: take Triton or LitServe, or train one further with `stepdial convert`.",
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
     ]
     return "\n".join(f"* {line}" for line in lines) + "\n"

@@ -113,11 +113,13 @@ def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None
 
 
 def flat_in_words(manifest: Manifest) -> str | None:
-    """That the fewest steps are enough, where none of the others is surely better by much."""
+    """That the fewest steps are enough, where it is shown that the most are not much better."""
     first, last = manifest.steps[0], manifest.steps[-1]
     metric = manifest.rungs[0].quality.metric
     if first == last or manifest.default_steps != first or metric not in TOLERATED:
         return None
+    if manifest.range is not None and manifest.range.high > TOLERATED[metric]:
+        return None  # too few rows to say
     enough = "one step" if first == 1 else steps_in_words(first)
     by = "0.01 nats a token" if metric == "loss" else "half a point"
     return f"This model needs {enough}: up to {last}, no more are better by {by}."

@@ -156,15 +156,16 @@ def name_efforts(steps: list[int]) -> dict[int, Effort]:
 
 
 def choose_default(measured: dict[int, Measured]) -> int:
-    """The fewest steps that are as good as the best measured ones, row by row.
+    """The fewest steps that are not shown to be worse than the best by more than is tolerated.
 
+    Row by row, with 95 % confidence; few rows show little, and then fewer steps are the default.
     Never a dominated rung: what a request gets unasked should not cost more than what a word
     names for at least the same measured quality. The best is never dominated, so there is one.
     """
     sign, beaten = _sign(measured), dominated(measured)
     kept = sorted(steps for steps in measured if steps not in beaten)
     best = measured[kept[-1]]
-    return next(steps for steps in kept if _as_good(measured[steps], best, sign))
+    return next(steps for steps in kept if not _worse(measured[steps], best, sign))
 
 
 def _sign(measured: dict[int, Measured]) -> int:
@@ -180,13 +181,10 @@ def range_of(measured: dict[int, Measured]) -> Range | None:
     return Range(ahead, ahead - spread, ahead + spread)
 
 
-def _as_good(rung: Measured, best: Measured, sign: int) -> bool:
-    """Whether the best is ahead by no more than is tolerated, with 95 % confidence.
-
-    Few rows leave the difference open, and then the best is kept.
-    """
+def _worse(rung: Measured, best: Measured, sign: int) -> bool:
+    """Whether the best is shown to be ahead by more than is tolerated, with 95 % confidence."""
     ahead, spread = _ahead(best, rung, sign)
-    return rung is best or ahead + spread <= TOLERATED[best.quality.metric]
+    return rung is not best and ahead - spread > TOLERATED[best.quality.metric]
 
 
 def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:

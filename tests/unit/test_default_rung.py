@@ -37,6 +37,13 @@ def test_the_default_is_the_cheapest_rung_that_is_as_good_as_the_best() -> None:
     assert choose_default({1: many_less, 2: one_less, 4: right}) == 2
 
 
-def test_few_rows_do_not_make_a_worse_rung_the_default() -> None:
-    right, worse = measured("accuracy", [1.0] * 28 + [0.0] * 2), [1.0] * 26 + [0.0] * 4
-    assert choose_default({1: measured("accuracy", worse), 4: right}) == 4
+def test_few_rows_never_make_the_slowest_rung_the_default() -> None:
+    """4 of 30 wrong beside 2 of 30 shows nothing; beside none of 30, or of 1,000 rows, it does."""
+
+    def wrong(count: int, rows: int) -> Measured:
+        return measured("accuracy", [0.0] * count + [1.0] * (rows - count))
+
+    assert choose_default({1: wrong(4, 30), 4: wrong(2, 30)}) == 1
+    assert choose_default({1: wrong(9, 30), 4: wrong(0, 30)}) == 4
+    assert choose_default({1: wrong(133, 1000), 4: wrong(67, 1000)}) == 4
+    assert choose_default({1: wrong(1, 1), 4: wrong(0, 1)}) == 1
