@@ -340,7 +340,7 @@ class TextCodec:
         """The tokens of a text to classify, cut as in training if it is too long."""
         head, tail = self._kept
         encoded = self._encode(text, param, head, tail)
-        if self._manifest.text_input.exact and (encoded.truncated or len(encoded.tokens) != head):
+        if self._input.exact and (encoded.truncated or len(encoded.tokens) != head):
             raise self._not_exact(encoded, param)
         if encoded.truncated and not truncate:
             raise self._too_long(

@@ -61,7 +61,7 @@ def kept(file: Path) -> dict[str, Any]:
 
 def test_answers_that_workers_wait_for_at_the_end_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    flags = ("--users", "3", "--workers", "2", "--duration", "4s", "--out", str(file))
+    flags = ("--users", "3", "--workers", "2", "--duration", "6s", "--out", str(file))
     with running_stub(service_s=0.7) as stub, started(stub.url, *flags) as test:
         printed, said = test.communicate(timeout=60)
         sent = len(stub.bodies)

@@ -184,7 +184,8 @@ def test_a_model_of_fixed_depth_has_one_rung(client: httpx.Client) -> None:
     assert "weights of this model differ by depth" in error["message"]
     assert error["ladder"] == [1]
     card = client.get("/v1/models/tiny-prefix").json()
-    assert (card["depth"], card["input"]) == ("fixed", {"kind": "text", "max_tokens": 40})
+    assert card["depth"] == "fixed"
+    assert card["input"] == {"kind": "text", "max_tokens": 40, "exact": False}
     assert client.get("/v1/models/tiny-prefix/ladder").json()["depth"] == "fixed"
 
 

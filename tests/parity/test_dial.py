@@ -233,9 +233,9 @@ def test_forms_of_8_bits_export_and_verify(tmp_path: Path, form: str) -> None:
 
 
 @pytest.fixture
-def decoder(run_of: Callable[[str], tuple[Path, Recipe]], tmp_path: Path) -> OpenedModel:
+def decoder(form_of: Callable[[str], Form]) -> OpenedModel:
     """Trained, with the input injected at each step of the dial of time."""
-    return open_model(exported(run_of("decoder")[0], tmp_path / "b"))
+    return open_model(form_of("decoder").bundle)
 
 
 def written(decoder: OpenedModel, steps: int, tokens: IntArray, count: int) -> list[FloatArray]:
@@ -314,11 +314,11 @@ def test_a_prompt_read_in_pieces_or_continued_keeps_the_same_caches(decoder: Ope
 
 @pytest.mark.parametrize("form", ["tagger", "classifier"])
 def test_rows_that_stop_early_leave_the_others_as_they_were(
-    run_of: Callable[[str], tuple[Path, Recipe]], tmp_path: Path, form: str
+    form_of: Callable[[str], Form], form: str
 ) -> None:
     """Rows of one batch stop after different steps: each has what its rung gives it alone."""
-    run, recipe = run_of(form)
-    opened = open_model(exported(run, tmp_path / "b"))
+    run, recipe, bundle = form_of(form)
+    opened = open_model(bundle)
     dataset = open_dataset(recipe, load_run(run).tokenizer)
     rows = samples_of(dataset, recipe.model.window, recipe.model.target_window).draw(24, 12)[0]
     tokens, whole = rows.numpy(), opened.step_classifier(7)
