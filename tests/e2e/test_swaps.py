@@ -183,7 +183,7 @@ def test_swaps_keep_memory_flat(admin: Admin) -> None:
         (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
         return int(line.split()[1])
 
-    swap(10)
+    swap(36)  # until the allocator has what it keeps: on some machines 12 are too few
     before_kb = swap(2)
     assert swap(24) - before_kb < 4096
 
