@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from benchmarks.client import Client
@@ -64,7 +65,9 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     targets = []
     answers = honest = 0
     with running_server(chosen.bundles) as server, Client.of(server) as client:
-        for case in [case for bundle in bundles for case in _cases(bundle, client, chosen.quick)]:
+        tagged = _tagged_text(bundles)
+        cases = [_cases(bundle, client, chosen.quick, tagged) for bundle in bundles]
+        for case in chain.from_iterable(cases):
             samples = interleave(case.calls, seconds, least)
             answers += sum(map(len, samples.values()))
             honest += sum(one.as_asked for column in samples.values() for one in column)
@@ -89,7 +92,7 @@ def measure(chosen: Options, provenance: Provenance) -> Result:
     )
 
 
-def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
+def _cases(bundle: Bundle, client: Client, quick: bool, tagged: str) -> list[Case]:
     name, steps = bundle.manifest.name, bundle.manifest.steps
     if bundle.manifest.task == "generate":
         tokens = 16 if quick else answer_tokens(bundle, ANSWER_TOKENS)
@@ -99,11 +102,8 @@ def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
         return [_case(client, bundle, "an image", {"image": _blank(bundle.manifest.input)})]
     codec = TextCodec(bundle)
     if bundle.manifest.task == "tag":  # of one alphabet: the paragraphs are not in it
-        examples = bundle.manifest.card["examples"]
-        assert isinstance(examples, Sequence)
-        text = str(examples[0])
-        count = len(codec.encode_input(text, truncate=True).tokens)
-        return [_case(client, bundle, f"a text of {count} tokens", text)]
+        count = len(codec.encode_input(tagged, truncate=True).tokens)
+        return [_case(client, bundle, f"a text of {count} tokens", tagged)]
     cases = []
     for length in sorted(
         {min(TEXT_TOKENS, window_of(bundle.manifest)), window_of(bundle.manifest)}
@@ -112,6 +112,15 @@ def _cases(bundle: Bundle, client: Client, quick: bool) -> list[Case]:
         count = len(codec.encode_input(text, truncate=True).tokens)
         cases.append(_case(client, bundle, f"a text of {count} tokens", text))
     return cases
+
+
+def _tagged_text(bundles: Sequence[Bundle]) -> str:
+    """The first example on a tagger's card, which plain models of the same data read as well."""
+    for bundle in bundles:
+        examples = bundle.manifest.card.get("examples")
+        if bundle.manifest.task == "tag" and isinstance(examples, Sequence) and examples:
+            return str(examples[0])
+    return ""
 
 
 def _case(client: Client, bundle: Bundle, what: str, given: Any) -> Case:
