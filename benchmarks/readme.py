@@ -192,7 +192,7 @@ def why() -> str:
         f"{logic.shape.parameters:,} parameters gets {_percent(_quality('logic', 1))} of the empty "
         f"cells right after 1 step and {_percent(_quality('logic', logic.full_steps))} after "
         f"{logic.full_steps}. A plain transformer of {small:,} parameters gets "
-        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}.",
+        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}{_in_time_of_plain()}.",
         _overload(),
         "**You know what you get.** Every answer says how many steps it took, why, and what "
         "quality to expect of that.",
@@ -204,6 +204,21 @@ def why() -> str:
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
     ]
     return "\n".join(f"* {line}" for line in lines) + "\n"
+
+
+def _in_time_of_plain() -> str:
+    """The most steps that take no longer than the larger plain model, if both were timed."""
+    request, logic = _REQUESTS["logic"], _bundle("logic").manifest
+    plain_ms = _compute_ms("logic-plain4", request, 1)
+    timed = {steps: _compute_ms("logic", request, steps) for steps in logic.steps}
+    within = [steps for steps, ms in timed.items() if ms and plain_ms and ms <= plain_ms]
+    if not within or plain_ms is None:
+        return ""
+    steps = max(within)
+    return (
+        f" in {plain_ms:.1f} ms; {steps} steps take {timed[steps]:.1f} ms and get "
+        f"{_percent(_quality('logic', steps))}"
+    )
 
 
 def _overload() -> str:
