@@ -153,7 +153,7 @@ class Catalog:
             return found
         able = None
         for task in tasks:
-            for one in self._served.values():
+            for one in self:
                 if one.manifest.task != task:
                     continue
                 if kind is None or one.manifest.input.kind == kind:

@@ -37,7 +37,7 @@ def test_the_page_is_what_the_script_writes() -> None:
 
 def test_every_picture_of_the_page_is_there() -> None:
     shown = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "!["]
-    names = [line.partition("(results/")[2].rstrip(")") for line in shown]
+    names = [line.partition("(plots/")[2].rstrip(")") for line in shown]
     assert names and {name for name in names} == {path.name for path in PICTURES.iterdir()}
 
 
