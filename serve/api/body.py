@@ -199,6 +199,22 @@ DEFAULT_MAX_TOKENS = 128
 MAX_DEADLINE_MS = 3_600_000.0
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+# Fields of every protocol that generates.
+Stops = Annotated[
+    Stop | Annotated[list[Stop], Field(max_length=4)] | None,
+    Field(
+        description="A stop string, or up to 4. The answer ends before the first one that occurs."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        le=MAX_SEED,
+        description="The same seed and steps give the same answer. If left out, a random seed is "
+        "used and returned.",
+    ),
+]
 
 _EXAMPLES_CLASSIFY: list[JsonDict] = [
     {"input": "A film that stays with you.", "steps": 2},
@@ -354,17 +370,8 @@ class GenerateRequest(BudgetFields):
         description="Sample only from the most likely tokens that together have this "
         "probability, after temperature and top_k.",
     )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_SEED,
-        description="The same seed and steps give the same answer. If left out, a random seed "
-        "is used and returned.",
-    )
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
-        None,
-        description="A stop string, or up to 4. The answer ends before the first one that occurs.",
-    )
+    seed: Seed = None
+    stop: Stops = None
     stream: bool | None = Field(
         False,
         description="Stream each token as a server-sent event, then exactly one event `done` or "

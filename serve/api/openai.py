@@ -30,7 +30,8 @@ from serve.api.body import (
     BudgetFields,
     Problem,
     Reader,
-    Stop,
+    Seed,
+    Stops,
     Timing,
     Usage,
     budget_of,
@@ -742,17 +743,8 @@ class OpenAIFields(BudgetFields):
         description="Sample only from the most likely tokens that together have this "
         "probability, after temperature and top_k. Default: 1.",
     )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_SEED,
-        description="The same seed and steps give the same answer. If left out, a random seed "
-        "is used and returned.",
-    )
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
-        None,
-        description="A stop string, or up to 4. The answer ends before the first one that occurs.",
-    )
+    seed: Seed = None
+    stop: Stops = None
     stream: bool | None = Field(
         None,
         description="Stream each token as a server-sent event, then `[DONE]`, or an error.",
