@@ -175,6 +175,11 @@ class QueuedRow(NamedTuple):
         return None if self.job.deadline is None else self.due_s
 
 
+def due_s_of(job: Job) -> float:
+    """When a job is due: at its deadline, or before it would starve."""
+    return job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
+
+
 class Batch(NamedTuple):
     """Rows to run in one call, and their steps."""
 
@@ -198,8 +203,6 @@ class ClassifyLane:
         self._shedder = LoadShedder(limits.degrade_wait_s)
         self._full_s = self._least_s = 0.0  # sums over the queue
         self._given_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._costed: Job | None = None  # the job whose row costs were computed last
-        self._row_costs: dict[int, tuple[float, float]] = {}
 
     def add(self, job: Job) -> None:
         """Queue the rows of a job."""
@@ -209,7 +212,6 @@ class ClassifyLane:
             insort(self.waiting, row)
             self._full_s += row.full_s
             self._least_s += row.least_s
-        self._costed = None
 
     def drop(self, job: Job) -> None:
         """Remove the rows of a job that is over."""
@@ -354,13 +356,12 @@ class ClassifyLane:
 
         All run at their fewest steps, from `start_s` on. Not above 0: in time.
         """
-        rows = self._rows_of(job)
-        due_s = rows[0].due_s
+        due_s, least, lengths = due_s_of(job), self._choices(job)[0], job.lengths
         place = bisect_right(self.waiting, due_s, key=lambda row: row.due_s)
-        call_s = self._costs.usual_s(self._choices(job)[0])
+        call_s = self._costs.usual_s(least)
         each_s = beside_s / self._max_rows  # other lanes' work, per row
-        own_s = sum(row.least_s for row in rows)
-        done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(rows))
+        own_s = self._costs.rows_s(least, lengths)
+        done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(lengths))
         late_s = -math.inf
         behind = self.waiting[place:]
         added_s = start_s + beside_s + self._costs.answer_s
@@ -375,7 +376,7 @@ class ClassifyLane:
                 if row_done_s * _HEADROOM - row_due_s > late_s:
                     late_s = row_done_s * _HEADROOM - row_due_s
             done_s -= least_s + each_s
-        idle_s = self._costs.idle_s(self._choices(job)[0], job.lengths)
+        idle_s = self._costs.idle_s(least, lengths)
         done_s = (done_s - own_s) * _HEADROOM + max(own_s, idle_s, call_s) * COST_MARGIN
         return start_s + beside_s + max(late_s, done_s - due_s) + self._costs.answer_s
 
@@ -492,14 +493,9 @@ class ClassifyLane:
         return limit_s
 
     def _rows_of(self, job: Job) -> list[QueuedRow]:
-        due_s = job.queued_s + _PATIENCE_S if job.deadline is None else job.deadline.ends_s
-        least, full = self._choices(job)[0], self.key.steps
-        if job is not self._costed:  # usually computed when the job was checked
-            self._costed, self._row_costs = job, {}
-        costs, row_s = self._row_costs, self._costs.row_s
-        for tokens in job.lengths:
-            if tokens not in costs:
-                costs[tokens] = row_s(full, tokens), row_s(least, tokens)
+        due_s, least, full = due_s_of(job), self._choices(job)[0], self.key.steps
+        row_s = self._costs.row_s
+        costs = {tokens: (row_s(full, tokens), row_s(least, tokens)) for tokens in {*job.lengths}}
         return [
             QueuedRow(due_s, job.number, place, job, tokens, *costs[tokens])
             for place, tokens in enumerate(job.lengths)

@@ -4,6 +4,7 @@ Learned from every call: `speed * (a + b * tokens + c * tokens * length)`. A row
 tokens; a row that decodes has one, behind `length` cached positions.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
@@ -71,7 +72,8 @@ class Cost:
         """Calls of classifications are split into up to `most_parts` parts."""
         self.caution = 1.1
         self._most_parts = most_parts
-        self._curves: dict[tuple[CostKey, bool], _CostCurve] = {}  # True: calls in several parts
+        self._curves: dict[CostKey, _CostCurve] = {}
+        self._parted: dict[CostKey, _CostCurve] = {}  # of calls in several parts
         self._speed = self._lasting = 1.0  # above 1: slower than usual
         self._usual_s: dict[Turn, float] = {}
 
@@ -86,23 +88,26 @@ class Cost:
         self._speed = max(min(1.0, self._speed), self._speed * _LOWER)
 
     def knows(self, cost_key: CostKey) -> bool:
-        return (cost_key, False) in self._curves or (cost_key, True) in self._curves
+        return cost_key in self._curves or cost_key in self._parted
 
     def knows_well(self, cost_key: CostKey) -> bool:
         """Whether enough calls were seen to tell the cost of a row from the cost of a call."""
-        curves = [self._curves.get((cost_key, parted)) for parted in (False, True)]
+        curves = [self._curves.get(cost_key), self._parted.get(cost_key)]
         return sum(curve.seen for curve in curves if curve is not None) >= _KNOWN_CALLS
 
     def call_s(self, cost_key: CostKey, rows: int, length: int) -> float | None:
         """The cost of one call; None if none like it was seen."""
-        parts = self._parts(rows)
-        curves = self._curves
-        curve = curves.get((cost_key, parts > 1)) or curves.get((cost_key, parts == 1))
-        return None if curve is None else self._speed * curve.seconds(-(-rows // parts), length)
+        if self._most_parts > 1:
+            parts = count_parts(rows, self._most_parts)
+            rows = -(-rows // parts)
+            if parts > 1 and (parted := self._parted.get(cost_key)) is not None:
+                return self._speed * parted.seconds(rows, length)
+        curve = self._curves.get(cost_key) or self._parted.get(cost_key)
+        return None if curve is None else self._speed * curve.seconds(rows, length)
 
     def decode_line(self, cost_key: CostKey, rows: int) -> CostLine | None:
         """The cost of a token of this many rows; None if none was seen."""
-        curve = self._curves.get((cost_key, False))
+        curve = self._curves.get(cost_key)
         if curve is None:
             return None
         a, b, c = curve.factors
@@ -182,21 +187,21 @@ class Cost:
             known = searched
         return self.call_s(known, beams, length) or self.usual_s((key, "search")) or 0.0
 
-    def _parts(self, rows: int) -> int:
-        """How many parts a call of this many rows runs in."""
-        return 1 if self._most_parts == 1 else count_parts(rows, self._most_parts)
-
     def _curve(
         self, cost_key: CostKey, rows: int, length: int, seconds: float
     ) -> tuple["_CostCurve", int]:
         """The curve for calls of this many rows, and the rows in each of their parts."""
-        parts = self._parts(rows)
+        parts = count_parts(rows, self._most_parts)
         rows = -(-rows // parts)
-        curve = self._curves.get((cost_key, parts > 1))
+        curves, others = self._curves, self._parted
+        if parts > 1:
+            curves, others = others, curves
+        curve = curves.get(cost_key)
         if curve is None:
-            like = self._curves.get((cost_key, parts == 1))
-            curve = _CostCurve(rows, length, seconds, cost_key.kind == "decode", like)
-            self._curves[cost_key, parts > 1] = curve
+            like = others.get(cost_key)
+            curve = curves[cost_key] = _CostCurve(
+                rows, length, seconds, cost_key.kind == "decode", like
+            )
         return curve, rows
 
 
@@ -333,17 +338,24 @@ class ClassifyCosts:
 
     def call_s(self, steps: int, rows: int, length: int) -> float:
         """The cost of a call; few take longer."""
-        seconds = self._cost.call_s(self._cost_key_of(steps), rows, length)
+        cost_key = self._cost_keys.get(steps) or self._cost_key_of(steps)
+        seconds = self._cost.call_s(cost_key, rows, length)
         # At worst every row takes all steps.
         if seconds is None and self._key.threshold is not None:
             full = CostKey("classify", steps)
             seconds = self._cost.call_s(full, rows, length)
-        return 0.0 if seconds is None else seconds * self.caution
+        return 0.0 if seconds is None else seconds * self._cost.caution
 
     def row_s(self, steps: int, length: int) -> float:
         """The share of one row in a usual call."""
         rows = round(self._usual_rows)
         return self.call_s(steps, rows, round(length * self._usual_padding)) / rows
+
+    def rows_s(self, steps: int, lengths: tuple[int, ...]) -> float:
+        """The share of these rows in usual calls."""
+        if len(lengths) == 1:
+            return self.row_s(steps, lengths[0])
+        return sum(self.row_s(steps, length) * many for length, many in Counter(lengths).items())
 
     def usual_s(self, steps: int) -> float:
         """The cost of a usual call."""
@@ -377,8 +389,4 @@ class ClassifyCosts:
         return -(-rows // self._max_rows) * self.call_s(steps, self._max_rows, longest)
 
     def _cost_key_of(self, steps: int) -> CostKey:
-        cost_key = self._cost_keys.get(steps)
-        if cost_key is None:
-            cost_key = CostKey("classify", steps, self._key.threshold)
-            self._cost_keys[steps] = cost_key
-        return cost_key
+        return self._cost_keys.setdefault(steps, CostKey("classify", steps, self._key.threshold))
