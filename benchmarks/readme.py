@@ -1,16 +1,16 @@
-"""Writes the figures of README.md from the zoo and from kept results, so that it cannot differ.
+"""Writes the figures of README.md and docs/budgets.md from the zoo and from kept results.
 
-    python -m benchmarks.readme                       # write README.md again
-    python -m benchmarks.readme --check               # status 1 if it differs
+    python -m benchmarks.readme                       # write the pages again
+    python -m benchmarks.readme --check               # status 1 if one differs
     python -m benchmarks.readme --measure --plain FOLDER --data DATA
 
 The last form measures every figure of speed in one go on a machine at rest, takes the picture of
-the page, and writes README.md. FOLDER holds trained bundles of the plain models of `logic`, called
+the page, and writes the pages. FOLDER holds trained bundles of the plain models of `logic`, called
 logic-plain and logic-plain4 (four times the size). Those of the other models are only timed, which
 does not depend on what they learnt: where FOLDER has no MODEL-plain, a run of two iterations is
 exported into it. DATA holds `ag_news/`, `imdb/`, `mnist/` and `tinyshakespeare/`.
 
-What is between `<!-- figures: NAME -->` and `<!-- end -->` in README.md is written here; a cell
+What is between `<!-- figures: NAME -->` and `<!-- end -->` in a page is written here; a cell
 whose measurement is missing says so.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result, Table
 from serve.bundle import Bundle, read_bundle
 
-PAGE = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "budgets.md")
 NOT_TIMED = "not timed"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MODELS = {
@@ -66,14 +66,18 @@ def main(arguments: Sequence[str]) -> int:
         if parsed.plain is None or parsed.data is None:
             parser.error("--measure needs --plain and --data")
         measure(parsed.plain, parsed.data)
-    text = PAGE.read_text(encoding="utf-8")
-    written = with_figures(text)
-    if parsed.check:
-        if written != text:
-            print("README.md differs from what was measured: python -m benchmarks.readme")
-        return int(written != text)
-    PAGE.write_text(written, encoding="utf-8")
-    return 0
+    differ = False
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        written = with_figures(text)
+        if written == text:
+            continue
+        differ = True
+        if parsed.check:
+            print(f"{page.name} differs from what was measured: python -m benchmarks.readme")
+        else:
+            page.write_text(written, encoding="utf-8")
+    return int(parsed.check and differ)
 
 
 def measure(plain: Path, data: Path) -> None:
@@ -292,6 +296,21 @@ def models() -> str:
     return "\n".join(lines) + f"\n\nTimes: {_source('dial')}.\n"
 
 
+def saved() -> str:
+    """What fewer steps save: the time at 1, 2 and 4 steps beside that at 8."""
+    result = _result("dial")
+    assert result is not None
+    times: dict[str, dict[Cell, float]] = {}
+    for row in result.tables[0].rows:
+        times.setdefault(str(row[0]), {})[row[1]] = float(row[2] or 0)
+    lines = ["| request | 1 | 2 | 4 |", "|---|---:|---:|---:|"]
+    for request, of in times.items():
+        if 8 in of:
+            shares = [f"{of[steps] / of[8]:.2f}" for steps in (1, 2, 4)]
+            lines.append(f"| {request} | {' | '.join(shares)} |")
+    return "\n".join(lines) + f"\n\n{_source('dial')}.\n"
+
+
 def _ladder(name: str) -> str:
     manifest = _bundle(name).manifest
     common = [steps for steps in manifest.steps if steps in (1, 2, 4, 8)]
@@ -331,7 +350,12 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-PARTS: dict[str, Callable[[], str]] = {"why": why, "deadline": deadline, "models": models}
+PARTS: dict[str, Callable[[], str]] = {
+    "why": why,
+    "deadline": deadline,
+    "models": models,
+    "saved": saved,
+}
 
 
 if __name__ == "__main__":

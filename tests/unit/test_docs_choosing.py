@@ -1,4 +1,4 @@
-"""The figures of docs/budgets.md and docs/compared.md are those that were measured."""
+"""Figures of docs/budgets.md and docs/compared.md are those that were measured."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,6 @@ from serve.bundle import read_bundle
 ROOT = Path(__file__).parents[2]
 BUDGETS = (ROOT / "docs" / "budgets.md").read_text(encoding="utf-8")
 COMPARED = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
-
-
-def test_what_fewer_steps_save_is_what_was_measured() -> None:
-    (table, *_) = Result.read(RESULTS / "dial.json").tables
-    shares: dict[str, dict[int, float]] = {}
-    for request, steps, _, share, *_ in table.rows:
-        assert isinstance(request, str) and isinstance(steps, int) and isinstance(share, float)
-        shares.setdefault(request, {})[steps] = share
-    assert shares
-    for request, of in shares.items():
-        assert f"| {request} | {of[1]:.2f} | {of[2]:.2f} | {of[4]:.2f} |" in BUDGETS
 
 
 def test_the_models_beside_are_what_was_measured() -> None:
