@@ -38,7 +38,8 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from serve.bundle.manifest import parse_json, rounds
+from serve.bundle.manifest import rounds
+from serve.bundle.part import parse_json
 
 TASKS: tuple[Task, ...] = get_args(Task)
 Kind = Literal["classify", "prefill", "decode"]
