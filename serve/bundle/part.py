@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
@@ -118,11 +118,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 _NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-_SHA256 = r"^[0-9a-f]{64}$"
+SHA256 = r"^[0-9a-f]{64}$"
 _PATTERNS = {
     FILE_NAME: "which is no plain file name: letters, digits, '.', '_' and '-' only, a letter or "
     "digit first, at most 128 characters; the files of a bundle lie flat in its folder",
-    _SHA256: "but must be 64 lower-case hexadecimal digits; export the bundle again",
+    SHA256: "but must be 64 lower-case hexadecimal digits; export the bundle again",
     _NAME: "but must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first",
 }
 
@@ -130,7 +130,7 @@ _PATTERNS = {
 Flag = Annotated[bool, Field(strict=True)]
 FileName = Annotated[str, Field(strict=True, pattern=FILE_NAME)]
 Name = Annotated[str, Field(strict=True, pattern=_NAME)]
-Sha256 = Annotated[str, Field(strict=True, pattern=_SHA256)]
+Sha256 = Annotated[str, Field(strict=True, pattern=SHA256)]
 
 
 def between(low: float, high: float) -> Any:
@@ -214,9 +214,10 @@ class Rule:
             for path, words in self.when.items()
             if path not in optional or optional[path] not in words
         ]
+        given = [path for path in self.then if path in optional and self.then[path] is GIVEN]
         return {
             "if": {**_merged(self.when, lambda words: {"enum": list(words)}), "required": needed},
-            "then": _merged(self.then, dict),
+            "then": {**_merged(self.then, dict), **({"required": given} if given else {})},
         }
 
 
@@ -281,6 +282,7 @@ def part(kind: type[PartT]) -> type[PartT]:
     made: Any = checked_dataclasses.dataclass(frozen=True, slots=True, config=config)(kind)
     fill = made.__init__
 
+    @wraps(fill)
     def checked(self: object, *values: object, **named: object) -> None:
         try:
             fill(self, *values, **named)
@@ -363,9 +365,12 @@ class Part:
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
         known = _members(cls)
-        for member in schema["properties"].values():
-            member.pop("title", None)
-        schema["properties"] |= dict.fromkeys(sorted(cls.IGNORED), True)
+        drop = ("title", "default")
+        members = {
+            name: {key: item for key, item in schema["properties"][name].items() if key not in drop}
+            for name in known
+        }
+        schema["properties"] = {**members, **dict.fromkeys(sorted(cls.IGNORED), True)}
         schema["required"] = [name for name in known if name not in cls.OPTIONAL]
         optional = {name: known[name] for name in cls.OPTIONAL}
         if cls.RULES:
