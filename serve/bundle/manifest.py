@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY
 from datetime import datetime
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -44,8 +44,8 @@ Effort = Literal["low", "medium", "high", "max"]
 Metric = Literal["loss", "accuracy", "bleu"]
 TokenizerKind = Literal["chars", "bpe", "words", "wordpiece", "unigram"]
 
-SCHEMA_VERSION = 2
-LATENCY_VERSION = 1
+SCHEMA_VERSION: Final = 2
+LATENCY_VERSION: Final = 1
 MANIFEST_FILE = "manifest.json"
 LATENCY_FILE = "latency.json"
 EVALUATIONS_PER_STEP: dict[str, int] = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 from pydantic import (
     AfterValidator,
@@ -28,7 +28,6 @@ from pydantic import (
 )
 from pydantic import dataclasses as checked_dataclasses
 from pydantic_core import CoreSchema, ErrorDetails
-from typing_extensions import dataclass_transform
 
 MAX_JSON_BYTES = 4 << 20
 _SHORT = reprlib.Repr()
@@ -311,8 +310,9 @@ class Part:
     @classmethod
     def from_json(cls, value: object) -> Self:
         """The object that JSON holds; refuses anything it does not know."""
+        kind: Any = cls
         try:
-            made: Self = _adapter(cls).validate_python(value)
+            made: Self = _adapter(kind).validate_python(value)
         except ValidationError as error:
             raise explained(error, cls) from None
         made.check_read()
@@ -365,12 +365,7 @@ class Part:
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core))
         known = _members(cls)
-        drop = ("title", "default")
-        members = {
-            name: {key: item for key, item in schema["properties"][name].items() if key not in drop}
-            for name in known
-        }
-        schema["properties"] = {**members, **dict.fromkeys(sorted(cls.IGNORED), True)}
+        schema["properties"] |= dict.fromkeys(sorted(cls.IGNORED), True)
         schema["required"] = [name for name in known if name not in cls.OPTIONAL]
         optional = {name: known[name] for name in cls.OPTIONAL}
         if cls.RULES:
@@ -383,7 +378,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-@cache
 def _members(kind: type) -> dict[str, Any]:
     """The members of a class, with their defaults."""
     return {field.name: field.default for field in fields(kind)}

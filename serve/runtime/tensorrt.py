@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, NoReturn, final
+from typing import Annotated, Any, Final, Literal, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -447,7 +447,7 @@ def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.gen
 
 ENGINES_FILE = "engines.json"
 TIMING_FILE = "timing.cache"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 Precision = Literal["fp32", "fp16", "bf16"]
 
 _AGAIN = "build the engines here: stepdial export BUNDLE --target tensorrt"
