@@ -551,7 +551,10 @@ def _allowed(field: FieldInfo) -> str:
 
 def bundle_schema() -> str:
     """The schema as JSON. The seal is of the file, so no class has it."""
-    kinds = [("manifest", TypeAdapter(Manifest)), ("latency", TypeAdapter(Latency))]
+    kinds: list[tuple[str, TypeAdapter[Any]]] = [
+        ("manifest", TypeAdapter(Manifest)),
+        ("latency", TypeAdapter(Latency)),
+    ]
     found, document = TypeAdapter.json_schemas([(name, "validation", kind) for name, kind in kinds])
     manifest = document["$defs"]["Manifest"]
     manifest["properties"][SEAL] = {"type": "string", "pattern": SHA256}
