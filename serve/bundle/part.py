@@ -119,10 +119,10 @@ FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 _NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 SHA256 = r"^[0-9a-f]{64}$"
 _PATTERNS = {
-    FILE_NAME: "which is no plain file name: letters, digits, '.', '_' and '-' only, a letter or "
+    FILE_NAME: ", which is no plain file name: letters, digits, '.', '_' and '-' only, a letter or "
     "digit first, at most 128 characters; the files of a bundle lie flat in its folder",
-    SHA256: "but must be 64 lower-case hexadecimal digits; export the bundle again",
-    _NAME: "but must be 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first",
+    SHA256: ", but must be 64 lower-case hexadecimal digits; export the bundle again",
+    _NAME: "; use 1 to 64 of a-z, 0-9, '.', '_', '-', a letter or digit first",
 }
 
 
@@ -430,7 +430,7 @@ def _problem(found: ErrorDetails) -> str:
     if what in ("missing", "union_tag_not_found"):
         return "is missing; export the bundle again"
     if what == "string_pattern_mismatch":
-        return f"is {shown(value)}, {_PATTERNS[context['pattern']]}"
+        return f"is {shown(value)}{_PATTERNS[context['pattern']]}"
     if what == "string_unicode":
         return "holds half a surrogate pair, which is no text"
     if what == "union_tag_invalid":

@@ -167,7 +167,8 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Ru
 
 @st.composite
 def shapes(draw: st.DrawFn, caches: bool) -> Shape:
-    shape = draw(st.builds(Shape, *[st.integers(1, 1024)] * 5))
+    sizes = ("layers", "heads", "head_width", "width", "parameters")
+    shape = draw(st.builds(Shape, **{size: st.integers(1, 1024) for size in sizes}))
     wider = draw(st.integers(shape.width, 4096)) if caches and draw(st.booleans()) else None
     return replace(shape, state=wider)
 
