@@ -73,6 +73,28 @@ class LabelScore(TypedDict):
     score: Annotated[float, Field(description="Probability that the model gives it.")]
 
 
+class Readout(TypedDict):
+    """What the model would have answered after a step."""
+
+    steps: Annotated[int, Field(description="Steps taken so far.")]
+    labels: Annotated[
+        list[str],
+        Field(
+            description="Most likely label of each entry of `tokens`; for a classifier, one label."
+        ),
+    ]
+    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
+    text: NotRequired[
+        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
+    ]
+
+
+Trace = Annotated[
+    list[Readout],
+    Field(description="What the model would have answered after each step, if `trace` was set."),
+]
+
+
 class ClassifyResult(TypedDict):
     """The answer for one input."""
 
@@ -83,15 +105,7 @@ class ClassifyResult(TypedDict):
     ]
     truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
     budget: Annotated[Budget, Field(description="The work that was done.")]
-    trace: NotRequired[
-        Annotated[
-            list["Readout"],
-            Field(
-                description="What the model would have answered after "
-                "each step, if `trace` was set."
-            ),
-        ]
-    ]
+    trace: NotRequired[Trace]
 
 
 class TagResult(TypedDict):
@@ -120,31 +134,7 @@ class TagResult(TypedDict):
         ),
     ]
     budget: Annotated[Budget, Field(description="The work that was done.")]
-    trace: NotRequired[
-        Annotated[
-            list["Readout"],
-            Field(
-                description="What the model would have answered after "
-                "each step, if `trace` was set."
-            ),
-        ]
-    ]
-
-
-class Readout(TypedDict):
-    """What the model would have answered after a step."""
-
-    steps: Annotated[int, Field(description="Steps taken so far.")]
-    labels: Annotated[
-        list[str],
-        Field(
-            description="Most likely label of each entry of `tokens`; for a classifier, one label."
-        ),
-    ]
-    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
-    text: NotRequired[
-        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
-    ]
+    trace: NotRequired[Trace]
 
 
 class ClassifyResponse(TypedDict):
