@@ -455,6 +455,7 @@ class NeutralOnly:
 
     neutral: tuple[Any, ...]
     instead: str  # what to do instead
+    about: str
 
     def check(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         if value is None or any(_same(value, one) for one in self.neutral):
@@ -471,14 +472,14 @@ class NeutralOnly:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"enum": [None, *self.neutral]}
+        return {"enum": [None, *self.neutral], "description": self.about}
 
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_TEXT_AS_IT_IS = "leave it out, or send 0"
+Penalty = Annotated[Any, NeutralOnly((0,), "leave it out, or send 0", "Not supported: must be 0.")]
 
 
 class StreamOptions(BaseModel):
@@ -615,15 +616,11 @@ class OpenAIFields(SamplingFields):
         description="Stream each token as a server-sent event, then `[DONE]`, or an error.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    presence_penalty: Annotated[Any, NeutralOnly((0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: must be 0."
-    )
-    frequency_penalty: Annotated[Any, NeutralOnly((0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: must be 0."
-    )
-    logit_bias: Annotated[Any, NeutralOnly(({},), "leave it out")] = Field(
-        None, description="Not supported: must be empty."
-    )
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Annotated[
+        Any, NeutralOnly(({},), "leave it out", "Not supported: must be empty.")
+    ] = None
     user: str | None = Field(None, description="Accepted and ignored.")
 
     @property
@@ -672,6 +669,7 @@ MAX_TOP_LOGPROBS = 20
 _NO_TOOLS = "the models here call no tools; leave it out"
 _TEXT_ONLY = "the models here write text only; leave it out"
 _NO_MEANING = "Accepted and ignored."
+NoTools = Annotated[Any, NeutralOnly(([],), _NO_TOOLS, "Not supported: must be empty.")]
 
 _EXAMPLES_COMPLETION: list[JsonDict] = [
     {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
@@ -709,8 +707,13 @@ class CompletionRequest(OpenAIFields):
     )
     logprobs: Logprobs = None
     suffix: Annotated[
-        Any, NeutralOnly(("",), "the models here write forwards only; leave it out")
-    ] = Field(None, description="Not supported: must be empty.")
+        Any,
+        NeutralOnly(
+            ("",),
+            "the models here write forwards only; leave it out",
+            "Not supported: must be empty.",
+        ),
+    ] = None
 
     def limit(self, most: int) -> int:
         """Most tokens to generate: as asked, else the default, at most the server's limit."""
@@ -781,43 +784,40 @@ class ChatRequest(OpenAIFields):
         description="With `logprobs`: number of most likely tokens to return per token.",
     )
     response_format: Annotated[
-        Any, NeutralOnly(({"type": "text"},), "send text, or leave it out")
-    ] = Field(None, description="Must be text.")
-    tools: Annotated[Any, NeutralOnly(([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: must be empty."
-    )
-    tool_choice: Annotated[Any, NeutralOnly(("none", "auto"), _NO_TOOLS)] = Field(
-        None, description="Not supported: there are no tools."
-    )
+        Any, NeutralOnly(({"type": "text"},), "send text, or leave it out", "Must be text.")
+    ] = None
+    tools: NoTools = None
+    tool_choice: Annotated[
+        Any, NeutralOnly(("none", "auto"), _NO_TOOLS, "Not supported: there are no tools.")
+    ] = None
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
-    functions: Annotated[Any, NeutralOnly(([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: must be empty."
-    )
-    function_call: Annotated[Any, NeutralOnly(("none", "auto"), _NO_TOOLS)] = Field(
-        None, description="Not supported: there are no functions."
-    )
-    modalities: Annotated[Any, NeutralOnly((["text"],), _TEXT_ONLY)] = Field(
-        None, description="Must be text."
-    )
-    audio: Annotated[Any, NeutralOnly((), _TEXT_ONLY)] = Field(None, description="Not supported.")
-    prediction: Annotated[Any, NeutralOnly((), "leave it out")] = Field(
-        None, description="Not supported."
-    )
-    web_search_options: Annotated[Any, NeutralOnly((), _NO_TOOLS)] = Field(
-        None, description="Not supported."
-    )
-    moderation: Annotated[Any, NeutralOnly((), "leave it out")] = Field(
-        None, description="Not supported."
-    )
-    verbosity: Annotated[Any, NeutralOnly(("medium",), "send max_tokens")] = Field(
-        None, description="Not supported: must be `medium`, the default."
-    )
-    store: Annotated[Any, NeutralOnly((False,), "nothing is stored here; leave it out")] = Field(
-        None, description="Not supported: nothing is stored."
-    )
+    functions: NoTools = None
+    function_call: Annotated[
+        Any, NeutralOnly(("none", "auto"), _NO_TOOLS, "Not supported: there are no functions.")
+    ] = None
+    modalities: Annotated[Any, NeutralOnly((["text"],), _TEXT_ONLY, "Must be text.")] = None
+    audio: Annotated[Any, NeutralOnly((), _TEXT_ONLY, "Not supported.")] = None
+    prediction: Annotated[Any, NeutralOnly((), "leave it out", "Not supported.")] = None
+    web_search_options: Annotated[Any, NeutralOnly((), _NO_TOOLS, "Not supported.")] = None
+    moderation: Annotated[Any, NeutralOnly((), "leave it out", "Not supported.")] = None
+    verbosity: Annotated[
+        Any,
+        NeutralOnly(
+            ("medium",), "send max_tokens", "Not supported: must be `medium`, the default."
+        ),
+    ] = None
+    store: Annotated[
+        Any,
+        NeutralOnly(
+            (False,), "nothing is stored here; leave it out", "Not supported: nothing is stored."
+        ),
+    ] = None
     service_tier: Annotated[
-        Any, NeutralOnly(("auto", "default"), "there is one tier; leave it out")
-    ] = Field(None, description="Must be `auto` or `default`.")
+        Any,
+        NeutralOnly(
+            ("auto", "default"), "there is one tier; leave it out", "Must be `auto` or `default`."
+        ),
+    ] = None
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
