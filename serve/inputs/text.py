@@ -221,20 +221,20 @@ _MODELS = {
 }
 
 
-def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
+def check_tokenizer(tokenizer: Tokenizer, spec: TokenizerSpec) -> None:
     """BundleError unless the tokenizer matches the manifest."""
     again = "export the bundle again"
-    if not isinstance(tokenizer.model, _MODELS[promised.kind]):
+    if not isinstance(tokenizer.model, _MODELS[spec.kind]):
         kind = type(tokenizer.model).__name__
-        raise BundleError(f"is a {kind} tokenizer, but the manifest says {promised.kind}; {again}")
+        raise BundleError(f"is a {kind} tokenizer, but the manifest says {spec.kind}; {again}")
     vocab = tokenizer.get_vocab()
-    if len(vocab) != promised.vocab_size or max(vocab.values()) >= promised.vocab_size:
+    if len(vocab) != spec.vocab_size or max(vocab.values()) >= spec.vocab_size:
         raise BundleError(
-            f"has {len(vocab)} tokens, but the manifest says {promised.vocab_size}; {again}"
+            f"has {len(vocab)} tokens, but the manifest says {spec.vocab_size}; {again}"
         )
-    names = {promised.pad_id: "pad_id", promised.bos_id: "bos_id", promised.eos_id: "eos_id"}
-    for token in promised.special_ids:
-        _check_special(tokenizer, promised.kind, token, names[token])
+    names = {spec.pad_id: "pad_id", spec.bos_id: "bos_id", spec.eos_id: "eos_id"}
+    for token in spec.special_ids:
+        _check_special(tokenizer, spec.kind, token, names[token])
 
 
 def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> None:
