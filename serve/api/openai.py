@@ -958,51 +958,65 @@ STREAM_ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class OpenAIAnswer:
-    """Runs a submission, and writes its answer in OpenAI's format."""
+    """Generates the answers to one request, and writes them in OpenAI's format."""
 
     submission: Submission
     response_format: ResponseFormat
-    head: ResponseHead
-    prompts: int
-    answers: int  # per prompt
-    counts: bool  # whether a stream ends with a chunk that has the usage
+    asked: OpenAIFields
+    prompts: Sequence[list[int]]
+    candidates: int  # answers to generate per prompt
 
-    @property
-    def candidates(self) -> int:
-        """Answers generated per prompt."""
-        return len(self.submission.requests) // self.prompts
-
-    async def respond(self) -> Response:
-        """Run it, and return the response or the stream."""
-        if self.submission.requests[0].stream:
-            return await self.submission.stream(self._writer().write)
-        events = await self.submission.ends()
+    async def respond(self, max_tokens: int, logprobs: int | None) -> Response:
+        """The response or the stream; where the server chooses the step count, it does so now."""
+        submission, response_format = self.submission, self.response_format
+        submission.generate(self._requests(max_tokens, logprobs))
+        head = ResponseHead(
+            response_format.prefix + submission.id, int(time.time()), submission.served.name
+        )
+        if self.asked.stream:
+            everything = range(len(submission.requests))
+            writer = ChunkWriter(
+                response_format,
+                head,
+                len(everything),
+                lambda events: self._tail(events, everything),
+                submission.exchange.path,
+                self.asked.counts_in_stream,
+            )
+            return await submission.stream(writer.write)
+        events = await submission.ends()
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
-        body = self.response_format.whole(self.head, [events[index] for index in chosen], tail)
+        body = response_format.whole(head, [events[index] for index in chosen], tail)
         entries = sum(entries_of(events[index]) for index in chosen)
         return answer_of(body, entries, server_timing(tail.report.timing))
 
-    def _writer(self) -> ChunkWriter:
-        everything = range(len(self.submission.requests))
-        return ChunkWriter(
-            self.response_format,
-            self.head,
-            len(self.submission.requests),
-            lambda events: self._tail(events, everything),
-            self.submission.exchange.path,
-            self.counts,
-        )
+    def _requests(self, max_tokens: int, logprobs: int | None) -> list[GenerationRequest]:
+        """Several answers per prompt, with consecutive seeds."""
+        asked = self.asked
+        seed = drawn_seed() if asked.seed is None else asked.seed
+        return [
+            generation_request(
+                asked,
+                self.submission.served,
+                prompt,
+                max_tokens=max_tokens,
+                seed=seed + number,
+                logprobs=logprobs,
+                stream=asked.stream,
+            )
+            for prompt in self.prompts
+            for number in range(self.candidates)
+        ]
 
     def _chosen(self, events: Sequence[GeneratedEvent]) -> list[int]:
         """The answers to return: per prompt the first, or the best of several, best first."""
         chosen: list[int] = []
-        for prompt in range(self.prompts):
-            first = prompt * self.candidates
+        for first in range(0, len(events), self.candidates):
             indices = list(range(first, first + self.candidates))
-            if self.candidates > self.answers:
+            if self.candidates > self.asked.answers:
                 indices.sort(key=lambda index: -_likelihood(events[index]))
-            chosen += indices[: self.answers]
+            chosen += indices[: self.asked.answers]
         return chosen
 
     def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> ResponseEnd:
@@ -1028,26 +1042,9 @@ class OpenAIAnswer:
         ]
 
     def _usage(self, events: Sequence[GeneratedEvent]) -> Usage:
-        read = sum(len(one.prompt) for one in self.submission.requests[:: self.candidates])
+        read = sum(map(len, self.prompts))
         written = sum(event.completion_tokens for event in events)
         return Usage.of(read, written)
-
-
-def _openai(
-    submission: Submission,
-    asked: OpenAIFields,
-    requests: Sequence[GenerationRequest],
-    prompts: int,
-    response_format: ResponseFormat,
-) -> OpenAIAnswer:
-    """What answers; where the server chooses the step count, it does so now."""
-    submission.generate(requests)
-    head = ResponseHead(
-        response_format.prefix + submission.id, int(time.time()), submission.served.name
-    )
-    return OpenAIAnswer(
-        submission, response_format, head, prompts, asked.answers, asked.counts_in_stream
-    )
 
 
 def _submission(
@@ -1062,54 +1059,53 @@ def _submission(
         raise
 
 
-def requests_of(
-    asked: OpenAIFields,
-    served: Served,
-    prompts: Sequence[list[int]],
-    candidates: int,
-    max_tokens: int,
-    logprobs: int | None,
-) -> list[GenerationRequest]:
-    """What to generate: several answers per prompt, with consecutive seeds."""
-    seed = drawn_seed() if asked.seed is None else asked.seed
-    return [
-        generation_request(
-            asked,
-            served,
-            prompt,
-            max_tokens=max_tokens,
-            seed=seed + number,
-            logprobs=logprobs,
-            stream=asked.stream,
-        )
-        for prompt in prompts
-        for number in range(candidates)
-    ]
-
-
 def _likelihood(event: GeneratedEvent) -> float:
     """The mean log-probability per token."""
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-# POST /v1/chat/completions
+# The routes.
 
 
-def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
+def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
+    about = STREAM_ABOUT.format(chunk=chunk)
+    return {200: {"description": about, "content": {"text/event-stream": {}}}, **OPENAI_PROBLEMS}
+
+
+def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
     router = APIRouter(tags=["openai"], route_class=Route)
+
+    @router.post(
+        "/v1/completions",
+        summary="OpenAI-compatible completion of prompts, or translation of texts",
+        response_model=CompletionResponse,
+        responses=_responses("CompletionChunk"),
+        openapi_extra=takes(CompletionRequest),
+    )
+    async def completions(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, CompletionRequest, reader)
+        served = engine.catalog.pick(asked.model, WRITING)
+        submission = _submission(exchange, engine, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        texts = len(asked.prompt) * asked.candidates
+        check_size(texts, max_tokens, asked.logprobs, settings)
+        prompts = await reader.read(
+            exchange,
+            sum(prompt.characters for prompt in asked.prompt),
+            submission.deadline,
+            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
+        )
+        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
+        answer = OpenAIAnswer(submission, response_format, asked, prompts, asked.candidates)
+        ranks = asked.candidates > asked.answers and asked.logprobs is None
+        return await answer.respond(max_tokens, 0 if ranks else asked.logprobs)
 
     @router.post(
         "/v1/chat/completions",
         summary="OpenAI-compatible chat completion",
         response_model=ChatResponse,
-        responses={
-            200: {
-                "description": STREAM_ABOUT.format(chunk="ChatChunk"),
-                "content": {"text/event-stream": {}},
-            },
-            **OPENAI_PROBLEMS,
-        },
+        responses=_responses("ChatChunk"),
         openapi_extra=takes(ChatRequest),
     )
     async def chat(exchange: ThisExchange) -> Response:
@@ -1125,11 +1121,9 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
             submission.deadline,
             lambda: _prompt(asked, served),
         )
-        requests = requests_of(
-            asked, served, [prompt], asked.answers, max_tokens, asked.alternatives
-        )
         response_format = ChatFormat(asked.alternatives is not None)
-        return await _openai(submission, asked, requests, 1, response_format).respond()
+        answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
+        return await answer.respond(max_tokens, asked.alternatives)
 
     return router
 
@@ -1147,54 +1141,6 @@ def _check_chats(served: Served) -> None:
 def _prompt(asked: ChatRequest, served: Served) -> list[int]:
     assert served.chat is not None
     return served.codec.encode_prompt(served.chat.prompt(asked.messages), "messages")
-
-
-# POST /v1/completions
-
-
-def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
-    router = APIRouter(tags=["openai"], route_class=Route)
-
-    @router.post(
-        "/v1/completions",
-        summary="OpenAI-compatible completion of prompts, or translation of texts",
-        response_model=CompletionResponse,
-        responses={
-            200: {
-                "description": STREAM_ABOUT.format(chunk="CompletionChunk"),
-                "content": {"text/event-stream": {}},
-            },
-            **OPENAI_PROBLEMS,
-        },
-        openapi_extra=takes(CompletionRequest),
-    )
-    async def completions(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, CompletionRequest, reader)
-        served = engine.catalog.pick(asked.model, WRITING)
-        submission = _submission(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        texts = len(asked.prompt) * asked.candidates
-        check_size(texts, max_tokens, asked.logprobs, settings)
-        prompts = await reader.read(
-            exchange,
-            sum(prompt.characters for prompt in asked.prompt),
-            submission.deadline,
-            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
-        )
-        ranks = asked.candidates > asked.answers
-        requests = requests_of(
-            asked,
-            served,
-            prompts,
-            asked.candidates,
-            max_tokens,
-            0 if ranks and asked.logprobs is None else asked.logprobs,
-        )
-        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
-        return await _openai(submission, asked, requests, len(prompts), response_format).respond()
-
-    return router
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
