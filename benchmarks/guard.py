@@ -39,8 +39,10 @@ from benchmarks.lab import (
     run,
 )
 from benchmarks.server import Server, free_ports, process_memory
-from benchmarks.texts import PARAGRAPHS, PROMPT, answer_tokens
+from benchmarks.texts import PARAGRAPHS, PROMPT
 from serve.bundle import Bundle
+from serve.errors import ServeError
+from serve.inputs.text import TextCodec
 
 NAME = "guard"
 CLIENTS, ROWS, TOKENS = 32, 16, 200
@@ -121,7 +123,8 @@ def _samples(
             partial(_in_time, name, OVERLOAD * _sustained_per_s(older, name, full), over_s),
         )
         return
-    tokens = answer_tokens(bundle, 16 if quick else TOKENS)
+    prompt = _known(bundle)
+    tokens = min(16 if quick else TOKENS, bundle.manifest.text_input.max_tokens - len(prompt))
     ladder = [steps for steps in bundle.manifest.steps if steps <= full]
     # Mixed: clients of all step counts at once.
     kinds = {f"1 row, {full} steps": ([full], 1), f"{ROWS} rows, {full} steps": ([full], ROWS)}
@@ -129,10 +132,19 @@ def _samples(
     kinds[f"{ROWS} rows of mixed steps"] = (ladder, ROWS)
     for what, (counts, clients) in kinds.items():
         asked = [
-            {"model": name, "prompt": PROMPT, "steps": steps, "max_tokens": tokens, "seed": seed}
+            {"model": name, "prompt": prompt, "steps": steps, "max_tokens": tokens, "seed": seed}
             for seed, steps in enumerate(itertools.islice(itertools.cycle(counts), clients))
         ]
         yield f"tokens a second, {what}", False, partial(_tokens_per_s, asked, tokens)
+
+
+def _known(bundle: Bundle) -> str:
+    """A prompt of characters that the model knows."""
+    try:
+        TextCodec(bundle).encode_prompt(PROMPT)
+    except ServeError:
+        return "HELLO"
+    return PROMPT
 
 
 def _bodies(asked: Sequence[dict[str, object]]) -> list[bytes]:
