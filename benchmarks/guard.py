@@ -45,9 +45,9 @@ from serve.errors import ServeError
 from serve.inputs.text import TextCodec
 
 NAME = "guard"
-CLIENTS, ROWS, TOKENS = 32, 16, 200
+CLIENTS, ROWS, TOKENS = 32, 16, 64
 OVERLOAD, DEADLINE_S = 4, 0.25
-_ROUND_S, _OVERLOAD_S, _ROUNDS, _START_S = 2.0, 8.0, 7, 60.0
+_ROUND_S, _OVERLOAD_S, _ROUNDS, _START_S = 2.0, 8.0, 5, 60.0
 _NOW, _BEFORE = "now", "before"
 
 
@@ -91,6 +91,7 @@ _COLUMNS = ("what", "now", "before", "ratio", "least", "most", "rounds")
 def _row(what: str, lower: bool, found: dict[str, list[float]]) -> list[Cell]:
     good, bad = (_BEFORE, _NOW) if lower else (_NOW, _BEFORE)
     ratios = [one / other for one, other in zip(found[good], found[bad], strict=True)]
+    print(what, *(f"{name} {median(found[name]):.4g}" for name in found), file=sys.stderr)
     return [
         what,
         *(median(found[name]) for name in (_NOW, _BEFORE)),
@@ -171,7 +172,9 @@ def _tokens_per_s(asked: Sequence[dict[str, object]], tokens: int, server: Serve
     begun_s = time.perf_counter()
     fire(server, "/v1/generate", shots, patience_s=120.0)
     taken_s = time.perf_counter() - begun_s
-    written = [shot.read["usage"]["completion_tokens"] for shot in shots if shot.status == 200]
+    written: list[int] = [
+        shot.read["usage"]["completion_tokens"] for shot in shots if shot.status == 200
+    ]
     assert len(written) == len(shots), [shot.status for shot in shots]
     return sum(written) / taken_s
 

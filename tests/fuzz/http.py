@@ -121,12 +121,14 @@ class Application:
                 return bytes(body)
 
 
-_LIMITS = replace(
-    ConnectionLimits.of(Settings(), 8, lambda code: None),
-    headers=HEADERS,
-    header_bytes=HEADER_BYTES,
-    body_bytes=BODY_BYTES,
+_SETTINGS = Settings().model_copy(
+    update={
+        "max_headers": HEADERS,
+        "max_header_bytes": HEADER_BYTES,
+        "max_body_bytes": BODY_BYTES,
+    }
 )
+_LIMITS = ConnectionLimits.of(_SETTINGS, 8, lambda code: None)
 _application = Application()
 _config = Config(_application, log_config=None, access_log=False, ws="none", lifespan="off")
 _loop = asyncio.new_event_loop()
