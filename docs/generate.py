@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that the code knows: `python -m docs.generate`."""
+"""Writes the files of docs/ that the code knows: `python -m docs.generate`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from prometheus_client.metrics_core import Metric
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from serve.api.reference import (
@@ -20,6 +21,9 @@ from serve.api.reference import (
     type_in_words,
 )
 from serve.app import create_app
+from serve.bundle import SCHEMA_VERSION, Latency, Manifest
+from serve.bundle.folder import SEAL
+from serve.bundle.part import SHA256
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
 from serve.metrics import ROWS, SECONDS, Metrics
@@ -488,12 +492,39 @@ def _allowed(field: FieldInfo) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
+# The JSON schema of the two JSON files of a bundle.
+
+
+def bundle_schema() -> str:
+    """The schema as JSON. The seal is of the file, so no class has it."""
+    kinds: list[tuple[str, TypeAdapter[Any]]] = [
+        ("manifest", TypeAdapter(Manifest)),
+        ("latency", TypeAdapter(Latency)),
+    ]
+    found, document = TypeAdapter.json_schemas([(name, "validation", kind) for name, kind in kinds])
+    manifest = document["$defs"]["Manifest"]
+    manifest["properties"][SEAL] = {"type": "string", "pattern": SHA256}
+    manifest["required"].append(SEAL)
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"Bundle format, version {SCHEMA_VERSION}",
+        "description": "manifest.json and latency.json of a bundle, as bundle.md specifies them; "
+        "what a schema cannot say (order, uniqueness across rungs, arithmetic, names of files that "
+        "must be listed, the seal) stands only there. Written by `python -m docs.generate` from "
+        "serve/bundle/manifest.py.",
+        "oneOf": [found[name, "validation"] for name, _ in kinds],
+        **document,
+    }
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
 DOCS = Path(__file__).parent
 
 
 def main() -> None:
-    """Write every generated page."""
+    """Write every generated file."""
     pages = {
+        "bundle.schema.json": bundle_schema(),
         "api.md": api_page(api_document()),
         "metrics.md": metrics_page(),
         "settings.md": settings_page(),

@@ -19,7 +19,6 @@ from serve.bundle.manifest import (
     METHODS,
     SCHEMA_VERSION,
     AgainstFp32,
-    BundleError,
     Cache,
     Calibration,
     Depth,
@@ -47,10 +46,10 @@ from serve.bundle.manifest import (
     TokenizerSpec,
     Truncation,
     Verified,
-    check_name,
     rounds,
     steps_in_words,
 )
+from serve.bundle.part import BundleError, check_name
 
 __all__ = [
     "EFFORTS",

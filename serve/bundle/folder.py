@@ -21,14 +21,11 @@ from serve.bundle.manifest import (
     LATENCY_FILE,
     MANIFEST_FILE,
     SCHEMA_VERSION,
-    BundleError,
     FileEntry,
     Latency,
     Manifest,
-    check_version,
-    inside_file,
-    read_json,
 )
+from serve.bundle.part import BundleError, check_version, inside_file, read_json
 
 SEAL = "seal"
 _ALTERED = "is altered: its sha256 is not the manifest's; copy or export the bundle again"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from serve.bundle import Bundle, BundleError, Manifest, TokenizerSpec
-from serve.bundle.manifest import inside_file
+from serve.bundle.part import inside_file
 from serve.errors import Unprocessable
 
 # Encoding of plain ASCII text word by word, with a cache of words. The library encodes every text

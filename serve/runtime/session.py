@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Self, final
+from typing import Annotated, Self, final
 
 import numpy as np
 import onnxruntime as ort
@@ -30,6 +30,7 @@ from serve.bundle import (
     check_file,
     read_checked,
 )
+from serve.bundle.part import Part, between, part, several
 from serve.runtime.device import HOST, Memory, cuda_provider, memory_for
 from serve.runtime.protocol import Device, DeviceName, FloatArray, IntArray, RowArray
 
@@ -166,15 +167,16 @@ def _memory(manifest: Manifest) -> Nodes:
 
 DEFAULT_ROWS = 64
 Dims = tuple[int, ...]
+_Sizes = Annotated[tuple[Annotated[int, between(1, 1 << 31)], ...], several(8)]
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeRange:
+@part
+class ShapeRange(Part):
     """The smallest, usual and largest shape of an input, for TensorRT's profiles."""
 
-    min: Dims
-    opt: Dims
-    max: Dims
+    min: _Sizes
+    opt: _Sizes
+    max: _Sizes
 
     def holds(self, shape: Dims) -> bool:
         return len(shape) == len(self.min) and all(

@@ -8,30 +8,19 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, Literal, NoReturn, Self, final
+from types import ModuleType
+from typing import Annotated, Any, Final, Literal, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Rung, Task
 from serve.bundle.folder import check_file, file_entry
-from serve.bundle.manifest import (
-    check_choice,
-    check_file_name,
-    check_integer,
-    check_list,
-    check_members,
-    check_text,
-    inside,
-    inside_file,
-    plain,
-    read_json,
-)
+from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
 from serve.runtime.classifier import OrtClassifier
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
 from serve.runtime.protocol import largest_row, largest_tokens
-from serve.runtime.session import INSTALL, Dims, Profile, ShapeRange
+from serve.runtime.session import INSTALL, Dims, Profile
 
 Array = npt.NDArray[np.generic]
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -458,8 +447,7 @@ def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.gen
 
 ENGINES_FILE = "engines.json"
 TIMING_FILE = "timing.cache"
-SCHEMA_VERSION = 1
-PRECISIONS = ("fp32", "fp16", "bf16")
+SCHEMA_VERSION: Final = 1
 Precision = Literal["fp32", "fp16", "bf16"]
 
 _AGAIN = "build the engines here: stepdial export BUNDLE --target tensorrt"
@@ -472,65 +460,40 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+Fact = Annotated[str, text(256)]
+
+
+@part
+class Host(Part):
     """The machine an engine was built on."""
 
-    gpu: str
-    compute_capability: str
-    driver: str
-    cuda: str
-    tensorrt: str
-
-    def __post_init__(self) -> None:
-        for field in _WORDS:
-            check_text(field, getattr(self, field), 256)
-
-    @classmethod
-    def from_json(cls, value: object) -> Self:
-        return cls(**check_members(value, tuple(_WORDS)))
+    gpu: Fact
+    compute_capability: Fact
+    driver: Fact
+    cuda: Fact
+    tensorrt: Fact
 
 
-@dataclass(frozen=True, slots=True)
-class TrtEngine:
+@part
+class TrtEngine(Part):
     """The engine of one graph of the bundle."""
 
-    graph: str
-    file: str
+    graph: FileName
+    file: FileName
     entry: FileEntry
-    profiles: tuple[Profile, ...]
-
-    def __post_init__(self) -> None:
-        check_file_name("graph", self.graph)
-        check_file_name("file", self.file)
-
-    @classmethod
-    def from_json(cls, value: object) -> Self:
-        members = dict(check_members(value, ("graph", "file", "entry", "profiles")))
-        with inside("entry"):
-            members["entry"] = FileEntry.from_json(members["entry"])
-        found = check_list("profiles", members["profiles"], 16)
-        with inside("profiles"):
-            members["profiles"] = tuple(_read_profile(profile) for profile in found)
-        return cls(**members)
+    profiles: Annotated[tuple[Profile, ...], several(16)]
 
 
-@dataclass(frozen=True, slots=True)
-class EnginesManifest:
+@part
+class EnginesManifest(Part):
     """The contents of engines.json."""
 
-    name: str
-    bundle_sha256: str  # of manifest.json, which has the hashes of all other files
+    name: Annotated[str, text()]
+    bundle_sha256: Sha256  # of manifest.json, which has the hashes of all other files
     precision: Precision
     host: Host
-    engines: tuple[TrtEngine, ...]
-    schema_version: int = SCHEMA_VERSION
-
-    def __post_init__(self) -> None:
-        check_integer("schema_version", self.schema_version, SCHEMA_VERSION, SCHEMA_VERSION)
-        check_text("name", self.name)
-        check_text("bundle_sha256", self.bundle_sha256, 64)
-        check_choice("precision", self.precision, PRECISIONS)
+    engines: Annotated[tuple[TrtEngine, ...], several(4096)]
+    schema_version: Literal[1] = SCHEMA_VERSION
 
     def engine(self, graph: str) -> TrtEngine:
         """The engine of a graph of the bundle."""
@@ -538,23 +501,6 @@ class EnginesManifest:
             if engine.graph == graph:
                 return engine
         raise BundleError(f"has no engine for {graph}; {_AGAIN}", file=ENGINES_FILE)
-
-    def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = plain(self)
-        return {"schema_version": value.pop("schema_version"), **value}
-
-    @classmethod
-    def from_json(cls, value: object) -> Self:
-        keys = ("schema_version", "name", "bundle_sha256", "precision", "host", "engines")
-        members = dict(check_members(value, keys))
-        with inside("host"):
-            members["host"] = Host.from_json(members["host"])
-        engines = []
-        for index, engine in enumerate(check_list("engines", members["engines"], 4096)):
-            with inside(f"engines[{index}]"):
-                engines.append(TrtEngine.from_json(engine))
-        members["engines"] = tuple(engines)
-        return cls(**members)
 
 
 def engine_of(graph: str, path: Path, profiles: Sequence[Profile]) -> TrtEngine:
@@ -600,25 +546,6 @@ def check_host(built: Host, here: Host) -> None:
 def bundle_sha256(bundle: Bundle) -> str:
     """One hash for a whole sealed bundle."""
     return hashlib.sha256((bundle.folder / MANIFEST_FILE).read_bytes()).hexdigest()
-
-
-def _read_profile(value: object) -> Profile:
-    if not isinstance(value, dict):
-        raise BundleError("must hold objects")
-    ranges = {}
-    for name, bounds in value.items():
-        members = check_members(bounds, ("min", "opt", "max"))
-        ranges[str(name)] = ShapeRange(
-            **{side: _read_dims(side, dims) for side, dims in members.items()}
-        )
-    return MappingProxyType(ranges)
-
-
-def _read_dims(side: str, value: object) -> Dims:
-    dims = check_list(side, value, 8)
-    for size in dims:
-        check_integer(side, size, 1, 1 << 31)
-    return tuple(dims)
 
 
 def this_host(cuda: Cuda) -> Host:

@@ -15,7 +15,7 @@ from typing import Any
 
 from serve.bundle import LATENCY_FILE, MANIFEST_FILE, BundleError, Latency, Manifest, read_bundle
 from serve.bundle.folder import SEAL, seal_of
-from serve.bundle.manifest import parse_json
+from serve.bundle.part import parse_json
 from tests.fixtures.tiny_folders import classify_bundle
 
 MOST_BYTES = 1 << 16

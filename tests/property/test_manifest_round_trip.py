@@ -38,7 +38,8 @@ from serve.bundle import (
     Truncation,
     Verified,
 )
-from serve.bundle.manifest import parse_json, rounds
+from serve.bundle.manifest import rounds
+from serve.bundle.part import parse_json
 
 TASKS: tuple[Task, ...] = get_args(Task)
 Kind = Literal["classify", "prefill", "decode"]
@@ -166,7 +167,8 @@ def ladders(draw: st.DrawFn, task: Task, depth: Depth, rounds: bool) -> tuple[Ru
 
 @st.composite
 def shapes(draw: st.DrawFn, caches: bool) -> Shape:
-    shape = draw(st.builds(Shape, *[st.integers(1, 1024)] * 5))
+    sizes = ("layers", "heads", "head_width", "width", "parameters")
+    shape = draw(st.builds(Shape, **{size: st.integers(1, 1024) for size in sizes}))
     wider = draw(st.integers(shape.width, 4096)) if caches and draw(st.booleans()) else None
     return replace(shape, state=wider)
 

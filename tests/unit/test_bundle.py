@@ -251,10 +251,19 @@ LATENCY_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no time": (lambda v: v.update(measured_at="yesterday"), "measured_at is 'yesterday'"),
     "no such rung": (lambda v: _first(v, "steps", 3), "entries[0].steps is 3, which is no rung"),
     "another task": (lambda v: _first(v, "kind", "classify"), "entries[0].kind is classify"),
-    "unknown kind": (lambda v: _first(v, "kind", "train"), "entries[0].kind must be one of"),
-    "negative time": (lambda v: _first(v, "median_ms", -1), "entries[0].median_ms must be from"),
-    "p95 below median": (lambda v: _first(v, "p95_ms", 0.0), "entries[0].p95_ms must be from"),
-    "no rows": (lambda v: _first(v, "batch", 0), "entries[0].batch must be from 1"),
+    "unknown kind": (
+        lambda v: _first(v, "kind", "train"),
+        "entries[0].kind must be 'classify'",
+    ),
+    "negative time": (
+        lambda v: _first(v, "median_ms", -1),
+        "entries[0].median_ms must be at",
+    ),
+    "p95 below median": (
+        lambda v: _first(v, "p95_ms", 0.0),
+        "entries[0].median_ms is 0.1, above",
+    ),
+    "no rows": (lambda v: _first(v, "batch", 0), "entries[0].batch must be at least 1"),
     "repeated": (lambda v: v["entries"].append(v["entries"][0]), "entries[16] repeats the steps"),
 }
 
