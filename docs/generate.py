@@ -1,5 +1,6 @@
 """Writes the files of docs/ that the code knows: `python -m docs.generate`."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
