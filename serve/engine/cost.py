@@ -191,7 +191,7 @@ class Cost:
         self, cost_key: CostKey, rows: int, length: int, seconds: float
     ) -> tuple["_CostCurve", int]:
         """The curve for calls of this many rows, and the rows in each of their parts."""
-        parts = count_parts(rows, self._most_parts)
+        parts = count_parts(rows, self._most_parts) if self._most_parts > 1 else 1
         rows = -(-rows // parts)
         curves, others = self._curves, self._parted
         if parts > 1:

@@ -620,8 +620,8 @@ class Engine:
 
         Without work, it is a small call of a model that threw, or the recheck of a row.
         """
-        self._sweep()
         lapsed = self._lapse(self._late(now_s))
+        self._sweep()
         for _ in range(len(self._turns)):
             planner = self._turns[0]
             self._turns.rotate(-1)

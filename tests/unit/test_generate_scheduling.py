@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from serve.engine.job import Job, LaneKey, State
+from serve.engine.job import Deadline, Job, LaneKey, State
 from tests.generation_jobs import (
     CLASSIFY,
     EIGHT,
@@ -227,3 +227,14 @@ def test_a_prompt_that_fills_the_window_is_read_again_at_once() -> None:
     calls = [s.step(), s.step()]
     assert [call.kind for call in calls if call] == ["prefill", "prefill"]
     assert a.state is State.RUNNING
+
+
+def test_rows_whose_deadline_passes_as_a_call_is_planned_are_not_in_it() -> None:
+    s = engine()
+    job = generation(
+        FOUR, 5, 10_000, lambda event: None, deadline=Deadline(0.0, 1.0), admitted=True
+    )
+    started(s, job)
+    s.now_s = 2.0
+    assert s.step() is None, "a call without rows"
+    assert job.state is State.ENDED and s.cache_bytes == 0
