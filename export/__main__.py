@@ -1,4 +1,7 @@
-"""The commands on bundles: `export`, `inspect`, `calibrate`, and `evaluate` of a bundle."""
+"""The commands on bundles: `export`, `inspect`, `calibrate`, and `evaluate` of a bundle.
+
+Bundles are imported where they are read, so that --help is quick.
+"""
 
 import argparse
 import importlib.util
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from export.targets import add_arguments, check_target, write_target
-from serve.bundle import MANIFEST_FILE, BundleError, check_name, read_bundle
 from train.interrupt import in_words, reader_gone
 
 
@@ -133,6 +135,8 @@ def _add_plain(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from serve.bundle import MANIFEST_FILE, read_bundle
+
     if not (arguments.run / MANIFEST_FILE).is_file():
         return _export_run(arguments)
     if arguments.target != "onnx":
@@ -152,6 +156,7 @@ def _export_bundle(arguments: argparse.Namespace) -> int:
     from export.inspect import describe
     from export.latency import calibrate_latency
     from export.quality import dataset_of, held_out_batches
+    from serve.bundle import read_bundle
     from train.__main__ import command
 
     for flag in ("steps", "method", "name", "cache", "card", "chat_template"):
@@ -190,6 +195,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
     from export.inspect import describe
     from export.int8 import check_precision
     from export.run import ExportRequest, export_run
+    from serve.bundle import check_name, read_bundle
     from train.__main__ import command, parse_steps
 
     if arguments.name is not None:
@@ -228,6 +234,8 @@ def _export_run(arguments: argparse.Namespace) -> int:
 
 def name_of(run: Path) -> str | None:
     """The name of a bundle of a run: its folder's, where a model can be called that."""
+    from serve.bundle import BundleError, check_name
+
     name = run.absolute().name.lower()
     try:
         check_name(name)
@@ -248,6 +256,7 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from export.inspect import check_plain, compared, describe, draw, labels_of, not_comparable
+    from serve.bundle import read_bundle
     from train.evaluation_report import check_plot
 
     if arguments.plot is not None:
@@ -281,6 +290,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from export.quality import measure_bundle, print_beside_manifest
+    from serve.bundle import read_bundle
     from train.__main__ import parse_steps
 
     bundle = read_bundle(arguments.bundle)
@@ -293,6 +303,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from export.inspect import describe
     from export.latency import calibrate_latency
+    from serve.bundle import read_bundle
 
     calibrate_latency(arguments.bundle, arguments.threads)
     print(describe(read_bundle(arguments.bundle)))

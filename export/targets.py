@@ -3,8 +3,10 @@
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from serve.bundle import Bundle, BundleError
+if TYPE_CHECKING:
+    from serve.bundle import Bundle
 
 TARGETS = ("onnx", "tensorrt", "triton")
 
@@ -37,6 +39,8 @@ def check_target(arguments: argparse.Namespace) -> None:
     """Before a run is exported for it: whether it can be made of that run, here, and there."""
     if arguments.target == "onnx":
         return
+    from serve.bundle import BundleError
+
     if arguments.out is not None and os.path.lexists(arguments.out):
         raise BundleError("exists: remove it, or name another folder", file=str(arguments.out))
     from train.checkpoint import read_facts  # with torch
@@ -55,7 +59,7 @@ def check_target(arguments: argparse.Namespace) -> None:
         check_engines(name, arguments.precision, folder)
 
 
-def write_target(bundle: Bundle, arguments: argparse.Namespace) -> None:
+def write_target(bundle: "Bundle", arguments: argparse.Namespace) -> None:
     """Make what was asked for; in --out, or beside the other bundles under the model's name."""
     folder = _folder(bundle.manifest.name, arguments)
     if arguments.target == "triton":
