@@ -365,12 +365,8 @@ class Device:
 
     @property
     def runs_single_steps(self) -> bool:
-        """Whether classifiers run step by step there, and rungs of a decoder share calls.
-
-        Elsewhere a classifier's rung is one whole graph, since the state would return to the host
-        after each step.
-        """
-        return self.name == "cpu" and self.engines is None
+        """Whether graphs of one step run there, so that rows can stop early."""
+        return self.engines is None
 
     def keeps_caches(self, manifest: Manifest) -> bool:
         """Whether a decoder runs with KV caches there.
