@@ -26,7 +26,7 @@ from serve.bundle import (
     steps_in_words,
 )
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.protocol import FloatArray, IntArray, RowArray
+from serve.runtime.protocol import Device, FloatArray, IntArray, RowArray
 from serve.runtime.session import (
     DEFAULT_ROWS,
     Nodes,
@@ -312,7 +312,9 @@ def _graphs(bundle: Bundle) -> Iterator[str]:
     if not manifest.keeps_caches:
         for rung in manifest.rungs:
             yield from (graph for graph in (rung.encoder, rung.graph) if graph is not None)
-    if manifest.step is not None and (manifest.keeps_caches or manifest.calibration is not None):
+    engines = Device(engines=bundle.folder)
+    if manifest.keeps_caches or engines.runs_single_steps(manifest):
+        assert manifest.step is not None
         yield from manifest.step.graphs.values()
 
 

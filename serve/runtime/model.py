@@ -157,8 +157,7 @@ class OrtModel:
 
     @property
     def single_steps(self) -> bool:
-        manifest = self._bundle.manifest
-        return manifest.labelled and manifest.step is not None
+        return self._device.runs_single_steps(self._bundle.manifest)
 
     def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")

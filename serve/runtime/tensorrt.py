@@ -35,7 +35,7 @@ from serve.runtime.decoder import CachedDecoder, Pass
 from serve.runtime.device import Array as DeviceOrHost
 from serve.runtime.device import DeviceArray, DeviceCaches, KeptRows
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
-from serve.runtime.protocol import FloatArray, IntArray, largest_row, largest_tokens
+from serve.runtime.protocol import Device, FloatArray, IntArray, largest_row, largest_tokens
 from serve.runtime.session import (
     INSTALL,
     Dims,
@@ -738,11 +738,12 @@ class TrtPass:
         self._memory.cuda.use()
         for arrays in self._stepped[first:end]:
             self._step.launch(arrays)
+        if end == self.steps:  # a chunk of a prompt ends here, without logits
+            self._keep_new()
 
     def end(self) -> FloatArray:
         self._memory.cuda.use()
         self._head.launch(self._read)
-        self._keep_new()
         logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
         return logits
 
@@ -789,7 +790,7 @@ def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.gen
 
 ENGINES_FILE = "engines.json"
 TIMING_FILE = "timing.cache"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no engines of one step
 PRECISIONS = ("fp32", "fp16", "bf16")
 Precision = Literal["fp32", "fp16", "bf16"]
 
@@ -970,6 +971,7 @@ class TrtModel:
     def __init__(self, bundle: Bundle, folder: Path, number: int = 0) -> None:
         self._library = load_tensorrt()
         self._cuda = open_cuda(number)
+        self._device = Device(engines=folder, number=number)
         self._bundle = bundle
         self._folder = folder
         self._engines = read_engines(folder, bundle, this_host(self._cuda))
@@ -992,14 +994,7 @@ class TrtModel:
 
     @property
     def single_steps(self) -> bool:
-        manifest = self._bundle.manifest
-        return manifest.labelled and self._has_steps
-
-    @property
-    def _has_steps(self) -> bool:
-        """Whether there are engines of one step."""
-        step = self._bundle.manifest.step
-        return step is not None and any(one.graph == step.step for one in self._engines.engines)
+        return self._device.runs_single_steps(self._bundle.manifest)
 
     def classifier(self, steps: int) -> OrtClassifier:
         rung = self._rung(steps, "classify", "tag")
@@ -1007,7 +1002,7 @@ class TrtModel:
 
     def step_classifier(self, steps: int) -> OrtStepClassifier:
         self._rung(steps, "classify", "tag")
-        if not self._has_steps:
+        if not self.single_steps:
             raise BundleError(
                 f"{self._bundle.manifest.name} runs as engines of whole rungs, which cannot stop "
                 "early: export the run with calibration, and build engines of that bundle"
@@ -1046,14 +1041,17 @@ class TrtModel:
         for steps in manifest.steps:
             if manifest.labelled:
                 self.classifier(steps).run(largest_row(manifest)[None])
-                if self._has_steps and steps == manifest.full_steps:
+                if self.single_steps and steps == manifest.full_steps:
                     self.step_classifier(steps).run(largest_row(manifest)[None])
             elif manifest.task == "generate":
-                tokens = largest_tokens(manifest)
                 batch = self.decoder(steps).open_batch()
-                batch.add(tokens[: max(1, len(tokens) - 1)])
-                if len(tokens) > 1:
-                    batch.step(tokens[-1:])
+                batch.add(
+                    largest_tokens(manifest)[:-1]
+                    if manifest.keeps_caches
+                    else largest_tokens(manifest)
+                )
+                if manifest.keeps_caches:
+                    batch.step(largest_tokens(manifest)[:1])
             else:
                 answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
