@@ -70,12 +70,12 @@ class Writer:
                 over.set()
 
         window = self.served.manifest.text_input.max_tokens
-        wish = GenerationRequest(
+        request = GenerationRequest(
             list(prompt), tokens, window, Sampling(temperature=temperature, seed=seed)
         )
         job: Job = Job(
             LaneKey(self.served.name, "generate", self.served.manifest.full_steps),
-            Generation(wish, self.served.codec, deliver),
+            Generation(request, self.served.codec, deliver),
             (len(prompt),),
             min(len(prompt) + tokens, window),
         )

@@ -323,8 +323,8 @@ def text_table(table: Table) -> str:
 
 # Whether trainings run on this machine: benchmarks do not time anything beside them unnoticed.
 # One file, in the machine's temporary folder, has a lock that trainings share and that a
-# benchmark has alone. Locks go with their process, however it ends. A second file is the wish for
-# a pause.
+# benchmark has alone. Locks go with their process, however it ends. A second file asks them to
+# pause.
 
 
 FOLDER = "STEPDIAL_QUEUE_FOLDER"  # a variable that puts the files elsewhere
@@ -352,7 +352,7 @@ def _locked(kind: int) -> IO[str] | None:
 
 
 class Busy:
-    """The mark that trainings run, and the wish that they pause."""
+    """The mark that trainings run, and the file that asks them to pause."""
 
     def __init__(self) -> None:
         self.lock: IO[str] | None = None

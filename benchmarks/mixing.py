@@ -102,7 +102,7 @@ class ClosedLoop:
     def _ask(self, client: int) -> None:
         steps = self._clients[client]
         window = self._served.manifest.text_input.max_tokens
-        wish = GenerationRequest(
+        request = GenerationRequest(
             self._prompt, self._tokens, window, Sampling(temperature=0.0), stream=True
         )
 
@@ -117,7 +117,7 @@ class ClosedLoop:
         positions = min(len(self._prompt) + self._tokens, window)
         job: Job = Job(
             LaneKey(self._served.name, "generate", steps),
-            Generation(wish, self._served.codec, deliver),
+            Generation(request, self._served.codec, deliver),
             (len(self._prompt),),
             positions,
         )

@@ -43,17 +43,17 @@ class Asker:
         manifest = bundle.manifest
         vocabulary = range(1, manifest.text_tokenizer.vocab_size)
         window = manifest.text_input.max_tokens
-        self.wishes: list[tuple[int, GenerationRequest]] = []
+        self.requests: list[tuple[int, GenerationRequest]] = []
         for seed in range(REQUESTS):
             length = self._draw.randint(1, window) if seed % 4 == 0 else self._draw.randint(1, 40)
             prompt = [self._draw.choice(vocabulary) for _ in range(length)]
             sampling = Sampling(temperature=float(seed % 2), seed=seed)
-            wish = GenerationRequest(prompt, self._draw.randint(1, 24), window, sampling)
-            self.wishes.append((self._draw.choice(manifest.steps), wish))
+            request = GenerationRequest(prompt, self._draw.randint(1, 24), window, sampling)
+            self.requests.append((self._draw.choice(manifest.steps), request))
 
     def ask(self, number: int, ends: dict[int, list[str]], left: bool = False) -> None:
         """Put the answer to request `number` into `ends`, unless the client leaves."""
-        steps, wish = self.wishes[number]
+        steps, request = self.requests[number]
 
         def deliver(event: Event) -> None:
             if isinstance(event, TokenEvent):
@@ -62,12 +62,12 @@ class Asker:
             ends[number].append(event.text)
             self.room.release()
 
-        window = wish.window
+        window = request.window
         job: Job = Job(
             LaneKey(self.served.name, "generate", steps),
-            Generation(wish, self.served.codec, deliver),
-            (len(wish.prompt),),
-            min(len(wish.prompt) + wish.max_tokens, window),
+            Generation(request, self.served.codec, deliver),
+            (len(request.prompt),),
+            min(len(request.prompt) + request.max_tokens, window),
         )
         self.room.acquire()
         self.engine.submit(job)

@@ -1,6 +1,5 @@
 """Writes the pages of docs/ that the code knows: `python -m docs.generate`."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,16 @@ from annotated_types import Ge, Gt, Le, Lt
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 
-from serve.api.reference import grouped, heading, shared_errors, split_answers
+from serve.api.reference import (
+    fields_of,
+    grouped,
+    heading,
+    need_in_words,
+    shapes_of,
+    shared_errors,
+    split_answers,
+    type_in_words,
+)
 from serve.app import create_app
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
@@ -321,18 +329,6 @@ people and at `/openapi.json` for programs. What steps and deadlines mean is in
 [clients.md](clients.md), keys and limits in [security.md](security.md), each error code in
 [errors.md](errors.md).
 """
-_LIMITS = (
-    ("minimum", "≥ {}"),
-    ("exclusiveMinimum", "> {}"),
-    ("maximum", "≤ {}"),
-    ("exclusiveMaximum", "< {}"),
-    ("minLength", "characters ≥ {}"),
-    ("maxLength", "characters ≤ {}"),
-    ("minItems", "items ≥ {}"),
-    ("maxItems", "items ≤ {}"),
-    ("pattern", "matches {}"),
-)
-
 ApiDocument = dict[str, Any]
 
 
@@ -368,13 +364,13 @@ def _route(path: str, method: str, operation: ApiDocument, shared: dict[str, lis
     lines = [f"### {method} {path}", "", f"{operation['summary']}.", ""]
     content = operation.get("requestBody", {}).get("content", {})
     if content:
-        lines += [f"Body: {_shapes_of(content)}.", ""]
+        lines += [f"Body: {shapes_of(content)}.", ""]
     parameters = [
         [
             f"`{each['name']}`",
             each["in"],
-            _kind(each["schema"]),
-            _need(each["schema"], bool(each["required"])),
+            type_in_words(each["schema"]),
+            need_in_words(each["schema"], bool(each["required"])),
             each.get("description", ""),
         ]
         for each in operation.get("parameters", ())
@@ -383,12 +379,12 @@ def _route(path: str, method: str, operation: ApiDocument, shared: dict[str, lis
         lines += [_table(("parameter", "in", "type", "", ""), parameters), ""]
     own, others = split_answers(operation, shared)
     answers = [
-        [status, answer["description"], _shapes_of(answer.get("content", {}))]
+        [status, answer["description"], shapes_of(answer.get("content", {}))]
         for status, answer in own
     ]
     lines += [_table(("status", "when", "body"), answers), ""]
     if others:
-        found = {_shapes_of(operation["responses"][one].get("content", {})) for one in others}
+        found = {shapes_of(operation["responses"][one].get("content", {})) for one in others}
         said = " or ".join(sorted(found - {""}))
         body = f" in a body of {said}" if said else ""
         lines += [f"Also {', '.join(others)}{body}: [what they mean](#errors-of-many-routes).", ""]
@@ -396,11 +392,9 @@ def _route(path: str, method: str, operation: ApiDocument, shared: dict[str, lis
 
 
 def _shape(name: str, shape: ApiDocument) -> str:
-    required = shape.get("required", ())
-    fields = sorted(shape.get("properties", {}).items(), key=lambda item: item[0] not in required)
     rows = [
-        [f"`{field}`", _kind(kind), _need(kind, field in required), kind.get("description", "")]
-        for field, kind in fields
+        [f"`{name}`", type_in_words(field), need, field.get("description", "")]
+        for name, field, need in fields_of(shape)
     ]
     lines = [f"### {name}", ""]
     if shape.get("description"):
@@ -408,56 +402,8 @@ def _shape(name: str, shape: ApiDocument) -> str:
     if rows:
         lines += [_table(("field", "type", "", ""), rows), ""]
     elif not shape.get("properties"):
-        lines += [f"Type: {_kind(shape)}.", ""]
+        lines += [f"Type: {type_in_words(shape)}.", ""]
     return "\n".join(lines)
-
-
-def _kind(field: ApiDocument) -> str:
-    """A type in words, with its limits."""
-    if "$ref" in field:
-        return _link(field["$ref"])
-    if "const" in field:
-        return f"`{json.dumps(field['const'])}`"
-    if "enum" in field:
-        return ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
-    options = field.get("anyOf") or field.get("oneOf")
-    if options:
-        kinds = [_kind(option) for option in options]
-        return " or ".join(kind for kind in kinds if kind != "null" or "default" not in field)
-    kind = str(field.get("type", "any"))
-    if kind == "array":
-        kind = f"list of {_kind(field.get('items', {}))}"
-    elif isinstance(values := field.get("additionalProperties"), dict) and values:
-        kind = f"object of {_kind(values)}"
-    limits = [form.format(_limit(field[key])) for key, form in _LIMITS if key in field]
-    return f"{kind} ({', '.join(limits)})" if limits else kind
-
-
-def _limit(value: object) -> str:
-    if isinstance(value, str):
-        return f"`{value}`"
-    assert isinstance(value, int | float)
-    return f"{int(value) if value == int(value) else value:,}"
-
-
-def _need(field: ApiDocument, required: bool) -> str:
-    if required:
-        return "required"
-    default = field.get("default")
-    return "" if default is None else f"default `{json.dumps(default)}`"
-
-
-def _shapes_of(content: ApiDocument) -> str:
-    found = []
-    for media, of in content.items():
-        schema = of.get("schema", {})
-        found.append(_link(schema["$ref"]) if "$ref" in schema else f"`{media}`")
-    return ", ".join(found)
-
-
-def _link(reference: str) -> str:
-    name = reference.rpartition("/")[2]
-    return f"[{name}](#{name.lower()})"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -27,7 +27,7 @@ class MixError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class MixItem:
     """One item of a mix as it was written."""
 
     endpoint: str
@@ -62,9 +62,9 @@ class Operation:
         return cls(data["endpoint"], data["model"], Ask(**data["ask"]))
 
 
-def parse_mix(text: str) -> list[Wish]:
+def parse_mix(text: str) -> list[MixItem]:
     """The items of a mix, in order."""
-    wishes = []
+    items = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         match = _ITEM.fullmatch(item)
         if match is None:
@@ -82,10 +82,10 @@ def parse_mix(text: str) -> list[Wish]:
             ask = None if match["ask"] == "*" else parse_ask(match["ask"])
         except ValueError as error:
             raise MixError(f"{item!r} is no item of a mix: {error}.") from None
-        wishes.append(Wish(match["endpoint"], match["model"], ask, weight))
-    if not wishes:
+        items.append(MixItem(match["endpoint"], match["model"], ask, weight))
+    if not items:
         raise MixError(f"The mix is empty. Write {SYNTAX}.")
-    return wishes
+    return items
 
 
 def resolve_mix(text: str | None, offers: Sequence[Offer]) -> dict[Operation, float]:
@@ -97,32 +97,32 @@ def resolve_mix(text: str | None, offers: Sequence[Offer]) -> dict[Operation, fl
             for steps in offer.steps
         }
     weights: dict[Operation, float] = {}
-    for wish in parse_mix(text):
-        covered = _covered(wish, offers)
+    for item in parse_mix(text):
+        covered = _covered(item, offers)
         for operation in covered:
-            weights[operation] = weights.get(operation, 0.0) + wish.weight / len(covered)
+            weights[operation] = weights.get(operation, 0.0) + item.weight / len(covered)
     return weights
 
 
-def _covered(wish: Wish, offers: Sequence[Offer]) -> list[Operation]:
-    task = ENDPOINTS[wish.endpoint].task
+def _covered(item: MixItem, offers: Sequence[Offer]) -> list[Operation]:
+    task = ENDPOINTS[item.endpoint].task
     fitting = [
-        offer for offer in offers if offer.task == task and wish.model in (None, offer.model)
+        offer for offer in offers if offer.task == task and item.model in (None, offer.model)
     ]
     if not fitting:
         known = ", ".join(f"{offer.task}@{offer.model}" for offer in offers)
-        asked = wish.endpoint + (f"@{wish.model}" if wish.model else "")
-        raise MixError(f"The server has no model for {asked}. It has: {known}.")
+        wanted = item.endpoint + (f"@{item.model}" if item.model else "")
+        raise MixError(f"The server has no model for {wanted}. It has: {known}.")
     covered = [
-        Operation(wish.endpoint, offer.model, ask)
+        Operation(item.endpoint, offer.model, ask)
         for offer in fitting
-        for ask in ([wish.ask] if wish.ask else map(Ask, offer.steps))
+        for ask in ([item.ask] if item.ask else map(Ask, offer.steps))
         if offer.has(ask)
     ]
     if not covered:
         ladders = "; ".join(f"{offer.model}: {_listed(offer.steps)}" for offer in fitting)
-        lacked = f"{wish.ask.steps} steps" if wish.ask and wish.ask.steps else str(wish.ask)
-        raise MixError(f"No model for {wish.endpoint} has {lacked}. Ladders: {ladders}.")
+        lacked = f"{item.ask.steps} steps" if item.ask and item.ask.steps else str(item.ask)
+        raise MixError(f"No model for {item.endpoint} has {lacked}. Ladders: {ladders}.")
     return covered
 
 

@@ -25,8 +25,7 @@ from serve.api.openai import (
     ChatRequest,
     CompletionChunk,
     CompletionRequest,
-    chat_routes,
-    completion_routes,
+    openai_routes,
 )
 from serve.api.page import add_page
 from serve.engine.engine import Engine
@@ -143,8 +142,7 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         for make in (
             classify_routes,
             generate_routes,
-            completion_routes,
-            chat_routes,
+            openai_routes,
             embedding_routes,
         )
     ]

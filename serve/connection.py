@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, cast
@@ -46,17 +46,12 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class ConnectionLimits:
     """The limits of each connection, and how many connections there may be."""
 
+    settings: Settings
     connections: int
     address_connections: int  # per client address
     proxies: tuple[Network, ...]  # exempt from the limit per address
-    headers: int
-    header_bytes: int
-    header_timeout_s: float
-    body_bytes: int
-    body_timeout_s: float
-    send_timeout_s: float
     count_refusal: Callable[[str], None]  # called with the code of the error
-    count_eviction: Callable[[], None] = field(default=lambda: None)
+    count_eviction: Callable[[], None]
 
     @classmethod
     def of(
@@ -67,33 +62,25 @@ class ConnectionLimits:
         count_eviction: Callable[[], None] = lambda: None,
     ) -> "ConnectionLimits":
         """The limits that the settings give."""
-        return cls(
-            connections=connections,
-            address_connections=settings.max_address_connections or max(1, connections // 2),
-            proxies=tuple(map(ipaddress.ip_network, settings.trusted_proxies)),
-            headers=settings.max_headers,
-            header_bytes=settings.max_header_bytes,
-            header_timeout_s=settings.header_timeout_s,
-            body_bytes=settings.max_body_bytes,
-            body_timeout_s=settings.body_timeout_s,
-            send_timeout_s=settings.send_timeout_s,
-            count_refusal=count_refusal,
-            count_eviction=count_eviction,
-        )
+        of_address = settings.max_address_connections or max(1, connections // 2)
+        proxies = tuple(map(ipaddress.ip_network, settings.trusted_proxies))
+        return cls(settings, connections, of_address, proxies, count_refusal, count_eviction)
 
     def problem_of_head(self, url: bytes, headers: Sized, size: int) -> ServeError | None:
         """What is too large in a request head of this many bytes; None if nothing is."""
-        if len(headers) > self.headers:
-            return HeadersTooLarge(f"a request may have {self.headers} headers: send fewer")
-        if size <= self.header_bytes:
+        if len(headers) > self.settings.max_headers:
+            most = self.settings.max_headers
+            return HeadersTooLarge(f"a request may have {most} headers: send fewer")
+        most_bytes = self.settings.max_header_bytes
+        if size <= most_bytes:
             return None
-        if len(url) > self.header_bytes // 2:
+        if len(url) > most_bytes // 2:
             return UrlTooLong("the URL is too long: send what it holds in the body")
-        return HeadersTooLarge(f"the headers are larger than {self.header_bytes} bytes: send less")
+        return HeadersTooLarge(f"the headers are larger than {most_bytes} bytes: send less")
 
     def problem_of_trailers(self, number: int, size: int) -> ServeError | None:
         """What is too large in trailers of this many bytes; None if nothing is."""
-        if number <= self.headers and size <= self.header_bytes:
+        if number <= self.settings.max_headers and size <= self.settings.max_header_bytes:
             return None
         return HeadersTooLarge(
             "what follows the body is larger than the headers may be: send no trailers"
@@ -276,7 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._over_limit and self._table.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
-            self._await_bytes(self.limits.header_timeout_s)
+            self._await_bytes(self.limits.settings.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.leave(self)
@@ -317,7 +304,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if problem is not None:
                 self._refuse(problem)
             elif self._read_timer is None:
-                self._await_bytes(self.limits.header_timeout_s)
+                self._await_bytes(self.limits.settings.header_timeout_s)
         elif self._reading is _BODY:
             # Trailers and chunk extensions, which the parser buffers until they are complete.
             problem = self.limits.problem_of_trailers(self._trailers, self._between_bytes)
@@ -364,7 +351,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         size = self._head_bytes + self._chunk_bytes
-        if size > self.limits.header_bytes:  # perhaps: the chunk may hold other bytes too
+        # Perhaps: the chunk may hold other bytes too.
+        if size > self.limits.settings.max_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         self._problem = self.limits.problem_of_head(self.url, self.headers, size)
         if self._problem is None:
@@ -387,7 +375,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._between_bytes = 0
         if self.cycle.response_complete:
             self._ignored_bytes += len(body)
-            if self._ignored_bytes > self.limits.body_bytes:
+            if self._ignored_bytes > self.limits.settings.max_body_bytes:
                 self._close()
 
     def on_message_complete(self) -> None:
@@ -409,7 +397,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answering = following
         elif self._reading is _BODY:
             # Answered before its body arrived, so the body is not read.
-            self._await_bytes(self.limits.body_timeout_s)
+            self._await_bytes(self.limits.settings.body_timeout_s)
         elif self._reading is _NOTHING:
             # Many connections may wait for a next request: they keep nothing of the last one.
             self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn's
@@ -589,7 +577,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._reading is _HEAD:
-            limit_s = self.limits.header_timeout_s
+            limit_s = self.limits.settings.header_timeout_s
             self._refuse(RequestTimeout(f"the headers did not arrive within {limit_s:g} s"))
         else:
             self._close()
@@ -603,7 +591,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _await_reader(self, always: bool = False) -> None:
         """Close the connection if the client does not read what was sent."""
         if self._send_timer is None and (always or self.transport.get_write_buffer_size()):
-            self._send_timer = self.loop.call_later(self.limits.send_timeout_s, self._cut)
+            self._send_timer = self.loop.call_later(self.limits.settings.send_timeout_s, self._cut)
 
     def _cut(self) -> None:
         if self not in self.connections:  # the client has gone

@@ -1,47 +1,5 @@
 """Every error that a client can get, with its status and code. Messages say what to do.
 
-    ServeError
-    ├── BadRequest            400  the body is not JSON
-    ├── BadHttp               400  the bytes are not a request of HTTP/1.1
-    ├── Unauthorized          401  the API key is missing or unknown
-    ├── CrossOrigin           403  a web page of another origin sent the request
-    ├── AdminOff              403  the server has no admin key
-    ├── FolderForbidden       403  models may not be loaded from this folder
-    ├── StepsForbidden        403  more steps than the API key allows
-    ├── TokensForbidden       403  more tokens than the API key allows per minute
-    ├── NotFound              404  no such path
-    │   └── UnknownModel      404  no model with this name is served
-    ├── MethodNotAllowed      405  the path exists, the method does not
-    ├── RequestTimeout        408  the body did not arrive in time
-    ├── PayloadTooLarge       413  the body is larger than the limit
-    ├── UrlTooLong            414  the URL is longer than the limit
-    ├── Unprocessable         422  the request can never be answered as it stands
-    │   ├── InvalidField      422  a field has the wrong type or range, or is unknown
-    │   ├── ImpossibleBudget  422  the model's ladder has no such step count
-    │   │   └── ImpossibleDeadline  422  an idle server would take longer, `least_ms`
-    │   ├── NotCalibrated     422  the model was not calibrated for max_disagreement
-    │   ├── BrokenBundle      422  a bundle that cannot be served
-    │   ├── WrongInput        422  the model takes another kind of input
-    │   ├── WrongTask         422  the model is served by another endpoint
-    │   └── NoEmbeddings      422  the model gives no embeddings
-    ├── QueueFull             429  the queue is full; try again after `retry_after_s`
-    │   ├── TooBusy           429  the queue is too long for the deadline
-    │   ├── RateLimited       429  the API key has sent too many requests
-    │   ├── TokensLimited     429  the API key has used too many tokens
-    │   └── ConcurrencyLimited 429  too many requests of the API key are running
-    ├── HeadersTooLarge       431  too many headers, or too many bytes of them
-    ├── UnsupportedCoding     501  a transfer coding other than chunked
-    ├── InternalError         500  our bug; never caused by valid input
-    ├── DeadlineLapsed        504  the request was accepted, but its deadline passed
-    └── Unavailable           503  nothing is wrong with the request itself
-        ├── NotReady          503  the engine is starting or has stopped, or a model fails
-        │   └── Stalled       503  a model call is stuck; try again after `retry_after_s`
-        ├── ModelGone         503  the model was replaced while the request ran
-        ├── OutOfMemory       503  the server is out of memory
-        ├── Draining          503  the server is shutting down
-        ├── Crowded           503  too many connections are open
-        └── ModelFailure      503  the model call failed, or returned NaN or infinity
-
 Routes send them as a whole response or as the last event of a stream.
 """
 

@@ -5,21 +5,35 @@ with load("zoo/topics") as model:
 """
 
 import queue
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from serve.api.submission import GenerateOptions, drawn_seed, positions_held, wish_in
+from serve.api.body import GenerateRequest, validated
+from serve.api.submission import (
+    classification_job,
+    drawn_seed,
+    generation_job,
+    generation_request,
+)
 from serve.budget import BudgetRequest, decide
-from serve.bundle import Effort, PointsInput, TextInput
+from serve.bundle import Effort
 from serve.catalog import Catalog, Served, open_catalog
-from serve.engine.classify import Classification
 from serve.engine.engine import Engine
-from serve.engine.job import ClassifiedEvent, Event, FailedEvent, GeneratedEvent, Job, LaneKey, Tags
-from serve.engine.writing import Generation
-from serve.inputs.rows import Input, InputRow, Kind, check_kinds, read_items, row_length
+from serve.engine.job import (
+    ClassifiedEvent,
+    Deliver,
+    Event,
+    FailedEvent,
+    GeneratedEvent,
+    Job,
+    LaneKey,
+    Tags,
+    TokenEvent,
+)
+from serve.inputs.rows import Input, InputRow, check_kinds, read_items, row_length
 from serve.metrics import Metrics
 from serve.runtime import Device
 from serve.settings import Settings
@@ -84,27 +98,18 @@ class LocalModel:
         """The label of each text, image or cloud of points, in order."""
         self._check_task("classify")
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
-        kind = _kind_of(self._served)
-        items = tuple(Input(kind, value, f"inputs[{i}]") for i, value in enumerate(inputs))
-        check_kinds(items, self._served.manifest)
-        rows = read_items(items, self._served.manifest, self._served.text, truncate)
-        lengths = [row_length(one.row, self._served.manifest) for one in rows]
-        order = sorted(range(len(rows)), key=lengths.__getitem__)
+        manifest = self._served.manifest
+        items = tuple(
+            Input(manifest.input.kind, value, f"inputs[{i}]") for i, value in enumerate(inputs)
+        )
+        check_kinds(items, manifest)
+        rows = read_items(items, manifest, self._served.text, truncate)
+        order = sorted(range(len(rows)), key=lambda i: row_length(rows[i].row, manifest))
         lane = LaneKey(self._served.key, "classify", decision.steps)
         found: dict[int, Label] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
-            with self._event() as (deliver, take):
-                work = Classification([rows[i].row for i in at], deliver)
-                self._engine.submit(
-                    Job(
-                        lane=lane,
-                        work=work,
-                        lengths=tuple(lengths[i] for i in at),
-                        may_pad=kind == "text",
-                    )
-                )
-                event = take()
+            event = self._run(partial(classification_job, [rows[i] for i in at], manifest, lane))
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
                 assert not isinstance(labelled.found, Tags)  # checked above
@@ -126,26 +131,26 @@ class LocalModel:
     ) -> str:
         """The continuation of a prompt, or the translation of a text."""
         self._check_task("generate", "translate")
-        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
-        options = GenerateOptions(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=drawn_seed() if seed is None else seed,
-            stops=tuple(stop),
+        asked = validated(
+            GenerateRequest,
+            {
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "steps": steps,
+                "effort": effort,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "seed": drawn_seed() if seed is None else seed,
+                "stop": list(stop),
+            },
         )
-        wish = wish_in(options, self._served, self._served.codec.encode_prompt(prompt))
-        with self._event() as (deliver, take):
-            job: Job = Job(
-                lane=LaneKey(self._served.key, "generate", decision.steps),
-                work=Generation(wish, self._served.codec, deliver),
-                lengths=(len(wish.prompt),),
-                positions=positions_held(wish, self._served),
-                tokens_left=wish.max_tokens,
-            )
-            self._engine.submit(job)
-            event = take()
+        decision = decide(asked.budget_request, self._served.manifest)
+        tokens = self._served.codec.encode_prompt(prompt)
+        request = generation_request(
+            asked, self._served, tokens, max_tokens=max_tokens, seed=asked.seed or 0
+        )
+        event = self._run(partial(generation_job, request, self._served, decision.steps))
         assert isinstance(event, GeneratedEvent)
         return event.text
 
@@ -159,34 +164,17 @@ class LocalModel:
         if task not in tasks:
             raise ValueError(f"{self.name} is for the task {task}, not {' or '.join(tasks)}")
 
-    @contextmanager
-    def _event(self) -> Iterator[tuple[Any, Any]]:
-        """Where the engine delivers the result of a job, and how to wait for it."""
+    def _run(self, job: Callable[[Deliver], Job]) -> Event:
+        """The result of a job; raises the error if it fails."""
         box: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-        def deliver(event: Event) -> None:
-            if isinstance(event, ClassifiedEvent | GeneratedEvent | FailedEvent):
-                box.put(event)
-
-        def take() -> Event:
-            event = box.get()
-            if isinstance(event, FailedEvent):
-                raise event.error
-            return event
-
-        yield deliver, take
+        self._engine.submit(job(box.put))
+        while isinstance(event := box.get(), TokenEvent):
+            pass
+        if isinstance(event, FailedEvent):
+            raise event.error
+        return event
 
 
 def load(folder: Path | str, threads: int | None = None) -> LocalModel:
     """Open a bundle to use in this process."""
     return LocalModel(folder, threads)
-
-
-def _kind_of(served: Served) -> Kind:
-    match served.manifest.input:
-        case TextInput():
-            return "text"
-        case PointsInput():
-            return "points"
-        case _:
-            return "image"

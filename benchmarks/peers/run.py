@@ -152,8 +152,8 @@ def _break(found: Found, one: Running, objective_s: float, quick: bool) -> None:
     found.departure = left(one)
     per_s = found.middle(lambda it: it.many.per_s)
     seconds = _QUICK_OVERLOAD_S if quick else _OVERLOAD_S
-    wishes = {PLAIN: {}, **found.peer.wishes(1000 * objective_s)}
-    for asked, more in wishes.items():
+    budgets = {PLAIN: {}, **found.peer.budgets(1000 * objective_s)}
+    for asked, more in budgets.items():
         found.overloads[asked] = overloaded(one, per_s, seconds, objective_s, more)
     one.check()
     found.ending = terminated(one)

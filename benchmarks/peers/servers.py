@@ -56,7 +56,7 @@ class Peer:
     command: Callable[[Place], Sequence[str]]
     variables: Callable[[Place], Mapping[str, str]] = field(default=lambda place: {})
     # What else a request can say under overload, by name; a field that is None is left out.
-    wishes: Callable[[float], Mapping[str, Mapping[str, Any]]] = field(default=lambda ms: {})
+    budgets: Callable[[float], Mapping[str, Mapping[str, Any]]] = field(default=lambda ms: {})
     interpreter: Path = Path(sys.executable)
     python_front: bool = True
 
@@ -128,7 +128,7 @@ PEERS = (
         command=lambda place: [
             *(str(place.python), "-m", "serve", str(place.bundle), "--port", str(place.port)),
         ],
-        wishes=lambda ms: {
+        budgets=lambda ms: {
             "these steps within the objective": {"deadline_ms": ms},
             "any steps within the objective": {"deadline_ms": ms, "steps": None},
         },

@@ -195,8 +195,8 @@ def overloaded(
     offered_per_s = TIMES * per_s
     shots = shots_at(running, offered_per_s, seconds, seed=0)
     for shot in shots:
-        wished = {**shot.body, **more}
-        shot.body = {name: value for name, value in wished.items() if value is not None}
+        asked = {**shot.body, **more}
+        shot.body = {name: value for name, value in asked.items() if value is not None}
     fire(running.server, running.peer.path, shots, _FAULTS_PATIENCE_S, connections=2 * CLIENTS)
     ended = [shot for shot in shots if shot.ended_s is not None]
     answered_s = tuple(shot.latency_s for shot in ended if shot.status == 200)

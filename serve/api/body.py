@@ -11,12 +11,12 @@ import gc
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired, TypeVar, final, get_args, get_origin
+from typing import Annotated, Any, Literal, NotRequired, Self, TypeVar, final, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -48,6 +48,10 @@ from serve.exchange import ClientGone, Exchange
 from serve.inputs.rows import MAX_INPUTS, Items, Text
 from serve.settings import Settings
 
+FINISH = (
+    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
+    "generated."
+)
 METRIC = "`loss` (nats per token, lower is better), `accuracy`, or `bleu` (0 to 100)."
 
 
@@ -167,6 +171,10 @@ class Usage(Answer):
     completion_tokens: int = Field(description="Tokens in the answer.")
     total_tokens: int = Field(description="Sum of both.")
 
+    @classmethod
+    def of(cls, read: int, written: int) -> Self:
+        return cls(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+
 
 class Health(Answer):
     """The server is healthy. If not, the answer is an error."""
@@ -199,7 +207,7 @@ DEFAULT_MAX_TOKENS = 128
 MAX_DEADLINE_MS = 3_600_000.0
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-# Fields of every protocol that generates.
+# Fields of several protocols that generate.
 Stops = Annotated[
     Stop | Annotated[list[Stop], Field(max_length=4)] | None,
     Field(
@@ -213,6 +221,24 @@ Seed = Annotated[
         le=MAX_SEED,
         description="The same seed and steps give the same answer. If left out, a random seed is "
         "used and returned.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    Field(
+        gt=0.0,
+        le=1.0,
+        description="Sample only from the most likely tokens that together have this "
+        "probability, after temperature and top_k. Default: 1.",
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return the log-probability of each token, and of this many of the most "
+        "likely tokens. They are the model's own, before temperature, top_k and top_p.",
     ),
 ]
 
@@ -327,7 +353,31 @@ class ClassifyRequest(BudgetFields):
     )
 
 
-class GenerateRequest(BudgetFields):
+class SamplingFields(BudgetFields):
+    """How to choose tokens, in every protocol that generates."""
+
+    temperature: float | None = Field(
+        None,
+        ge=0.0,
+        le=2.0,
+        description="0 always takes the most likely token; higher values are more varied. "
+        "Default: 1 to continue a prompt, 0 to translate.",
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="Sample only from the k most likely tokens, after temperature."
+    )
+    top_p: TopP = None
+    seed: Seed = None
+    stop: Stops = None
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class GenerateRequest(SamplingFields):
     """A prompt to continue, or a text to translate."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [*_EXAMPLES_GENERATE]})
@@ -353,48 +403,17 @@ class GenerateRequest(BudgetFields):
         "so temperature must be 0 or left out. With `stream` the answer comes in "
         "one piece.",
     )
-    temperature: float | None = Field(
-        None,
-        ge=0.0,
-        le=2.0,
-        description="0 always takes the most likely token; higher values are more varied. "
-        "Default: 1 to continue a prompt, 0 to translate.",
-    )
-    top_k: int | None = Field(
-        None, ge=1, description="Sample only from the k most likely tokens, after temperature."
-    )
-    top_p: float | None = Field(
-        1.0,
-        gt=0.0,
-        le=1.0,
-        description="Sample only from the most likely tokens that together have this "
-        "probability, after temperature and top_k.",
-    )
-    seed: Seed = None
-    stop: Stops = None
+    top_p: TopP = 1.0
     stream: bool | None = Field(
         False,
         description="Stream each token as a server-sent event, then exactly one event `done` or "
         "`error`.",
     )
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Return the log-probability of each token, and of this many of the most "
-        "likely tokens. They are the model's own, before temperature, top_k and "
-        "top_p.",
-    )
+    logprobs: Logprobs = None
 
     def limit(self, most: int) -> int:
         """Most tokens to generate: as asked, else the default, at most the server's limit."""
         return min(DEFAULT_MAX_TOKENS, most) if self.max_tokens is None else self.max_tokens
-
-    @property
-    def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 # Error messages for fields.
@@ -705,6 +724,14 @@ def _parsed(
         raise explain(error, schema) from None
     finally:
         value.clear()  # for the same reason
+
+
+def validated(schema: type[BodyT], value: Mapping[str, Any]) -> BodyT:
+    """These fields checked against the schema; InvalidField names what is wrong."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise explain(error, schema) from None
 
 
 def _check_parts(body: bytes) -> None:

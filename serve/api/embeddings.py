@@ -114,14 +114,13 @@ def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
         _check_dimensions(asked.dimensions, served)
         submission = _submission(exchange, engine, served, asked)
         check_count(asked.input, settings.max_inputs)
-        submission.refuse_early(len(asked.input))
-        inputs = await reader.read(
-            exchange,
+        inputs, event = await submission.classify(
+            reader,
+            len(asked.input),
             sum(len(item.value) for item in asked.input),
-            submission.deadline,
             lambda: read_items(asked.input, served.manifest, served.text, truncate=True),
+            embeds=True,
         )
-        event = await submission.classify(inputs, embeds=True)
         spent = submission.timing(event.span)
         vectors = unit_vectors(event)
         body = {

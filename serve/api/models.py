@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.responses import Response
 
 from serve.api.body import METRIC, Answer, Health, Reader, read_json
@@ -17,11 +17,8 @@ from serve.bundle import (
     Depth,
     Dial,
     Effort,
-    ImageInput,
-    Manifest,
     Method,
     Metric,
-    PointsInput,
     Rung,
     Task,
     TextInput,
@@ -51,7 +48,13 @@ _DEPTH = (
 )
 
 
-class TakesText(Answer):
+class Mirror(Answer):
+    """A part of a manifest, as answers show it."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class TakesText(Mirror):
     """A model for texts."""
 
     kind: Literal["text"] = Field(description="Always `text`.")
@@ -59,7 +62,7 @@ class TakesText(Answer):
     exact: bool = Field(description="Whether every text must have `max_tokens` tokens.")
 
 
-class TakesImage(Answer):
+class TakesImage(Mirror):
     """A model for images."""
 
     kind: Literal["image"] = Field(description="Always `image`.")
@@ -68,7 +71,7 @@ class TakesImage(Answer):
     width: int = Field(description="Width in pixels to which an image is resized.")
 
 
-class TakesPoints(Answer):
+class TakesPoints(Mirror):
     """A model for clouds of points."""
 
     kind: Literal["points"] = Field(description="Always `points`.")
@@ -76,7 +79,11 @@ class TakesPoints(Answer):
     dimensions: int = Field(description="Coordinates per point.")
 
 
-class Interval(Answer):
+Takes = TakesText | TakesImage | TakesPoints
+_TAKES: TypeAdapter[Takes] = TypeAdapter(Takes)
+
+
+class Interval(Mirror):
     """A measured quality with its confidence interval."""
 
     value: float = Field(description="Measured on held-out data.")
@@ -118,7 +125,7 @@ class LadderResponse(Answer):
     depth: Depth = Field(description=_DEPTH)
     dial: Dial = Field(description=_DIAL)
     grid_steps: int | None = Field(description=_GRID)
-    input: TakesText | TakesImage | TakesPoints = Field(description="Inputs that the model takes.")
+    input: Takes = Field(description="Inputs that the model takes.")
     metric: Metric = Field(description=METRIC)
     full_steps: int = Field(description="Largest step count.")
     default_steps: int = Field(description="Step count of a request without budget fields.")
@@ -134,7 +141,7 @@ class LadderResponse(Answer):
     rungs: list[LadderRung] = Field(description="The step counts, ascending.")
 
 
-class DialRange(Answer):
+class DialRange(Mirror):
     """What more steps buy: quality at the last step count less that at the first."""
 
     value: float = Field(description="The mean over held-out rows, in `metric`; above 0 is better.")
@@ -160,7 +167,7 @@ class ModelCard(Answer):
     depth: Depth = Field(description=_DEPTH)
     dial: Dial = Field(description=_DIAL)
     grid_steps: int | None = Field(description=_GRID)
-    input: TakesText | TakesImage | TakesPoints = Field(description="Inputs that the model takes.")
+    input: Takes = Field(description="Inputs that the model takes.")
     method: Method = Field(description="Integration method of a step.")
     steps: list[int] = Field(description="Possible values of `steps`.")
     efforts: dict[str, int] = Field(description="The step count that each word of `effort` means.")
@@ -249,7 +256,7 @@ def model_routes(engine: Engine) -> APIRouter:
                 depth=manifest.depth,
                 dial=manifest.dial,
                 grid_steps=manifest.grid_steps,
-                input=_takes(manifest),
+                input=_TAKES.validate_python(manifest.input),
                 metric=manifest.rungs[0].quality.metric,
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
@@ -272,13 +279,13 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
         depth=manifest.depth,
         dial=manifest.dial,
         grid_steps=manifest.grid_steps,
-        input=_takes(manifest),
+        input=_TAKES.validate_python(manifest.input),
         method=manifest.method,
         steps=list(manifest.steps),
         efforts={word: rung.steps for word, rung in efforts_of(manifest).items()},
         default_steps=manifest.default_steps,
         full_steps=manifest.full_steps,
-        range=_range(manifest),
+        range=None if manifest.range is None else DialRange.model_validate(manifest.range),
         max_disagreement=[
             level.max_disagreement
             for level in (manifest.calibration.levels if manifest.calibration else ())
@@ -296,41 +303,19 @@ def _card(served: Served, ready: Mapping[str, bool]) -> ModelCard:
     )
 
 
-def _range(manifest: Manifest) -> DialRange | None:
-    found = manifest.range
-    return None if found is None else DialRange(value=found.value, low=found.low, high=found.high)
-
-
 def _kind(served: Served) -> Kind:
     return "classify" if served.manifest.labelled else "generate"
-
-
-def _takes(manifest: Manifest) -> TakesText | TakesImage | TakesPoints:
-    match manifest.input:
-        case TextInput(max_tokens=max_tokens, exact=exact):
-            return TakesText(kind="text", max_tokens=max_tokens, exact=exact)
-        case ImageInput(channels=channels, height=height, width=width):
-            return TakesImage(kind="image", channels=channels, height=height, width=width)
-        case PointsInput(max_points=max_points, dimensions=dimensions):
-            return TakesPoints(kind="points", max_points=max_points, dimensions=dimensions)
 
 
 def _rung(served: Served, rung: Rung, engine: Engine) -> LadderRung:
     measured = served.measured(rung.steps)
     predicted_s = engine.predict_s(LaneKey(served.key, _kind(served), rung.steps), measured)
-    quality = rung.quality
     return LadderRung(
         steps=rung.steps,
         method=rung.method,
         nfe=rung.nfe,
         effort=rung.effort,
-        quality=Interval(
-            value=quality.value,
-            low=quality.low,
-            high=quality.high,
-            samples=quality.samples,
-            exact=quality.exact,
-        ),
+        quality=Interval.model_validate(rung.quality),
         latency_ms=None if measured is None else measured.median_ms,
         predicted_ms=None if predicted_s is None else round(predicted_s * 1000, 3),
     )
@@ -500,6 +485,15 @@ def _check_key(exchange: Exchange, keys: Keys) -> None:
 # Health and metrics. They never wait for the engine's thread, so they answer under any load.
 
 
+_READINESS: dict[str, Any] = {
+    "response_model": Health,
+    "response_description": "The server takes requests.",
+    "responses": problems(
+        e503="The server is starting or shutting down, a model call is stuck, or every model fails."
+    ),
+}
+
+
 def health_routes(engine: Engine) -> APIRouter:
     """The routes, for an engine."""
     router = APIRouter(tags=["operations"], route_class=Route)
@@ -516,16 +510,7 @@ def health_routes(engine: Engine) -> APIRouter:
             raise NotReady("the engine has stopped: restart the server")
         return answer(Health(status="live"))
 
-    @router.get(
-        "/health/ready",
-        summary="Readiness probe",
-        response_model=Health,
-        response_description="The server takes requests.",
-        responses=problems(
-            e503="The server is starting or shutting down, a model call is "
-            "stuck, or every model fails."
-        ),
-    )
+    @router.get("/health/ready", summary="Readiness probe", **_READINESS)
     async def ready() -> Response:
         check_ready(engine)
         return answer(Health(status="ready"))
@@ -534,12 +519,7 @@ def health_routes(engine: Engine) -> APIRouter:
         "/health",
         summary="The same as /health/ready",
         description="The path that many load balancers check by default.",
-        response_model=Health,
-        response_description="The server takes requests.",
-        responses=problems(
-            e503="The server is starting or shutting down, a model call is "
-            "stuck, or every model fails."
-        ),
+        **_READINESS,
     )
     async def health() -> Response:
         return await ready()

@@ -1,9 +1,8 @@
 """The routes POST /v1/classify and POST /v1/generate."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, NotRequired
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from serve.api.body import (
+    FINISH,
     Answer,
     Budget,
     ClassifyRequest,
@@ -25,25 +25,23 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    EventStream,
     LazyList,
-    NamedEvents,
     StreamChunk,
     Submission,
     TextEvent,
     answer,
     answer_of,
-    check_answer,
     check_beams,
     check_count,
-    check_max_tokens,
+    check_size,
     drawn_seed,
     entries_of,
+    event_of,
     filled,
+    generation_request,
     ranked,
     takes,
     token_labels,
-    wish_of,
 )
 from serve.budget import Decision
 from serve.bundle import LABELLING, Manifest
@@ -51,13 +49,16 @@ from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
+    Event,
+    FailedEvent,
+    FinishReason,
     GeneratedEvent,
     Labelled,
     ScoredToken,
     Tags,
     TokenEvent,
 )
-from serve.errors import InvalidField
+from serve.errors import InternalError, InvalidField
 from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
@@ -65,17 +66,33 @@ from serve.settings import Settings
 # Shapes of answers.
 
 
-_FINISH = (
-    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
-    "generated."
-)
-
-
 class LabelScore(TypedDict):
     """A label and how likely it is."""
 
     label: Annotated[str, Field(description="One of the model's labels.")]
     score: Annotated[float, Field(description="Probability that the model gives it.")]
+
+
+class Readout(TypedDict):
+    """What the model would have answered after a step."""
+
+    steps: Annotated[int, Field(description="Steps taken so far.")]
+    labels: Annotated[
+        list[str],
+        Field(
+            description="Most likely label of each entry of `tokens`; for a classifier, one label."
+        ),
+    ]
+    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
+    text: NotRequired[
+        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
+    ]
+
+
+Trace = Annotated[
+    list[Readout],
+    Field(description="What the model would have answered after each step, if `trace` was set."),
+]
 
 
 class ClassifyResult(TypedDict):
@@ -88,15 +105,7 @@ class ClassifyResult(TypedDict):
     ]
     truncated: Annotated[bool, Field(description="Whether a text was cut to fit the model.")]
     budget: Annotated[Budget, Field(description="The work that was done.")]
-    trace: NotRequired[
-        Annotated[
-            list["Readout"],
-            Field(
-                description="What the model would have answered after "
-                "each step, if `trace` was set."
-            ),
-        ]
-    ]
+    trace: NotRequired[Trace]
 
 
 class TagResult(TypedDict):
@@ -125,31 +134,7 @@ class TagResult(TypedDict):
         ),
     ]
     budget: Annotated[Budget, Field(description="The work that was done.")]
-    trace: NotRequired[
-        Annotated[
-            list["Readout"],
-            Field(
-                description="What the model would have answered after "
-                "each step, if `trace` was set."
-            ),
-        ]
-    ]
-
-
-class Readout(TypedDict):
-    """What the model would have answered after a step."""
-
-    steps: Annotated[int, Field(description="Steps taken so far.")]
-    labels: Annotated[
-        list[str],
-        Field(
-            description="Most likely label of each entry of `tokens`; for a classifier, one label."
-        ),
-    ]
-    scores: Annotated[list[float], Field(description="Probability of each of these labels.")]
-    text: NotRequired[
-        Annotated[str, Field(description="Like `text` of the result, with these labels.")]
-    ]
+    trace: NotRequired[Trace]
 
 
 class ClassifyResponse(TypedDict):
@@ -174,11 +159,9 @@ class Alternative(Answer):
     logprob: float = Field(description="Log-probability that the model gives it.")
 
 
-class TokenScore(Answer):
+class TokenScore(Alternative):
     """Log-probability of a token of the answer, and of its alternatives."""
 
-    token: str = Field(description="Text of the token; U+FFFD if it is part of a character.")
-    logprob: float = Field(description="Log-probability that the model gives it.")
     top: list[Alternative] = Field(description="Most likely tokens, the most likely first.")
 
 
@@ -188,7 +171,7 @@ class GenerateResponse(Answer):
     id: str = Field(description="Id of the request, also in the header x-request-id.")
     model: str = Field(description="The model that answered.")
     text: str = Field(description="The answer, without the prompt and the stop string.")
-    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    finish_reason: FinishReason = Field(description=FINISH)
     seed: int = Field(description="Seed that was used. Send it to get this answer again.")
     logprobs: list[TokenScore] | None = Field(
         None, description="One entry per token of the answer, if `logprobs` was set."
@@ -217,7 +200,7 @@ class DoneChunk(Answer):
 
     id: str = Field(description="Id of the request, also in the header x-request-id.")
     model: str = Field(description="The model that answered.")
-    finish_reason: Literal["stop", "length"] = Field(description=_FINISH)
+    finish_reason: FinishReason = Field(description=FINISH)
     seed: int = Field(description="Seed that was used.")
     usage: Usage = Field(description="Tokens read and written.")
     budget: Budget = Field(description="The work that was done.")
@@ -237,50 +220,58 @@ class AnswerWriter:
 
     submission: Submission
 
-    def chunk(self, event: TokenEvent) -> TokenChunk:
-        return TokenChunk(
-            index=event.index,
-            text=event.text,
-            steps=self.submission.decision.steps,
-            logprob=None if event.logprob is None else _token_score(event.logprob),
-        )
-
-    def done(self, event: GeneratedEvent) -> DoneChunk:
-        return DoneChunk(
-            id=self.submission.id,
-            model=self.submission.served.name,
-            finish_reason=event.finish_reason,
-            seed=self.submission.wishes[0].sampling.seed,
-            usage=self._usage(event),
-            budget=budget_of(self.submission.decision),
-            timing=self.submission.timing(event.span),
-        )
-
-    def whole(self, event: GeneratedEvent, spent: Timing) -> dict[str, object]:
-        """The fields of GenerateResponse, as a dictionary because it may be large."""
-        wish = self.submission.wishes[0]
-        return {
-            "id": self.submission.id,
-            "model": self.submission.served.name,
+    def whole(self, event: GeneratedEvent) -> Response:
+        """The fields of GenerateResponse."""
+        submission, (request,) = self.submission, self.submission.requests
+        spent = submission.timing(event.span)
+        body = {
+            "id": submission.id,
+            "model": submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
-            "seed": wish.sampling.seed,
-            "logprobs": None if wish.logprobs is None else LazyList(map(_score, event.logprobs)),
-            "usage": self._usage(event),
-            "budget": budget_of(self.submission.decision),
+            "seed": request.sampling.seed,
+            "logprobs": None if request.logprobs is None else LazyList(map(_score, event.logprobs)),
+            "usage": Usage.of(len(request.prompt), event.completion_tokens),
+            "budget": budget_of(submission.decision),
             "timing": spent,
         }
+        return answer_of(body, entries_of(event), server_timing(spent))
 
-    def written(self, events: Sequence[TextEvent]) -> StreamChunk:
-        return NamedEvents(self.chunk, self.done).write([event for _, event in events])
+    def events(self, events: Sequence[TextEvent]) -> StreamChunk:
+        """Tokens as events without a name, and the end as `done` or `error`."""
+        over = not isinstance(events[-1][1], TokenEvent)
+        return StreamChunk(b"".join([self._event(event) for _, event in events]), over)
 
-    def _usage(self, event: GeneratedEvent) -> Usage:
-        prompt, completion = len(self.submission.wishes[0].prompt), event.completion_tokens
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-        )
+    def _event(self, event: Event) -> bytes:
+        match event:
+            case TokenEvent():
+                return event_of(self._chunk(event))
+            case GeneratedEvent():
+                return event_of(self._done(event), b"event: done\n")
+            case FailedEvent():
+                body = event.error.body()
+            case _:
+                body = InternalError("an event that no generation has").body()
+        return event_of(body, b"event: error\n")
+
+    def _chunk(self, event: TokenEvent) -> dict[str, object]:
+        """The fields of TokenChunk."""
+        steps = self.submission.decision.steps
+        chunk = {"index": event.index, "text": event.text, "steps": steps}
+        return chunk if event.logprob is None else chunk | {"logprob": _score(event.logprob)}
+
+    def _done(self, event: GeneratedEvent) -> dict[str, object]:
+        """The fields of DoneChunk."""
+        submission, (request,) = self.submission, self.submission.requests
+        return {
+            "id": submission.id,
+            "model": submission.served.name,
+            "finish_reason": event.finish_reason,
+            "seed": request.sampling.seed,
+            "usage": Usage.of(len(request.prompt), event.completion_tokens),
+            "budget": budget_of(submission.decision),
+            "timing": submission.timing(event.span),
+        }
 
 
 def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -303,8 +294,7 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         served = engine.catalog.pick(asked.model, tasks)
         submission = Submission.of(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
-        check_max_tokens(max_tokens, settings)
-        check_answer(1, max_tokens, asked.logprobs, settings)
+        check_size(1, max_tokens, asked.logprobs, settings)
         check_beams(asked, served)
         prompt = await reader.read(
             exchange,
@@ -312,28 +302,24 @@ def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
             submission.deadline,
             lambda: served.codec.encode_prompt(asked.prompt),
         )
-        submission.generate((wish_of(asked, served, prompt, drawn_seed(), max_tokens),))
-        return await _run(AnswerWriter(submission))
+        request = generation_request(
+            asked,
+            served,
+            prompt,
+            max_tokens=max_tokens,
+            seed=drawn_seed() if asked.seed is None else asked.seed,
+            logprobs=asked.logprobs,
+            stream=asked.stream,
+            num_beams=asked.num_beams,
+        )
+        submission.generate((request,))
+        writer = AnswerWriter(submission)
+        if request.stream:
+            return await submission.stream(writer.events)
+        (event,) = await submission.ends()
+        return writer.whole(event)
 
     return router
-
-
-async def _run(writer: AnswerWriter) -> Response:
-    async with AsyncExitStack() as work:
-        running = await work.enter_async_context(writer.submission.running())
-        events = await running.first()
-        if writer.submission.wishes[0].stream:
-            return EventStream(
-                events,
-                running.events,
-                work.pop_all(),
-                writer.written,
-                running.stream_headers,
-            )
-    _, event = events[0]
-    assert isinstance(event, GeneratedEvent)
-    spent = writer.submission.timing(event.span)
-    return answer_of(writer.whole(event, spent), entries_of(event), server_timing(spent))
 
 
 def _score(logprob: ScoredToken) -> dict[str, object]:
@@ -343,14 +329,6 @@ def _score(logprob: ScoredToken) -> dict[str, object]:
         "logprob": logprob.logprob,
         "top": [{"token": token, "logprob": value} for token, value in logprob.top],
     }
-
-
-def _token_score(logprob: ScoredToken) -> TokenScore:
-    return TokenScore(
-        token=logprob.token,
-        logprob=logprob.logprob,
-        top=[Alternative(token=token, logprob=value) for token, value in logprob.top],
-    )
 
 
 # POST /v1/classify
@@ -380,14 +358,13 @@ def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRo
         _check_trace(asked, served)
         check_count(asked.input, settings.max_inputs)
         check_kinds(asked.input, manifest)
-        submission.refuse_early(len(asked.input))
-        inputs = await reader.read(
-            exchange,
+        inputs, event = await submission.classify(
+            reader,
+            len(asked.input),
             _characters(asked),
-            submission.deadline,
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
+            traced=asked.trace is True,
         )
-        event = await submission.classify(inputs, traced=asked.trace is True)
         spent = submission.timing(event.span)
         response: ClassifyResponse = {
             "id": submission.id,

@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError
 from pydantic.config import JsonDict
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,24 +28,24 @@ from serve.api.body import (
     checked_json,
     close_names,
     describe_problem,
-    explain,
     read_body,
     server_timing,
     shown,
+    validated,
     whole,
 )
 from serve.api.models import check_ready
 from serve.api.submission import (
     Submission,
     answer,
-    check_answer,
     check_beams,
-    check_max_tokens,
-    check_texts,
+    check_size,
     drawn_seed,
+    generation_request,
+    problems,
     ranked,
+    takes,
     token_labels,
-    wish_of,
 )
 from serve.budget import Reason, efforts_of
 from serve.bundle import (
@@ -60,11 +60,9 @@ from serve.bundle import (
 )
 from serve.catalog import Served
 from serve.engine.engine import Engine
-from serve.engine.job import ClassifiedEvent, FailedEvent, GeneratedEvent, Span, Tags
-from serve.engine.sampling import MAX_SEED
-from serve.engine.writing import GenerationRequest
+from serve.engine.job import ClassifiedEvent, Span, Tags
 from serve.errors import BadRequest, InvalidField, NotReady, ServeError, UnknownModel, Unprocessable
-from serve.exchange import Exchange, ReadyAnswer, Route, ThisExchange
+from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.images import check_finite, number_rows
 from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
 from serve.settings import Settings
@@ -204,24 +202,13 @@ def parameter_names(task: Task) -> tuple[str, ...]:
 def classify_request(parameters: Mapping[str, Any]) -> ClassifyRequest:
     """The parameters for a classifier; InvalidField names what is wrong."""
     _check_names(parameters, parameter_names("classify"))
-    try:
-        return ClassifyRequest.model_validate({"input": "-", **_without_format(parameters)})
-    except ValidationError as error:
-        raise explain(error, ClassifyRequest) from None
+    return validated(ClassifyRequest, {"input": "-", **_without_format(parameters)})
 
 
 def generate_request(parameters: Mapping[str, Any], task: Task) -> GenerateRequest:
     """The parameters for a generator; InvalidField names what is wrong."""
     _check_names(parameters, parameter_names(task))
-    try:
-        return GenerateRequest.model_validate({"prompt": "-", **_without_format(parameters)})
-    except ValidationError as error:
-        raise explain(error, GenerateRequest) from None
-
-
-def binary_by_default(parameters: Mapping[str, Any]) -> bool:
-    """Whether outputs are sent as bytes unless they say otherwise."""
-    return flag_of(parameters, BINARY_OUTPUT, "parameters")
+    return validated(GenerateRequest, {"prompt": "-", **_without_format(parameters)})
 
 
 def flag_of(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
@@ -462,12 +449,10 @@ class OutputTensor(Answer):
     shape: list[int] = Field(description="[rows].")
     parameters: OutputParameters | None = Field(
         None,
-        exclude_if=lambda found: found is None,
         description="Size of the tensor, if it is sent as bytes.",
     )
     data: list[str] | list[float] | list[int] | None = Field(
         None,
-        exclude_if=lambda data: data is None,
         description="One element per row, if the tensor is sent in JSON.",
     )
 
@@ -486,17 +471,14 @@ class InferFacts(Answer):
     expected_full: float = Field(description="Measured quality at the full step count.")
     max_disagreement: float | None = Field(
         None,
-        exclude_if=lambda level: level is None,
         description="Certified level that was applied to early answers, if any could stop early.",
     )
     truncated: int | None = Field(
         None,
-        exclude_if=lambda count: count is None,
         description="Number of texts that were cut to fit the model, for a classifier.",
     )
     seed: int | None = Field(
         None,
-        exclude_if=lambda seed: seed is None,
         description="Seed of the first row that was generated. Each further row uses the next "
         "seed.",
     )
@@ -773,15 +755,20 @@ class RepositoryIndex(RootModel[list[RepositoryEntry]]):
     """All models."""
 
 
-def oip_problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
-    """The documentation of errors in this protocol's format: `oip_problems(e404="...")`."""
-    return {
-        int(code[1:]): {"model": OipError, "description": about} for code, about in reasons.items()
-    }
-
-
 _UNKNOWN = "No model with this name or version is served."
 _NOT_READY = "The server is starting or shutting down, a model call is stuck, or the model fails."
+
+
+_METADATA: dict[str, Any] = {
+    "response_model": ModelMetadata,
+    "response_description": "Input and output tensors, and the ladder.",
+    "responses": problems(OipError, e404=_UNKNOWN),
+}
+_READINESS: dict[str, Any] = {
+    "response_model": ModelReady,
+    "response_description": "The model takes requests.",
+    "responses": problems(OipError, e404=_UNKNOWN, e503=_NOT_READY),
+}
 
 
 def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
@@ -804,7 +791,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
         summary="Liveness probe",
         response_model=ServerLive,
         response_description="The process is alive.",
-        responses=oip_problems(e503="The engine has stopped: restart the process."),
+        responses=problems(OipError, e503="The engine has stopped: restart the process."),
     )
     async def live() -> Response:
         if engine.dead:
@@ -816,7 +803,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
         summary="Readiness probe",
         response_model=ServerReady,
         response_description="The server takes requests.",
-        responses=oip_problems(e503=_NOT_READY),
+        responses=problems(OipError, e503=_NOT_READY),
     )
     async def ready() -> Response:
         check_ready(engine)
@@ -825,9 +812,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     @router.get(
         "/v2/models/{name}/versions/{version}",
         summary="Metadata of one version of a model",
-        response_model=ModelMetadata,
-        response_description="Input and output tensors, and the ladder.",
-        responses=oip_problems(e404=_UNKNOWN),
+        **_METADATA,
     )
     async def model_version(name: str, version: str) -> Response:
         return answer(metadata_of(find_version(engine, name, version).manifest))
@@ -835,9 +820,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     @router.get(
         "/v2/models/{name}",
         summary="Metadata of a model",
-        response_model=ModelMetadata,
-        response_description="Input and output tensors, and the ladder.",
-        responses=oip_problems(e404=_UNKNOWN),
+        **_METADATA,
     )
     async def model(name: str) -> Response:
         return await model_version(name, VERSION)
@@ -845,9 +828,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     @router.get(
         "/v2/models/{name}/versions/{version}/ready",
         summary="Readiness of one version of a model",
-        response_model=ModelReady,
-        response_description="The model takes requests.",
-        responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
+        **_READINESS,
     )
     async def version_ready(name: str, version: str) -> Response:
         served = find_version(engine, name, version)
@@ -858,9 +839,7 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
     @router.get(
         "/v2/models/{name}/ready",
         summary="Readiness of a model",
-        response_model=ModelReady,
-        response_description="The model takes requests.",
-        responses=oip_problems(e404=_UNKNOWN, e503=_NOT_READY),
+        **_READINESS,
     )
     async def model_ready(name: str) -> Response:
         return await version_ready(name, VERSION)
@@ -870,20 +849,14 @@ def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
         summary="List the models",
         response_model=RepositoryIndex,
         response_description="Every model, and whether it takes requests.",
-        responses=oip_problems(
+        responses=problems(
+            OipError,
             e400="The body is not valid JSON, or a field of it is wrong.",
             e403="A web page of another origin sent the request.",
             e408="The body did not arrive in time.",
             e413="The body is too large.",
         ),
-        openapi_extra={
-            "requestBody": {
-                "required": False,
-                "content": {
-                    "application/json": {"schema": {"$ref": "#/components/schemas/IndexRequest"}}
-                },
-            }
-        },
+        openapi_extra=takes(IndexRequest, required=False),
     )
     async def index(exchange: ThisExchange) -> Response:
         body = await read_body(
@@ -946,7 +919,7 @@ class OutputChoice:
 def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[OutputChoice]:
     """The outputs to send, in order; InvalidField names an unknown one."""
     known = outputs_of(manifest)
-    binary = binary_by_default(asked.parameters)
+    binary = flag_of(asked.parameters, BINARY_OUTPUT, "parameters")
     if not asked.outputs:
         return [OutputChoice(name, datatype, binary) for name, datatype in known.items()]
     wanted: dict[str, OutputChoice] = {}
@@ -965,28 +938,25 @@ def wanted_outputs(asked: InferRequest, manifest: Manifest) -> list[OutputChoice
     return list(wanted.values())
 
 
-def facts_of(
-    budget: Budget, spent: Timing, *, truncated: int | None = None, seed: int | None = None
-) -> InferFacts:
-    """What was done; `budget` is that of the row with the fewest steps."""
-    return InferFacts(
-        reason=budget["reason"],
-        method=budget["method"],
-        full_steps=budget["full_steps"],
-        metric=budget["expected"]["metric"],
-        expected=budget["expected"]["value"],
-        expected_full=budget["expected"]["full_value"],
-        max_disagreement=budget.get("max_disagreement"),
-        truncated=truncated,
-        seed=seed,
-        **spent,
-    )
+def facts_of(budget: Budget, spent: Timing, **found: int | None) -> dict[str, object]:
+    """The fields of InferFacts; `budget` is that of the row with the fewest steps."""
+    expected = budget["expected"]
+    facts: dict[str, object] = {
+        "reason": budget["reason"],
+        "method": budget["method"],
+        "full_steps": budget["full_steps"],
+        "metric": expected["metric"],
+        "expected": expected["value"],
+        "expected_full": expected["full_value"],
+    }
+    optional = {"max_disagreement": budget.get("max_disagreement"), **found}
+    return facts | {name: one for name, one in optional.items() if one is not None} | {**spent}
 
 
 def written(
     model: str,
     request_id: str,
-    facts: InferFacts,
+    facts: Mapping[str, object],
     wanted: Sequence[OutputChoice],
     columns: Mapping[str, Values],
     *headers: tuple[bytes, bytes],
@@ -995,19 +965,26 @@ def written(
     tensors, binary = [], []
     for one in wanted:
         values = columns[one.name]
+        tensor: dict[str, object] = {"name": one.name, "datatype": one.datatype}
+        tensor["shape"] = [len(values)]
         if one.binary:
             binary.append(bytes_of(values, one.datatype))
-        tensors.append(_tensor(one, values, len(binary[-1]) if one.binary else None))
-    response = InferResponse(
-        model_name=model,
-        model_version=VERSION,
-        id=request_id,
-        parameters=facts,
-        outputs=tensors,
-    )
-    text = response.model_dump_json().encode()
+            tensor["parameters"] = {BINARY_SIZE: len(binary[-1])}
+        elif one.datatype == "FP32":  # rounded as the bytes are
+            tensor["data"] = np.asarray(values, dtype=np.float32).tolist()
+        else:
+            tensor["data"] = values
+        tensors.append(tensor)
+    response = {
+        "model_name": model,
+        "model_version": VERSION,
+        "id": request_id,
+        "parameters": facts,
+        "outputs": tensors,
+    }
     if not binary:
-        return ReadyAnswer(text, *headers)
+        return answer(response, *headers)
+    text = to_json(response)
     answered = Response(
         b"".join([text, *binary]),
         media_type="application/octet-stream",
@@ -1015,19 +992,6 @@ def written(
     )
     answered.raw_headers += headers
     return answered
-
-
-def _tensor(one: OutputChoice, values: Values, size: int | None) -> OutputTensor:
-    place = None if size is None else OutputParameters(binary_data_size=size)
-    if one.datatype == "FP32":  # rounded as the bytes are
-        values = np.asarray(values, dtype=np.float32).tolist()
-    return OutputTensor(
-        name=one.name,
-        datatype=one.datatype,
-        shape=[len(values)],
-        parameters=place,
-        data=values if place is None else None,
-    )
 
 
 def _check_parameters(output: RequestedOutput, where: str) -> None:
@@ -1044,32 +1008,25 @@ def _check_parameters(output: RequestedOutput, where: str) -> None:
 
 
 _WHERE = "inputs[0]"
-_REFERENCE = {"$ref": "#/components/schemas/InferRequest"}
 _BYTES = {"type": "string", "format": "binary"}
-_TAKES: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "Inference-Header-Content-Length",
-            "in": "header",
-            "required": False,
-            "schema": {"type": "integer", "minimum": 0},
-            "description": "How many bytes of the body are JSON, if tensors follow as bytes.",
-        }
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": _REFERENCE},
-            "application/octet-stream": {"schema": _BYTES},
-        },
-    },
-}
+_TAKES = takes(InferRequest)
+_TAKES["requestBody"]["content"]["application/octet-stream"] = {"schema": _BYTES}
+_TAKES["parameters"] = [
+    {
+        "name": "Inference-Header-Content-Length",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 0},
+        "description": "How many bytes of the body are JSON, if tensors follow as bytes.",
+    }
+]
 _GIVES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "One answer per row; outputs that were requested as bytes follow the JSON.",
         "content": {"application/octet-stream": {"schema": _BYTES}},
     },
-    **oip_problems(
+    **problems(
+        OipError,
         e400="The body cannot be parsed, or asks for something impossible.",
         e403="A web page of another origin sent the request.",
         e404="No model with this name or version is served.",
@@ -1081,6 +1038,11 @@ _GIVES: dict[int | str, dict[str, Any]] = {
         e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
     ),
 }
+_INFERENCE: dict[str, Any] = {
+    "response_model": InferResponse,
+    "responses": _GIVES,
+    "openapi_extra": _TAKES,
+}
 
 
 def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1090,9 +1052,7 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
     @router.post(
         "/v2/models/{name}/versions/{version}/infer",
         summary="Run one version of a model: classify, generate or translate",
-        response_model=InferResponse,
-        responses=_GIVES,
-        openapi_extra=_TAKES,
+        **_INFERENCE,
     )
     async def infer_version(exchange: ThisExchange, name: str, version: str) -> Response:
         find_version(engine, name, version)  # before the body is read
@@ -1109,9 +1069,7 @@ def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIR
     @router.post(
         "/v2/models/{name}/infer",
         summary="Run a model: classify, generate or translate",
-        response_model=InferResponse,
-        responses=_GIVES,
-        openapi_extra=_TAKES,
+        **_INFERENCE,
     )
     async def infer(exchange: ThisExchange, name: str) -> Response:
         return await infer_version(exchange, name, VERSION)
@@ -1134,14 +1092,12 @@ class Inference:
         """Labels, scores and steps, per row."""
         asked = classify_request(self.body.asked.parameters)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
-        submission.refuse_early(self.body.asked.inputs[0].shape[0])
-        inputs = await self.reader.read(
-            self.exchange,
+        inputs, event = await submission.classify(
+            self.reader,
+            self.body.asked.inputs[0].shape[0],
             self._characters(),
-            submission.deadline,
             lambda: self._rows(asked.truncate is not False),
         )
-        event = await submission.classify(inputs)
         budgets = [
             budget_of(submission.decision.served_at(steps), evaluations)
             for steps, evaluations in zip(event.steps, event.evaluations, strict=True)
@@ -1181,33 +1137,34 @@ class Inference:
         asked = generate_request(self.body.asked.parameters, self.served.manifest.task)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
-        check_max_tokens(max_tokens, self.reader.settings)
         rows = self.body.asked.inputs[0].shape[0]
-        check_texts(rows, self.reader.settings)
-        check_answer(rows, max_tokens, None, self.reader.settings)
+        check_size(rows, max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
         prompts = await self.reader.read(
             self.exchange, self._characters(), submission.deadline, self._prompts
         )
         seed = drawn_seed() if asked.seed is None else asked.seed
-        wishes = [
-            _with_seed(wish_of(asked, self.served, prompt, seed, max_tokens), seed + row)
-            for row, prompt in enumerate(prompts)
-        ]
-        submission.generate(wishes)
-        events = await _all_written(submission)
+        submission.generate(
+            [
+                generation_request(
+                    asked,
+                    self.served,
+                    prompt,
+                    max_tokens=max_tokens,
+                    seed=seed + row,  # so that equal prompts are continued differently
+                    num_beams=asked.num_beams,
+                )
+                for row, prompt in enumerate(prompts)
+            ]
+        )
+        events = await submission.ends()
         steps = submission.decision.steps
         columns: dict[str, Values] = {
             "text": [event.text for event in events],
             "finish_reason": [str(event.finish_reason) for event in events],
             "steps": [steps for _ in events],
         }
-        span = Span(
-            min(event.span.queued_s for event in events),
-            min(event.span.started_s for event in events),
-            max(event.span.ended_s for event in events),
-        )
-        spent = submission.timing(span)
+        spent = submission.timing(Span.over(event.span for event in events))
         facts = facts_of(budget_of(submission.decision), spent, seed=seed)
         return self._answer(facts, spent, columns)
 
@@ -1250,7 +1207,9 @@ class Inference:
             return image_rows(numbers, tensor.datatype == "UINT8", spec, _WHERE)
         return cloud_rows(numbers)
 
-    def _answer(self, facts: InferFacts, spent: Timing, columns: Mapping[str, Values]) -> Response:
+    def _answer(
+        self, facts: Mapping[str, object], spent: Timing, columns: Mapping[str, Values]
+    ) -> Response:
         return written(
             self.served.name,
             self.body.asked.id or self.exchange.id,
@@ -1259,21 +1218,3 @@ class Inference:
             columns,
             server_timing(spent),
         )
-
-
-async def _all_written(submission: Submission) -> list[GeneratedEvent]:
-    """The texts in the order of their rows; raises the error of the first one that failed."""
-    found: dict[int, GeneratedEvent] = {}
-    async with submission.running() as running:
-        while len(found) < len(submission.wishes):
-            for row, event in await running.events.take():
-                if isinstance(event, FailedEvent):
-                    raise event.error
-                assert isinstance(event, GeneratedEvent)
-                found[row] = event
-    return [found[row] for row in range(len(submission.wishes))]
-
-
-def _with_seed(wish: GenerationRequest, seed: int) -> GenerationRequest:
-    """Each row has a seed of its own, so that equal prompts are continued differently."""
-    return replace(wish, sampling=replace(wish.sampling, seed=seed % (MAX_SEED + 1)))

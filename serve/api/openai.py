@@ -1,11 +1,10 @@
 """OpenAI's API: completions and chat completions, whole or as streams."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from fastapi import APIRouter
 from pydantic import (
@@ -24,14 +23,13 @@ from starlette.responses import Response
 
 from serve.api.body import (
     DEFAULT_MAX_TOKENS,
-    MAX_LOGPROBS,
+    FINISH,
     Answer,
     Budget,
-    BudgetFields,
+    Logprobs,
     Problem,
     Reader,
-    Seed,
-    Stops,
+    SamplingFields,
     Timing,
     Usage,
     budget_of,
@@ -40,28 +38,30 @@ from serve.api.body import (
 )
 from serve.api.submission import (
     RUN_PROBLEMS,
-    EventStream,
-    GenerateOptions,
     LazyList,
-    RunningJobs,
     StreamChunk,
     Submission,
     answer_of,
-    check_answer,
-    check_max_tokens,
-    check_texts,
+    check_size,
     drawn_seed,
     entries_of,
     event_of,
+    generation_request,
     takes,
-    wish_in,
 )
 from serve.budget import BudgetRequest
 from serve.bundle import Effort
 from serve.catalog import WRITING, Served
 from serve.engine.engine import Engine
-from serve.engine.job import Event, FailedEvent, GeneratedEvent, ScoredToken, Span, TokenEvent
-from serve.engine.sampling import MAX_SEED
+from serve.engine.job import (
+    Event,
+    FailedEvent,
+    FinishReason,
+    GeneratedEvent,
+    ScoredToken,
+    Span,
+    TokenEvent,
+)
 from serve.engine.writing import GenerationRequest
 from serve.errors import ImpossibleBudget, InternalError, InvalidField, ServeError, WrongTask
 from serve.exchange import Exchange, Route, ThisExchange
@@ -74,14 +74,7 @@ from serve.settings import Settings
 # Response fields.
 
 
-_FINISH = (
-    "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
-    "generated."
-)
-_WHEN = "When the answer was started, in Unix seconds."
-_MODEL = "The model that answered."
 _INDEX = "Index of the answer, from 0: first all answers to the first prompt, then all to the next."
-FinishReason = Literal["stop", "length"]
 
 
 class ChoiceWork(Answer):
@@ -108,6 +101,29 @@ class DialReport(Answer):
     )
 
 
+class OpenAIObject(Answer):
+    """The fields that every part of a response repeats."""
+
+    id: str
+    object: str
+    created: int = Field(description="When the answer was started, in Unix seconds.")
+    model: str = Field(description="The model that answered.")
+
+
+class ChunkObject(OpenAIObject):
+    """Data of one event of a stream. The last event is `[DONE]`, or an error."""
+
+    choices: list[Any]
+    usage: Usage | None = Field(
+        default=None,
+        description="Only with `include_usage`: null, and the token counts in the last chunk.",
+    )
+    stepdial: DialReport | None = Field(
+        default=None,
+        description="Steps, time and seed, in the last chunk.",
+    )
+
+
 class CompletionLogprobs(Answer):
     """Log-probabilities of the tokens of an answer. All lists are in token order."""
 
@@ -131,18 +147,16 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None = Field(
         description="Log-probabilities, if `logprobs` was set."
     )
-    finish_reason: FinishReason = Field(description=_FINISH)
+    finish_reason: FinishReason = Field(description=FINISH)
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(OpenAIObject):
     """Texts that continue prompts, or translate them."""
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
         default="text_completion", description="Type of this object."
     )
-    created: int = Field(description=_WHEN)
-    model: str = Field(description=_MODEL)
     choices: list[CompletionChoice] = Field(description="The answers.")
     usage: Usage = Field(
         description="Tokens of all prompts and all answers, including those that `best_of` does "
@@ -159,29 +173,18 @@ class CompletionPiece(Answer):
     logprobs: CompletionLogprobs | None = Field(
         description="Log-probability of this token, if `logprobs` was set."
     )
-    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {FINISH}")
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(ChunkObject):
     """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`cmpl-` and the id of the request.")
     object: Literal["text_completion"] = Field(
         default="text_completion", description="Type of this object."
     )
-    created: int = Field(description=_WHEN)
-    model: str = Field(description=_MODEL)
     choices: list[CompletionPiece] = Field(
         description="One entry; none in the chunk that carries the usage."
-    )
-    usage: Usage | None = Field(
-        default=None,
-        description="Only with `include_usage`: null, and the token counts in the last chunk.",
-    )
-    stepdial: DialReport | None = Field(
-        default=None,
-        exclude_if=lambda report: report is None,
-        description="Steps, time and seed, in the last chunk.",
     )
 
 
@@ -224,18 +227,16 @@ class ChatChoice(Answer):
     index: int = Field(description="Index of the answer, from 0.")
     message: AssistantMessage = Field(description="The answer.")
     logprobs: ChatLogprobs | None = Field(description="Log-probabilities, if `logprobs` was set.")
-    finish_reason: FinishReason = Field(description=_FINISH)
+    finish_reason: FinishReason = Field(description=FINISH)
 
 
-class ChatResponse(Answer):
+class ChatResponse(OpenAIObject):
     """Answers to a chat."""
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion"] = Field(
         default="chat.completion", description="Type of this object."
     )
-    created: int = Field(description=_WHEN)
-    model: str = Field(description=_MODEL)
     choices: list[ChatChoice] = Field(description="The answers.")
     usage: Usage = Field(description="Tokens of the prompt and of all answers.")
     stepdial: DialReport = Field(description="Steps, time and seed.")
@@ -246,12 +247,10 @@ class ChatDelta(Answer):
 
     role: Literal["assistant"] | None = Field(
         default=None,
-        exclude_if=lambda role: role is None,
         description="Only in the first chunk of an answer.",
     )
     content: str | None = Field(
         default=None,
-        exclude_if=lambda content: content is None,
         description="Text to append. Not in the last chunk of an answer.",
     )
 
@@ -264,29 +263,18 @@ class ChatPiece(Answer):
     logprobs: ChatLogprobs | None = Field(
         description="Log-probability of this token, if `logprobs` was set."
     )
-    finish_reason: FinishReason | None = Field(description=f"Null until the end. {_FINISH}")
+    finish_reason: FinishReason | None = Field(description=f"Null until the end. {FINISH}")
 
 
-class ChatChunk(Answer):
+class ChatChunk(ChunkObject):
     """Data of one event of a stream. The last event is `[DONE]`, or an error."""
 
     id: str = Field(description="`chatcmpl-` and the id of the request.")
     object: Literal["chat.completion.chunk"] = Field(
         default="chat.completion.chunk", description="Type of this object."
     )
-    created: int = Field(description=_WHEN)
-    model: str = Field(description=_MODEL)
     choices: list[ChatPiece] = Field(
         description="One entry; none in the chunk that carries the usage."
-    )
-    usage: Usage | None = Field(
-        default=None,
-        description="Only with `include_usage`: null, and the token counts in the last chunk.",
-    )
-    stepdial: DialReport | None = Field(
-        default=None,
-        exclude_if=lambda report: report is None,
-        description="Steps, time and seed, in the last chunk.",
     )
 
 
@@ -302,7 +290,11 @@ class OpenAIError(Answer):
     error: OpenAIProblem = Field(description="What went wrong.")
 
 
+Listed = Callable[[Iterable[Any]], object]  # makes a list of an answer
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+Fields = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +305,11 @@ class ResponseHead:
     created: int
     model: str
 
+    def fields(self, kind: str, choices: Sequence[Fields]) -> Fields:
+        """The fields of OpenAIObject, and these choices."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseEnd:
@@ -322,209 +319,99 @@ class ResponseEnd:
     report: DialReport
 
 
-class ResponseFormat(Protocol):
-    """How responses look. `index` is the number of an answer, None for a chunk without one."""
+class ResponseFormat(ABC):
+    """How responses look: as dictionaries, since they are made for every token and may be large."""
 
-    @property
-    def prefix(self) -> str:
-        """The prefix of ids."""
+    prefix: ClassVar[str]  # of ids
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    logprobs: bool
+
+    @abstractmethod
+    def answer(self, index: int, text: str) -> Fields:
+        """The text of a whole answer of this number."""
+
+    @abstractmethod
+    def opening(self, index: int) -> Fields | None:
+        """What a stream has before the first token of an answer, if anything."""
+
+    @abstractmethod
+    def delta(self, text: str | None) -> Fields:
+        """The text of a token; None at the end."""
+
+    @abstractmethod
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+        """Log-probabilities, in lists of this kind."""
 
     def whole(
         self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
-    ) -> dict[str, object]:
-        """A whole response with the documented fields, as a dictionary because it may be large."""
-
-    def opening(self, head: ResponseHead, index: int) -> Answer | None:
-        """The chunk before the first token, if there is one."""
-
-    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> Answer: ...
-
-    def end(
-        self,
-        head: ResponseHead,
-        index: int,
-        event: GeneratedEvent,
-        report: DialReport | None,
-    ) -> Answer: ...
-
-    def count(self, head: ResponseHead, tail: ResponseEnd) -> Answer: ...
+    ) -> Fields:
+        """A whole response."""
+        choices: list[Fields] = [
+            self.answer(index, event.text)
+            | {
+                "logprobs": self.scores(event.logprobs) if self.logprobs else None,
+                "finish_reason": event.finish_reason,
+            }
+            for index, event in enumerate(events)
+        ]
+        end = {"usage": tail.usage, "stepdial": tail.report}
+        return head.fields(self.whole_kind, choices) | end
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionFormat:
+class CompletionFormat(ResponseFormat):
     """Responses of /v1/completions."""
+
+    prefix = "cmpl-"
+    whole_kind = chunk_kind = "text_completion"
 
     echoes: Sequence[str]  # text in front of each answer
     logprobs: bool
-    prefix: str = "cmpl-"
 
-    def whole(
-        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
-    ) -> dict[str, object]:
-        choices: list[dict[str, object]] = [
-            {
-                "index": index,
-                "text": self.echoes[index] + event.text,
-                "logprobs": _columns(event.logprobs) if self.logprobs else None,
-                "finish_reason": event.finish_reason,
-            }
-            for index, event in enumerate(events)
-        ]
-        return _whole("text_completion", head, choices, tail)
+    def answer(self, index: int, text: str) -> Fields:
+        return {"index": index, "text": self.echoes[index] + text}
 
-    def opening(self, head: ResponseHead, index: int) -> CompletionChunk | None:
+    def opening(self, index: int) -> Fields | None:
         echo = self.echoes[index]
-        return self._chunk(head, self._piece(index, echo)) if echo else None
+        return {"text": echo} if echo else None
 
-    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> CompletionChunk:
-        scores = None if event.logprob is None else _legacy(event.logprob)
-        return self._chunk(head, self._piece(index, event.text, scores))
+    def delta(self, text: str | None) -> Fields:
+        return {"text": text or ""}
 
-    def end(
-        self,
-        head: ResponseHead,
-        index: int,
-        event: GeneratedEvent,
-        report: DialReport | None,
-    ) -> CompletionChunk:
-        piece = CompletionPiece(
-            index=index, text="", logprobs=None, finish_reason=event.finish_reason
-        )
-        return self._chunk(head, piece, report=report)
-
-    def count(self, head: ResponseHead, tail: ResponseEnd) -> CompletionChunk:
-        return self._chunk(head, usage=tail.usage, report=tail.report)
-
-    def _piece(
-        self, index: int, text: str, scores: CompletionLogprobs | None = None
-    ) -> CompletionPiece:
-        return CompletionPiece(index=index, text=text, logprobs=scores, finish_reason=None)
-
-    def _chunk(
-        self,
-        head: ResponseHead,
-        *pieces: CompletionPiece,
-        usage: Usage | None = None,
-        report: DialReport | None = None,
-    ) -> CompletionChunk:
-        return CompletionChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[*pieces],
-            usage=usage,
-            stepdial=report,
-        )
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+        """The fields of CompletionLogprobs."""
+        return {
+            "tokens": listed(one.token for one in logprobs),
+            "token_logprobs": listed(one.logprob for one in logprobs),
+            "top_logprobs": listed(map(_by_token, logprobs)),
+            "text_offset": listed(one.offset for one in logprobs),
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFormat:
+class ChatFormat(ResponseFormat):
     """Responses of /v1/chat/completions."""
 
+    prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
     logprobs: bool
-    prefix: str = "chatcmpl-"
 
-    def whole(
-        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
-    ) -> dict[str, object]:
-        choices: list[dict[str, object]] = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": event.text, "refusal": None},
-                "logprobs": _content(event.logprobs) if self.logprobs else None,
-                "finish_reason": event.finish_reason,
-            }
-            for index, event in enumerate(events)
-        ]
-        return _whole("chat.completion", head, choices, tail)
+    def answer(self, index: int, text: str) -> Fields:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message}
 
-    def opening(self, head: ResponseHead, index: int) -> ChatChunk:
-        return self._chunk(head, index, ChatDelta(role="assistant", content=""))
+    def opening(self, index: int) -> Fields:
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, head: ResponseHead, index: int, event: TokenEvent) -> ChatChunk:
-        scores = None if event.logprob is None else _scores(event.logprob)
-        return self._chunk(head, index, ChatDelta(content=event.text), scores)
+    def delta(self, text: str | None) -> Fields:
+        return {"delta": {} if text is None else {"content": text}}
 
-    def end(
-        self,
-        head: ResponseHead,
-        index: int,
-        event: GeneratedEvent,
-        report: DialReport | None,
-    ) -> ChatChunk:
-        return self._chunk(head, index, ChatDelta(), None, event.finish_reason, report)
-
-    def count(self, head: ResponseHead, tail: ResponseEnd) -> ChatChunk:
-        return ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[],
-            usage=tail.usage,
-            stepdial=tail.report,
-        )
-
-    def _chunk(
-        self,
-        head: ResponseHead,
-        index: int,
-        delta: ChatDelta,
-        scores: ChatLogprobs | None = None,
-        finish_reason: FinishReason | None = None,
-        report: DialReport | None = None,
-    ) -> ChatChunk:
-        piece = ChatPiece(index=index, delta=delta, logprobs=scores, finish_reason=finish_reason)
-        return ChatChunk(
-            id=head.id, created=head.created, model=head.model, choices=[piece], stepdial=report
-        )
-
-
-def _whole(
-    kind: str, head: ResponseHead, choices: Sequence[dict[str, object]], tail: ResponseEnd
-) -> dict[str, object]:
-    return {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "choices": choices,
-        "usage": tail.usage,
-        "stepdial": tail.report,
-    }
-
-
-def _columns(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
-    """The fields of CompletionLogprobs."""
-    return {
-        "tokens": LazyList(one.token for one in logprobs),
-        "token_logprobs": LazyList(one.logprob for one in logprobs),
-        "top_logprobs": LazyList(map(_by_token, logprobs)),
-        "text_offset": LazyList(one.offset for one in logprobs),
-    }
-
-
-def _content(logprobs: Sequence[ScoredToken]) -> dict[str, object]:
-    """The fields of ChatLogprobs."""
-    return {"content": LazyList(map(_place, logprobs)), "refusal": None}
-
-
-def _place(one: ScoredToken) -> dict[str, object]:
-    return _alternative(one.token, one.logprob) | {
-        "top_logprobs": [_alternative(token, logprob) for token, logprob in one.top]
-    }
-
-
-def _alternative(token: str, logprob: float) -> dict[str, object]:
-    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
-
-
-def _legacy(one: ScoredToken) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        tokens=[one.token],
-        token_logprobs=[one.logprob],
-        top_logprobs=[_by_token(one)],
-        text_offset=[one.offset],
-    )
+    def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
+        """The fields of ChatLogprobs."""
+        return {"content": listed(map(_token_logprob, logprobs)), "refusal": None}
 
 
 def _by_token(one: ScoredToken) -> dict[str, float]:
@@ -535,24 +422,17 @@ def _by_token(one: ScoredToken) -> dict[str, float]:
     return found
 
 
-def _scores(one: ScoredToken) -> ChatLogprobs:
-    return ChatLogprobs(
-        content=[
-            TokenLogprob(
-                token=one.token,
-                logprob=one.logprob,
-                bytes=_bytes(one.token),
-                top_logprobs=[
-                    TopLogprob(token=token, logprob=logprob, bytes=_bytes(token))
-                    for token, logprob in one.top
-                ],
-            )
-        ]
-    )
+def _token_logprob(one: ScoredToken) -> Fields:
+    """The fields of TokenLogprob."""
+    return _top_logprob(one.token, one.logprob) | {
+        "top_logprobs": [_top_logprob(token, logprob) for token, logprob in one.top]
+    }
 
 
-def _bytes(token: str) -> list[int] | None:
-    return None if _PART_OF_A_CHARACTER in token else [*token.encode()]
+def _top_logprob(token: str, logprob: float) -> Fields:
+    """The fields of TopLogprob."""
+    part = _PART_OF_A_CHARACTER in token
+    return {"token": token, "logprob": logprob, "bytes": None if part else [*token.encode()]}
 
 
 # Request fields that completions and chats share, and fields that are not supported.
@@ -573,31 +453,33 @@ EFFORT_OF: dict[str, Effort] = {
 class NeutralOnly:
     """An unsupported field: accepted only with a value that has no effect."""
 
-    field: str
     neutral: tuple[Any, ...]
     instead: str  # what to do instead
+    about: str
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         if value is None or any(_same(value, one) for one in self.neutral):
             return value
-        raise InvalidField(f"{self.field} is not supported: {self.instead}", param=self.field)
+        raise InvalidField(
+            f"{info.field_name} is not supported: {self.instead}", param=info.field_name
+        )
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.check)
+        return core_schema.with_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"enum": [None, *self.neutral]}
+        return {"enum": [None, *self.neutral], "description": self.about}
 
 
 def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_TEXT_AS_IT_IS = "leave it out, or send 0"
+Penalty = Annotated[Any, NeutralOnly((0,), "leave it out, or send 0", "Not supported: must be 0.")]
 
 
 class StreamOptions(BaseModel):
@@ -706,7 +588,7 @@ Prompts = Annotated[
 ]
 
 
-class OpenAIFields(BudgetFields):
+class OpenAIFields(SamplingFields):
     """A request in OpenAI's format, with the budget fields of this server."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
@@ -723,42 +605,22 @@ class OpenAIFields(BudgetFields):
         le=MAX_TEXTS,
         description="Number of answers per prompt. Each further answer uses the next seed.",
     )
-    temperature: float | None = Field(
-        None,
-        ge=0.0,
-        le=2.0,
-        description="0 always takes the most likely token; higher values are more varied. "
-        "Default: 1 to continue a prompt, 0 to translate.",
-    )
     top_k: int | None = Field(
         None,
         ge=1,
         description="Sample only from the k most likely tokens, after temperature. Not part of "
         "OpenAI's API.",
     )
-    top_p: float | None = Field(
-        None,
-        gt=0.0,
-        le=1.0,
-        description="Sample only from the most likely tokens that together have this "
-        "probability, after temperature and top_k. Default: 1.",
-    )
-    seed: Seed = None
-    stop: Stops = None
     stream: bool | None = Field(
         None,
         description="Stream each token as a server-sent event, then `[DONE]`, or an error.",
     )
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    presence_penalty: Annotated[Any, NeutralOnly("presence_penalty", (0,), _TEXT_AS_IT_IS)] = Field(
-        None, description="Not supported: must be 0."
-    )
-    frequency_penalty: Annotated[Any, NeutralOnly("frequency_penalty", (0,), _TEXT_AS_IT_IS)] = (
-        Field(None, description="Not supported: must be 0.")
-    )
-    logit_bias: Annotated[Any, NeutralOnly("logit_bias", ({},), "leave it out")] = Field(
-        None, description="Not supported: must be empty."
-    )
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Annotated[
+        Any, NeutralOnly(({},), "leave it out", "Not supported: must be empty.")
+    ] = None
     user: str | None = Field(None, description="Accepted and ignored.")
 
     @property
@@ -772,12 +634,6 @@ class OpenAIFields(BudgetFields):
     def answers(self) -> int:
         """Answers per prompt."""
         return 1 if self.n is None else self.n
-
-    @property
-    def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def streams(self) -> bool:
@@ -813,6 +669,7 @@ MAX_TOP_LOGPROBS = 20
 _NO_TOOLS = "the models here call no tools; leave it out"
 _TEXT_ONLY = "the models here write text only; leave it out"
 _NO_MEANING = "Accepted and ignored."
+NoTools = Annotated[Any, NeutralOnly(([],), _NO_TOOLS, "Not supported: must be empty.")]
 
 _EXAMPLES_COMPLETION: list[JsonDict] = [
     {"prompt": "ROMEO:", "max_tokens": 64, "steps": 4, "seed": 7},
@@ -848,17 +705,15 @@ class CompletionRequest(OpenAIFields):
     echo: bool | None = Field(
         None, description="Return the prompt in front of each answer. Not with logprobs."
     )
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Return the log-probability of each token, and of this many of the most "
-        "likely tokens. They are the model's own, before temperature, top_k and "
-        "top_p.",
-    )
+    logprobs: Logprobs = None
     suffix: Annotated[
-        Any, NeutralOnly("suffix", ("",), "the models here write forwards only; leave it out")
-    ] = Field(None, description="Not supported: must be empty.")
+        Any,
+        NeutralOnly(
+            ("",),
+            "the models here write forwards only; leave it out",
+            "Not supported: must be empty.",
+        ),
+    ] = None
 
     def limit(self, most: int) -> int:
         """Most tokens to generate: as asked, else the default, at most the server's limit."""
@@ -929,45 +784,40 @@ class ChatRequest(OpenAIFields):
         description="With `logprobs`: number of most likely tokens to return per token.",
     )
     response_format: Annotated[
-        Any, NeutralOnly("response_format", ({"type": "text"},), "send text, or leave it out")
-    ] = Field(None, description="Must be text.")
-    tools: Annotated[Any, NeutralOnly("tools", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: must be empty."
-    )
-    tool_choice: Annotated[Any, NeutralOnly("tool_choice", ("none", "auto"), _NO_TOOLS)] = Field(
-        None, description="Not supported: there are no tools."
-    )
+        Any, NeutralOnly(({"type": "text"},), "send text, or leave it out", "Must be text.")
+    ] = None
+    tools: NoTools = None
+    tool_choice: Annotated[
+        Any, NeutralOnly(("none", "auto"), _NO_TOOLS, "Not supported: there are no tools.")
+    ] = None
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
-    functions: Annotated[Any, NeutralOnly("functions", ([],), _NO_TOOLS)] = Field(
-        None, description="Not supported: must be empty."
-    )
-    function_call: Annotated[Any, NeutralOnly("function_call", ("none", "auto"), _NO_TOOLS)] = (
-        Field(None, description="Not supported: there are no functions.")
-    )
-    modalities: Annotated[Any, NeutralOnly("modalities", (["text"],), _TEXT_ONLY)] = Field(
-        None, description="Must be text."
-    )
-    audio: Annotated[Any, NeutralOnly("audio", (), _TEXT_ONLY)] = Field(
-        None, description="Not supported."
-    )
-    prediction: Annotated[Any, NeutralOnly("prediction", (), "leave it out")] = Field(
-        None, description="Not supported."
-    )
-    web_search_options: Annotated[Any, NeutralOnly("web_search_options", (), _NO_TOOLS)] = Field(
-        None, description="Not supported."
-    )
-    moderation: Annotated[Any, NeutralOnly("moderation", (), "leave it out")] = Field(
-        None, description="Not supported."
-    )
-    verbosity: Annotated[Any, NeutralOnly("verbosity", ("medium",), "send max_tokens")] = Field(
-        None, description="Not supported: must be `medium`, the default."
-    )
+    functions: NoTools = None
+    function_call: Annotated[
+        Any, NeutralOnly(("none", "auto"), _NO_TOOLS, "Not supported: there are no functions.")
+    ] = None
+    modalities: Annotated[Any, NeutralOnly((["text"],), _TEXT_ONLY, "Must be text.")] = None
+    audio: Annotated[Any, NeutralOnly((), _TEXT_ONLY, "Not supported.")] = None
+    prediction: Annotated[Any, NeutralOnly((), "leave it out", "Not supported.")] = None
+    web_search_options: Annotated[Any, NeutralOnly((), _NO_TOOLS, "Not supported.")] = None
+    moderation: Annotated[Any, NeutralOnly((), "leave it out", "Not supported.")] = None
+    verbosity: Annotated[
+        Any,
+        NeutralOnly(
+            ("medium",), "send max_tokens", "Not supported: must be `medium`, the default."
+        ),
+    ] = None
     store: Annotated[
-        Any, NeutralOnly("store", (False,), "nothing is stored here; leave it out")
-    ] = Field(None, description="Not supported: nothing is stored.")
+        Any,
+        NeutralOnly(
+            (False,), "nothing is stored here; leave it out", "Not supported: nothing is stored."
+        ),
+    ] = None
     service_tier: Annotated[
-        Any, NeutralOnly("service_tier", ("auto", "default"), "there is one tier; leave it out")
-    ] = Field(None, description="Must be `auto` or `default`.")
+        Any,
+        NeutralOnly(
+            ("auto", "default"), "there is one tier; leave it out", "Must be `auto` or `default`."
+        ),
+    ] = None
     metadata: dict[str, str] | None = Field(None, description=_NO_MEANING)
     safety_identifier: str | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
@@ -1035,10 +885,9 @@ class ChunkWriter:
         for index, event in events:
             match event:
                 case TokenEvent():
-                    body += self._open(index)
-                    body += self._event(self._format.piece(self._head, index, event))
+                    body += self._open(index) + self._token(index, event)
                 case GeneratedEvent():
-                    body += self._open(index) + b"".join(self._end(index, event))
+                    body += self._open(index) + self._end(index, event)
                 case FailedEvent():
                     return StreamChunk(body + self._error(event.error), over=True)
                 case _:
@@ -1050,26 +899,48 @@ class ChunkWriter:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        opening = self._format.opening(self._head, index)
-        return b"" if opening is None else self._event(opening)
+        opening = self._format.opening(index)
+        return b"" if opening is None else self._choice(index, opening)
 
-    def _end(self, index: int, event: GeneratedEvent) -> Iterator[bytes]:
+    def _token(self, index: int, event: TokenEvent) -> bytes:
+        scores = None if event.logprob is None else self._format.scores([event.logprob], list)
+        return self._choice(index, self._format.delta(event.text), scores)
+
+    def _end(self, index: int, event: GeneratedEvent) -> bytes:
         self._ends[index] = event
-        last = len(self._ends) == self._answers
-        tail = self._tail([self._ends[one] for one in range(self._answers)]) if last else None
-        # Clients that did not ask for a chunk without choices do not expect one.
-        report = None if tail is None or self._counts else tail.report
-        yield self._event(self._format.end(self._head, index, event, report))
-        if tail is not None:
-            if self._counts:
-                yield self._event(self._format.count(self._head, tail))
-            yield DONE
+        delta, reason = self._format.delta(None), event.finish_reason
+        if len(self._ends) < self._answers:
+            return self._choice(index, delta, finish_reason=reason)
+        tail = self._tail([self._ends[one] for one in range(self._answers)])
+        if not self._counts:
+            # Clients that did not ask for a chunk without choices do not expect one.
+            return self._choice(index, delta, None, reason, tail.report) + DONE
+        last = self._event([], tail.usage, tail.report)
+        return self._choice(index, delta, finish_reason=reason) + last + DONE
 
-    def _event(self, chunk: Answer) -> bytes:
-        return event_of(chunk.model_dump_json(exclude=None if self._counts else {"usage"}))
+    def _choice(
+        self,
+        index: int,
+        delta: Fields,
+        scores: Fields | None = None,
+        finish_reason: FinishReason | None = None,
+        report: DialReport | None = None,
+    ) -> bytes:
+        piece = {"index": index, **delta, "logprobs": scores, "finish_reason": finish_reason}
+        return self._event([piece], None, report)
+
+    def _event(
+        self, choices: Sequence[Fields], usage: Usage | None, report: DialReport | None
+    ) -> bytes:
+        chunk = self._head.fields(self._format.chunk_kind, choices)
+        if self._counts:
+            chunk["usage"] = usage
+        if report is not None:
+            chunk["stepdial"] = report
+        return event_of(chunk)
 
     def _error(self, error: ServeError) -> bytes:
-        return event_of(json.dumps(error_body(error, self._path)))
+        return event_of(error_body(error, self._path))
 
 
 # From a request to its response, for both routes.
@@ -1087,74 +958,75 @@ STREAM_ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class OpenAIAnswer:
-    """Runs a submission, and writes its answer in OpenAI's format."""
+    """Generates the answers to one request, and writes them in OpenAI's format."""
 
     submission: Submission
     response_format: ResponseFormat
-    head: ResponseHead
-    prompts: int
-    answers: int  # per prompt
-    counts: bool  # whether a stream ends with a chunk that has the usage
+    asked: OpenAIFields
+    prompts: Sequence[list[int]]
+    candidates: int  # answers to generate per prompt
 
-    @property
-    def candidates(self) -> int:
-        """Answers generated per prompt."""
-        return len(self.submission.wishes) // self.prompts
-
-    async def respond(self) -> Response:
-        """Run it, and return the response or the stream."""
-        async with AsyncExitStack() as work:
-            running = await work.enter_async_context(self.submission.running())
-            if self.submission.wishes[0].stream:
-                return EventStream(
-                    await running.first(),
-                    running.events,
-                    work.pop_all(),
-                    self._writer().write,
-                    running.stream_headers,
-                )
-            events = await _ends(running)
+    async def respond(self, max_tokens: int, logprobs: int | None) -> Response:
+        """The response or the stream; where the server chooses the step count, it does so now."""
+        submission, response_format = self.submission, self.response_format
+        submission.generate(self._requests(max_tokens, logprobs))
+        head = ResponseHead(
+            response_format.prefix + submission.id, int(time.time()), submission.served.name
+        )
+        if self.asked.stream:
+            everything = range(len(submission.requests))
+            writer = ChunkWriter(
+                response_format,
+                head,
+                len(everything),
+                lambda events: self._tail(events, everything),
+                submission.exchange.path,
+                self.asked.counts_in_stream,
+            )
+            return await submission.stream(writer.write)
+        events = await submission.ends()
         chosen = self._chosen(events)
         tail = self._tail(events, chosen)
-        body = self.response_format.whole(self.head, [events[index] for index in chosen], tail)
+        body = response_format.whole(head, [events[index] for index in chosen], tail)
         entries = sum(entries_of(events[index]) for index in chosen)
         return answer_of(body, entries, server_timing(tail.report.timing))
 
-    def _writer(self) -> ChunkWriter:
-        everything = range(len(self.submission.wishes))
-        return ChunkWriter(
-            self.response_format,
-            self.head,
-            len(self.submission.wishes),
-            lambda events: self._tail(events, everything),
-            self.submission.exchange.path,
-            self.counts,
-        )
+    def _requests(self, max_tokens: int, logprobs: int | None) -> list[GenerationRequest]:
+        """Several answers per prompt, with consecutive seeds."""
+        asked = self.asked
+        seed = drawn_seed() if asked.seed is None else asked.seed
+        return [
+            generation_request(
+                asked,
+                self.submission.served,
+                prompt,
+                max_tokens=max_tokens,
+                seed=seed + number,
+                logprobs=logprobs,
+                stream=asked.stream,
+            )
+            for prompt in self.prompts
+            for number in range(self.candidates)
+        ]
 
     def _chosen(self, events: Sequence[GeneratedEvent]) -> list[int]:
         """The answers to return: per prompt the first, or the best of several, best first."""
         chosen: list[int] = []
-        for prompt in range(self.prompts):
-            first = prompt * self.candidates
+        for first in range(0, len(events), self.candidates):
             indices = list(range(first, first + self.candidates))
-            if self.candidates > self.answers:
+            if self.candidates > self.asked.answers:
                 indices.sort(key=lambda index: -_likelihood(events[index]))
-            chosen += indices[: self.answers]
+            chosen += indices[: self.asked.answers]
         return chosen
 
     def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> ResponseEnd:
         submission = self.submission
         spans = [event.span for event in events]
-        whole = Span(
-            queued_s=min(span.queued_s for span in spans),
-            started_s=min(span.started_s for span in spans),
-            ended_s=max(span.ended_s for span in spans),
-        )
         report = DialReport(
             budget=budget_of(submission.decision),
-            timing=submission.timing(whole),
-            seed=submission.wishes[0].sampling.seed,
-            choices=self._work(spans, chosen) if len(submission.wishes) > 1 else None,
+            timing=submission.timing(Span.over(spans)),
+            seed=submission.requests[0].sampling.seed,
+            choices=self._work(spans, chosen) if len(submission.requests) > 1 else None,
         )
         return ResponseEnd(self._usage(events), report)
 
@@ -1162,7 +1034,7 @@ class OpenAIAnswer:
         return [
             ChoiceWork(
                 index=place,
-                seed=self.submission.wishes[index].sampling.seed,
+                seed=self.submission.requests[index].sampling.seed,
                 queue_ms=round(spans[index].queue_ms, 3),
                 compute_ms=round(spans[index].compute_ms, 3),
             )
@@ -1170,26 +1042,9 @@ class OpenAIAnswer:
         ]
 
     def _usage(self, events: Sequence[GeneratedEvent]) -> Usage:
-        read = sum(len(wish.prompt) for wish in self.submission.wishes[:: self.candidates])
+        read = sum(map(len, self.prompts))
         written = sum(event.completion_tokens for event in events)
-        return Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
-
-
-def _openai(
-    submission: Submission,
-    asked: OpenAIFields,
-    wishes: Sequence[GenerationRequest],
-    prompts: int,
-    response_format: ResponseFormat,
-) -> OpenAIAnswer:
-    """What answers; where the server chooses the step count, it does so now."""
-    submission.generate(wishes)
-    head = ResponseHead(
-        response_format.prefix + submission.id, int(time.time()), submission.served.name
-    )
-    return OpenAIAnswer(
-        submission, response_format, head, prompts, asked.answers, asked.counts_in_stream
-    )
+        return Usage.of(read, written)
 
 
 def _submission(
@@ -1204,71 +1059,53 @@ def _submission(
         raise
 
 
-def wishes_of(
-    asked: OpenAIFields,
-    served: Served,
-    prompts: Sequence[list[int]],
-    candidates: int,
-    max_tokens: int,
-    logprobs: int | None,
-) -> list[GenerationRequest]:
-    """What to generate: several answers per prompt, with consecutive seeds."""
-    seed = drawn_seed() if asked.seed is None else asked.seed
-    return [
-        wish_in(
-            GenerateOptions(
-                max_tokens=max_tokens,
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                top_p=1.0 if asked.top_p is None else asked.top_p,
-                seed=(seed + number) % (MAX_SEED + 1),
-                stops=asked.stops,
-                logprobs=logprobs,
-                stream=asked.streams,
-            ),
-            served,
-            prompt,
-        )
-        for prompt in prompts
-        for number in range(candidates)
-    ]
-
-
-async def _ends(running: RunningJobs) -> list[GeneratedEvent]:
-    """The complete answers; raises the error of the first one that failed."""
-    ends: dict[int, GeneratedEvent] = {}
-    while len(ends) < len(running.jobs):
-        for index, event in await running.events.take():
-            if isinstance(event, FailedEvent):
-                raise event.error
-            assert isinstance(event, GeneratedEvent)
-            ends[index] = event
-    return [ends[index] for index in range(len(ends))]
-
-
 def _likelihood(event: GeneratedEvent) -> float:
     """The mean log-probability per token."""
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-# POST /v1/chat/completions
+# The routes.
 
 
-def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
+def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
+    about = STREAM_ABOUT.format(chunk=chunk)
+    return {200: {"description": about, "content": {"text/event-stream": {}}}, **OPENAI_PROBLEMS}
+
+
+def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
     router = APIRouter(tags=["openai"], route_class=Route)
+
+    @router.post(
+        "/v1/completions",
+        summary="OpenAI-compatible completion of prompts, or translation of texts",
+        response_model=CompletionResponse,
+        responses=_responses("CompletionChunk"),
+        openapi_extra=takes(CompletionRequest),
+    )
+    async def completions(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, CompletionRequest, reader)
+        served = engine.catalog.pick(asked.model, WRITING)
+        submission = _submission(exchange, engine, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        texts = len(asked.prompt) * asked.candidates
+        check_size(texts, max_tokens, asked.logprobs, settings)
+        prompts = await reader.read(
+            exchange,
+            sum(prompt.characters for prompt in asked.prompt),
+            submission.deadline,
+            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
+        )
+        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
+        answer = OpenAIAnswer(submission, response_format, asked, prompts, asked.candidates)
+        ranks = asked.candidates > asked.answers and asked.logprobs is None
+        return await answer.respond(max_tokens, 0 if ranks else asked.logprobs)
 
     @router.post(
         "/v1/chat/completions",
         summary="OpenAI-compatible chat completion",
         response_model=ChatResponse,
-        responses={
-            200: {
-                "description": STREAM_ABOUT.format(chunk="ChatChunk"),
-                "content": {"text/event-stream": {}},
-            },
-            **OPENAI_PROBLEMS,
-        },
+        responses=_responses("ChatChunk"),
         openapi_extra=takes(ChatRequest),
     )
     async def chat(exchange: ThisExchange) -> Response:
@@ -1277,18 +1114,16 @@ def chat_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter
         _check_chats(served)
         submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
-        check_max_tokens(max_tokens, settings, asked.limit_field)
-        check_texts(asked.answers, settings)
-        check_answer(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
+        check_size(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
         prompt = await reader.read(
             exchange,
             sum(len(message.content) for message in asked.messages),
             submission.deadline,
             lambda: _prompt(asked, served),
         )
-        wishes = wishes_of(asked, served, [prompt], asked.answers, max_tokens, asked.alternatives)
         response_format = ChatFormat(asked.alternatives is not None)
-        return await _openai(submission, asked, wishes, 1, response_format).respond()
+        answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
+        return await answer.respond(max_tokens, asked.alternatives)
 
     return router
 
@@ -1306,56 +1141,6 @@ def _check_chats(served: Served) -> None:
 def _prompt(asked: ChatRequest, served: Served) -> list[int]:
     assert served.chat is not None
     return served.codec.encode_prompt(served.chat.prompt(asked.messages), "messages")
-
-
-# POST /v1/completions
-
-
-def completion_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
-    router = APIRouter(tags=["openai"], route_class=Route)
-
-    @router.post(
-        "/v1/completions",
-        summary="OpenAI-compatible completion of prompts, or translation of texts",
-        response_model=CompletionResponse,
-        responses={
-            200: {
-                "description": STREAM_ABOUT.format(chunk="CompletionChunk"),
-                "content": {"text/event-stream": {}},
-            },
-            **OPENAI_PROBLEMS,
-        },
-        openapi_extra=takes(CompletionRequest),
-    )
-    async def completions(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, CompletionRequest, reader)
-        served = engine.catalog.pick(asked.model, WRITING)
-        submission = _submission(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        check_max_tokens(max_tokens, settings)
-        texts = len(asked.prompt) * asked.candidates
-        check_texts(texts, settings)
-        check_answer(texts, max_tokens, asked.logprobs, settings)
-        prompts = await reader.read(
-            exchange,
-            sum(prompt.characters for prompt in asked.prompt),
-            submission.deadline,
-            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
-        )
-        ranks = asked.candidates > asked.answers
-        wishes = wishes_of(
-            asked,
-            served,
-            prompts,
-            asked.candidates,
-            max_tokens,
-            0 if ranks and asked.logprobs is None else asked.logprobs,
-        )
-        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
-        return await _openai(submission, asked, wishes, len(prompts), response_format).respond()
-
-    return router
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:

@@ -61,6 +61,75 @@ def split_answers(
     return own, others
 
 
+_LIMITS = (
+    ("minimum", "≥ {}"),
+    ("exclusiveMinimum", "> {}"),
+    ("maximum", "≤ {}"),
+    ("exclusiveMaximum", "< {}"),
+    ("minLength", "characters ≥ {}"),
+    ("maxLength", "characters ≤ {}"),
+    ("minItems", "items ≥ {}"),
+    ("maxItems", "items ≤ {}"),
+    ("pattern", "matches {}"),
+)
+
+
+def fields_of(schema: Document) -> list[tuple[str, Document, str]]:
+    """Each field of a shape with its name, and whether it is needed; required ones first."""
+    required = schema.get("required", ())
+    fields = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
+    return [(name, field, need_in_words(field, name in required)) for name, field in fields]
+
+
+def need_in_words(field: Document, required: bool) -> str:
+    """Whether a field is required, or its default."""
+    if required:
+        return "required"
+    default = field.get("default")
+    return "" if default is None else f"default `{json.dumps(default)}`"
+
+
+def type_in_words(field: Document) -> str:
+    """A type with its limits, as Markdown."""
+    if "$ref" in field:
+        return _link(field["$ref"])
+    if "const" in field:
+        return f"`{json.dumps(field['const'])}`"
+    if "enum" in field:
+        return ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
+    options = field.get("anyOf") or field.get("oneOf")
+    if options:
+        kinds = map(type_in_words, options)
+        return " or ".join(kind for kind in kinds if kind != "null" or "default" not in field)
+    kind = str(field.get("type", "any"))
+    if kind == "array":
+        kind = f"list of {type_in_words(field.get('items', {}))}"
+    elif isinstance(values := field.get("additionalProperties"), dict) and values:
+        kind = f"object of {type_in_words(values)}"
+    limits = [form.format(_limit(field[key])) for key, form in _LIMITS if key in field]
+    return f"{kind} ({', '.join(limits)})" if limits else kind
+
+
+def _limit(value: object) -> str:
+    if isinstance(value, str):
+        return f"`{value}`"
+    assert isinstance(value, int | float)
+    return f"{int(value) if value == int(value) else value:,}"
+
+
+def shapes_of(content: Document) -> str:
+    """The shapes of a body, or its media types where it has none, as Markdown."""
+    schemas = ((media, of.get("schema", {})) for media, of in content.items())
+    return ", ".join(
+        _link(schema["$ref"]) if "$ref" in schema else f"`{media}`" for media, schema in schemas
+    )
+
+
+def _link(reference: str) -> str:
+    name = reference.rpartition("/")[2]
+    return f"[{name}](#{name.lower()})"
+
+
 def render(document: Document) -> str:
     """The whole reference page."""
     title = escape(document["info"]["title"])
@@ -128,7 +197,12 @@ def _operation(
     title = f"<h3><code>{method} {_breakable(path)}</code></h3>"
     about = f"<p>{escape(operation.get('summary', ''))}.</p>"
     parameters = "".join(
-        _row(each["name"], each["schema"], each["required"], each.get("description", ""))
+        _row(
+            each["name"],
+            each["schema"],
+            need_in_words(each["schema"], each["required"]),
+            each.get("description", ""),
+        )
         for each in operation.get("parameters", ())
     )
     if parameters:
@@ -189,12 +263,12 @@ def _answers(operation: Document, shared: dict[str, list[str]]) -> str:
     own, others = split_answers(operation, shared)
     rows = "".join(
         f"<tr><td><code>{escape(status)}</code></td><td>{_prose(answer['description'])}</td>"
-        f"<td>{_shapes_of(answer)}</td></tr>"
+        f"<td>{_shapes_in(answer)}</td></tr>"
         for status, answer in own
     )
     more = ""
     if others:
-        shapes = {_shapes_of(operation["responses"][status]) for status in others} - {""}
+        shapes = {_shapes_in(operation["responses"][status]) for status in others} - {""}
         listed = ", ".join(f"<code>{status}</code>" for status in others)
         said = f" in a body of {' or '.join(sorted(shapes))}" if shapes else ""
         more = f'<p class="fine">Also {listed}{said}: <a href="#errors">what they mean</a>.</p>'
@@ -218,19 +292,15 @@ def _shape(name: str, schema: Document) -> str:
 
 
 def _fields(schema: Document) -> str:
-    required = schema.get("required", ())
-    fields = sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required)
-    rows = "".join(
-        _row(name, field, name in required, field.get("description", "")) for name, field in fields
-    )
+    rows = "".join(_row(*one) for one in fields_of(schema))
     return _table(("field", "type", "needed", "meaning"), rows) if rows else ""
 
 
-def _row(name: str, field: Document, required: bool, about: str) -> str:
-    need = "required" if required else _default(field)
+def _row(name: str, field: Document, need: str, about: str | None = None) -> str:
+    about = field.get("description", "") if about is None else about
     return (
-        f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td>"
-        f"<td>{need}</td><td>{_prose(about)}</td></tr>"
+        f"<tr><td><code>{escape(name)}</code></td><td>{_prose(type_in_words(field))}</td>"
+        f"<td>{_prose(need or 'optional')}</td><td>{_prose(about)}</td></tr>"
     )
 
 
@@ -240,51 +310,14 @@ def _table(head: tuple[str, ...], rows: str) -> str:
     return f'<table class="of-{len(head)}">{columns}<tbody>{rows}</tbody></table>'
 
 
-def _type(field: Document) -> str:
-    if "$ref" in field:
-        return _link(field["$ref"])
-    if "const" in field:
-        return f"<code>{escape(json.dumps(field['const']))}</code>"
-    if "enum" in field:
-        return " | ".join(f"<code>{escape(json.dumps(value))}</code>" for value in field["enum"])
-    options = field.get("anyOf") or field.get("oneOf")
-    if options:
-        kinds = map(_type, options)
-        return " | ".join(kind for kind in kinds if kind != "null" or "default" not in field)
-    kind = str(field.get("type", "any"))
-    if kind == "array":
-        return f"list of {_type(field.get('items', {}))}"
-    limits = [
-        f"{sign} {field[key]}"
-        for key, sign in (
-            ("minimum", "≥"),
-            ("exclusiveMinimum", ">"),
-            ("maximum", "≤"),
-            ("exclusiveMaximum", "<"),
-        )
-        if key in field
-    ]
-    return escape(" ".join([kind, *limits]))
-
-
-def _default(field: Document) -> str:
-    default = field.get("default")
-    return "optional" if default is None else f"default <code>{escape(json.dumps(default))}</code>"
-
-
 def _prose(text: str) -> str:
-    """Text with `code` marked."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+    """Markdown of `code` and [links](#to-shapes) as HTML."""
+    marked = re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"\[(\w+)\]\(#\w+\)", r'<a href="#\1"><code>\1</code></a>', marked)
 
 
-def _shapes_of(answer: Document) -> str:
-    schemas = [content.get("schema", {}) for content in answer.get("content", {}).values()]
-    return " ".join(_link(schema["$ref"]) for schema in schemas if "$ref" in schema)
-
-
-def _link(reference: str) -> str:
-    name = escape(reference.rpartition("/")[2])
-    return f'<a href="#{name}"><code>{name}</code></a>'
+def _shapes_in(answer: Document) -> str:
+    return _prose(shapes_of(answer.get("content", {})))
 
 
 def _anchor(method: str, path: str) -> str:

@@ -3,22 +3,29 @@ or stream.
 """
 
 import asyncio
-import json
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Self, TypeVar, final
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve.api.body import Answer, BudgetFields, ErrorResponse, GenerateRequest, Timing, TokenLabel
+from serve.api.body import (
+    BudgetFields,
+    ErrorResponse,
+    GenerateRequest,
+    Reader,
+    SamplingFields,
+    Timing,
+    TokenLabel,
+)
 from serve.budget import Decision, decide_within
 from serve.bundle import Manifest
 from serve.catalog import Served
@@ -28,6 +35,7 @@ from serve.engine.engine import Engine
 from serve.engine.job import (
     ClassifiedEvent,
     Deadline,
+    Deliver,
     Event,
     FailedEvent,
     GeneratedEvent,
@@ -36,12 +44,11 @@ from serve.engine.job import (
     LaneKey,
     Span,
     Tags,
-    TokenEvent,
 )
-from serve.engine.sampling import Sampling
+from serve.engine.sampling import MAX_SEED, Sampling
 from serve.engine.search import Translation
 from serve.engine.writing import Generation, GenerationRequest
-from serve.errors import InternalError, InvalidField, Unprocessable
+from serve.errors import InvalidField, Unprocessable
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
 from serve.inputs.rows import Input, InputRow, greatest_length, row_length
 from serve.settings import Settings
@@ -80,73 +87,97 @@ def check_beams(asked: GenerateRequest, served: Served) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """How to generate, in any protocol."""
-
-    max_tokens: int
-    temperature: float | None = None  # None: 1 to continue a prompt, 0 to translate
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int
-    stops: Sequence[str] = ()
-    logprobs: int | None = None
-    stream: bool = False
-    num_beams: int = 1
-
-
-def wish_of(
-    asked: GenerateRequest, served: Served, prompt: list[int], seed: int, max_tokens: int
+def generation_request(
+    asked: SamplingFields,
+    served: Served,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    seed: int,
+    logprobs: int | None = None,
+    stream: bool | None = False,
+    num_beams: int | None = 1,
 ) -> GenerationRequest:
-    """What to generate for a request; `seed` is used if it has none."""
-    options = GenerateOptions(
-        max_tokens=max_tokens,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        seed=seed if asked.seed is None else asked.seed,
-        stops=asked.stops,
-        logprobs=asked.logprobs,
-        stream=bool(asked.stream),
-        num_beams=asked.num_beams or 1,
-    )
-    return wish_in(options, served, prompt)
-
-
-def wish_in(options: GenerateOptions, served: Served, prompt: list[int]) -> GenerationRequest:
-    """What to generate with these options, for the task of the model."""
+    """What to generate after this prompt, for the task of the model."""
     manifest = served.manifest
     limit = manifest.target_max_tokens
-    temperature = options.temperature
+    temperature = asked.temperature
     if temperature is None:
         temperature = 0.0 if manifest.task == "translate" else 1.0
     return GenerationRequest(
         prompt=prompt,
-        max_tokens=options.max_tokens if limit is None else min(options.max_tokens, limit),
+        max_tokens=max_tokens if limit is None else min(max_tokens, limit),
         window=served.codec.max_tokens if limit is None else limit,
         sampling=Sampling(
-            temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+            temperature=temperature,
+            top_k=asked.top_k,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            seed=seed % (MAX_SEED + 1),
         ),
-        stops=options.stops,
-        logprobs=options.logprobs,
-        stream=options.stream,
-        num_beams=options.num_beams,
+        stops=asked.stops,
+        logprobs=logprobs,
+        stream=bool(stream),
+        num_beams=num_beams or 1,
     )
 
 
-def positions_held(wish: GenerationRequest, served: Served) -> int:
-    """The most positions of the KV cache that a generation needs; for a translation, those of the
-    source.
-    """
-    if served.manifest.task == "translate":
-        return len(wish.prompt)
-    return min(len(wish.prompt) + wish.max_tokens, wish.window)
+# Jobs of the engine.
+
+
+def generation_job(
+    request: GenerationRequest,
+    served: Served,
+    steps: int,
+    deliver: Deliver,
+    deadline: Deadline | None = None,
+    admitted: bool = False,
+) -> Job:
+    """A text to generate, or to translate with beams."""
+    made = Translation if request.num_beams > 1 else Generation
+    positions = len(request.prompt)
+    if served.manifest.task != "translate":  # of which only the source is cached
+        positions = min(positions + request.max_tokens, request.window)
+    return Job(
+        lane=LaneKey(served.key, _kind(request), steps),
+        work=made(request, served.codec, deliver),
+        lengths=(len(request.prompt),),
+        positions=positions,
+        deadline=deadline,
+        tokens_left=request.max_tokens,
+        beams=request.num_beams,
+        admitted=admitted,
+    )
+
+
+def classification_job(
+    inputs: Sequence[InputRow],
+    manifest: Manifest,
+    lane: LaneKey,
+    deliver: Deliver,
+    deadline: Deadline | None = None,
+    choices: tuple[int, ...] = (),
+) -> Job:
+    """Rows to classify, of which a text may be padded to the length of others."""
+    rows = [one.row for one in inputs]
+    return Job(
+        lane=lane,
+        work=Classification(rows, deliver),
+        lengths=tuple([row_length(row, manifest) for row in rows]),
+        may_pad=manifest.input.kind == "text",
+        deadline=deadline,
+        choices=choices,
+    )
+
+
+def _kind(request: GenerationRequest) -> Kind:
+    return "search" if request.num_beams > 1 else "generate"
 
 
 # Waiting for the engine.
 
 
 EventT = TypeVar("EventT")
+TextEvent = tuple[int, Event]  # the number of a text, and an event of it
 
 
 class EventQueue(Generic[EventT]):
@@ -181,59 +212,56 @@ class EventQueue(Generic[EventT]):
             self._waiter.set_result(None)
 
 
-class SubmittedJobs:
+class RunningJobs(Generic[EventT]):
     """The jobs of one request while they are in the engine: all of them, or none.
 
     They share a deadline. Leaving the block early cancels them.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        jobs: Sequence[Job],
-        events: EventQueue[Any],
-        exchange: Exchange,
+        self, engine: Engine, exchange: Exchange, jobs: Sequence[Job], events: EventQueue[EventT]
     ) -> None:
+        self.jobs = jobs
+        self.events = events
         self._engine = engine
-        self._jobs = jobs
-        self._queue = events
         self._exchange = exchange
         self._timer: asyncio.TimerHandle | None = None
         self._unwatch: Callable[[], object] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         exchange, holder = self._exchange, self._exchange.holder
-        for job in self._jobs:
+        for job in self.jobs:
             job.request_id = exchange.id
-        exchange.jobs.extend(self._jobs)
+        exchange.jobs.extend(self.jobs)
         if holder is None:
-            self._engine.submit(*self._jobs)
+            self._engine.submit(*self.jobs)
         else:
-            tokens = sum(map(_tokens, self._jobs))
+            tokens = sum(map(_tokens, self.jobs))
             holder.spend_tokens(tokens)
             try:
-                self._engine.submit(*self._jobs)
+                self._engine.submit(*self.jobs)
             except BaseException:
                 holder.return_tokens(tokens)
                 raise
-        self._unwatch = exchange.watch(self._queue.leave)
+        self._unwatch = exchange.watch(self.events.leave)
         # The engine checks deadlines between its calls; this timer works even while a call is
         # stuck.
-        deadline = self._jobs[0].deadline
+        deadline = self.jobs[0].deadline
         if deadline is not None:
             left_s = max(0.0, deadline.ends_s - self._engine.clock())
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(left_s, self._engine.lapse, *self._jobs)
+            self._timer = loop.call_later(left_s, self._engine.lapse, *self.jobs)
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._unwatch is not None:
             self._unwatch()
-        for job in self._jobs:
+        for job in self.jobs:
             self._engine.cancel(job)
         if self._exchange.holder is not None:  # tokens that were reserved and not generated
-            left = sum(job.tokens_left * job.beams for job in self._jobs)
+            left = sum(job.tokens_left * job.beams for job in self.jobs)
             self._exchange.holder.return_tokens(left)
 
 
@@ -312,34 +340,9 @@ class EventStream(Response, Generic[EventT]):
                 return
 
 
-@dataclass(frozen=True, slots=True)
-class NamedEvents:
-    """Writes tokens as events without a name, and the end as `done` or `error`."""
-
-    chunk: Callable[[TokenEvent], Answer]
-    done: Callable[[GeneratedEvent], Answer]
-
-    def write(self, events: Sequence[Event]) -> StreamChunk:
-        over = not isinstance(events[-1], TokenEvent)
-        return StreamChunk(b"".join(map(self._one, events)), over)
-
-    def _one(self, event: Event) -> bytes:
-        match event:
-            case TokenEvent():
-                return event_of(self.chunk(event).model_dump_json(exclude_none=True))
-            case GeneratedEvent():
-                done = self.done(event).model_dump_json(exclude_none=True)
-                return b"event: done\n" + event_of(done)
-            case FailedEvent():
-                body = event.error.body()
-            case _:
-                body = InternalError("an event that no generation has").body()
-        return b"event: error\n" + event_of(json.dumps(body))
-
-
-def event_of(data: str) -> bytes:
+def event_of(data: Mapping[str, object], name: bytes = b"") -> bytes:
     """An event with this JSON, which has no line breaks that would end it early."""
-    return b"data: " + data.encode() + b"\n\n"
+    return name + b"data: " + to_json(data) + b"\n\n"
 
 
 # Helpers that several routes share.
@@ -351,19 +354,20 @@ def answer(body: BaseModel | Mapping[str, object], *headers: tuple[bytes, bytes]
     return ReadyAnswer(text, *headers)
 
 
-def problems(**reasons: str) -> dict[int | str, dict[str, Any]]:
+def problems(
+    model: type[BaseModel] = ErrorResponse, **reasons: str
+) -> dict[int | str, dict[str, Any]]:
     """The documentation of error responses: `problems(e404="...")`."""
     return {
-        int(code[1:]): {"model": ErrorResponse, "description": about}
-        for code, about in reasons.items()
+        int(code[1:]): {"model": model, "description": about} for code, about in reasons.items()
     }
 
 
-def takes(schema: type[BaseModel]) -> dict[str, Any]:
+def takes(schema: type[BaseModel], required: bool = True) -> dict[str, Any]:
     """The documentation of a body that the route reads itself."""
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     content = {"application/json": {"schema": reference}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 RUN_PROBLEMS = problems(
@@ -381,33 +385,6 @@ RUN_PROBLEMS = problems(
 )
 
 
-# The index of a text, and an event of it.
-TextEvent = tuple[int, Event]
-
-
-@dataclass(frozen=True, slots=True)
-class RunningJobs:
-    """Jobs in the engine, and the queue of their events."""
-
-    events: EventQueue[TextEvent]
-    jobs: Sequence[Job]
-
-    async def first(self) -> list[TextEvent]:
-        """The first events. An error at this point is raised, so that it gets its own status."""
-        events = await self.events.take()
-        _, event = events[0]
-        if isinstance(event, FailedEvent):
-            raise event.error
-        return events
-
-    @property
-    def stream_headers(self) -> dict[str, str]:
-        """The Server-Timing header, with what is known when a stream starts."""
-        job = min(self.jobs, key=lambda job: math.inf if job.started_s is None else job.started_s)
-        assert job.started_s is not None
-        return {"server-timing": f"queue;dur={round((job.started_s - job.queued_s) * 1000, 3)}"}
-
-
 @dataclass(slots=True)
 class Submission:
     """A request in the engine: its model, what was decided for it, and how it runs."""
@@ -417,7 +394,7 @@ class Submission:
     served: Served
     decision: Decision  # which steps serve it, or from which the server may choose
     deadline: Deadline | None  # counted from the arrival of the request
-    wishes: Sequence[GenerationRequest] = ()  # the texts to generate
+    requests: Sequence[GenerationRequest] = ()  # the texts to generate
 
     @classmethod
     def of(
@@ -457,37 +434,42 @@ class Submission:
 
     # Classification.
 
-    def refuse_early(self, rows: int) -> None:
-        """Refuse rows that cannot be classified in time, before they are read."""
+    async def classify(
+        self,
+        reader: Reader,
+        rows: int,
+        characters: int | None,
+        read: Callable[[], list[InputRow]],
+        traced: bool = False,
+        embeds: bool = False,
+    ) -> tuple[list[InputRow], ClassifiedEvent]:
+        """Read so many rows, and classify or embed them; raises the error if that fails.
+
+        Rows that cannot be classified in time are refused before they are read.
+        """
         if self.deadline is not None:
             choices = self.decision.choices
             least = choices[0].steps if choices else self.decision.steps
             lengths = (greatest_length(self.served.manifest),) * rows
             self.engine.check_early(self._lane(), least, lengths, self.deadline)
-
-    async def classify(
-        self, inputs: Sequence[InputRow], traced: bool = False, embeds: bool = False
-    ) -> ClassifiedEvent:
-        """Classify or embed these rows; raises the error if that fails."""
-        manifest = self.served.manifest
+        inputs = await reader.read(self.exchange, characters, self.deadline, read)
         events: EventQueue[Event] = EventQueue()
-        rows = [one.row for one in inputs]
         lane = self._lane()
-        job: Job = Job(
-            lane=lane._replace(traced=traced, embeds=embeds) if traced or embeds else lane,
-            work=Classification(rows, events.deliver),
-            lengths=tuple([row_length(row, manifest) for row in rows]),
-            may_pad=manifest.input.kind == "text",
-            deadline=self.deadline,
-            choices=self.decision.step_choices,
+        job = classification_job(
+            inputs,
+            self.served.manifest,
+            lane._replace(traced=traced, embeds=embeds) if traced or embeds else lane,
+            events.deliver,
+            self.deadline,
+            self.decision.step_choices,
         )
-        with SubmittedJobs(self.engine, (job,), events, self.exchange):
+        with RunningJobs(self.engine, self.exchange, (job,), events):
             event = (await events.take())[0]
         if isinstance(event, FailedEvent):
             raise event.error
         assert isinstance(event, ClassifiedEvent)
         self._note(self.decision.served_at(min(event.steps)))
-        return event
+        return inputs, event
 
     def _lane(self) -> LaneKey:
         """Rows with exact steps have a lane of their own; the others share one."""
@@ -498,73 +480,90 @@ class Submission:
 
     # Generation.
 
-    def generate(self, wishes: Sequence[GenerationRequest]) -> None:
+    def generate(self, requests: Sequence[GenerationRequest]) -> None:
         """These texts are to be generated. If the server chooses the step count, it does so now."""
-        self.wishes = wishes
+        self.requests = requests
         if len(self.decision.choices) > 1:
+            longest, first = max(len(one.prompt) for one in requests), requests[0]
             steps = self.engine.steps_for(
-                LaneKey(self.served.key, _kind(wishes[0]), self.decision.steps),
+                LaneKey(self.served.key, _kind(first), self.decision.steps),
                 self.decision.step_choices,
-                _size(wishes),
+                GenerationSize(longest, first.max_tokens, len(requests), first.num_beams),
                 self.deadline,
             )
             self.decision = self.decision.served_at(steps)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[RunningJobs]:
-        """The jobs in the engine. Leaving the block early cancels them."""
+    @contextmanager
+    def _running(self) -> Iterator[RunningJobs[TextEvent]]:
         events: EventQueue[TextEvent] = EventQueue()
-        jobs = [self._job(wish, events.deliver, index) for index, wish in enumerate(self.wishes)]
-        with SubmittedJobs(self.engine, jobs, events, self.exchange):
+        jobs = [
+            generation_job(
+                request,
+                self.served,
+                self.decision.steps,
+                partial(_deliver, events.deliver, index),
+                self.deadline,
+                admitted=len(self.decision.choices) > 1,
+            )
+            for index, request in enumerate(self.requests)
+        ]
+        with RunningJobs(self.engine, self.exchange, jobs, events) as running:
             self._note(self.decision)
-            yield RunningJobs(events, jobs)
+            yield running
 
-    def _job(
-        self, wish: GenerationRequest, deliver: Callable[[TextEvent], None], index: int
-    ) -> Job:
-        made = Translation if wish.num_beams > 1 else Generation
-        return Job(
-            lane=LaneKey(self.served.key, _kind(wish), self.decision.steps),
-            work=made(wish, self.served.codec, partial(_deliver, deliver, index)),
-            lengths=(len(wish.prompt),),
-            positions=positions_held(wish, self.served),
-            deadline=self.deadline,
-            tokens_left=wish.max_tokens,
-            beams=wish.num_beams,
-            admitted=len(self.decision.choices) > 1,
+    async def ends(self) -> list[GeneratedEvent]:
+        """Generate the texts; raises the error of the first one that failed."""
+        ends: dict[int, GeneratedEvent] = {}
+        with self._running() as running:
+            while len(ends) < len(running.jobs):
+                for index, event in await running.events.take():
+                    if isinstance(event, FailedEvent):
+                        raise event.error
+                    assert isinstance(event, GeneratedEvent)
+                    ends[index] = event
+        return [ends[index] for index in range(len(ends))]
+
+    async def stream(self, write: Callable[[Sequence[TextEvent]], StreamChunk]) -> Response:
+        """Generate the texts as a stream, once its first event is there."""
+        async with AsyncExitStack() as work:
+            running = work.enter_context(self._running())
+            events = await running.events.take()
+            _, event = events[0]
+            if isinstance(event, FailedEvent):  # so that it gets its own status
+                raise event.error
+            stream = work.pop_all()
+        job = min(
+            running.jobs, key=lambda job: math.inf if job.started_s is None else job.started_s
         )
+        assert job.started_s is not None
+        queue_ms = round((job.started_s - job.queued_s) * 1000, 3)
+        headers = {"server-timing": f"queue;dur={queue_ms}"}  # what is known when a stream starts
+        return EventStream(events, running.events, stream, write, headers)
 
 
-def check_max_tokens(asked: int, settings: Settings, param: str = "max_tokens") -> None:
-    """InvalidField above the server's limit."""
-    if asked > settings.max_tokens:
-        raise InvalidField(
-            f"{param} is {asked}, but this server writes at most {settings.max_tokens}: send less",
-            param=param,
-        )
-
-
-def check_texts(texts: int, settings: Settings) -> None:
-    """InvalidField if so many texts could never be queued together."""
-    if texts > settings.queue_limit:
-        raise InvalidField(
-            f"this asks for {texts} texts, but the queue of this server holds "
-            f"{settings.queue_limit}: send fewer in one request",
-            param="n",
-        )
-
-
-def check_answer(
+def check_size(
     texts: int,
     max_tokens: int,
     logprobs: int | None,
     settings: Settings,
     param: str = "max_tokens",
 ) -> None:
-    """InvalidField if the answer could be larger than the server allows.
+    """InvalidField if an answer could be larger than the server allows, or its texts never queued.
 
     One text without log-probabilities is limited by max_tokens alone.
     """
+    if max_tokens > settings.max_tokens:
+        raise InvalidField(
+            f"{param} is {max_tokens}, but this server writes at most {settings.max_tokens}: send "
+            "less",
+            param=param,
+        )
+    if texts > settings.queue_limit:
+        raise InvalidField(
+            f"this asks for {texts} texts, but the queue of this server holds "
+            f"{settings.queue_limit}: send fewer in one request",
+            param="n",
+        )
     if texts == 1 and logprobs is None:
         return
     alternatives = logprobs or 0
@@ -583,15 +582,6 @@ def check_answer(
 def entries_of(event: GeneratedEvent) -> int:
     """How many log-probabilities there are to write."""
     return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
-
-
-def _size(wishes: Sequence[GenerationRequest]) -> GenerationSize:
-    longest, first = max(len(one.prompt) for one in wishes), wishes[0]
-    return GenerationSize(longest, first.max_tokens, len(wishes), first.num_beams)
-
-
-def _kind(wish: GenerationRequest) -> Kind:
-    return "search" if wish.num_beams > 1 else "generate"
 
 
 def _deliver(deliver: Callable[[TextEvent], None], index: int, event: Event) -> None:

@@ -399,10 +399,15 @@ class Backlog:
         return choices[0]
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
-        """When clients that are refused now should come back."""
+        """When clients that are refused now should come back.
+
+        Not later than the queue can be long: of those that were told to come first, many may not.
+        """
         # They are taken to be like the requests that wait.
         each_s = self.waiting_s() / max(1, self._jobs.queued)
-        return self._retry_after.turn_s(now_s, self.wait_s(now_s), each_s, jobs)
+        wait_s = self.wait_s(now_s)
+        turn_s = self._retry_after.turn_s(now_s, wait_s, each_s, jobs)
+        return min(turn_s, max(wait_s, self._limits.queue_wait_s))
 
     def _check_places(self, now_s: float, jobs: int) -> None:
         queued = self._jobs.queued + self.unread.waiting

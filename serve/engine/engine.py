@@ -49,26 +49,6 @@ Post = Callable[..., Any]
 _log = logging.getLogger("stepdial")
 
 
-class EventSender:
-    """Delivers events, on the engine's thread until it is told how to reach the event loop."""
-
-    def __init__(self) -> None:
-        self._post: Post = _deliver_here
-
-    def call_with(self, post: Post) -> None:
-        """From now on deliver through `post(function, *arguments)`."""
-        self._post = post
-
-    def send(self, deliveries: Deliveries) -> None:
-        if not deliveries:
-            return
-        try:
-            self._post(_deliver_all, deliveries)
-        except RuntimeError:
-            # The event loop is closed, and so are its requests.
-            _log.warning("%d events came after the server had closed", len(deliveries))
-
-
 def _deliver_all(deliveries: Deliveries) -> None:
     for deliver, event in deliveries:
         deliver(event)
@@ -268,15 +248,9 @@ class EngineStallPolicy:
         return max(known, default=None)
 
     def interrupt(self, call: Call, seconds: float) -> None:
-        lane = call.lane
-        ids = request_ids(call.jobs)
-        _log.error(
-            "a call of %s at %d steps%s has taken %.1f s: it is asked to end, and no request is "
-            "taken until it has",
-            *(lane.name, lane.steps, in_requests(ids), seconds),
-            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
-        )
-        self._metrics.late_calls.labels(lane.name).inc()
+        problem = ": it is asked to end, and no request is taken until it has"
+        self._log(logging.ERROR, call, seconds, problem)
+        self._metrics.late_calls.labels(call.lane.name).inc()
         call.by.model.runtime.interrupt()
 
     def ended(self, call: Call) -> None:
@@ -285,17 +259,21 @@ class EngineStallPolicy:
             self._metrics.terminated_calls.labels(call.lane.name).inc()
 
     def give_up(self, call: Call, seconds: float) -> None:
-        lane = call.lane
-        ids = request_ids(call.jobs)
-        _log.critical(
-            "a call of %s at %d steps%s has taken %.1f s and does not end: the process does, to be "
-            "started again",
-            *(lane.name, lane.steps, in_requests(ids), seconds),
-            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
-        )
+        problem = " and does not end: the process does, to be started again"
+        self._log(logging.CRITICAL, call, seconds, problem)
         self._leave()
+        name = call.lane.name
         self._abort(
-            ModelFailure(f"{lane.name} does not answer and is started again: send it again later")
+            ModelFailure(f"{name} does not answer and is started again: send it again later")
+        )
+
+    def _log(self, level: int, call: Call, seconds: float, problem: str) -> None:
+        lane, ids = call.lane, request_ids(call.jobs)
+        _log.log(
+            level,
+            "a call of %s at %d steps%s has taken %.1f s%s",
+            *(lane.name, lane.steps, in_requests(ids), seconds, problem),
+            extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
 
 
@@ -338,7 +316,7 @@ class Engine:
         self._turns: deque[Planner] = deque()
         self._lock = threading.Condition()
         self._waker = EngineWaker(self._lock)
-        self._sender = EventSender()
+        self._post: Post = _deliver_here  # until it is told how to reach an event loop
         self._patience = patience
         policy = EngineStallPolicy(metrics, self.abort, leave)
         self._watchdog: Watchdog[Call] = Watchdog(policy, patience, clock)
@@ -460,7 +438,7 @@ class Engine:
         """Start the thread; `post` and `soon` lead to an event loop."""
         assert self._thread is None, "an engine starts once"
         if post is not None:
-            self._sender.call_with(post)
+            self._post = post
         if soon is not None:
             self._waker.call_with(soon)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -504,7 +482,7 @@ class Engine:
         with self._lock:
             deliveries = self._lapse(jobs)
             self._notify()
-        self._sender.send(deliveries)
+        self._send(deliveries)
 
     def cancel(self, job: Job) -> bool:
         """The client has disconnected: drop the job now, or at its next token. No event is sent.
@@ -558,7 +536,7 @@ class Engine:
         with self._lock:
             deliveries = self._end_all(error)
             self._notify()
-        self._sender.send(deliveries)
+        self._send(deliveries)
 
     def stop(self) -> None:
         """End the thread after the running call. Requests that are left get an error."""
@@ -573,6 +551,15 @@ class Engine:
 
     # The thread.
 
+    def _send(self, deliveries: Deliveries) -> None:
+        if not deliveries:
+            return
+        try:
+            self._post(_deliver_all, deliveries)
+        except RuntimeError:
+            # The event loop is closed, and so are its requests.
+            _log.warning("%d events came after the server had closed", len(deliveries))
+
     def _run(self) -> None:
         try:
             while not self._stopping:
@@ -586,7 +573,7 @@ class Engine:
                 deliveries = self._end_all(
                     NotReady("the engine has stopped: the server must be restarted")
                 )
-            self._sender.send(deliveries)
+            self._send(deliveries)
 
     def step(self) -> Call | None:
         """Plan a call, run it and deliver what it gave; None if nothing can run now."""
@@ -597,7 +584,7 @@ class Engine:
         if gone:
             # On a thread of its own, since freeing memory takes a while.
             threading.Thread(target=_close, args=(gone,), name="closing", daemon=True).start()
-        self._sender.send(deliveries)
+        self._send(deliveries)
         if call is None:
             return None
         self._watchdog.begin(call)
@@ -609,7 +596,7 @@ class Engine:
             deliveries = call.by.apply(call, result)
             self._sweep()
         self._watchdog.end()
-        self._sender.send(deliveries)
+        self._send(deliveries)
         self._rested_s = self.clock() + _REST_S
         return call
 

@@ -354,7 +354,9 @@ class Decoding:
             return DecodeCall((self._turn(lanes),))
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
-        latest = _latest(lanes[0], longest)
+        # Calls that it got because there was room do not count against a lane: none gets further
+        # ahead than a token of the longest rung.
+        latest = lanes[0].due + longest
         for lane in chosen:
             lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
@@ -574,15 +576,6 @@ def _last_tokens(part: DecodePart) -> IntArray:
 
 def _jobs_of(lane: GenerateLane, planned: DecodeCall) -> list[Job]:
     return [job for part in planned.parts if part.lane is lane for job in part.jobs]
-
-
-def _latest(first: GenerateLane, longest: int) -> float:
-    """The latest a lane is due when `first` is due first.
-
-    Calls it got because there was room do not count against it: no lane gets further ahead than a
-    token of the longest rung.
-    """
-    return first.due + longest
 
 
 def _share(calls: int, longest: int) -> float:

@@ -255,6 +255,12 @@ class Span(NamedTuple):
     started_s: float
     ended_s: float
 
+    @classmethod
+    def over(cls, spans: Iterable["Span"]) -> "Span":
+        """From the first queued to the last ended."""
+        queued_s, started_s, ended_s = zip(*spans, strict=True)
+        return cls(min(queued_s), min(started_s), max(ended_s))
+
     @property
     def queue_ms(self) -> float:
         return (self.started_s - self.queued_s) * 1000

@@ -95,7 +95,7 @@ class CachedLane(Lane, Protocol):
         ...
 
     def occupants(self) -> Sequence[Job]:
-        """Jobs that hold or were promised memory."""
+        """Jobs that hold memory or have it reserved."""
         ...
 
     def charged_bytes(self, extra: Job | None = None) -> int:
@@ -138,7 +138,7 @@ class Common:
 
     @property
     def charged_bytes(self) -> int:
-        """KV cache memory that running jobs hold or were promised."""
+        """KV cache memory that running jobs hold or have reserved."""
         return sum(lane.charged_bytes() for lane in self.cached())
 
     def may_enter(self, lane: CachedLane) -> bool:

@@ -112,7 +112,7 @@ class SearchLane:
         return sum(source.nbytes for source in self._sources.values())
 
     def occupants(self) -> Sequence[Job]:
-        """Jobs that hold or were promised memory."""
+        """Jobs that hold memory or have it reserved."""
         return self.running
 
     def charged_bytes(self, extra: Job | None = None) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
@@ -143,6 +143,9 @@ class Token(NamedTuple):
     end: int
 
 
+TokenT = TypeVar("TokenT")
+
+
 class Encoder:
     """A tokenizer, as requests use it."""
 
@@ -166,14 +169,9 @@ class Encoder:
 
         Of a much longer text only the ends are encoded, as in `ends`.
         """
-        reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
-        while len(text) > 2 * reach:
-            first = self._tokens(text, 0, reach)
-            last = self._tokens(text, len(text) - reach, len(text)) if tail else []
-            enough = len(first) >= head + _MARGIN_TOKENS
-            if enough and (not tail or len(last) >= tail + _MARGIN_TOKENS):
-                return first[:head] + last[len(last) - tail :]
-            reach *= 4
+        ends = self._ends(text, head, tail, partial(self._tokens, text))
+        if ends is not None:
+            return ends[0] + ends[1]
         tokens = self._tokens(text, 0, len(text))
         if len(tokens) <= head + tail:
             return tokens
@@ -195,10 +193,15 @@ class Encoder:
         Only the ends are encoded. The result is the same as from the whole text, unless a single
         word reaches from a cut to a token that is kept.
         """
+        return self._ends(text, head, tail, lambda low, high: self.encode(text[low:high]))
+
+    def _ends(
+        self, text: str, head: int, tail: int, encode: Callable[[int, int], list[TokenT]]
+    ) -> tuple[list[TokenT], list[TokenT]] | None:
         reach = _CHARACTERS_PER_TOKEN * (max(head, tail) + _MARGIN_TOKENS)
         while len(text) > 2 * reach:
-            first = self.encode(text[:reach])
-            last = self.encode(text[-reach:]) if tail else []
+            first = encode(0, reach)
+            last = encode(len(text) - reach, len(text)) if tail else []
             enough = len(first) >= head + _MARGIN_TOKENS
             if enough and (not tail or len(last) >= tail + _MARGIN_TOKENS):
                 return first[:head], last[len(last) - tail :]
@@ -218,20 +221,20 @@ _MODELS = {
 }
 
 
-def check_tokenizer(tokenizer: Tokenizer, promised: TokenizerSpec) -> None:
+def check_tokenizer(tokenizer: Tokenizer, spec: TokenizerSpec) -> None:
     """BundleError unless the tokenizer matches the manifest."""
     again = "export the bundle again"
-    if not isinstance(tokenizer.model, _MODELS[promised.kind]):
+    if not isinstance(tokenizer.model, _MODELS[spec.kind]):
         kind = type(tokenizer.model).__name__
-        raise BundleError(f"is a {kind} tokenizer, but the manifest says {promised.kind}; {again}")
+        raise BundleError(f"is a {kind} tokenizer, but the manifest says {spec.kind}; {again}")
     vocab = tokenizer.get_vocab()
-    if len(vocab) != promised.vocab_size or max(vocab.values()) >= promised.vocab_size:
+    if len(vocab) != spec.vocab_size or max(vocab.values()) >= spec.vocab_size:
         raise BundleError(
-            f"has {len(vocab)} tokens, but the manifest says {promised.vocab_size}; {again}"
+            f"has {len(vocab)} tokens, but the manifest says {spec.vocab_size}; {again}"
         )
-    names = {promised.pad_id: "pad_id", promised.bos_id: "bos_id", promised.eos_id: "eos_id"}
-    for token in promised.special_ids:
-        _check_special(tokenizer, promised.kind, token, names[token])
+    names = {spec.pad_id: "pad_id", spec.bos_id: "bos_id", spec.eos_id: "eos_id"}
+    for token in spec.special_ids:
+        _check_special(tokenizer, spec.kind, token, names[token])
 
 
 def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> None:

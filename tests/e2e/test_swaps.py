@@ -174,7 +174,10 @@ def test_without_an_admin_key_nobody_may_and_is_told_how(admin: Admin) -> None:
 
 
 def test_swaps_keep_memory_flat(admin: Admin) -> None:
-    """The server gives free memory back every ten seconds, so it may take so long to be seen."""
+    """A leak of 170 kB a swap would show after each of three rounds; holes of the heap close again.
+
+    The server gives free memory back every ten seconds, so it may take so long to be seen.
+    """
 
     def resident_kb() -> int:
         status = Path(f"/proc/{admin.server.process.pid}/status").read_text(encoding="ascii")
@@ -187,10 +190,21 @@ def test_swaps_keep_memory_flat(admin: Admin) -> None:
             admin.text()
         wait_for(lambda: len(admin.models()) == 1)
 
+    def flat() -> bool:
+        end_s = time.monotonic() + 20
+        while resident_kb() - before_kb >= 4096:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.1)
+        return True
+
     swap(12)
     before_kb = resident_kb()
-    swap(24)
-    wait_for(lambda: resident_kb() - before_kb < 4096, seconds=20)
+    for _ in range(3):
+        swap(24)
+        if flat():
+            return
+    raise AssertionError(f"{resident_kb() - before_kb} kB more after 72 swaps")
 
 
 def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class Found:
 
     answers: int = 0
     put_off: int = 0  # told to come back, which loses nothing
+    longest_rest_s: float = 0.0  # that a client was told to wait
     lost: list[str] = field(default_factory=list)
     probes_s: list[float] = field(default_factory=list)
     failed_probes: list[str] = field(default_factory=list)
@@ -257,7 +258,9 @@ def _ask(url: str, found: Found, over: threading.Event, number: int) -> None:
                 continue
             if answer.status_code == 429:
                 found.put_off += 1
-                time.sleep(float(answer.headers["retry-after-ms"]) / 1000)
+                rest_s = float(answer.headers["retry-after-ms"]) / 1000
+                found.longest_rest_s = max(found.longest_rest_s, rest_s)
+                over.wait(rest_s)
             elif answer.status_code == 200 and whole:
                 found.answers += 1
             else:
@@ -305,7 +308,8 @@ def main(arguments: Sequence[str]) -> int:
     found = run(parsed.seconds, parsed.attacks)
     before, most, after = found.memory_mib
     print(
-        f"{found.answers} answers, {found.put_off} put off, {len(found.lost)} lost; "
+        f"{found.answers} answers, {found.put_off} put off, by {found.longest_rest_s:.0f} s "
+        f"at most, {len(found.lost)} lost; "
         f"{len(found.probes_s)} probes, {len(found.failed_probes)} failed, p99 "
         f"{found.probe_p99_s * 1000:.0f} ms, longest {max(found.probes_s) * 1000:.0f} ms; "
         f"memory {before:.0f}, at most {most:.0f}, at the end {after:.0f} MiB"

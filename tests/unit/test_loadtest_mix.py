@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.mix import MixError, Operation, Rota, Wish, parse_mix, resolve_mix
+from loadtest.mix import MixError, MixItem, Operation, Rota, parse_mix, resolve_mix
 from loadtest.plan import LabelledError, Plan, PromptsError
 from loadtest.schedule import Terms
 from loadtest.target import Ask, Offer
@@ -24,9 +24,9 @@ OFFERS = (
 
 def test_items_are_read_in_order() -> None:
     assert parse_mix("generate:1=2, classify@topics:4=0.5,classify:*") == [
-        Wish("generate", None, Ask(1), 2.0),
-        Wish("classify", "topics", Ask(4), 0.5),
-        Wish("classify", None, None, 1.0),
+        MixItem("generate", None, Ask(1), 2.0),
+        MixItem("classify", "topics", Ask(4), 0.5),
+        MixItem("classify", None, None, 1.0),
     ]
 
 

@@ -1,5 +1,6 @@
 """What the scheduler does with more than it can serve, on a clock of its own; see simulated."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -196,6 +197,19 @@ def test_a_refusal_says_how_long_until_its_turn() -> None:
     turns_s = ends_s[len(burst) - len(refused) - 1 :]  # where all have a place
     for request, turn_s in zip(refused, turns_s, strict=False):
         assert request.retry_after_s == pytest.approx(turn_s - request.at_s, rel=0.25)
+
+
+def test_nobody_is_told_to_wait_for_longer_than_the_queue_may_be() -> None:
+    """Those that were refused before may never come: a flood of them is no reason to wait long."""
+    told_s, drained_s = {}, {}
+    for wait_s in (math.inf, 2.0):
+        simulation = Simulation(Limits(queue_requests=8, queue_wait_s=wait_s))
+        burst = [Request(1e-4 * number, (128,) * 64, steps=8) for number in range(200)]
+        simulation.run(burst)
+        told_s[wait_s] = [one.retry_after_s for one in burst if one.outcome == "queue_full"]
+        drained_s[wait_s] = max(one.ended_s for one in burst if one.outcome == "done")
+    assert max(told_s[math.inf]) > 1.5 * drained_s[math.inf] and len(told_s[2.0]) > 100
+    assert 0 < max(told_s[2.0]) <= 1.25 * max(2.0, drained_s[2.0])
 
 
 def test_with_fewer_steps_the_wait_is_shorter_and_a_refusal_says_so() -> None:
