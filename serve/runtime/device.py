@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.runtime.cache import CacheLayout, RowCaches, new_version, places
-from serve.runtime.protocol import Device
+from serve.runtime.protocol import Device, FloatArray
 
 HostArray = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
@@ -233,9 +233,9 @@ class HostMemory:
 
     def jumped(self, x: Array, y: Array, left: HostArray) -> HostArray:
         assert isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
-        states: HostArray = y - x
-        states *= left
-        states += x
+        states: FloatArray = np.subtract(y, x, dtype=np.float32)
+        states *= left.astype(np.float32)
+        states += x.astype(np.float32, copy=False)
         return np.where(left == 1, y, states)
 
 
@@ -451,11 +451,11 @@ class DeviceCaches:
         """A new block with these rows' first `held` positions, and those of the other's row."""
         layout, lead = self.layout, lead or self.lead
         block = self._memory.cache_block(layout, rows, capacity) if rows else None
-        parts = [(self, kept, held)] if kept else []
+        parts = [self._kept(lead, kept, held)] if kept else []
         if other is not None:
-            parts.append((other, [0], length))
+            parts.append(other._kept(lead, [0], length))
         if block is not None and parts:
-            self._memory.move(block, [one._kept(lead, *what) for one, *what in parts])
+            self._memory.move(block, parts)
         self._block, self.rows, self.capacity = block, rows, capacity if rows else 0
         self.lead, self.arrays, self.nbytes = lead, [], 0
         if block is not None:
@@ -508,7 +508,7 @@ _KINDS = {
     np.dtype(np.bool_): 9,
     np.dtype(np.float16): 10,
 }
-_TYPES = {
+_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(int32)": np.dtype(np.int32),
     "tensor(int64)": np.dtype(np.int64),

@@ -373,7 +373,8 @@ class TrtSession:
 
     def kind_of(self, name: str) -> "np.dtype[Any]":
         """The type of an input or output."""
-        return np.dtype(self._types[name])
+        kind: np.dtype[Any] = np.dtype(self._types[name])
+        return kind
 
     def launch(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Put a run on the stream that reads and writes these arrays of the GPU.
