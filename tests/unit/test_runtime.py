@@ -9,6 +9,7 @@ import pytest
 from serve.bundle import BundleError
 from serve.runtime import Decoder, OpenedModel, WindowFullError, open_model
 from serve.runtime.cache import BUCKET_POSITIONS
+from serve.runtime.decoder import OrtPasses
 from serve.runtime.protocol import FloatArray, IntArray
 from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 
