@@ -12,7 +12,7 @@ import onnxruntime as ort
 from serve.bundle import Manifest, Rung
 from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
 from serve.runtime.device import HOST, Array, Caches
-from serve.runtime.protocol import FloatArray, IntArray, Prefill, WindowFullError
+from serve.runtime.protocol import FloatArray, IntArray, Prefill, RowArray, WindowFullError
 from serve.runtime.session import StepSessions, cache_names, check_tokens
 
 
@@ -593,16 +593,17 @@ class CachedDecoder:
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         return self._layout.bytes_for(positions, rows)
 
-    def forward(self, tokens: IntArray) -> FloatArray:
-        tokens = check_tokens(tokens, 2, self._vocab_size)  # (B, S)
-        rows, length = tokens.shape
+    def forward(self, rows: RowArray) -> FloatArray:
+        """Logits (B, S, V) at every position of tokens (B, S)."""
+        tokens = check_tokens(rows, 2, self._vocab_size)
+        count, length = tokens.shape
         if length > self._layout.max_tokens:
             raise ValueError(
                 f"{length} tokens a row are more than max_tokens ({self._layout.max_tokens})"
             )
         chunk = max(1, _FORWARD_TOKENS // length)
         return np.concatenate(
-            [self._forward_rows(tokens[at : at + chunk]) for at in range(0, rows, chunk)]
+            [self._forward_rows(tokens[at : at + chunk]) for at in range(0, count, chunk)]
         )
 
     def _forward_rows(self, tokens: IntArray) -> FloatArray:

@@ -167,7 +167,7 @@ def one_attention(heads: int, kv_heads: int, width: int, rotary: int) -> onnx.Mo
         kv_num_heads=kv_heads,
         do_rotary=int(rotary > 0),
     )
-    caches = ["batch", kv_heads, "capacity", width]
+    caches: list[str | int] = ["batch", kv_heads, "capacity", width]
     graph = helper.make_graph(
         [node],
         "g",
