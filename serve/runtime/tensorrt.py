@@ -35,7 +35,14 @@ from serve.runtime.decoder import CachedDecoder, Pass
 from serve.runtime.device import Array as DeviceOrHost
 from serve.runtime.device import DeviceArray, DeviceCaches, KeptRows
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
-from serve.runtime.protocol import Device, FloatArray, IntArray, largest_row, largest_tokens
+from serve.runtime.protocol import (
+    Device,
+    FloatArray,
+    IntArray,
+    Unrolled,
+    largest_row,
+    largest_tokens,
+)
 from serve.runtime.session import (
     INSTALL,
     Dims,
@@ -1021,7 +1028,7 @@ class TrtModel:
         layout = replace(CacheLayout.of(manifest, rung), kind=kind)
         return CachedDecoder(passes, layout, vocab_size)
 
-    def unrolled(self, steps: int) -> OrtClassifier | CachedDecoder | OrtPrefixDecoder:
+    def unrolled(self, steps: int) -> Unrolled:
         """The rung in the form that there is here: of a decoder with caches, its steps."""
         if self._bundle.manifest.labelled:
             return self.classifier(steps)
