@@ -1,7 +1,9 @@
 """Attention in a graph: as plain operators, fused, or with a KV cache.
 
 Plain operators run on any runtime. The fused form is ONNX Runtime's operator that never holds the
-scores of all pairs; the form with a cache is its operator on packed queries, keys and values.
+scores of all pairs; the form with a cache is its operator on packed queries, keys and values. For
+TensorRT, which has no such operator, the latter is written out: keys and values of earlier
+positions are inputs, and those of the new positions outputs.
 """
 
 import dataclasses
@@ -128,6 +130,36 @@ def with_caches(piece: Piece) -> Piece:
     )
 
 
+def write_out_caches(model: onnx.ModelProto, kind: int) -> None:
+    """Have a decoder's step attend in plain operators to keys and values of this type, in place.
+
+    Caches become (batch, capacity, heads, head_width), and what comes out are those of the new
+    positions alone, (batch, length, heads, head_width). `total` is no longer an input.
+    """
+    graph, write = model.graph, _Writing()
+    ports = {port.name: port for port in (*graph.input, *graph.output)}
+    for node in graph.node:
+        if node.op_type != CACHED:
+            write.nodes.append(node)
+            continue
+        width = ports[node.input[3]].type.tensor_type.shape.dim[3].dim_value
+        tables = {one.name: one.dims[1] for one in graph.initializer if one.name in node.input[7:]}
+        write.on_past(node, width, 2 * max(tables.values(), default=0), kind)
+        for names, side in ((node.input[3:5], "capacity"), (node.output[1:3], "length")):
+            for name in names:
+                batch, heads, _, _ = ports[name].type.tensor_type.shape.dim
+                sizes = [batch.dim_param, side, heads.dim_value, width]
+                ports[name].CopyFrom(helper.make_tensor_value_info(name, kind, sizes))
+    kept = [port for port in graph.input if port.name != TOTAL.name]
+    del graph.input[:], graph.node[:], graph.value_info[:]
+    graph.input.extend(kept)
+    graph.node.extend(write.nodes)
+    graph.initializer.extend(write.constants.values())
+    plain = [one for one in model.opset_import if one.domain != CONTRIB]
+    del model.opset_import[:]
+    model.opset_import.extend(plain)
+
+
 def _is_mark(node: onnx.NodeProto) -> bool:
     return bool(node.domain == DOMAIN and node.op_type == NAME)
 
@@ -184,6 +216,101 @@ class _Writing:
         seen = self._node("Transpose", [seen], f"{y}/joined", perm=[0, 2, 1, 3])
         self._node("Reshape", [seen, self._sizes(0, 0, H * d)], y)  # (B, N, H d)
 
+    def on_past(self, node: onnx.NodeProto, width: int, rotary: int, kind: int) -> None:
+        """Attention of new positions to earlier ones, which are given, and to themselves."""
+        facts = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+        H, K, d = facts["num_heads"], facts["kv_num_heads"], width
+        qkv, _, _, *caches, seqlens, _ = node.input[:7]
+        y, *given = node.output
+        heads = self._node("Reshape", [qkv, self._sizes(0, 0, H + 2 * K, d)], f"{y}/by_head")
+        q, k, v = self._parts(heads, f"{y}/split", 2, H, K, K)  # (B, S, ., d)
+        past = self._lengths(qkv, seqlens)  # (B,)
+        if rotary:
+            turns = [self._at_positions(table, qkv, past) for table in node.input[7:]]
+            q, k = (self._turned(one, rotary, d, *turns) for one in (q, k))
+        for part, name in zip((k, v), given, strict=True):
+            self._node("Cast", [part], name, to=kind)
+        # What is attended to is what the caches hold, new positions included.
+        new = [self._node("Cast", [name], f"{name}/float", to=TensorProto.FLOAT) for name in given]
+        old = [self._node("Cast", [name], f"{name}/float", to=TensorProto.FLOAT) for name in caches]
+        q = self._node("Transpose", [q], f"{q}/heads", perm=[0, 2, 1, 3])  # (B, H, S, d)
+        q = self._node("Mul", [q, self._number(d**-0.5)], f"{y}/scaled")
+        capacity = self._length(caches[0], 1)
+        scores, values = [], []
+        for what, allowed in ((old, self._known(capacity, past)), (new, self._past_only(qkv))):
+            k, v = (self._by_all_heads(part, H, K, d) for part in what)  # (B, H, N, d)
+            values.append(v)
+            k = self._node("Transpose", [k], f"{k}/turned", perm=[0, 1, 3, 2])
+            found = self._node("MatMul", [q, k], f"{k}/scores")  # (B, H, S, N)
+            scores.append(self._node("Add", [found, allowed], f"{found}/allowed"))
+        both = self._node("Concat", scores, f"{y}/scores", axis=3)
+        weights = self._node("Softmax", [both], f"{y}/weights", axis=-1)
+        zero, axis, all_ = self._sizes(0), self._sizes(3), self._sizes(1 << 31)
+        seen = [
+            self._node(
+                "MatMul",
+                [self._node("Slice", [weights, first, end, axis], f"{value}/weights"), value],
+                f"{value}/seen",
+            )
+            for first, end, value in (
+                (zero, capacity, values[0]),
+                (capacity, all_, values[1]),
+            )
+        ]
+        joined = self._node("Add", seen, f"{y}/seen")  # (B, H, S, d)
+        joined = self._node("Transpose", [joined], f"{y}/joined", perm=[0, 2, 1, 3])
+        self._node("Reshape", [joined, self._sizes(0, 0, H * d)], y)  # (B, S, H d)
+
+    def _length(self, value: str, axis: int) -> str:
+        """The size (1,) of a value along an axis."""
+        name = f"{value}/size_{axis}"
+        if self._is_new(name):
+            self._node("Shape", [value], name, start=axis, end=axis + 1)
+        return name
+
+    def _up_to(self, length: str) -> str:
+        """0, 1, ... below a size (1,)."""
+        name = f"{length}/numbers"
+        if self._is_new(name):
+            end = self._node("Squeeze", [length, self._sizes(0)], f"{name}/end")
+            zero, one = (self._constant(f"number.{n}", np.array(n)) for n in (0, 1))
+            self._node("Range", [zero, end, one], name)
+        return name
+
+    def _lengths(self, qkv: str, seqlens: str) -> str:
+        """The earlier positions (B,) of each row; `seqlens` is the index of its last new one."""
+        name = f"{seqlens}/past"
+        if self._is_new(name):
+            last = self._node("Cast", [seqlens], f"{name}/last", to=TensorProto.INT64)
+            first = self._node("Sub", [last, self._length(qkv, 1)], f"{name}/before")
+            self._node("Add", [first, self._sizes(1)], name)
+        return name
+
+    def _known(self, capacity: str, past: str) -> str:
+        """What scores need added so that only positions that are there count: (B, 1, 1, C)."""
+        name = f"{past}/known_only"
+        if self._is_new(name):
+            column = self._node("Unsqueeze", [past, self._sizes(1, 2, 3)], f"{name}/column")
+            there = self._node("Less", [self._up_to(capacity), column], f"{name}/there")
+            self._node("Where", [there, self._number(0.0), self._number(NEVER)], name)
+        return name
+
+    def _at_positions(self, table: str, qkv: str, past: str) -> str:
+        """Rows (B, S, 1, .) of a table, one for each new position."""
+        name = f"{table}/at"
+        if self._is_new(name):
+            column = self._node("Unsqueeze", [past, self._sizes(1)], f"{name}/column")
+            offsets = self._up_to(self._length(qkv, 1))
+            at = self._node("Add", [column, offsets], f"{name}/positions")
+            rows = self._node("Gather", [table, at], f"{name}/rows", axis=0)
+            self._node("Unsqueeze", [rows, self._sizes(2)], name)
+        return name
+
+    def _by_all_heads(self, part: str, heads: int, own: int, width: int) -> str:
+        """Keys or values (B, N, K, d) as (B, H, N, d)."""
+        part = self._node("Transpose", [part], f"{part}/heads", perm=[0, 2, 1, 3])
+        return part if heads == own else self._shared(part, heads // own, heads, width)
+
     def fused(self, mark: Mark) -> None:
         """The operator with a mask would hold all scores; so the mask is one more number a head.
 
@@ -225,11 +352,15 @@ class _Writing:
 
     def _rotated(self, mark: Mark, part: str) -> str:
         """Queries or keys (B, H, N, d), each rotated by its position."""
-        half, rest = mark.rotary // 2, mark.head_width - mark.rotary
+        cos, sin = (self._up_to_length(mark, name) for name in mark.tables)  # (N, rotary / 2)
+        return self._turned(part, mark.rotary, mark.head_width, cos, sin)
+
+    def _turned(self, part: str, rotary: int, width: int, cos: str, sin: str) -> str:
+        """The first channels of each head, turned; the others as they are."""
+        half, rest = rotary // 2, width - rotary
         a, b, *others = self._parts(
             part, f"{part}/rotary", 3, half, half, *([rest] if rest else [])
         )
-        cos, sin = (self._up_to_length(mark, name) for name in mark.tables)  # (N, rotary / 2)
         turned = [
             self._node(
                 op,

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from export.attention import write_out_caches
 from serve.bundle import (
     Bundle,
     BundleError,
@@ -25,13 +26,11 @@ from serve.bundle import (
     steps_in_words,
 )
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.protocol import FloatArray, IntArray, RowArray
+from serve.runtime.protocol import Device, FloatArray, IntArray, RowArray
 from serve.runtime.session import (
     DEFAULT_ROWS,
     Nodes,
     Profile,
-    encoder_interface,
-    graph_interface,
     profiles,
 )
 from serve.runtime.tensorrt import (
@@ -54,7 +53,7 @@ from serve.runtime.tensorrt import (
 # The largest error of a logit over the largest logit: 8 and 11 bits of mantissa are 4e-3 and 5e-4
 # a product, which grow over the products of a rung.
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
-_SEED = 0
+_SEED, _DECODED = 0, 6
 
 
 def verify_engines(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> None:
@@ -125,6 +124,8 @@ def _answers(model: OpenedModel, steps: int, rows: RowArray) -> list[FloatArray]
     if manifest.embedding is not None:
         run = model.classifier(steps)
         return [run.run(rows), run.embed(rows)]
+    if manifest.keeps_caches:
+        return [model.unrolled(steps).forward(rows), *_decoded(model, steps, rows)]
     if manifest.task != "translate":
         return [model.unrolled(steps).forward(rows)]
     assert manifest.target_max_tokens is not None
@@ -132,6 +133,20 @@ def _answers(model: OpenedModel, steps: int, rows: RowArray) -> list[FloatArray]
     # What the answers say means nothing, so they are the sources themselves.
     answers = source[:, : manifest.target_max_tokens]
     return [model.translator(steps).forward(source, answers)]
+
+
+def _decoded(model: OpenedModel, steps: int, rows: RowArray) -> Iterator[FloatArray]:
+    """Logits while rows are read in part, go on token by token, and all but one leave."""
+    batch, (first, *rest) = model.decoder(steps).open_batch(), rows.astype(np.int64)
+    half = max(1, len(first) // 2)
+    for place, row in enumerate((first, *rest)):
+        yield batch.add(row[: max(1, half - place)])
+    for token in first[half : half + _DECODED]:
+        yield batch.step(np.full(len(rows), token))
+    while len(batch.lengths) > 1:
+        batch.remove(0)
+    if batch.lengths[0] < len(first):
+        yield batch.step(first[-1:])
 
 
 # One graph to one serialized TensorRT engine: the only place that calls TensorRT's builder.
@@ -270,8 +285,7 @@ def build_engines(bundle: Bundle, target: Path, request: EngineRequest, say: Say
         if timings.is_file():
             shutil.copyfile(timings, staging / TIMING_FILE)
         engines = tuple(
-            _build(library, bundle, graph, inputs, staging, request, say)
-            for graph, inputs in _graphs(bundle)
+            _build(library, bundle, graph, staging, request, say) for graph in _graphs(bundle)
         )
         manifest = EnginesManifest(
             name=bundle.manifest.name,
@@ -289,30 +303,64 @@ def build_engines(bundle: Bundle, target: Path, request: EngineRequest, say: Say
     say(shlex.join(["next:", "stepdial", "serve", str(bundle.folder), "--engines", str(target)]))
 
 
-def _graphs(bundle: Bundle) -> Iterator[tuple[str, Nodes]]:
-    """Every graph that a rung needs, with its inputs."""
+def _graphs(bundle: Bundle) -> Iterator[str]:
+    """Every graph that is run: of decoders with caches, the steps; of others, the whole rungs.
+
+    With thresholds for early answers, the steps of a classifier too.
+    """
     manifest = bundle.manifest
-    for rung in manifest.rungs:
-        if rung.encoder is not None:
-            yield rung.encoder, encoder_interface(manifest).inputs
-        yield rung.graph, graph_interface(manifest).inputs
+    if not manifest.keeps_caches:
+        for rung in manifest.rungs:
+            yield from (graph for graph in (rung.encoder, rung.graph) if graph is not None)
+    engines = Device(engines=bundle.folder)
+    if manifest.keeps_caches or engines.runs_single_steps(manifest):
+        assert manifest.step is not None
+        yield from manifest.step.graphs.values()
+
+
+def graph_for(bundle: Bundle, graph: str, precision: Precision) -> ModelProto:
+    """The graph as TensorRT gets it, of float32 weights that lie beside the bundle's."""
+    path, manifest = bundle.folder / graph, bundle.manifest
+    model = onnx.load(path, load_external_data=False)
+    if manifest.keeps_caches and manifest.step is not None and graph == manifest.step.step:
+        caches = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
+        write_out_caches(model, caches)
+    check_operators(model, str(path))
+    lower_products(model, precision)
+    return model
+
+
+_WORDS = frozenset({"batch", "length", "count", "source_length", "kept", "capacity"})
+
+
+def inputs_of(model: ModelProto, manifest: Manifest) -> Nodes:
+    """The inputs of a graph; an open size with a word of its own is that of the positions."""
+    positions = "count" if isinstance(manifest.input, PointsInput) else "length"
+    found: Nodes = {}
+    for port in model.graph.input:
+        sizes = (dim.dim_param or dim.dim_value for dim in port.type.tensor_type.shape.dim)
+        found[port.name] = (
+            "",
+            tuple(
+                positions if isinstance(size, str) and size not in _WORDS else size
+                for size in sizes
+            ),
+        )
+    return found
 
 
 def _build(
     library: ModuleType,
     bundle: Bundle,
     graph: str,
-    inputs: Nodes,
     staging: Path,
     request: EngineRequest,
     say: Say,
 ) -> TrtEngine:
     began = time.perf_counter()
     path = bundle.folder / graph
-    model = onnx.load(path, load_external_data=False)
-    check_operators(model, str(path))
-    lower_products(model, request.precision)
-    shapes = profiles(inputs, bundle.manifest, request.rows)
+    model = graph_for(bundle, graph, request.precision)
+    shapes = profiles(inputs_of(model, bundle.manifest), bundle.manifest, request.rows)
     timings = staging / TIMING_FILE
     plan, known = build_plan(
         library,

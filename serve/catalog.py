@@ -5,7 +5,7 @@ A change replaces the whole mapping, so a reader sees all of it or nothing.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -186,7 +186,7 @@ def find_bundles(zoo: Path) -> list[Path]:
 
 def open_catalog(folders: Sequence[Path], threads: int | None, device: Device = _CPU) -> Catalog:
     """Read, open and warm up these bundles; BundleError names the file that is wrong."""
-    bundles = [read_servable(folder, device) for folder in folders]
+    bundles = [read_bundle(folder) for folder in folders]
     seen: dict[str, Bundle] = {}
     for bundle in bundles:
         name = bundle.manifest.name
@@ -197,15 +197,6 @@ def open_catalog(folders: Sequence[Path], threads: int | None, device: Device = 
             )
         seen[name] = bundle
     return Catalog([open_served(bundle, threads, device) for bundle in bundles])
-
-
-def read_servable(folder: Path, device: Device, verify: bool = True) -> Bundle:
-    """The bundle, as this device serves it. Without `verify` only file sizes are checked."""
-    bundle = read_bundle(folder, verify)
-    if device.runs_single_steps:
-        return bundle
-    # Without single steps no row can stop early.
-    return replace(bundle, manifest=replace(bundle.manifest, calibration=None))
 
 
 def open_served(bundle: Bundle, threads: int | None, device: Device, edition: int = 0) -> Served:

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from serve.bundle import Bundle, BundleError, Manifest
-from serve.catalog import Served, find_bundles, open_served, read_servable
+from serve.bundle import Bundle, BundleError, Manifest, read_bundle
+from serve.catalog import Served, find_bundles, open_served
 from serve.engine.cost import Cost, CostKey
 from serve.engine.engine import Engine
 from serve.engine.loaded import new_cost
@@ -206,7 +206,7 @@ class Loading:
         if not folder.is_dir():
             _log.warning("%s has vanished; the model loaded from it stays", folder)
             return
-        bundle = await asyncio.to_thread(read_servable, folder, self._device, verify=False)
+        bundle = await asyncio.to_thread(read_bundle, folder, verify=False)
         if bundle.manifest == self._manifests.get(folder):
             return
         if folder not in self._manifests:
@@ -237,7 +237,7 @@ class Loading:
     def _open(self, folder: Path, edition: int) -> tuple[Served, Cost]:
         """A warm model, and the cost of its calls, of which the first were timed."""
         self._check_open()
-        bundle = read_servable(folder, self._device)
+        bundle = read_bundle(folder)
         self._check_open()
         try:
             served = open_served(bundle, self._threads, self._device, edition)

@@ -20,6 +20,7 @@ class FakeCuda(ModuleType):
     class cudaMemcpyKind(IntEnum):
         cudaMemcpyHostToDevice = 1
         cudaMemcpyDeviceToHost = 2
+        cudaMemcpyDeviceToDevice = 3
 
     def __init__(self, gpus: int = 1, status: int = 0) -> None:
         super().__init__("cuda.bindings.runtime")
@@ -30,6 +31,7 @@ class FakeCuda(ModuleType):
         self.streams: set[int] = set()
         self.graphs: list[Any] = []  # that can be launched
         self.launches = self.captures = 0
+        self.crossed = {True: 0, False: 0}  # bytes to the device, and to the host
 
     def cudaGetDeviceCount(self) -> tuple[int, int | None]:
         return self.status, None if self.status else self.gpus
@@ -72,10 +74,43 @@ class FakeCuda(ModuleType):
     def cudaMemcpyAsync(
         self, target: int, source: int, size: int, kind: int, stream: int
     ) -> tuple[int]:
-        device = target if kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice else source
-        assert device in self.memory and size <= len(self.memory[device])
+        to_device = kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self.check(target if to_device else source, size)
+        self.crossed[to_device] += size
         ctypes.memmove(target, source, size)
         return (0,)
+
+    def cudaMemcpy2DAsync(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        kind: int,
+        stream: int,
+    ) -> tuple[int]:
+        assert kind == self.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        assert width <= min(target_pitch, source_pitch) or height == 1
+        for row in range(height):
+            places = target + row * target_pitch, source + row * source_pitch
+            for place in places:
+                self.check(place, width)
+            ctypes.memmove(*places, width)
+        return (0,)
+
+    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[int]:
+        self.check(address, size)
+        ctypes.memset(address, value, size)
+        return (0,)
+
+    def check(self, address: int, size: int) -> None:
+        """That these bytes lie in one allocation."""
+        assert any(
+            first <= address and address + size <= first + len(block)
+            for first, block in self.memory.items()
+        ), "memory of the GPU that was not allocated"
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
         assert self.captured is None, "nothing may wait while a graph is captured"

@@ -18,7 +18,13 @@ import onnxruntime as ort
 
 from tests.fake_cuda import FakeCuda
 
-NUMPY = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+NUMPY = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
 
 
 @dataclass
@@ -253,7 +259,7 @@ class FakeContext:
         return [sizes.get(side, side) for side in self._engine.outputs[name].shape]
 
     def set_tensor_address(self, name: str, memory: int) -> None:
-        assert memory in self._engine.library.cuda.memory
+        self._engine.library.cuda.check(memory, 1)
         self._addresses[name] = memory
 
     def execute_async_v3(self, stream_handle: int) -> bool:
@@ -273,9 +279,10 @@ class FakeContext:
         for name, shape in shapes.items():
             kind = np.dtype(engine.get_tensor_dtype(name))
             size = int(np.prod(shape)) * kind.itemsize
-            data = bytes(cuda.memory[addresses[name]])[:size]
+            cuda.check(addresses[name], size)
+            data = ctypes.string_at(addresses[name], size)
             feeds[name] = np.frombuffer(data, kind).reshape(shape)
         outputs = list(engine.outputs)
         for name, array in zip(outputs, engine.session.run(outputs, feeds), strict=True):
-            assert array.nbytes <= len(cuda.memory[addresses[name]])
+            cuda.check(addresses[name], array.nbytes)
             ctypes.memmove(addresses[name], array.ctypes.data, array.nbytes)

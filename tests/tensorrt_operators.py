@@ -1,10 +1,16 @@
 """The operators that TensorRT's ONNX parser says it supports, and the check of a graph against it.
 
 Data of docs/operators.md of onnx/onnx-tensorrt at 10.1-GA: the rows that say Y of the operators
-that graphs of ours have, and the restrictions on them. TensorRT 11 reads opsets 9 to 25.
+that graphs of ours have, and the restrictions on them. TensorRT 11 reads opsets 9 to 25. Limits of
+shapes are those of TensorRT's Dims, whose tensors have fewer than 2^31 elements.
 """
 
+import math
+from collections.abc import Sequence
+
 import onnx
+
+from serve.runtime.session import Profile
 
 MAX_OPSET = 25
 # fmt: off
@@ -68,3 +74,33 @@ _TYPES = frozenset(
         onnx.TensorProto.BOOL,
     }
 )
+
+MOST_DIMENSIONS, MOST_ELEMENTS = 8, (1 << 31) - 1
+
+
+def wrong_ranges(model: onnx.ModelProto, profiles: Sequence[Profile]) -> list[str]:
+    """What is wrong with the shape ranges that an engine of this graph is built for, in words."""
+    problems = []
+    for port in model.graph.input:
+        tensor = port.type.tensor_type
+        if tensor.elem_type not in _TYPES:
+            problems.append(f"{port.name} of {onnx.TensorProto.DataType.Name(tensor.elem_type)}")
+        fixed = [dim.dim_value or None for dim in tensor.shape.dim]
+        for profile in profiles:
+            if port.name not in profile:
+                problems.append(f"{port.name} has no range")
+                continue
+            bounds = profile[port.name]
+            sides = list(zip(bounds.min, bounds.opt, bounds.max, strict=True))
+            if len(sides) != len(fixed) or len(sides) > MOST_DIMENSIONS:
+                problems.append(f"{port.name} has {len(sides)} dimensions")
+            elif not all(
+                1 <= low <= usual <= high and size in (None, low)
+                for (low, usual, high), size in zip(sides, fixed, strict=True)
+            ):
+                problems.append(f"{port.name} from {bounds.min} to {bounds.max}")
+            if math.prod(bounds.max) > MOST_ELEMENTS:
+                problems.append(f"{port.name} of {math.prod(bounds.max)} elements")
+    unknown = {name for profile in profiles for name in profile}
+    unknown -= {port.name for port in model.graph.input}
+    return sorted(problems) + sorted(f"{name} is no input" for name in unknown)

@@ -21,14 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.ray.scaling import reported
 from serve.api.models import check_ready
 from serve.app import create_app
-from serve.bundle import Bundle, Manifest, Task
-from serve.catalog import Catalog, InputKind, Served, find_bundles, read_servable
+from serve.bundle import Bundle, Task, read_bundle
+from serve.catalog import Catalog, InputKind, Served, find_bundles
 from serve.engine.engine import Engine
 from serve.errors import ModelGone
 from serve.loading import Loading
 from serve.metrics import Metrics
 from serve.middleware import secret_of
-from serve.runtime import Model
+from serve.runtime import Device, Model
 from serve.server import keep_memory_low, leave
 from serve.settings import Settings
 
@@ -103,11 +103,14 @@ class Arguments(BaseModel):
     def read_bundles(self, settings: Settings) -> list[Bundle]:
         """What the folders hold, none of it open; ValueError where two have the same name."""
         folders = self.bundles or find_bundles(settings.zoo)
-        bundles = [read_servable(folder, settings.runs_on, verify=False) for folder in folders]
+        bundles = [read_bundle(folder, verify=False) for folder in folders]
         names = [bundle.manifest.name for bundle in bundles]
         if len(set(names)) < len(names):
             raise ValueError(f"two bundles have the same name, of {', '.join(names)}: serve one")
         return bundles
+
+
+_CPU = Device()
 
 
 class Unloaded:
@@ -124,12 +127,12 @@ class Shelf(Catalog):
         super().__init__(())
         self._cards: dict[str, Served] = {}
 
-    def stock(self, bundles: Iterable[Bundle], single_steps: bool = True) -> None:
-        """List these from now on; `single_steps` says whether the device runs steps one by one."""
+    def stock(self, bundles: Iterable[Bundle], device: Device = _CPU) -> None:
+        """List these from now on, as they are on this device."""
         self._cards = {
             bundle.manifest.name: Served(
                 bundle,
-                cast(Model, Unloaded(single_steps and _steps(bundle.manifest))),
+                cast(Model, Unloaded(device.runs_single_steps(bundle.manifest))),
                 None,
             )
             for bundle in bundles
@@ -151,10 +154,6 @@ class Shelf(Catalog):
                 f"serve_multiplexed_model_id: {picked.name}"
             )
         return picked
-
-
-def _steps(manifest: Manifest) -> bool:
-    return manifest.labelled and manifest.step is not None
 
 
 class Held:
@@ -206,9 +205,8 @@ class Replica:
             recheck_share=settings.recheck_share,
         )
         self._loading = Loading(self._engine, settings)
-        shelf.stock(
-            bundles, settings.runs_on.runs_single_steps
-        )  # behind the engine, which takes what is listed for loaded
+        # Behind the engine, which takes what is listed for loaded.
+        shelf.stock(bundles, settings.runs_on)
         self._app = create_app(settings, self._engine, self._loading)
 
         async def load(name: str) -> Held:

@@ -248,13 +248,18 @@ def _libc() -> ctypes.CDLL:
 
 
 BUCKET_POSITIONS = 64
-_VERSIONS = count()  # unique over all caches
+_VERSIONS = count()
 _FLOATS = np.dtype(np.float32)
 _KINDS: dict[Cache, np.dtype[Any]] = {
     "kv": _FLOATS,
     "kv_fp16": np.dtype(np.float16),
     "kv_int8": np.dtype(np.int8),
 }
+
+
+def new_version() -> int:
+    """A number that no caches have had."""
+    return next(_VERSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +330,7 @@ class RowCaches:
 
     def __init__(self, layout: CacheLayout, lead: int = 1) -> None:
         self.layout = layout
-        self.version = next(_VERSIONS)  # changes whenever buffers move
+        self.version = new_version()  # changes whenever buffers move
         self.rows = 0
         self.capacity = 0
         self.lead = lead
@@ -356,7 +361,7 @@ class RowCaches:
             moved = bool(self.arrays)
             self.arrays, self._blocks, self._memory = [], [], None
             self.rows = self.capacity = self.nbytes = 0
-            self.version = next(_VERSIONS)
+            self.version = new_version()
             return moved
         capacity = self.layout.capacity_for(positions)
         # The slack keeps a batch at a boundary from copying its caches back and forth. Positions
@@ -384,7 +389,7 @@ class RowCaches:
         Each is `lead` steps after the one before.
         """
         assert self.rows == 1
-        first = _places(self.layout.steps, self.lead)[step]
+        first = places(self.layout.steps, self.lead)[step]
         return [block[first : first + count, 0] for block in self._blocks]
 
     def join(self, lengths: Sequence[int], other: Any, length: int, positions: int) -> None:
@@ -415,7 +420,7 @@ class RowCaches:
         assert self._memory is not None
         layout = self.layout
         row_bytes = layout.heads * layout.pitch * layout.head_width * layout.kind.itemsize
-        place = _places(layout.steps, self.lead)[step]
+        place = places(layout.steps, self.lead)[step]
         return [
             MemoryRange(
                 self._memory,
@@ -439,7 +444,7 @@ class RowCaches:
             ),
         )
         blocks: list[CacheArray] = list(memory.bytes.view(layout.kind).reshape(shape))
-        now, then = _places(layout.steps, self.lead), _places(layout.steps, lead)
+        now, then = places(layout.steps, self.lead), places(layout.steps, lead)
         for index, (block, source) in enumerate(zip(blocks, self._blocks, strict=False)):
             for step in range(layout.steps):
                 block[then[step], :used, :, :held] = source[now[step], :used, :, :held]
@@ -447,7 +452,7 @@ class RowCaches:
                 old.free(index * source.nbytes, source.nbytes)
         self._memory, self._blocks, self.rows, self.lead = memory, blocks, rows, lead
         self.arrays = [block[then[step]] for step in range(layout.steps) for block in blocks]
-        self.version = next(_VERSIONS)
+        self.version = new_version()
         self._allow(capacity)
 
     def _allow(self, positions: int) -> None:
@@ -456,7 +461,7 @@ class RowCaches:
         self.nbytes = self.rows * self.layout.row_bytes(positions)
 
 
-def _places(steps: int, lead: int) -> list[int]:
+def places(steps: int, lead: int) -> list[int]:
     """The place of each step when steps `lead` apart are next to each other."""
     order = sorted(range(steps), key=lambda step: (step % lead, step))
     return [order.index(step) for step in range(steps)]

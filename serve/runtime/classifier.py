@@ -11,19 +11,24 @@ import onnxruntime as ort
 
 from serve.bundle import BundleError, Manifest
 from serve.parts import cut_rows
+from serve.runtime.device import Array
 from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 from serve.runtime.session import StepSessions, check_rows
 
-Beside = dict[str, FloatArray]  # the step's context, and the last velocity
+Beside = dict[str, Array]  # the step's context, and the last velocity
 
 
 @final
 class OrtStepClassifier:
-    """A rung run step by step: one label a row, or one a position."""
+    """A rung run step by step: one label a row, or one a position.
+
+    States stay in the memory of the sessions; only rows and logits cross to the host.
+    """
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, steps: int) -> None:
         self._sessions = sessions
+        self._memory = sessions.memory
         self._manifest = manifest
         self._steps = steps
         self._name = sessions.embed.get_inputs()[0].name
@@ -42,10 +47,10 @@ class OrtStepClassifier:
         self._check_jumps()
         x, beside = self._embed(rows)
         present = present_positions(rows, self._manifest)  # (B, N), of a tagger
-        left = np.arange(len(x))  # (B,): rows that go on
-        evaluations = np.full(len(x), self._steps, dtype=np.int64)
+        left = np.arange(len(rows))  # (B,): rows that go on
+        evaluations = np.full(len(rows), self._steps, dtype=np.int64)
         positions = () if present is None else present.shape[1:]
-        shape = (len(x), *positions, len(self._manifest.labels or ()))
+        shape = (len(rows), *positions, len(self._manifest.labels or ()))
         logits = np.empty(shape, dtype=np.float32)
         for step in range(self._steps):
             y = self._step(step, x, beside)
@@ -56,8 +61,11 @@ class OrtStepClassifier:
             logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
             if sure.all():
                 break
-            x, left = y[~sure], left[~sure]
-            beside = {name: array[~sure] for name, array in beside.items()}
+            x, left = y, left[~sure]
+            if sure.any():
+                rest = np.flatnonzero(~sure)
+                x = self._memory.pick(y, rest)
+                beside = {name: self._memory.pick(array, rest) for name, array in beside.items()}
         return EarlyAnswers(logits, evaluations)
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
@@ -85,7 +93,7 @@ class OrtStepClassifier:
             x = y
         return np.stack(logits)
 
-    def _end(self, step: int, x: FloatArray, y: FloatArray) -> FloatArray:
+    def _end(self, step: int, x: Array, y: Array) -> Array:
         """The state to read out after a step from x to y.
 
         With the dial of time, y. Otherwise the jump to the end along this step's velocity, if the
@@ -94,7 +102,7 @@ class OrtStepClassifier:
         left = self._steps - step
         if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
             return y
-        return x + np.float32(left) * (y - x)
+        return self._memory.jumped(x, y, np.array(left, dtype=np.float32))
 
     def _check_jumps(self) -> None:
         if self._manifest.method != "euler":
@@ -103,7 +111,7 @@ class OrtStepClassifier:
                 "are no jumps; export it with --method euler"
             )
 
-    def _states(self, rows: RowArray) -> Iterator[tuple[FloatArray, Beside]]:
+    def _states(self, rows: RowArray) -> Iterator[tuple[Array, Beside]]:
         """The state before the first step and after each, with its context."""
         x, beside = self._embed(rows)
         yield x, beside
@@ -111,34 +119,34 @@ class OrtStepClassifier:
             x = self._step(step, x, beside)
             yield x, beside
 
-    def _embed(self, rows: RowArray) -> tuple[FloatArray, Beside]:
+    def _embed(self, rows: RowArray) -> tuple[Array, Beside]:
         embed = self._sessions.embed
         names = [node.name for node in embed.get_outputs()]
-        made = embed.run(names, {self._name: check_rows(rows, self._manifest)})
+        made = self._memory.run(embed, names, {self._name: check_rows(rows, self._manifest)})
         beside: Beside = dict(zip(names, made, strict=True))
         x = beside.pop("x")
         if self._sessions.history:
-            beside["previous"] = np.zeros_like(x)
+            beside["previous"] = x  # without weight at the first step
         return x, beside
 
-    def _step(self, step: int, x: FloatArray, beside: Beside) -> FloatArray:
+    def _step(self, step: int, x: Array, beside: Beside) -> Array:
         """The next state; for methods that need it, the velocity is put beside it."""
         sessions = self._sessions
         context = {name: beside[name] for name in sessions.contexts}
         if sessions.history:
             context["previous"] = beside["previous"]
-        times = sessions.times(step, self._steps, len(x))
+        times = sessions.times(step, self._steps, x.shape[0])
         outputs = ["y", "v"] if sessions.history else ["y"]
-        y, *v = sessions.step.run(outputs, {"x": x} | times | context)
+        y, *v = self._memory.run(sessions.step, outputs, {"x": x, **times, **context})
         if v:
             beside["previous"] = v[0]
-        state: FloatArray = y
-        return state
+        return y
 
-    def _read(self, state: FloatArray, beside: Beside, output: str = "logits") -> FloatArray:
+    def _read(self, state: Array, beside: Beside, output: str = "logits") -> FloatArray:
         seen = {name: beside[name] for name in self._sessions.head_contexts}
-        found: FloatArray = self._sessions.head.run([output], {"x": state} | seen)[0]
-        return found  # (B, C), or (B, N, C)
+        (found,) = self._memory.run(self._sessions.head, [output], {"x": state, **seen})
+        logits: FloatArray = self._memory.read(found)  # type: ignore[assignment]  # float32
+        return logits  # (B, C), or (B, N, C)
 
 
 @final

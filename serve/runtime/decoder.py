@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +12,64 @@ import onnxruntime as ort
 from serve.bundle import Manifest, Rung
 from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
 from serve.runtime.device import HOST, Array, Caches
-from serve.runtime.protocol import CacheArray, FloatArray, IntArray, Prefill, WindowFullError
+from serve.runtime.protocol import FloatArray, IntArray, Prefill, RowArray, WindowFullError
 from serve.runtime.session import StepSessions, cache_names, check_tokens
+
+
+class Pass(Protocol):
+    """A pass of tokens (B, S) behind past positions (B,) through all steps.
+
+    Valid while the caches do not move; it reads `tokens` and `past` anew every time.
+    """
+
+    @property
+    def tokens(self) -> IntArray: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def run(self) -> FloatArray:
+        """Logits (B, K, V); the next run overwrites them."""
+        ...
+
+    def begin(self) -> None:
+        """Embed the tokens."""
+        ...
+
+    def advance(self, first: int, end: int) -> None:
+        """Run these steps, which come next."""
+        ...
+
+    def end(self) -> FloatArray:
+        """The logits after the last step; the next run overwrites them."""
+        ...
+
+
+class Passes(Protocol):
+    """What rows with caches run on: onnxruntime's sessions, or TensorRT's engines."""
+
+    def caches(self, layout: CacheLayout, lead: int) -> Caches:
+        """Caches without rows."""
+        ...
+
+    def open(
+        self,
+        caches: Sequence[Array],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+    ) -> Pass:
+        """A pass over all buffers, step by step; logits are wanted where `keep` says."""
+        ...
+
+    def scratch(self, layout: CacheLayout, rows: int, positions: int) -> Sequence[Array]:
+        """Buffers for a pass over whole rows, whose contents are not wanted."""
+        ...
 
 
 @final
 class BoundPass:
-    """A pass of tokens through all steps, bound to its buffers in advance.
-
-    Valid while the caches do not move. `run` reads `tokens` and `past` anew every time.
-    """
+    """A pass on onnxruntime, bound to its buffers in advance."""
 
     def __init__(
         self,
@@ -114,6 +162,38 @@ class BoundPass:
         return logits
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class OrtPasses:
+    """Passes on sessions of onnxruntime."""
+
+    sessions: StepSessions
+    names: Sequence[str]  # of the buffers of one step
+    width: int
+    vocab_size: int
+
+    def caches(self, layout: CacheLayout, lead: int) -> Caches:
+        return self.sessions.memory.caches(layout, lead)
+
+    def open(
+        self,
+        caches: Sequence[Array],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+    ) -> BoundPass:
+        return BoundPass(
+            self.sessions, self.names, caches, tokens, past, keep, self.width, self.vocab_size
+        )
+
+    def scratch(self, layout: CacheLayout, rows: int, positions: int) -> Sequence[Array]:
+        # All steps, stages and layers can use one pair of buffers: each writes all its positions
+        # before it reads them, and none starts before the last is done.
+        shape = (rows, layout.heads, positions, layout.head_width)
+        pair = [self.sessions.memory.empty(shape, layout.kind) for _ in range(2)]
+        return pair * (layout.buffers // 2)
+
+
 # Attention sums in another order for chunks of another size, so a prompt's chunks depend on the
 # prompt alone: the same prompt always gives the same logits.
 
@@ -121,7 +201,7 @@ class BoundPass:
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[Sequence[Array], IntArray, int], BoundPass]  # (caches, tokens (S,), past)
+Opening = Callable[[Sequence[Array], IntArray, int], Pass]  # (caches, tokens (S,), past)
 
 
 @final
@@ -138,7 +218,7 @@ class OrtPrefill:
         self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
         self._open = open_pass
-        self._bound_pass: BoundPass | None = None
+        self._bound_pass: Pass | None = None
         self._read = self._step = 0
 
     @property
@@ -185,8 +265,7 @@ class _Embed:
     binding: ort.IOBinding
     tokens: IntArray  # (B, 1)
     past: npt.NDArray[np.int32]  # (B,)
-    x: FloatArray  # (B, 1, D)
-    seqlens: npt.NDArray[np.int32]  # (B,)
+    held: tuple[Array, Array]  # both, where the graph reads them
     total: npt.NDArray[np.int32]  # ()
 
 
@@ -194,8 +273,8 @@ class _Embed:
 @dataclass(slots=True)
 class _Head:
     binding: ort.IOBinding
-    x: FloatArray  # (B, 1, D)
-    logits: FloatArray  # (B, 1, V)
+    keep: Array
+    logits: Array  # (B, 1, V)
 
 
 @final
@@ -204,57 +283,53 @@ class EmbedAndHead:
 
     def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
         self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
-        self._first = np.zeros(1, dtype=np.int64)
+        self._memory = sessions.memory
         self._embeds: dict[int, _Embed] = {}
         self._heads: dict[int, _Head] = {}
 
     def embed(
         self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
-    ) -> tuple[FloatArray, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """States (B, 1, D), lengths (B,) and the largest () for tokens (B,) after positions (B,).
-
-        The next call with as many rows overwrites them.
-        """
-        call = self._embeds.get(rows) or self._bound_embed(rows)
+    ) -> tuple[Array, Array, int]:
+        """States (B, 1, D), lengths (B,) and the largest for tokens (B,) after positions (B,)."""
+        memory, call = self._memory, self._embeds.get(rows) or self._bound_embed(rows)
         call.tokens[:, 0], call.past[:] = tokens, past
+        memory.write(call.held[0], call.tokens)
+        memory.write(call.held[1], call.past)
+        x = memory.empty((rows, 1, self._width), np.float32)
+        seqlens = memory.empty((rows,), np.int32)
+        memory.bind_output(call.binding, "x", x)
+        memory.bind_output(call.binding, "seqlens", seqlens)
         self._sessions.embed.run_with_iobinding(call.binding)
-        return call.x, call.seqlens, call.total
+        return x, seqlens, int(call.total)
 
-    def head(self, x: FloatArray) -> FloatArray:
+    def head(self, x: Array) -> FloatArray:
         """Logits (B, V) of states (B, 1, D), a copy."""
-        call = self._heads.get(len(x)) or self._bound_head(len(x))
-        call.x[:] = x
+        rows = x.shape[0]
+        call = self._heads.get(rows) or self._bound_head(rows)
+        self._memory.bind_input(call.binding, "x", x)
         self._sessions.head.run_with_iobinding(call.binding)
-        return call.logits[:, 0].copy()
+        logits: FloatArray = self._memory.read(call.logits)[:, 0].copy()  # type: ignore[assignment]  # float32
+        return logits
 
     def _bound_embed(self, rows: int) -> _Embed:
-        call = _Embed(
-            self._sessions.embed.io_binding(),
-            np.zeros((rows, 1), dtype=np.int64),
-            np.zeros(rows, dtype=np.int32),
-            np.empty((rows, 1, self._width), dtype=np.float32),
-            np.empty(rows, dtype=np.int32),
-            np.empty((), dtype=np.int32),
-        )
-        HOST.bind_input(call.binding, "tokens", call.tokens)
-        HOST.bind_input(call.binding, "past", call.past)
-        HOST.bind_output(call.binding, "x", call.x)
-        HOST.bind_output(call.binding, "seqlens", call.seqlens)
-        HOST.bind_output(call.binding, "total", call.total)
+        memory, binding = self._memory, self._sessions.embed.io_binding()
+        tokens, past = np.zeros((rows, 1), dtype=np.int64), np.zeros(rows, dtype=np.int32)
+        held = memory.hold(tokens), memory.hold(past)
+        call = _Embed(binding, tokens, past, held, np.empty((), dtype=np.int32))
+        memory.bind_input(binding, "tokens", held[0])
+        memory.bind_input(binding, "past", held[1])
+        HOST.bind_output(binding, "total", call.total)
         if len(self._embeds) >= _KEPT_SIZES:
             self._embeds.clear()
         self._embeds[rows] = call
         return call
 
     def _bound_head(self, rows: int) -> _Head:
-        call = _Head(
-            self._sessions.head.io_binding(),
-            np.zeros((rows, 1, self._width), dtype=np.float32),
-            np.empty((rows, 1, self._vocab_size), dtype=np.float32),
-        )
-        HOST.bind_input(call.binding, "x", call.x)
-        HOST.bind_input(call.binding, "keep", self._first)
-        HOST.bind_output(call.binding, "logits", call.logits)
+        memory, binding = self._memory, self._sessions.head.io_binding()
+        logits = memory.empty((rows, 1, self._vocab_size), np.float32)
+        call = _Head(binding, memory.hold(np.zeros(1, dtype=np.int64)), logits)
+        memory.bind_input(binding, "keep", call.keep)
+        memory.bind_output(binding, "logits", call.logits)
         if len(self._heads) >= _KEPT_SIZES:
             self._heads.clear()
         self._heads[rows] = call
@@ -269,36 +344,25 @@ _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 class StepState:
     """The state of a batch's rows between two steps."""
 
-    x: FloatArray  # (B, 1, D)
-    v: FloatArray  # (B, 1, D): velocity of the last step, for methods that need it
-    seqlens: npt.NDArray[np.int32]  # (B,)
+    x: Array  # (B, 1, D)
+    v: Array  # (B, 1, D): velocity of the last step, for methods that need it
+    seqlens: Array  # (B,)
     total: int  # positions of the longest row, the new one included
     step: int = 0
 
 
-@final
-class OrtDecodeBatch:
-    """A batch whose rows are prefixes of shared buffers; each step updates its caches in place."""
+class CachedRows:
+    """A batch whose rows are prefixes of shared buffers; each pass updates its caches."""
 
-    def __init__(
-        self,
-        sessions: StepSessions,
-        embed_and_head: EmbedAndHead,
-        names: list[str],
-        layout: CacheLayout,
-        width: int,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, passes: Passes, layout: CacheLayout, vocab_size: int) -> None:
         self.step_state: StepState | None = None  # None: between two tokens
-        self.number = next(_NUMBERS)
-        self.sessions, self.names, self.width = sessions, names, width
-        self._embed_and_head = embed_and_head
+        self._passes = passes
         self._vocab_size = vocab_size
-        self._caches = sessions.memory.caches(layout)
+        self._lead = 1  # of the last row that speculated
+        self._caches = passes.caches(layout, self._lead)
         self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # the most positions of each row
-        self._lead = 1  # of the last row that speculated
-        self._bound_pass: BoundPass | None = None  # one token a row; until rows or buffers move
+        self._bound_pass: Pass | None = None  # one token a row; until rows or buffers move
 
     @property
     def lengths(self) -> list[int]:
@@ -326,10 +390,6 @@ class OrtDecodeBatch:
     def nbytes(self) -> int:
         return self._caches.nbytes
 
-    @property
-    def steps(self) -> int:
-        return self._caches.layout.buffers // len(self.names)
-
     def read(self, tokens: IntArray, positions: int = 0) -> OrtPrefill:
         tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
@@ -339,7 +399,7 @@ class OrtDecodeBatch:
                 "keep its last ones"
             )
         # With the lead of the last row that speculated; the next one probably uses the same.
-        caches = self.sessions.memory.caches(self._caches.layout, self._lead)
+        caches = self._passes.caches(self._caches.layout, self._lead)
         return OrtPrefill(caches, self._open_alone, tokens, positions)
 
     def join(self, prefill: Prefill) -> None:
@@ -375,7 +435,7 @@ class OrtDecodeBatch:
         if self._caches.reserve(rows, longest, rows, max(past + len(tokens), longest)):
             self._bound_pass = None
         caches = [array[row : row + 1] for array in self._caches.arrays]
-        bound_pass = self._open(caches, tokens[None], _one(past), np.arange(len(tokens)))
+        bound_pass = self._passes.open(caches, tokens[None], _one(past), np.arange(len(tokens)))
         logits: FloatArray = bound_pass.run()[0]  # (S, V)
         self._past[row] += len(tokens)
         return logits
@@ -384,76 +444,11 @@ class OrtDecodeBatch:
         self.make_room(tokens)
         if self._bound_pass is None:
             one, caches = np.zeros((self.rows, 1), dtype=np.int64), self._used()
-            self._bound_pass = self._open(caches, one, self._past, _FIRST_OF_ONE)
+            self._bound_pass = self._passes.open(caches, one, self._past, _FIRST_OF_ONE)
         self._bound_pass.tokens[:, 0] = tokens
         logits: FloatArray = self._bound_pass.run()[:, 0].copy()  # (B, V)
         self._past += 1
         return logits
-
-    def begin(self, tokens: IntArray) -> None:
-        self.step_state = self.embed(tokens, self.make_room(tokens))
-
-    def end(self) -> FloatArray:
-        return self.read_off(self.arrive())
-
-    def arrive(self) -> FloatArray:
-        """States (B, 1, D) after the last step; every row grows by one position."""
-        assert self.step_state is not None and self.step_state.step == self.steps, (
-            "not at the last step"
-        )
-        x, self.step_state = self.step_state.x, None
-        self._past += 1
-        return x
-
-    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
-        """The first state of rows with these tokens (B,), after these positions (B,)."""
-        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
-        x = x.copy()
-        v = np.zeros_like(x) if self.sessions.history else x
-        return StepState(x, v, seqlens.copy(), int(total))
-
-    def state(self, token: int, past: int) -> FloatArray:
-        """The first state (1, 1, D) of one row with this token; the next call overwrites it."""
-        return self._embed_and_head.embed(token, past)[0]
-
-    def read_off(self, x: FloatArray) -> FloatArray:
-        """Logits (B, V) of states (B, 1, D)."""
-        return self._embed_and_head.head(x)
-
-    def reach(self, positions: int, lead: int) -> None:
-        """Make room for this many positions in the only row, which speculates with this lead.
-
-        Call before the last of them is begun.
-        """
-        assert self.rows == 1 and self.step_state is None
-        self._lead, held = lead, positions - 1
-        arranged = self._mapped.arrange(lead, held)
-        if self._caches.reserve(1, held, 1, positions) or arranged:
-            self._bound_pass = None
-
-    def along(self, step: int, count: int) -> list[CacheArray]:
-        """The only row's caches at this step and the next ones, each a lead further."""
-        return self._mapped.along(step, count)
-
-    def lengthen(self) -> None:
-        """The only row has one position more, which a speculation has written."""
-        assert self.rows == 1
-        self._past += 1
-
-    def caches(self, step: int) -> list[CacheArray]:
-        """The caches of a step; they stay where they are until the version changes."""
-        each, rows = len(self.names), self.rows
-        return [array[:rows] for array in self._mapped.arrays[step * each : (step + 1) * each]]
-
-    def parts(self, step: int) -> list[MemoryRange]:
-        """The caches of a step as memory ranges, to be mapped next to those of other batches."""
-        return self._mapped.parts(step, self.rows)
-
-    @property
-    def _mapped(self) -> RowCaches:
-        """Caches of the host, which rungs that share calls and rows that speculate need."""
-        assert isinstance(self._caches, RowCaches), "caches of a device"
-        return self._caches
 
     def remove(self, row: int) -> None:
         self._check_row(row)
@@ -494,26 +489,87 @@ class OrtDecodeBatch:
     def _used(self) -> list[Array]:
         return [array[: len(self._past)] for array in self._caches.arrays]
 
-    def _open_alone(self, caches: Sequence[Array], tokens: IntArray, past: int) -> BoundPass:
-        return self._open(caches, tokens[None], _one(past), last_of(tokens))
+    def _open_alone(self, caches: Sequence[Array], tokens: IntArray, past: int) -> Pass:
+        return self._passes.open(caches, tokens[None], _one(past), last_of(tokens))
 
-    def _open(
+
+@final
+class OrtDecodeBatch(CachedRows):
+    """Rows on onnxruntime, which also run step by step, share calls, and speculate."""
+
+    def __init__(
         self,
-        caches: Sequence[Array],
-        tokens: IntArray,
-        past: npt.NDArray[np.int32],
-        keep: IntArray,
-    ) -> BoundPass:
-        return BoundPass(
-            self.sessions,
-            self.names,
-            caches,
-            tokens,
-            past,
-            keep,
-            self.width,
-            self._vocab_size,
+        passes: OrtPasses,
+        embed_and_head: EmbedAndHead,
+        layout: CacheLayout,
+    ) -> None:
+        super().__init__(passes, layout, passes.vocab_size)
+        self.number = next(_NUMBERS)
+        self.sessions, self.names, self.width = passes.sessions, passes.names, passes.width
+        self._embed_and_head = embed_and_head
+
+    @property
+    def steps(self) -> int:
+        return self._caches.layout.buffers // len(self.names)
+
+    def begin(self, tokens: IntArray) -> None:
+        self.step_state = self.embed(tokens, self.make_room(tokens))
+
+    def end(self) -> FloatArray:
+        return self.read_off(self.arrive())
+
+    def arrive(self) -> Array:
+        """States (B, 1, D) after the last step; every row grows by one position."""
+        assert self.step_state is not None and self.step_state.step == self.steps, (
+            "not at the last step"
         )
+        x, self.step_state = self.step_state.x, None
+        self._past += 1
+        return x
+
+    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
+        """The first state of rows with these tokens (B,), after these positions (B,)."""
+        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
+        # At the first step the last velocity has no weight, so any numbers do.
+        return StepState(x, x, seqlens, total)
+
+    def state(self, token: int, past: int) -> Array:
+        """The first state (1, 1, D) of one row with this token."""
+        return self._embed_and_head.embed(token, past)[0]
+
+    def read_off(self, x: Array) -> FloatArray:
+        """Logits (B, V) of states (B, 1, D)."""
+        return self._embed_and_head.head(x)
+
+    def reach(self, positions: int, lead: int) -> None:
+        """Make room for this many positions in the only row, which speculates with this lead.
+
+        Call before the last of them is begun.
+        """
+        assert self.rows == 1 and self.step_state is None
+        self._lead, held = lead, positions - 1
+        arranged = self._caches.arrange(lead, held)
+        if self._caches.reserve(1, held, 1, positions) or arranged:
+            self._bound_pass = None
+
+    def along(self, step: int, count: int) -> Sequence[Array]:
+        """The only row's caches at this step and the next ones, each a lead further."""
+        return self._caches.along(step, count)
+
+    def lengthen(self) -> None:
+        """The only row has one position more, which a speculation has written."""
+        assert self.rows == 1
+        self._past += 1
+
+    def caches(self, step: int) -> list[Array]:
+        """The caches of a step; they stay where they are until the version changes."""
+        each, rows = len(self.names), self.rows
+        return [array[:rows] for array in self._caches.arrays[step * each : (step + 1) * each]]
+
+    def parts(self, step: int) -> list[MemoryRange]:
+        """The caches of a step as memory ranges, to be mapped next to those of other batches."""
+        assert isinstance(self._caches, RowCaches), "caches of a device"
+        return self._caches.parts(step, self.rows)
 
 
 def _one(past: int) -> npt.NDArray[np.int32]:
@@ -523,59 +579,54 @@ def _one(past: int) -> npt.NDArray[np.int32]:
 _FORWARD_TOKENS = 8192
 
 
-@final
-class OrtDecoder:
+class CachedDecoder:
     """A rung with caches: opens batches, and runs whole sequences for verification."""
 
-    def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
-        self._sessions = sessions
-        self._layout = CacheLayout.of(manifest, rung)
-        self._names = cache_names(sessions.stages, manifest.shape.layers)
-        self._steps = rung.steps
-        self._width = manifest.shape.state_width
-        self._vocab_size = manifest.text_tokenizer.vocab_size
-        self._embed_and_head = EmbedAndHead(sessions, self._width, self._vocab_size)
+    def __init__(self, passes: Passes, layout: CacheLayout, vocab_size: int) -> None:
+        self._passes = passes
+        self._layout = layout
+        self._vocab_size = vocab_size
 
-    def open_batch(self) -> OrtDecodeBatch:
-        return OrtDecodeBatch(
-            self._sessions,
-            self._embed_and_head,
-            self._names,
-            self._layout,
-            self._width,
-            self._vocab_size,
-        )
+    def open_batch(self) -> CachedRows:
+        return CachedRows(self._passes, self._layout, self._vocab_size)
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         return self._layout.bytes_for(positions, rows)
 
-    def forward(self, tokens: IntArray) -> FloatArray:
-        tokens = check_tokens(tokens, 2, self._vocab_size)  # (B, S)
-        rows, length = tokens.shape
+    def forward(self, rows: RowArray) -> FloatArray:
+        """Logits (B, S, V) at every position of tokens (B, S)."""
+        tokens = check_tokens(rows, 2, self._vocab_size)
+        count, length = tokens.shape
         if length > self._layout.max_tokens:
             raise ValueError(
                 f"{length} tokens a row are more than max_tokens ({self._layout.max_tokens})"
             )
         chunk = max(1, _FORWARD_TOKENS // length)
         return np.concatenate(
-            [self._forward_rows(tokens[at : at + chunk]) for at in range(0, rows, chunk)]
+            [self._forward_rows(tokens[at : at + chunk]) for at in range(0, count, chunk)]
         )
 
     def _forward_rows(self, tokens: IntArray) -> FloatArray:
         rows, length = tokens.shape
-        shape = (rows, self._layout.heads, length, self._layout.head_width)
-        # Nothing is decoded afterwards, so all steps, stages and layers can use one pair of
-        # buffers: each writes all its positions before it reads them, and none starts before the
-        # last is done.
-        pair = [self._sessions.memory.empty(shape, self._layout.kind) for _ in range(2)]
-        bound_pass = BoundPass(
-            self._sessions,
-            self._names,
-            pair * (self._steps * len(self._names) // 2),
+        one_pass = self._passes.open(
+            self._passes.scratch(self._layout, rows, length),
             tokens,
             np.zeros(rows, dtype=np.int32),
             np.arange(length, dtype=np.int64),
-            self._width,
-            self._vocab_size,
         )
-        return bound_pass.run()
+        return one_pass.run()
+
+
+@final
+class OrtDecoder(CachedDecoder):
+    """A rung with caches on onnxruntime."""
+
+    def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
+        width, vocab_size = manifest.shape.state_width, manifest.text_tokenizer.vocab_size
+        names = cache_names(sessions.stages, manifest.shape.layers)
+        self._own = OrtPasses(sessions, names, width, vocab_size)
+        super().__init__(self._own, CacheLayout.of(manifest, rung), vocab_size)
+        self._embed_and_head = EmbedAndHead(sessions, width, vocab_size)
+
+    def open_batch(self) -> OrtDecodeBatch:
+        return OrtDecodeBatch(self._own, self._embed_and_head, self._layout)

@@ -2,18 +2,21 @@
 
 There are two kinds. `HostMemory` is numpy arrays, bound by address. `ProviderMemory` is the memory
 of an execution provider: arrays are OrtValues, and nothing crosses to the host but what `write` and
-`read` move, which are tokens and logits. Caches there grow by a graph that runs on the provider.
+`read` move, which are tokens, lengths and logits. Caches there grow, and states are picked and
+joined, by small graphs that run on the provider.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from serve.runtime.cache import CacheLayout, RowCaches
-from serve.runtime.protocol import Device
+from serve.runtime.cache import CacheLayout, RowCaches, new_version, places
+from serve.runtime.protocol import Device, FloatArray
 
 HostArray = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
@@ -25,9 +28,9 @@ class DeviceArray:
     """An array in a device's memory, or a part of one along its first axis."""
 
     def __init__(
-        self, value: ort.OrtValue, shape: Shape, dtype: "np.dtype[Any]", offset_bytes: int = 0
+        self, value: Any, shape: Shape, dtype: "np.dtype[Any]", offset_bytes: int = 0
     ) -> None:
-        self.value = value  # keeps the memory
+        self.value = value  # keeps the memory, and has `data_ptr()`: an OrtValue, or a block
         self.shape, self.dtype = shape, dtype
         self._offset_bytes = offset_bytes
 
@@ -48,6 +51,17 @@ class DeviceArray:
 
 
 Array = HostArray | DeviceArray  # of one kind of memory each
+
+
+class Runs(Protocol):
+    """The part of a session that a memory needs."""
+
+    @property
+    def run(self) -> Callable[..., Any]: ...
+    @property
+    def io_binding(self) -> Callable[..., Any]: ...
+    @property
+    def run_with_iobinding(self) -> Callable[..., Any]: ...
 
 
 class Caches(Protocol):
@@ -92,6 +106,17 @@ class Caches(Protocol):
         """
         ...
 
+    def arrange(self, lead: int, held: int) -> bool:
+        """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
+        ...
+
+    def along(self, step: int, count: int) -> Sequence[Any]:
+        """The only row's buffers (count, heads, capacity, head_width), from this step on.
+
+        Each is `lead` steps after the one before.
+        """
+        ...
+
 
 class Memory(Protocol):
     """Where arrays and caches of sessions are."""
@@ -121,7 +146,31 @@ class Memory(Protocol):
         ...
 
     def caches(self, layout: CacheLayout, lead: int = 1) -> Caches:
-        """Caches without rows; `lead` as of RowCaches, where rows can speculate."""
+        """Caches without rows; `lead` as of RowCaches."""
+        ...
+
+    def run(
+        self,
+        session: "Runs",
+        outputs: Sequence[str],
+        feeds: Mapping[str, Array],
+    ) -> list[Array]:
+        """Run a graph for these outputs, which stay where they are made.
+
+        What it is fed may be of the host.
+        """
+        ...
+
+    def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
+        """These rows of an array (B, ...)."""
+        ...
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        """The rows of all parts, one part behind the other."""
+        ...
+
+    def jumped(self, x: Array, y: Array, left: HostArray) -> Array:
+        """x + left (y - x), in this order; where `left` is 1, exactly y."""
         ...
 
 
@@ -170,6 +219,25 @@ class HostMemory:
     def caches(self, layout: CacheLayout, lead: int = 1) -> RowCaches:
         return RowCaches(layout, lead)
 
+    def run(self, session: Runs, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        made: list[Array] = session.run(outputs, feeds)
+        return made
+
+    def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> HostArray:
+        assert isinstance(array, np.ndarray)
+        picked: HostArray = array[rows]
+        return picked
+
+    def joined(self, parts: Sequence[Array]) -> HostArray:
+        return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+    def jumped(self, x: Array, y: Array, left: HostArray) -> HostArray:
+        assert isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
+        states: FloatArray = np.subtract(y, x, dtype=np.float32)
+        states *= left.astype(np.float32)
+        states += x.astype(np.float32, copy=False)
+        return np.where(left == 1, y, states)
+
 
 def _address(array: HostArray) -> int:
     assert array.flags.c_contiguous
@@ -189,7 +257,7 @@ class ProviderMemory:
         self.kind, self.number = kind, number
         self.written_bytes = self.read_bytes = 0
         self._provider = provider
-        self._copies: dict[tuple[np.dtype[Any], bool], ort.InferenceSession] = {}
+        self._graphs: dict[bytes, ort.InferenceSession] = {}
 
     def empty(self, shape: Shape, kind: npt.DTypeLike) -> DeviceArray:
         dtype = np.dtype(kind)
@@ -222,36 +290,116 @@ class ProviderMemory:
         binding.bind_output(name, *self._bound(array))
 
     def caches(self, layout: CacheLayout, lead: int = 1) -> "DeviceCaches":
-        return DeviceCaches(layout, self)
+        return DeviceCaches(layout, self, lead)
 
-    def copies(self, kind: "np.dtype[Any]", joins: bool) -> ort.InferenceSession:
-        """The session of `copy_graph` for arrays of this type."""
-        key = kind, joins
-        if key not in self._copies:
+    def cache_block(self, layout: CacheLayout, rows: int, capacity: int) -> DeviceArray:
+        shape = (layout.buffers, rows, layout.heads, capacity, layout.head_width)
+        return self.empty(shape, layout.kind)
+
+    def move(self, target: DeviceArray, parts: Sequence["KeptRows"]) -> None:
+        first, *more = parts
+        session = self.session(copy_graph(target.dtype, joins=bool(more)))
+        binding = session.io_binding()
+        capacity = target.shape[3]
+        given = {"rows": np.array(first.rows, dtype=np.int64)}
+        for part, name, before in zip(parts, ("kept", "more"), ("", "more_"), strict=False):
+            given[f"{before}order"] = part.order
+            given[f"{before}held"] = np.array([part.held], dtype=np.int64)
+            given[f"{before}pads"] = _pads(capacity - min(part.held, part.block.shape[3]))
+            self.bind_input(binding, name, part.block)
+        for name, array in given.items():
+            binding.bind_cpu_input(name, array)
+        self.bind_output(binding, "made", target)
+        session.run_with_iobinding(binding)
+
+    def run(self, session: Runs, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        binding = session.io_binding()
+        held = {  # until the run has ended
+            name: self.hold(array) if isinstance(array, np.ndarray) else array
+            for name, array in feeds.items()
+        }
+        for name, array in held.items():
+            self.bind_input(binding, name, array)
+        for name in outputs:
+            binding.bind_output(name, self.kind, self.number)
+        session.run_with_iobinding(binding)
+        return [_device_array(value) for value in binding.get_outputs()]
+
+    def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> DeviceArray:
+        assert isinstance(array, DeviceArray)
+        graph = pick_graph(array.dtype, len(array.shape))
+        return self._computed(graph, {"all": array, "rows": rows})
+
+    def joined(self, parts: Sequence[Array]) -> DeviceArray:
+        first, *others = parts
+        for other in others:
+            graph = join_graph(first.dtype, len(first.shape))
+            first = self._computed(graph, {"first": first, "second": other})
+        assert isinstance(first, DeviceArray)
+        return first
+
+    def jumped(self, x: Array, y: Array, left: HostArray) -> DeviceArray:
+        graph = jump_graph(len(x.shape))
+        sizes = left.astype(np.float32).reshape(left.shape or (1,) * len(x.shape))
+        return self._computed(graph, {"x": x, "y": y, "left": sizes})
+
+    def session(self, graph: bytes) -> ort.InferenceSession:
+        """The session of one of the graphs below."""
+        if graph not in self._graphs:
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
             options.log_severity_level = 3
-            self._copies[key] = ort.InferenceSession(
-                copy_graph(kind, joins), options, providers=[self._provider]
-            )
-        return self._copies[key]
+            self._graphs[graph] = ort.InferenceSession(graph, options, providers=[self._provider])
+        return self._graphs[graph]
+
+    def _computed(self, graph: bytes, feeds: Mapping[str, Array]) -> DeviceArray:
+        (made,) = self.run(self.session(graph), ["made"], feeds)
+        assert isinstance(made, DeviceArray)
+        return made
 
     def _bound(self, array: Array) -> tuple[str, int, type[np.generic], Shape, int]:
         assert isinstance(array, DeviceArray)
         return self.kind, self.number, array.dtype.type, array.shape, array.address
 
 
+def _device_array(value: ort.OrtValue) -> DeviceArray:
+    return DeviceArray(value, tuple(value.shape()), _TYPES[value.data_type()])
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Rows of a block of caches that go into another block."""
+
+    block: DeviceArray  # (buffers, rows, ...)
+    order: npt.NDArray[np.int64]  # of its buffers in the other block
+    rows: Sequence[int]
+    held: int  # positions of each, at most
+
+
+class CacheMemory(Protocol):
+    """A device's memory, as its caches need it."""
+
+    def cache_block(self, layout: CacheLayout, rows: int, capacity: int) -> DeviceArray:
+        """A new array (buffers, rows, ...) for keys and values of so many positions."""
+        ...
+
+    def move(self, target: DeviceArray, parts: Sequence[KeptRows]) -> None:
+        """Fill a block with the rows of one part or two, one behind the other."""
+        ...
+
+
 @final
 class DeviceCaches:
-    """The caches of a batch as one array (buffers, rows, heads, capacity, head_width) of a device.
+    """The caches of a batch as one array (buffers, rows, ...) of a device.
 
-    It has no row and no position to spare but up to the next bucket: rows that join or leave, and
-    positions beyond, move it, in one call of a copying graph.
+    The buffers of all steps lie one behind the other for each buffer of a step, with steps `lead`
+    apart next to each other, as in RowCaches. There is no row and no position to spare but up to
+    the next bucket: rows that join or leave, and positions beyond, move it, on the device.
     """
 
-    def __init__(self, layout: CacheLayout, memory: ProviderMemory) -> None:
-        self.layout = layout
-        self.version = 0
+    def __init__(self, layout: CacheLayout, memory: CacheMemory, lead: int = 1) -> None:
+        self.layout, self.lead = layout, lead
+        self.version = new_version()
         self.rows = self.capacity = self.nbytes = 0
         self.arrays: list[DeviceArray] = []
         self._memory = memory
@@ -277,6 +425,19 @@ class DeviceCaches:
         held = max((lengths[index] for index in kept), default=0)
         self._move(kept, held, self.layout.capacity_for(positions), last)
 
+    def arrange(self, lead: int, held: int) -> bool:
+        assert self.rows == 1
+        if self.lead == lead:
+            return False
+        self._move([0], held, self.capacity, 1, lead=lead)
+        return True
+
+    def along(self, step: int, count: int) -> list[DeviceArray]:
+        assert self.rows == 1
+        steps = self.layout.steps
+        first = places(steps, self.lead)[step]
+        return [self._buffer(at * steps + first, count) for at in range(self._a_step)]
+
     def _move(
         self,
         kept: list[int],
@@ -285,65 +446,46 @@ class DeviceCaches:
         rows: int,
         other: "DeviceCaches | None" = None,
         length: int = 0,
+        lead: int | None = None,
     ) -> None:
         """A new block with these rows' first `held` positions, and those of the other's row."""
-        layout, memory = self.layout, self._memory
-        block = None
-        if rows:
-            shape = (layout.buffers, rows, layout.heads, capacity, layout.head_width)
-            block = memory.empty(shape, layout.kind)
-            if kept:
-                assert self._block is not None
-                self._copy(block, kept, held, other, length)
-            elif other is not None:
-                assert other._block is not None
-                other._copy(block, [0], length, None, 0)
-        self._block, self.rows, self.capacity = block, rows, capacity if rows else 0
-        self.nbytes = rows * layout.buffers * layout.heads * capacity * self._position_bytes
-        self.arrays = []
-        if block is not None:
-            for index in range(layout.buffers):
-                buffer = block[index : index + 1]
-                self.arrays.append(
-                    DeviceArray(block.value, buffer.shape[1:], buffer.dtype, index * self._stride)
-                )
-        self.version += 1
-
-    @property
-    def _position_bytes(self) -> int:
-        return self.layout.head_width * self.layout.kind.itemsize
-
-    @property
-    def _stride(self) -> int:
-        return self.rows * self.layout.heads * self.capacity * self._position_bytes
-
-    def _copy(
-        self,
-        block: DeviceArray,
-        kept: list[int],
-        held: int,
-        other: "DeviceCaches | None",
-        length: int,
-    ) -> None:
-        assert self._block is not None
-        capacity = block.shape[3]
-        session = self._memory.copies(self.layout.kind, other is not None)
-        binding = session.io_binding()
-        given = {
-            "rows": np.array(kept, dtype=np.int64),
-            "held": np.array([held], dtype=np.int64),
-            "pads": _pads(capacity - min(held, self.capacity)),
-        }
-        self._memory.bind_input(binding, "kept", self._block)
+        layout, lead = self.layout, lead or self.lead
+        block = self._memory.cache_block(layout, rows, capacity) if rows else None
+        parts = [self._kept(lead, kept, held)] if kept else []
         if other is not None:
-            assert other._block is not None
-            given["more_held"] = np.array([length], dtype=np.int64)
-            given["more_pads"] = _pads(capacity - min(length, other.capacity))
-            self._memory.bind_input(binding, "more", other._block)
-        for name, array in given.items():
-            binding.bind_cpu_input(name, array)
-        self._memory.bind_output(binding, "moved", block)
-        session.run_with_iobinding(binding)
+            parts.append(other._kept(lead, [0], length))
+        if block is not None and parts:
+            self._memory.move(block, parts)
+        self._block, self.rows, self.capacity = block, rows, capacity if rows else 0
+        self.lead, self.arrays, self.nbytes = lead, [], 0
+        if block is not None:
+            self.nbytes = int(np.prod(block.shape)) * layout.kind.itemsize
+            self.arrays = [
+                self._buffer(at * layout.steps + place)
+                for place in places(layout.steps, lead)
+                for at in range(self._a_step)
+            ]
+        self.version = new_version()
+
+    def _kept(self, lead: int, rows: Sequence[int], held: int) -> KeptRows:
+        assert self._block is not None
+        steps = self.layout.steps
+        now, then = places(steps, self.lead), places(steps, lead)
+        order = [now[then.index(place)] for place in range(steps)]
+        each = [at * steps + place for at in range(self._a_step) for place in order]
+        return KeptRows(self._block, np.array(each, dtype=np.int64), rows, held)
+
+    def _buffer(self, index: int, count: int = 1) -> DeviceArray:
+        """So many buffers of a row each, from this one on; of more rows, one."""
+        assert self._block is not None and (count == 1 or self.rows == 1)
+        rows, *rest = self._block.shape[1:]
+        kind = self.layout.kind
+        offset = index * rows * int(np.prod(rest)) * kind.itemsize
+        return DeviceArray(self._block.value, (count * rows, *rest), kind, offset)
+
+    @property
+    def _a_step(self) -> int:
+        return self.layout.buffers // self.layout.steps
 
 
 def _pads(more: int) -> npt.NDArray[np.int64]:
@@ -353,35 +495,79 @@ def _pads(more: int) -> npt.NDArray[np.int64]:
     return pads
 
 
-# The graph that copies caches on the device. It is written here as the bytes of an ONNX file, since
-# the server has no library that writes them: each field is its number, its length, its bytes.
+# The graphs that move caches and states on the device. They are written here as the bytes of an
+# ONNX file, since the server has no library that writes them: each field is its number, its length,
+# its bytes.
 
 
-_KINDS = {np.dtype(np.float32): 1, np.dtype(np.int8): 3, np.dtype(np.float16): 10}
-_INT64, _OPSET, _IR_VERSION = 7, 21, 10
+_KINDS = {
+    np.dtype(np.float32): 1,
+    np.dtype(np.int8): 3,
+    np.dtype(np.int32): 6,
+    np.dtype(np.int64): 7,
+    np.dtype(np.bool_): 9,
+    np.dtype(np.float16): 10,
+}
+_TYPES: dict[str, np.dtype[Any]] = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(int32)": np.dtype(np.int32),
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(bool)": np.dtype(np.bool_),
+    "tensor(float16)": np.dtype(np.float16),
+}
+_FLOAT, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
+_OPSET, _IR_VERSION = 21, 10
+Port = tuple[str, "np.dtype[Any]", int]  # name, type, dimensions
 
 
 def copy_graph(kind: "np.dtype[Any]", joins: bool) -> bytes:
-    """kept (N, R, H, P, d), rows (K,), held (1,), pads (10,) to moved (N, K, H, P', d).
+    """kept (N, R, H, P, d), order (N,), rows (K,), held (1,), pads (10,) to made (N, K, H, P', d).
 
-    With `joins`, the rows of `more` come behind them, cut and filled up the same way.
+    With `joins`, the rows of `more` come behind them, put in order, cut and filled up the same way.
     """
-    nodes = [_node("Gather", ["kept", "rows"], "picked", axis=1)]
-    nodes += _resized("picked", "held", "pads", "moved/kept" if joins else "moved")
-    floats, numbers = ["kept"], ["rows", "held", "pads"]
+    nodes = [
+        _node("Gather", ["kept", "order"], "ordered", axis=0),
+        _node("Gather", ["ordered", "rows"], "picked", axis=1),
+        *_resized("picked", "held", "pads", "made/kept" if joins else "made"),
+    ]
+    ports: list[Port] = [("kept", kind, 5), ("order", _INT64, 1), ("rows", _INT64, 1)]
+    ports += [("held", _INT64, 1), ("pads", _INT64, 1)]
     if joins:
-        nodes += _resized("more", "more_held", "more_pads", "moved/more")
-        nodes.append(_node("Concat", ["moved/kept", "moved/more"], "moved", axis=1))
-        floats, numbers = [*floats, "more"], [*numbers, "more_held", "more_pads"]
-    parts = [_field(1, node) for node in nodes] + [_field(2, b"copies")]
-    for name, value in (("first", 0), ("axis", 3)):
-        tensor = _number(1, 1) + _number(2, _INT64) + _field(8, name.encode())
-        parts.append(_field(5, tensor + _field(9, value.to_bytes(8, "little"))))
-    parts += [_field(11, _port(name, _KINDS[kind], 5)) for name in floats]
-    parts += [_field(11, _port(name, _INT64, 1)) for name in numbers]
-    parts.append(_field(12, _port("moved", _KINDS[kind], 5)))
-    opset = _field(8, _field(1, b"") + _number(2, _OPSET))
-    return _number(1, _IR_VERSION) + opset + _field(7, b"".join(parts))
+        nodes.append(_node("Gather", ["more", "more_order"], "more/ordered", axis=0))
+        nodes += _resized("more/ordered", "more_held", "more_pads", "made/more")
+        nodes.append(_node("Concat", ["made/kept", "made/more"], "made", axis=1))
+        ports += [("more", kind, 5), ("more_order", _INT64, 1)]
+        ports += [("more_held", _INT64, 1), ("more_pads", _INT64, 1)]
+    constants = [_scalar("first", 0), _scalar("axis", 3)]
+    return _model(nodes, ports, ("made", kind, 5), constants)
+
+
+def pick_graph(kind: "np.dtype[Any]", dimensions: int) -> bytes:
+    """all (B, ...), rows (K,) to made (K, ...)."""
+    ports: list[Port] = [("all", kind, dimensions), ("rows", _INT64, 1)]
+    nodes = [_node("Gather", ["all", "rows"], "made", axis=0)]
+    return _model(nodes, ports, ("made", kind, dimensions))
+
+
+def join_graph(kind: "np.dtype[Any]", dimensions: int) -> bytes:
+    """first (A, ...), second (B, ...) to made (A + B, ...)."""
+    ports: list[Port] = [("first", kind, dimensions), ("second", kind, dimensions)]
+    nodes = [_node("Concat", ["first", "second"], "made", axis=0)]
+    return _model(nodes, ports, ("made", kind, dimensions))
+
+
+def jump_graph(dimensions: int) -> bytes:
+    """x, y, left to made: x + left (y - x); where left is 1, y."""
+    ports: list[Port] = [(name, _FLOAT, dimensions) for name in ("x", "y", "left")]
+    nodes = [
+        _node("Sub", ["y", "x"], "v"),
+        _node("Mul", ["v", "left"], "way"),
+        _node("Add", ["way", "x"], "end"),
+        _node("Equal", ["left", "one"], "there"),
+        _node("Where", ["there", "y", "end"], "made"),
+    ]
+    one = np.ones(1, dtype=np.float32)
+    return _model(nodes, ports, ("made", _FLOAT, dimensions), [_tensor("one", _FLOAT, one)])
 
 
 def _resized(value: str, held: str, pads: str, answer: str) -> list[bytes]:
@@ -392,6 +578,30 @@ def _resized(value: str, held: str, pads: str, answer: str) -> list[bytes]:
     ]
 
 
+def _model(
+    nodes: Sequence[bytes], inputs: Sequence[Port], output: Port, constants: Sequence[bytes] = ()
+) -> bytes:
+    parts = chain(
+        (_field(1, node) for node in nodes),
+        [_field(2, b"moves")],
+        (_field(5, constant) for constant in constants),
+        (_field(11, _port(*port)) for port in inputs),
+        [_field(12, _port(*output))],
+    )
+    opset = _field(8, _field(1, b"") + _number(2, _OPSET))
+    return _number(1, _IR_VERSION) + opset + _field(7, b"".join(parts))
+
+
+def _scalar(name: str, value: int) -> bytes:
+    return _tensor(name, _INT64, np.array([value], dtype=np.int64))
+
+
+def _tensor(name: str, kind: "np.dtype[Any]", values: HostArray) -> bytes:
+    """A constant of one dimension."""
+    head = _number(1, len(values)) + _number(2, _KINDS[kind])
+    return head + _field(8, name.encode()) + _field(9, values.tobytes())
+
+
 def _node(op: str, inputs: Sequence[str], output: str, axis: int | None = None) -> bytes:
     parts = [_field(1, name.encode()) for name in inputs]
     parts += [_field(2, output.encode()), _field(3, output.encode()), _field(4, op.encode())]
@@ -400,9 +610,9 @@ def _node(op: str, inputs: Sequence[str], output: str, axis: int | None = None) 
     return b"".join(parts)
 
 
-def _port(name: str, kind: int, dimensions: int) -> bytes:
+def _port(name: str, kind: "np.dtype[Any]", dimensions: int) -> bytes:
     sizes = [_field(1, _field(2, f"{name}_{axis}".encode())) for axis in range(dimensions)]
-    tensor = _number(1, kind) + _field(2, b"".join(sizes))
+    tensor = _number(1, _KINDS[kind]) + _field(2, b"".join(sizes))
     return _field(1, name.encode()) + _field(2, _field(1, tensor))
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from serve.bundle import Manifest
 from serve.runtime.cache import can_map_shared, map_adjacent
 from serve.runtime.decoder import OrtDecodeBatch, StepState
-from serve.runtime.device import HOST
+from serve.runtime.device import HOST, Array
 from serve.runtime.protocol import (
     MOST_AHEAD,
     CacheArray,
@@ -48,7 +48,7 @@ class OrtSpeculation:
         self._places: list[int | None] = []  # their tokens
         self._under_way = 0  # places with a token
         self._step = 0  # of the newest place; the others are a lead further each
-        self._x: FloatArray = np.empty((0, 1, batch.width), dtype=np.float32)  # (P, 1, D)
+        self._x: Array | None = None  # (P, 1, D); None: no places
         self._calls = calls
 
     @property
@@ -66,28 +66,29 @@ class OrtSpeculation:
         assert leads > 0 and more == 0, "a position begins some leads later"
         past = self._batch.lengths[0] + self._under_way
         self._batch.reach(past + 1, self.lead)
-        x = self._batch.state(token, past)  # (1, 1, D)
-        self._x = np.concatenate([x] * leads + [self._x])
+        x = [self._batch.state(token, past)] * leads  # (1, 1, D) each
+        older = [] if self._x is None else [self._x]
+        self._x = self._batch.sessions.memory.joined([*x, *older])
         self._places[:0] = [token] + [None] * (leads - 1)
         self._under_way += 1
         self._step = 0
 
     def advance(self) -> StepOutput:
-        batch, places = self._batch, self._places
+        batch, places, x = self._batch, self._places, self._x
+        assert x is not None, "no position has begun"
         key = (batch.steps, self.lead, self._step, len(places))
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = _SpeculationCall(batch.sessions, *key, batch.width)
         if call.version != batch.version:
             call.bind(batch)
-        call.run(self._x, batch.lengths[0], places)
-        self._x = call.y.copy()  # another speculation may use this call before this one does
+        self._x = y = call.run(x, batch.lengths[0], places)
         self._step += 1
         drafts = self._step % self.lead == 0
         ends = self._step + (len(places) - 1) * self.lead == batch.steps
         if not drafts and not ends:
             return StepOutput(None, None)
-        logits = batch.read_off(call.jumped() if drafts else call.y[-1:])[::-1]
+        logits = batch.read_off(call.jumped(x, y) if drafts else y[-1:])[::-1]
         last, rest = (logits[0], logits[1:]) if ends else (None, logits)
         if ends:
             batch.lengthen()
@@ -99,14 +100,16 @@ class OrtSpeculation:
         if ends:
             while places and places[-1] is None:
                 places.pop()
-            self._x = self._x[: len(places)]
+            self._x = y[: len(places)] if places else None
         return StepOutput(rest if drafts else None, last)
 
     def keep(self, count: int) -> None:
         while self._under_way > count or (self._places and self._places[0] is None):
             self._under_way -= self._places.pop(0) is not None
             self._step += self.lead
-        self._x = self._x[len(self._x) - len(self._places) :]
+        if self._x is not None:
+            gone = self._x.shape[0] - len(self._places)
+            self._x = self._x[gone:] if self._places else None
 
 
 @final
@@ -117,8 +120,8 @@ class _SpeculationCall:
         self, sessions: StepSessions, steps: int, lead: int, step: int, count: int, width: int
     ) -> None:
         self.version = -1  # of the batch whose caches are bound
-        self.x: FloatArray = np.empty((count, 1, width), dtype=np.float32)  # (P, 1, D)
-        self.y = np.empty_like(self.x)  # one step later; overwritten by the next run
+        self._memory = memory = sessions.memory
+        self._shape = (count, 1, width)
         self._seqlens: npt.NDArray[np.int32] = np.empty(count, dtype=np.int32)
         self._total: npt.NDArray[np.int32] = np.empty((), dtype=np.int32)
         # Offsets of the places' positions, if every place has a token.
@@ -127,30 +130,29 @@ class _SpeculationCall:
         # Steps to the end, this one included: a jump goes this far along the velocity.
         left = [steps - done for done in self._steps_done]
         self._left: FloatArray = np.array(left, dtype=np.float32)[:, None, None]  # (P, 1, 1)
-        self._ends = left[-1] == 1  # whether the first position ends
         self._grid = sessions.grid_steps is not None
         times = [sessions.times(done, steps, 1) for done in self._steps_done]
-        self._times = {name: np.concatenate([each[name] for each in times]) for name in times[0]}
         self._session = sessions.step
         self._binding = self._session.io_binding()
+        self._times = {
+            name: memory.hold(np.concatenate([each[name] for each in times])) for name in times[0]
+        }
+        self._held = memory.hold(self._seqlens)
         for name, array in self._times.items():
-            HOST.bind_input(self._binding, name, array)
-        HOST.bind_input(self._binding, "x", self.x)
-        HOST.bind_input(self._binding, "seqlens", self._seqlens)
+            memory.bind_input(self._binding, name, array)
+        memory.bind_input(self._binding, "seqlens", self._held)
         HOST.bind_input(self._binding, "total", self._total)
-        HOST.bind_output(self._binding, "y", self.y)
 
     def bind(self, batch: OrtDecodeBatch) -> None:
         """Bind the caches of the batch's only row; they stay until its version changes."""
         caches = batch.along(self._steps_done[0], len(self._steps_done))
         for name, array in zip(batch.names, caches, strict=True):
-            HOST.bind_input(self._binding, name, array)
-            HOST.bind_output(self._binding, f"{name}_out", array)
+            self._memory.bind_input(self._binding, name, array)
+            self._memory.bind_output(self._binding, f"{name}_out", array)
         self.version = batch.version
 
-    def run(self, x: FloatArray, past: int, places: Sequence[int | None]) -> None:
-        """Run one step of the states (P, 1, D), of a row with this many finished positions."""
-        self.x[:] = x
+    def run(self, x: Array, past: int, places: Sequence[int | None]) -> Array:
+        """The states (P, 1, D) one step later, of a row with this many finished positions."""
         if None in places:
             position = past
             for index in range(len(places) - 1, -1, -1):
@@ -160,22 +162,20 @@ class _SpeculationCall:
             np.add(self._behind, past, out=self._seqlens)
             position = past + len(places)
         self._total[()] = position
+        self._memory.write(self._held, self._seqlens)
+        y = self._memory.empty(self._shape, np.float32)
+        self._memory.bind_input(self._binding, "x", x)
+        self._memory.bind_output(self._binding, "y", y)
         self._session.run_with_iobinding(self._binding)
+        return y
 
-    def jumped(self) -> FloatArray:
+    def jumped(self, x: Array, y: Array) -> Array:
         """The states (P, 1, D) to read drafts from: where each position would be at the end.
 
         With the dial of resolution, by a jump along the last velocity. With the dial of time, the
         state itself, which is the answer of an earlier end.
         """
-        if self._grid:
-            return self.y
-        states: FloatArray = self.y - self.x
-        states *= self._left
-        states += self.x
-        if self._ends:  # no jump: exactly the state itself
-            states[-1] = self.y[-1]
-        return states
+        return y if self._grid else self._memory.jumped(x, y, self._left)
 
 
 SpeculationCalls = dict[
@@ -193,7 +193,9 @@ class OrtMix:
     """Runs steps of several batches of one model; repeated calls are bound only once."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest) -> None:
-        self.most_batches = len(manifest.rungs) if can_map_shared() else 1
+        # Rungs share a call where memory can be mapped twice, which a device's cannot.
+        shares = sessions.memory is HOST and can_map_shared()
+        self.most_batches = len(manifest.rungs) if shares else 1
         # A jump needs steps that go straight along the velocity.
         self.can_speculate = manifest.method == "euler"
         self._sessions = sessions
@@ -216,7 +218,7 @@ class OrtMix:
 
     def end(self, batches: Sequence[DecodeBatch]) -> list[FloatArray]:
         own = _own(batches)
-        logits = own[0].read_off(np.concatenate([batch.arrive() for batch in own]))
+        logits = own[0].read_off(self._sessions.memory.joined([batch.arrive() for batch in own]))
         found, first = [], 0
         for batch in own:
             found.append(logits[first : first + batch.rows])
@@ -263,10 +265,11 @@ class _MixCall:
         self,
         session: InterruptibleSession,
         sessions: StepSessions,
-        names: list[str],
+        names: Sequence[str],
         batches: Sequence[OrtDecodeBatch],
     ) -> None:
         self._session = session
+        self._memory = sessions.memory
         self._binding = session.io_binding()
         self._history = sessions.history
         self._names = names
@@ -283,16 +286,25 @@ class _MixCall:
             sessions.times(_step_of(batch), batch.steps, size)
             for batch, size in zip(batches, sizes, strict=True)
         ]
-        self._kept: list[np.ndarray] = []
-        self._x, self._y = self._new("x", shape), self._new("y", shape, out=True)
+        self._kept: list[Array] = []
         for name in times[0]:
-            self._bind(name, np.concatenate([each[name] for each in times]))
+            values = self._memory.hold(np.concatenate([each[name] for each in times]))
+            self._memory.bind_input(self._binding, name, values)
+            self._kept.append(values)
+        # What several batches bring is copied side by side; that of one is bound where it is.
+        self._side_by_side: dict[str, np.ndarray] = {}
+        if len(batches) > 1:
+            self._side_by_side["x"] = np.empty(shape, dtype=np.float32)
+            self._side_by_side["seqlens"] = np.zeros(rows, dtype=np.int32)
+            if self._history:
+                self._side_by_side["previous"] = np.empty(shape, dtype=np.float32)
+            for name, array in self._side_by_side.items():
+                HOST.bind_input(self._binding, name, array)
+        self._y, self._v = self._output("y", shape), None
         if self._history:
-            self._previous = self._new("previous", shape)
-            self._v = self._new("v", shape, out=True)
-        self._seqlens, self._total = np.zeros(rows, dtype=np.int32), np.ones((), dtype=np.int32)
-        self._bind("seqlens", self._seqlens)
-        self._bind("total", self._total)
+            self._v = self._output("v", shape)
+        self._total = np.ones((), dtype=np.int32)
+        HOST.bind_input(self._binding, "total", self._total)
 
     def run(self, batches: Sequence[OrtDecodeBatch]) -> None:
         begin = 0
@@ -301,10 +313,14 @@ class _MixCall:
             step_state = batch.step_state
             assert step_state is not None
             versions.append(batch.version)
-            self._x[begin:end] = step_state.x
+            brought = {"x": step_state.x, "seqlens": step_state.seqlens}
             if self._history:
-                self._previous[begin:end] = step_state.v
-            self._seqlens[begin:end] = step_state.seqlens
+                brought["previous"] = step_state.v
+            for name, array in brought.items():
+                if self._side_by_side:
+                    self._side_by_side[name][begin:end] = array
+                else:
+                    self._memory.bind_input(self._binding, name, array)
             longest = max(longest, step_state.total)
             begin = end
         self._total[()] = longest
@@ -317,7 +333,7 @@ class _MixCall:
             assert batch.step_state is not None
             # Not copied: this call runs again only for rows that have taken other steps since.
             batch.step_state.x = self._y[begin:end]
-            if self._history:
+            if self._v is not None:
                 batch.step_state.v = self._v[begin:end]
             batch.step_state.step += 1
             begin = end
@@ -327,23 +343,18 @@ class _MixCall:
         if len(batches) > 1:
             parts = [batch.parts(_step_of(batch)) for batch in batches]
             shape, kind = caches[0].shape[1:], caches[0].dtype
-            caches = [
+            self._adjacent = [
                 map_adjacent(one).view(kind).reshape(-1, *shape) for one in zip(*parts, strict=True)
             ]
-            self._adjacent = caches
+            caches = list(self._adjacent)
         for name, array in zip(self._names, caches, strict=True):
-            HOST.bind_input(self._binding, name, array)
-            HOST.bind_output(self._binding, f"{name}_out", array)
+            self._memory.bind_input(self._binding, name, array)
+            self._memory.bind_output(self._binding, f"{name}_out", array)
 
-    def _new(self, name: str, shape: tuple[int, ...], out: bool = False) -> FloatArray:
-        array = np.empty(shape, dtype=np.float32)
-        self._bind(name, array, out)
+    def _output(self, name: str, shape: tuple[int, ...]) -> Array:
+        array = self._memory.empty(shape, np.float32)
+        self._memory.bind_output(self._binding, name, array)
         return array
-
-    def _bind(self, name: str, array: np.ndarray, out: bool = False) -> None:
-        self._kept.append(array)
-        bind = HOST.bind_output if out else HOST.bind_input
-        bind(self._binding, name, array)
 
 
 def _most_calls(parts: int) -> int:

@@ -157,8 +157,7 @@ class OrtModel:
 
     @property
     def single_steps(self) -> bool:
-        manifest = self._bundle.manifest
-        return manifest.labelled and manifest.step is not None and self._device.runs_single_steps
+        return self._device.runs_single_steps(self._bundle.manifest)
 
     def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")
@@ -174,8 +173,6 @@ class OrtModel:
         self._rung(steps, "classify", "tag")
         if self._bundle.manifest.step is None:
             raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
-        if not self._device.runs_single_steps:
-            raise BundleError("only the CPU runs single steps; other devices run whole rungs")
         steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
         return ParallelStepClassifier(steps_alone, self._splitter)
 
@@ -192,7 +189,7 @@ class OrtModel:
 
     def mix(self) -> OrtMix | None:
         manifest = self._bundle.manifest
-        if not manifest.keeps_caches or not self._device.runs_single_steps:
+        if not self._device.keeps_caches(manifest):
             return None
         if self._mix is None:
             self._mix = OrtMix(self._step_sessions(), manifest)
@@ -353,9 +350,12 @@ class OrtModel:
         return self._weights
 
     def _shares_weights(self) -> bool:
-        """Whether a classifier's rungs run from single steps, not from a session each."""
+        """Whether a classifier's rungs run from single steps, not from a session each.
+
+        On a GPU a whole rung is one call, which costs less than a call a step.
+        """
         manifest = self._bundle.manifest
-        if manifest.step is None or not self._device.runs_single_steps:
+        if manifest.step is None or self._device.name != "cpu":
             return False
         # With 8 bits only the step uses the runtime's own integer products; and of 16 bits the
         # matrices of a whole rung would become float32 in every call.

@@ -363,23 +363,23 @@ class Device:
     number: int = 0  # of the GPU
     memory_mb: int | None = None  # the most of a GPU that each session of onnxruntime may take
 
-    @property
-    def runs_single_steps(self) -> bool:
-        """Whether classifiers run step by step there, and rungs of a decoder share calls.
+    def runs_single_steps(self, manifest: Manifest) -> bool:
+        """Whether a classifier runs step by step there, so that rows can stop early.
 
-        Elsewhere a classifier's rung is one whole graph, since the state would return to the host
-        after each step.
+        Engines of one step are built where there are thresholds to stop at.
         """
-        return self.name == "cpu" and self.engines is None
+        if not manifest.labelled or manifest.step is None:
+            return False
+        return self.engines is None or manifest.calibration is not None
 
     def keeps_caches(self, manifest: Manifest) -> bool:
         """Whether a decoder runs with KV caches there.
 
-        Attention with caches has CUDA kernels for 16-bit floats only.
+        Attention with caches has CUDA kernels for 16-bit floats only; engines have it written out.
         """
-        if not manifest.keeps_caches or self.engines is not None:
+        if not manifest.keeps_caches:
             return False
-        return self.name == "cpu" or manifest.cache == "kv_fp16"
+        return self.name == "cpu" or self.engines is not None or manifest.cache == "kv_fp16"
 
 
 # The largest inputs that a manifest allows, for warm-up and checks.

@@ -200,6 +200,9 @@ def profiles(inputs: Nodes, manifest: Manifest, rows: int = DEFAULT_ROWS) -> lis
 
 def _profile(inputs: Nodes, manifest: Manifest, batch: tuple[int, int, int]) -> Profile:
     sizes = _sizes(manifest) | {"batch": batch}
+    # An engine of one step mostly takes one token a row, whose past is as long as it may be.
+    if "seqlens" in inputs:
+        sizes["length"] = (1, 1, sizes["length"][2])
     ranges = {}
     for name, (_, shape) in inputs.items():
         assert shape is not None, f"{name} has no shape"
@@ -223,6 +226,7 @@ def _sizes(manifest: Manifest) -> dict[str, tuple[int, int, int]]:
                 "source_length": _up_to(text.max_tokens),
                 # Two even for a single prefix; all positions only where a decoder is verified.
                 "kept": (1, 2, max(2, written)),
+                "capacity": _up_to(text.max_tokens),
             }
 
 
@@ -592,6 +596,19 @@ def open_steps(
                     "the bundle again",
                     file=str(bundle.folder / file),
                 )
+    memory = memory_for(device, step.get_providers())
+    return step_sessions(manifest, embed, step, head, memory)
+
+
+def step_sessions(
+    manifest: Manifest,
+    embed: InterruptibleSession,
+    step: InterruptibleSession,
+    head: InterruptibleSession,
+    memory: Memory = HOST,
+) -> StepSessions:
+    """The sessions, with what their inputs say about them."""
+    given = [node.name for node in embed.get_outputs()]
     names = {node.name for node in step.get_inputs()}
     head_names = {node.name for node in head.get_inputs()}
     return StepSessions(
@@ -607,7 +624,7 @@ def open_steps(
         grid_steps=manifest.grid_steps,
         contexts=tuple(name for name in given if name != "x" and name in names),
         head_contexts=tuple(name for name in given if name != "x" and name in head_names),
-        memory=memory_for(device, step.get_providers()),
+        memory=memory,
     )
 
 

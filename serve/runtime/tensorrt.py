@@ -5,11 +5,12 @@ A shape that repeats is captured as a CUDA graph, which launches in one call.
 
 import hashlib
 import importlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, Final, Literal, NoReturn, final
+from types import MappingProxyType, ModuleType
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,29 @@ import numpy.typing as npt
 from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Rung, Task
 from serve.bundle.folder import check_file, file_entry
 from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
-from serve.runtime.classifier import OrtClassifier
+from serve.runtime.cache import CacheLayout
+from serve.runtime.classifier import OrtClassifier, OrtStepClassifier
+from serve.runtime.decoder import CachedDecoder, Pass
+from serve.runtime.device import Array as DeviceOrHost
+from serve.runtime.device import DeviceArray, DeviceCaches, KeptRows
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
-from serve.runtime.protocol import largest_row, largest_tokens
-from serve.runtime.session import INSTALL, Dims, Profile
+from serve.runtime.protocol import (
+    Device,
+    FloatArray,
+    IntArray,
+    Unrolled,
+    largest_row,
+    largest_tokens,
+)
+from serve.runtime.session import (
+    INSTALL,
+    Dims,
+    InterruptibleSession,
+    Profile,
+    StepSessions,
+    cache_names,
+    step_sessions,
+)
 
 Array = npt.NDArray[np.generic]
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -114,6 +134,20 @@ class Cuda:
         """Start copying a contiguous array to the GPU."""
         self._copy(address, array.ctypes.data, array.nbytes, "cudaMemcpyHostToDevice")
 
+    def clear(self, address: int, size: int) -> None:
+        """Start filling bytes with zeros."""
+        self._call("cudaMemsetAsync", address, 0, size, self._opened_stream())
+
+    def copy_rows(
+        self, target: int, every: int, source: int, source_every: int, size: int, count: int
+    ) -> None:
+        """Start copying `count` pieces of `size` bytes, so many bytes apart on each side."""
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        stream = self._opened_stream()
+        self._call(
+            "cudaMemcpy2DAsync", target, every, source, source_every, size, count, kind, stream
+        )
+
     def download(self, address: int, array: Array) -> None:
         """Start copying from the GPU into a contiguous array."""
         self._copy(array.ctypes.data, address, array.nbytes, "cudaMemcpyDeviceToHost")
@@ -185,8 +219,8 @@ Key = tuple[tuple[str, Dims], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class InputName:
-    """The part of onnxruntime's input description that is used."""
+class PortName:
+    """The part of onnxruntime's description of inputs and outputs that is used."""
 
     name: str
 
@@ -324,9 +358,28 @@ class TrtSession:
         """The number of captured shapes."""
         return self._pool.count(self._engine)
 
-    def get_inputs(self) -> list[InputName]:
+    def get_inputs(self) -> list[PortName]:
         """As on a session of onnxruntime."""
-        return [InputName(name) for name in self._inputs]
+        return [PortName(name) for name in self._inputs]
+
+    def get_outputs(self) -> list[PortName]:
+        """As on a session of onnxruntime."""
+        return [PortName(name) for name in self._outputs]
+
+    def kind_of(self, name: str) -> "np.dtype[Any]":
+        """The type of an input or output."""
+        kind: np.dtype[Any] = np.dtype(self._types[name])
+        return kind
+
+    def launch(self, arrays: Mapping[str, DeviceArray]) -> None:
+        """Put a run on the stream that reads and writes these arrays of the GPU.
+
+        Outputs that are not among them go where nobody looks.
+        """
+        key: Key = tuple((name, arrays[name].shape) for name in self._inputs)
+        context = self._pool.context(self._engine, self._choose(key))
+        self._prepare(context, key, arrays)
+        self._enqueue(context)
 
     def close(self) -> None:
         """Free the GPU's memory; nothing runs here any more."""
@@ -393,8 +446,13 @@ class TrtSession:
         self._pool.keep(self._engine, key, _Captured(executable, context, shapes))
         return shapes
 
-    def _prepare(self, context: Any, key: Key) -> Mapping[str, Dims]:
-        """Set a context's shapes and addresses; returns the shapes of the outputs."""
+    def _prepare(
+        self, context: Any, key: Key, arrays: Mapping[str, DeviceArray] = MappingProxyType({})
+    ) -> Mapping[str, Dims]:
+        """Set a context's shapes and addresses; returns the shapes of the outputs.
+
+        What is not among the arrays has a buffer of the session.
+        """
         for name, shape in key:
             if not context.set_input_shape(name, shape):
                 raise ValueError(f"the engine does not take {name} of shape {shape}")
@@ -402,10 +460,16 @@ class TrtSession:
         if unknown:
             raise BundleError(f"TensorRT cannot tell the shape of {', '.join(unknown)}")
         shapes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+        for name, array in arrays.items():
+            if name in shapes and array.shape != shapes[name]:
+                raise BundleError(f"the engine gives {name} as {shapes[name]}, not {array.shape}")
         for name, shape in shapes.items():
-            self._reserve(name, shape)
+            if name not in arrays:
+                self._reserve(name, shape)
         for name in (*self._inputs, *self._outputs):
-            context.set_tensor_address(name, self._buffers[name][0])
+            own = self._buffers.get(name, (0, 0))[0]
+            address = arrays[name].address if name in arrays else own
+            context.set_tensor_address(name, address)
         return shapes
 
     def _enqueue(self, context: Any) -> None:
@@ -432,9 +496,284 @@ class TrtSession:
             self._cuda.free(address)
         self._buffers[name] = (self._cuda.allocate(size), size)
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a call."""
+        return self._max_rows()
+
     def _max_rows(self) -> int:
         name = next(one for one in self._inputs if one not in _SHARED)
         return max(profile[name].max[0] for profile in self._profiles)
+
+
+# Decoders with caches. The engine of a step takes the keys and values of earlier positions and
+# gives those of the new ones, which are then copied behind them, all on the GPU. So a row of a
+# buffer has its positions one behind the other: (buffers, rows, capacity, heads, head_width).
+
+
+class _Block:
+    """Memory of the GPU, freed when nothing uses it any more."""
+
+    def __init__(self, cuda: Cuda, size: int) -> None:
+        self._address = cuda.allocate(max(1, size))
+        weakref.finalize(self, cuda.free, self._address).atexit = False
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@final
+class TrtMemory:
+    """Arrays and caches in the memory of a GPU; counts what crosses."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.written_bytes = self.read_bytes = 0
+        self.cuda = cuda
+
+    def empty(self, shape: Dims, kind: npt.DTypeLike) -> DeviceArray:
+        dtype = np.dtype(kind)
+        return DeviceArray(
+            _Block(self.cuda, int(np.prod(shape)) * dtype.itemsize), tuple(shape), dtype
+        )
+
+    def hold(self, array: Array) -> DeviceArray:
+        held = self.empty(array.shape, array.dtype)
+        self.write(held, array)
+        return held
+
+    def write(self, target: DeviceArray, values: Array) -> None:
+        """Start copying to the GPU."""
+        assert target.shape == values.shape and target.dtype == values.dtype
+        self.cuda.upload(np.ascontiguousarray(values), target.address)
+        self.written_bytes += values.nbytes
+
+    def read(self, array: DeviceArray) -> Array:
+        """Wait for the stream; the contents on the host."""
+        values: Array = np.empty(array.shape, dtype=array.dtype)
+        self.cuda.download(array.address, values)
+        self.cuda.wait()
+        self.read_bytes += values.nbytes
+        return values
+
+    def cache_block(self, layout: CacheLayout, rows: int, capacity: int) -> DeviceArray:
+        shape = (layout.buffers, rows, capacity, layout.heads, layout.head_width)
+        block = self.empty(shape, layout.kind)
+        # What is not there yet has no weight, but must be a number.
+        self.cuda.clear(block.address, int(np.prod(shape)) * layout.kind.itemsize)
+        return block
+
+    def move(self, target: DeviceArray, parts: Sequence[KeptRows]) -> None:
+        place, to = 0, _Rows.of(target)
+        for kept in parts:
+            assert (np.diff(kept.order) == 1).all(), "buffers that change places"
+            source = _Rows.of(kept.block)
+            for row in kept.rows:
+                self.cuda.copy_rows(
+                    target.address + place * to.row,
+                    to.buffer,
+                    kept.block.address + row * source.row,
+                    source.buffer,
+                    min(kept.held, kept.block.shape[2], target.shape[2]) * to.position,
+                    target.shape[0],
+                )
+                place += 1
+        self.cuda.wait()  # before a block that was moved is freed
+
+
+class _Rows(NamedTuple):
+    """The bytes of a position, a row and a buffer of caches."""
+
+    position: int
+    row: int
+    buffer: int
+
+    @classmethod
+    def of(cls, block: DeviceArray) -> Self:
+        _, rows, capacity, heads, width = block.shape
+        position = heads * width * block.dtype.itemsize
+        return cls(position, capacity * position, rows * capacity * position)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TrtPasses:
+    """Passes on the engines of embedding, step and head."""
+
+    sessions: StepSessions  # their memory is not used: what passes read and write is on the GPU
+    memory: TrtMemory
+    names: Sequence[str]  # of the buffers of one step
+    width: int
+    vocab_size: int
+
+    def caches(self, layout: CacheLayout, lead: int) -> DeviceCaches:
+        return DeviceCaches(layout, self.memory)
+
+    def open(
+        self,
+        caches: Sequence[DeviceOrHost],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+    ) -> Pass:
+        most = engine_of_session(self.sessions.step).max_rows
+        parts = [slice(first, first + most) for first in range(0, len(tokens), most)]
+        passes = [
+            TrtPass(self, [_device(one)[part] for one in caches], tokens[part], past[part], keep)
+            for part in parts
+        ]
+        return passes[0] if len(passes) == 1 else _PassOfParts(tokens, passes)
+
+    def scratch(self, layout: CacheLayout, rows: int, positions: int) -> Sequence[DeviceArray]:
+        caches = DeviceCaches(layout, self.memory)
+        caches.reserve(0, 0, rows, positions)
+        return caches.arrays
+
+
+@final
+class _PassOfParts:
+    """A pass of more rows than the engines take: one part after another."""
+
+    def __init__(self, tokens: IntArray, parts: Sequence["TrtPass"]) -> None:
+        self.tokens = tokens
+        self._parts = parts
+
+    @property
+    def steps(self) -> int:
+        return self._parts[0].steps
+
+    def run(self) -> FloatArray:
+        return np.concatenate([part.run() for part in self._parts])
+
+    def begin(self) -> None:
+        for one in self._parts:
+            one.begin()
+
+    def advance(self, first: int, end: int) -> None:
+        for one in self._parts:
+            one.advance(first, end)
+
+    def end(self) -> FloatArray:
+        return np.concatenate([part.end() for part in self._parts])
+
+
+@final
+class TrtPass:
+    """A pass through the engines; what it reads and writes stays on the GPU."""
+
+    def __init__(
+        self,
+        passes: TrtPasses,
+        caches: Sequence[DeviceArray],
+        tokens: IntArray,
+        past: npt.NDArray[np.int32],
+        keep: IntArray,
+    ) -> None:
+        self.tokens, self.past = tokens, past  # (B, S), (B,)
+        self._memory = memory = passes.memory
+        self._caches = caches
+        sessions, names = passes.sessions, passes.names
+        rows, length = tokens.shape
+        self.steps = len(caches) // len(names)
+        shape = rows, length, passes.width
+        states = [memory.empty(shape, np.float32) for _ in range(2)]
+        velocities = [
+            memory.hold(np.zeros(shape, np.float32)) for _ in range(2 if sessions.history else 0)
+        ]
+        seqlens = memory.empty((rows,), np.int32)
+        self._given = [(memory.hold(values), values) for values in (tokens, past)]
+        self._embed, self._step, self._head = (
+            engine_of_session(one) for one in (sessions.embed, sessions.step, sessions.head)
+        )
+        self._embedded = {
+            "tokens": self._given[0][0],
+            "past": self._given[1][0],
+            "x": states[0],
+            "seqlens": seqlens,
+        }
+        # The new keys and values of all steps, in the order that the caches have in memory.
+        _, _, *heads = caches[0].shape
+        self._new = memory.empty((len(caches), rows, length, *heads), caches[0].dtype)
+        self._places = sorted(cache.address for cache in caches)
+        each = [
+            DeviceArray(
+                self._new.value,
+                (rows, length, *heads),
+                self._new.dtype,
+                self._places.index(cache.address) * self._new_bytes,
+            )
+            for cache in caches
+        ]
+        self._stepped: list[Mapping[str, DeviceArray]] = []
+        for step in range(self.steps):
+            now, then = step % 2, (step + 1) % 2
+            arrays = {"x": states[now], "y": states[then], "seqlens": seqlens}
+            for name, values in sessions.times(step, self.steps, rows).items():
+                arrays[name] = memory.hold(values)
+            if sessions.history:
+                arrays |= {"previous": velocities[now], "v": velocities[then]}
+            here = slice(step * len(names), (step + 1) * len(names))
+            for name, cache, new in zip(names, caches[here], each[here], strict=True):
+                arrays |= {name: cache, f"{name}_out": new}
+            self._stepped.append(arrays)
+        self._logits = memory.empty((rows, len(keep), passes.vocab_size), np.float32)  # (B, K, V)
+        self._read = {"x": states[self.steps % 2], "keep": memory.hold(keep)}
+        self._read["logits"] = self._logits
+
+    def run(self) -> FloatArray:
+        self.begin()
+        self.advance(0, self.steps)
+        return self.end()
+
+    def begin(self) -> None:
+        self._memory.cuda.use()
+        for held, values in self._given:
+            self._memory.write(held, values)
+        self._embed.launch(self._embedded)
+
+    def advance(self, first: int, end: int) -> None:
+        self._memory.cuda.use()
+        for arrays in self._stepped[first:end]:
+            self._step.launch(arrays)
+        if end == self.steps:  # a chunk of a prompt ends here, without logits
+            self._keep_new()
+
+    def end(self) -> FloatArray:
+        self._memory.cuda.use()
+        self._head.launch(self._read)
+        logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
+        return logits
+
+    def _keep_new(self) -> None:
+        """Put the new keys and values of each row behind those that there are."""
+        cache, (first, second) = self._caches[0], self._places[:2]
+        position = int(np.prod(cache.shape[2:])) * cache.dtype.itemsize
+        row = cache.shape[1] * position
+        new_row = self._new.shape[2] * position
+        for index, past in enumerate(self.past.tolist()):
+            self._memory.cuda.copy_rows(
+                first + index * row + past * position,
+                second - first,
+                self._new.address + index * new_row,
+                self._new_bytes,
+                new_row,
+                len(self._caches),
+            )
+
+    @property
+    def _new_bytes(self) -> int:
+        """Of one buffer's new keys or values."""
+        return int(np.prod(self._new.shape[1:])) * self._new.dtype.itemsize
+
+
+def engine_of_session(session: object) -> TrtSession:
+    """A session of an engine, where sessions of onnxruntime may be too."""
+    assert isinstance(session, TrtSession)
+    return session
+
+
+def _device(buffer: DeviceOrHost) -> DeviceArray:
+    assert isinstance(buffer, DeviceArray)
+    return buffer
 
 
 def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.generic]:
@@ -447,7 +786,7 @@ def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.gen
 
 ENGINES_FILE = "engines.json"
 TIMING_FILE = "timing.cache"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # 1 had no engines of one step
 Precision = Literal["fp32", "fp16", "bf16"]
 
 _AGAIN = "build the engines here: stepdial export BUNDLE --target tensorrt"
@@ -493,7 +832,7 @@ class EnginesManifest(Part):
     precision: Precision
     host: Host
     engines: Annotated[tuple[TrtEngine, ...], several(4096)]
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
 
     def engine(self, graph: str) -> TrtEngine:
         """The engine of a graph of the bundle."""
@@ -561,16 +900,18 @@ def engines_of(folder: Path, bundle: Bundle) -> Path:
 
 @final
 class TrtModel:
-    """All rungs of a bundle as engines on one GPU, opened when first needed; no caches."""
+    """All rungs of a bundle as engines on one GPU, opened when first needed."""
 
     def __init__(self, bundle: Bundle, folder: Path, number: int = 0) -> None:
         self._library = load_tensorrt()
         self._cuda = open_cuda(number)
+        self._device = Device(engines=folder, number=number)
         self._bundle = bundle
         self._folder = folder
         self._engines = read_engines(folder, bundle, this_host(self._cuda))
         self._pool = ContextPool(self._library, self._cuda)
         self._sessions: dict[str, TrtSession] = {}
+        self._memory = TrtMemory(self._cuda)
 
     @property
     def bundle(self) -> Bundle:
@@ -587,23 +928,34 @@ class TrtModel:
 
     @property
     def single_steps(self) -> bool:
-        return False
+        return self._device.runs_single_steps(self._bundle.manifest)
 
     def classifier(self, steps: int) -> OrtClassifier:
         rung = self._rung(steps, "classify", "tag")
         return OrtClassifier(self._session(rung.graph), self._bundle.manifest)
 
-    def step_classifier(self, steps: int) -> NoReturn:
-        raise BundleError(
-            f"{self._bundle.manifest.name} runs as engines of whole rungs, which cannot stop early"
-        )
+    def step_classifier(self, steps: int) -> OrtStepClassifier:
+        self._rung(steps, "classify", "tag")
+        if not self.single_steps:
+            raise BundleError(
+                f"{self._bundle.manifest.name} runs as engines of whole rungs, which cannot stop "
+                "early: export the run with calibration, and build engines of that bundle"
+            )
+        return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
 
-    def decoder(self, steps: int) -> OrtPrefixDecoder:
-        rung = self._rung(steps, "generate")
-        return OrtPrefixDecoder(self._session(rung.graph), self._bundle.manifest)
+    def decoder(self, steps: int) -> CachedDecoder | OrtPrefixDecoder:
+        manifest, rung = self._bundle.manifest, self._rung(steps, "generate")
+        if not manifest.keeps_caches:
+            return OrtPrefixDecoder(self._session(rung.graph), manifest)
+        sessions, vocab_size = self._step_sessions(), manifest.text_tokenizer.vocab_size
+        names = cache_names(sessions.stages, manifest.shape.layers)
+        passes = TrtPasses(sessions, self._memory, names, manifest.shape.state_width, vocab_size)
+        kind = engine_of_session(sessions.step).kind_of(names[0])
+        layout = replace(CacheLayout.of(manifest, rung), kind=kind)
+        return CachedDecoder(passes, layout, vocab_size)
 
-    def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
-        """The rung as one graph, the only form here."""
+    def unrolled(self, steps: int) -> Unrolled:
+        """The rung in the form that there is here: of a decoder with caches, its steps."""
         if self._bundle.manifest.labelled:
             return self.classifier(steps)
         return self.decoder(steps)
@@ -623,8 +975,17 @@ class TrtModel:
         for steps in manifest.steps:
             if manifest.labelled:
                 self.classifier(steps).run(largest_row(manifest)[None])
+                if self.single_steps and steps == manifest.full_steps:
+                    self.step_classifier(steps).run(largest_row(manifest)[None])
             elif manifest.task == "generate":
-                self.decoder(steps).open_batch().add(largest_tokens(manifest))
+                batch = self.decoder(steps).open_batch()
+                batch.add(
+                    largest_tokens(manifest)[:-1]
+                    if manifest.keeps_caches
+                    else largest_tokens(manifest)
+                )
+                if manifest.keeps_caches:
+                    batch.step(largest_tokens(manifest)[:1])
             else:
                 answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
                 self.translator(steps).read(largest_tokens(manifest)).follow(answer)
@@ -646,6 +1007,16 @@ class TrtModel:
 
     def resume(self) -> None:
         """Nothing was stopped."""
+
+    def _step_sessions(self) -> StepSessions:
+        """The engines of embedding, step and head."""
+        manifest = self._bundle.manifest
+        assert manifest.step is not None
+        embed, step, head = (
+            cast("InterruptibleSession", self._session(graph))
+            for graph in (manifest.step.embed, manifest.step.step, manifest.step.head)
+        )
+        return step_sessions(manifest, embed, step, head)
 
     def _session(self, graph: str) -> TrtSession:
         if graph not in self._sessions:

@@ -5,8 +5,9 @@ Stand-ins count what ONNX Runtime allocates and what crosses between the device 
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from serve.bundle import Bundle, Cache
+from export.tensorrt import sample_rows
+from serve.bundle import Bundle, Cache, read_bundle
 from serve.local import LocalModel
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout
+from serve.runtime.classifier import OrtStepClassifier, ParallelStepClassifier
 from serve.runtime.decoder import OrtDecodeBatch, OrtDecoder
 from serve.runtime.device import (
     HOST,
@@ -28,16 +31,22 @@ from serve.runtime.device import (
     ProviderMemory,
     copy_graph,
     cuda_provider,
+    join_graph,
+    jump_graph,
     memory_for,
+    pick_graph,
 )
-from serve.runtime.protocol import Device, FloatArray, IntArray
+from serve.runtime.margins import ahead, present_positions
+from serve.runtime.protocol import Device, EarlyAnswers, FloatArray, IntArray, Speculation
 from serve.runtime.session import open_steps
-from tests.fixtures.tiny_bundles import build_generate
+from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_families import build_image, build_points, build_tag
 
 STEPS = (1, 2, 4)
 MAX_TOKENS = 160
 KINDS = pytest.mark.parametrize("cache", ["kv", "kv_fp16"])
 CUDA = Device("cuda", allow_cpu_fallback=True)
+ZOO = Path(__file__).parents[2] / "zoo"
 
 
 def provider_memory() -> ProviderMemory:
@@ -161,20 +170,26 @@ def counted_calls(
     monkeypatch: pytest.MonkeyPatch, batch: OrtDecodeBatch, rows: int, tokens: int
 ) -> int:
     """The calls of ONNX Runtime's graphs of one step that these tokens take."""
-    calls = 0
+    with counted(monkeypatch, batch) as count:
+        for _ in range(tokens):
+            batch.step(np.ones(rows, dtype=np.int64))
+    return count["calls"]
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, batch: OrtDecodeBatch) -> Iterator[dict[str, int]]:
+    """Counts the calls of a batch's sessions."""
+    count = {"calls": 0}
     sessions = batch.sessions
     for session in {sessions.embed, sessions.step, sessions.single, sessions.head}:
         run = session.run_with_iobinding
 
         def counting(*arguments: Any, run: Any = run, **named: Any) -> None:
-            nonlocal calls
-            calls += 1
+            count["calls"] += 1
             run(*arguments, **named)
 
-        session.run_with_iobinding = counting  # type: ignore[assignment]  # a partial, replaced
-    for _ in range(tokens):
-        batch.step(np.ones(rows, dtype=np.int64))
-    return calls
+        monkeypatch.setattr(session, "run_with_iobinding", counting)
+    yield count
 
 
 def test_models_on_a_device_decode_with_caches_of_16_bits_and_take_turns(
@@ -182,7 +197,10 @@ def test_models_on_a_device_decode_with_caches_of_16_bits_and_take_turns(
 ) -> None:
     bundle = bundle_of(tmp_path, "kv_fp16")
     model, host = open_model(bundle, 1, CUDA), open_model(bundle, 1)
-    assert model.mix() is None and host.mix() is not None
+    mixes = model.mix(), host.mix()
+    assert mixes[0] is not None and mixes[1] is not None
+    assert (mixes[0].most_batches, mixes[1].most_batches) == (1, len(STEPS))
+    assert mixes[0].can_speculate
     batches = [one.decoder(2).open_batch() for one in (model, host)]
     assert isinstance(batches[0], OrtDecodeBatch)
     prompt = np.arange(1, 30)
@@ -252,8 +270,17 @@ def test_a_device_that_gave_way_to_the_cpu_has_the_memory_of_the_cpu() -> None:
 def test_the_copying_graph_is_what_onnx_reads(kind: type, joins: bool) -> None:
     model = onnx.load_from_string(copy_graph(np.dtype(kind), joins))
     onnx.checker.check_model(model, full_check=True)
-    names = ["kept", *(["more"] if joins else []), "rows", "held", "pads"]
-    assert [value.name for value in model.graph.input][: len(names)] == names
+    names = ["order", "held", "pads"]
+    more = [f"more_{name}" for name in names] if joins else []
+    wanted = {"kept", "rows", *names, *more} | ({"more"} if joins else set())
+    assert {value.name for value in model.graph.input} == wanted
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.bool_, np.int64])
+def test_the_graphs_of_states_are_what_onnx_reads(kind: type) -> None:
+    dtype = np.dtype(kind)
+    for graph in (pick_graph(dtype, 3), join_graph(dtype, 2), jump_graph(4)):
+        onnx.checker.check_model(onnx.load_from_string(graph), full_check=True)
 
 
 def test_moved_caches_hold_what_they_held_and_zeros_behind_it() -> None:
@@ -285,6 +312,167 @@ def test_moved_caches_hold_what_they_held_and_zeros_behind_it() -> None:
     assert caches.nbytes == caches.arrays[0].value.tensor_size_in_bytes()
     caches.leave(0, [7], 20)
     assert caches.nbytes == 0 and not caches.arrays
+
+
+@pytest.mark.parametrize("lead", [2, 4])
+def test_steps_a_lead_apart_lie_side_by_side(lead: int) -> None:
+    layout = CacheLayout(steps=8, buffers=16, heads=2, head_width=8, max_tokens=200)
+    caches = provider_memory().caches(layout)
+    caches.reserve(0, 0, 1, 10)
+    whole = caches.arrays[0].value.numpy()
+    for step in range(8):
+        for at in range(2):
+            whole[at * 8 + step] = 10 * step + at
+    caches.arrays[0].value.update_inplace(whole)
+    assert not caches.arrange(1, 10) and caches.arrange(lead, 10)
+    block = caches.arrays[0].value.numpy()
+    start = caches.arrays[0].value.data_ptr()
+    a_row = caches.arrays[0].value.tensor_size_in_bytes() // 16
+    for step in range(8 - lead):
+        for at, found in enumerate(caches.along(step, 2)):
+            assert found.shape == (2, 2, 64, 8)
+            first = (found.address - start) // a_row
+            for place, there in ((first, step), (first + 1, step + lead)):
+                assert (block[place, 0, :, :10] == 10 * there + at).all()
+    each = [(array.address - start) // a_row for array in caches.arrays]
+    assert sorted(each) == list(range(16))
+    # A row that joins brings its buffers in another order.
+    alone = provider_memory().caches(layout)
+    alone.join([], caches, 10, 20)
+    assert (alone.lead, alone.rows) == (1, 1)
+    assert np.array_equal(alone.arrays[0].value.numpy()[..., :10, :], whole[..., :10, :])
+
+
+def test_a_row_that_speculates_on_a_device_gets_what_it_gets_on_the_cpu(
+    tmp_path: Path, memory: ProviderMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right drafts and wrong ones, past a bucket; only tokens, lengths and logits cross."""
+    bundle = build_generate(
+        tmp_path / "g", steps=(1, 2, 4, 8), max_tokens=MAX_TOKENS, cache="kv_fp16"
+    )
+    vocab_size = bundle.manifest.text_tokenizer.vocab_size
+    crossed = count_crossings(monkeypatch)
+    found: dict[str, list[FloatArray]] = {}
+    calls: dict[str, int] = {}
+    for name, device in (("host", Device()), ("device", CUDA)):
+        model = open_model(bundle, 1, device)
+        batch, mix = model.decoder(8).open_batch(), model.mix()
+        assert isinstance(batch, OrtDecodeBatch) and mix is not None
+        batch.add(np.arange(1, 51))
+        crossed.update(read=0, written=0)
+        with counted(monkeypatch, batch) as count:
+            found[name] = speculated(mix.speculation(batch, 2), tokens=40)
+        calls[name] = count["calls"]
+        if device is CUDA:
+            assert isinstance(batch._caches, DeviceCaches) and batch._caches.lead == 2
+            assert 0 < crossed["read"] <= calls[name] * 4 * vocab_size * 4
+            assert crossed["read"] % (vocab_size * 4) == 0
+            assert crossed["written"] < calls[name] * 200 < batch.nbytes
+    assert calls["host"] == calls["device"]
+    assert len(found["host"]) == 40
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(found["host"], found["device"], strict=True)
+    )
+
+
+def speculated(speculation: Speculation, tokens: int) -> list[FloatArray]:
+    """The logits of greedy tokens, with every third draft made wrong."""
+    found: list[FloatArray] = []
+    token, drafted = 3, 0
+    while len(found) < tokens:
+        if speculation.tokens[:1] != [token]:
+            speculation.keep(0)
+            speculation.begin(token)
+        while True:
+            output = speculation.advance()
+            if output.drafts is not None and speculation.tokens and speculation.room:
+                drafted += 1
+                guess = int(output.drafts[-1].argmax())
+                speculation.begin(1 if drafted % 3 == 0 else guess)
+            if output.last is not None:
+                found.append(output.last)
+                token = int(output.last.argmax())
+                break
+    return found
+
+
+def test_rungs_go_step_by_step_on_a_device_each_in_its_turn(
+    tmp_path: Path, memory: ProviderMemory
+) -> None:
+    bundle = bundle_of(tmp_path, "kv_fp16")
+    models = open_model(bundle, 1, Device()), open_model(bundle, 1, CUDA)
+    found: list[list[FloatArray]] = []
+    for model in models:
+        mix, seen = model.mix(), []
+        assert mix is not None
+        batches = [model.decoder(steps).open_batch() for steps in (2, 4)]
+        for batch in batches:
+            assert isinstance(batch, OrtDecodeBatch)
+            for row in range(2):
+                seen.append(batch.add(np.arange(1, 60 + row)))
+        for _ in range(6):
+            for batch, steps in zip(batches, (2, 4), strict=True):
+                mix.begin([batch], [np.array([5, 6])])
+                for _ in range(steps):
+                    mix.advance([batch])
+                seen += mix.end([batch])
+        found.append(seen)
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    assert memory.read_bytes > 0
+
+
+@pytest.mark.parametrize("build", [build_classify, build_image, build_points, build_tag])
+def test_classifiers_stop_early_on_a_device_as_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Path], Bundle]
+) -> None:
+    """States stay there: rows go in once, logits come out after each step."""
+    bundle = build(tmp_path / "c")
+    manifest = bundle.manifest
+    sessions, memory = open_steps(bundle, 1), provider_memory()
+    steps = manifest.steps[-1]
+    host = OrtStepClassifier(sessions, manifest, steps)
+    device = OrtStepClassifier(replace(sessions, memory=memory), manifest, steps)
+    crossed = count_crossings(monkeypatch)
+    for rows in sample_rows(manifest, np.random.default_rng(0)):
+        assert np.array_equal(host.run(rows), device.run(rows))
+        if manifest.embedding is not None:
+            assert np.array_equal(host.embed(rows), device.embed(rows))
+        traced = host.traced(rows, None), device.traced(rows, None)
+        same(*traced)
+        assert traced[0].readouts is not None
+        margins = np.sort(ahead(traced[0].readouts, present_positions(rows, manifest)).ravel())
+        for threshold in (0.0, float(margins[len(margins) // 2]), 1e9):
+            crossed.update(read=0, written=0)
+            early = device.early(rows, threshold)
+            assert crossed["read"] <= steps * early.logits.nbytes
+            assert crossed["written"] <= rows.nbytes + steps * 64 * (len(rows) + 1)
+            same(host.early(rows, threshold), early)
+
+
+def same(one: EarlyAnswers, other: EarlyAnswers) -> None:
+    assert np.array_equal(one.logits, other.logits)
+    assert np.array_equal(one.evaluations, other.evaluations)
+    assert (one.readouts is None) == (other.readouts is None)
+    if one.readouts is not None and other.readouts is not None:
+        assert np.array_equal(one.readouts, other.readouts)
+
+
+def test_a_server_on_a_device_keeps_early_answers(tmp_path: Path, memory: ProviderMemory) -> None:
+    bundle = read_bundle(ZOO / "digits")
+    assert bundle.manifest.calibration is not None
+    model = open_model(bundle, 1, CUDA)
+    assert model.single_steps
+    rows = next(iter(sample_rows(bundle.manifest, np.random.default_rng(1))))
+    steps = bundle.manifest.full_steps
+    before = memory.read_bytes
+    answers = [
+        one.step_classifier(steps).early(rows, 1.0) for one in (model, open_model(bundle, 1))
+    ]
+    assert memory.read_bytes > before
+    assert np.array_equal(answers[0].logits, answers[1].logits)
+    # Without a limit, whole rungs answer there.
+    assert not isinstance(model.classifier(steps), ParallelStepClassifier)
 
 
 def test_the_engine_writes_the_same_on_a_device_where_rungs_take_turns(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -9,10 +10,22 @@ import pytest
 from onnx import TensorProto, helper
 
 from export.half import Half, half_caches, use_half
+from export.tensorrt import graph_for, inputs_of
 from serve.bundle import AgainstFp32, Bundle, Manifest, read_bundle
-from serve.runtime.device import copy_graph
+from serve.runtime.cache import CacheLayout
+from serve.runtime.device import copy_graph, join_graph, jump_graph, pick_graph
 from serve.runtime.protocol import Device
-from serve.runtime.session import embed_interface, head_interface, step_interface
+from serve.runtime.session import (
+    ShapeRange,
+    cache_names,
+    embed_interface,
+    graph_interface,
+    head_interface,
+    one_profile,
+    profiles,
+    step_interface,
+)
+from serve.runtime.tensorrt import Precision
 from tests.fixtures.tiny_bundles import build_generate
 from tests.onnxruntime_kernels import (
     CONTRIB,
@@ -22,6 +35,7 @@ from tests.onnxruntime_kernels import (
     unsupported,
 )
 from tests.tensorrt_operators import unsupported as unsupported_by_tensorrt
+from tests.tensorrt_operators import wrong_ranges
 
 ZOO = Path(__file__).parents[2] / "zoo" / "shakespeare"
 HALVES = pytest.mark.parametrize("half", ["fp16", "bf16"])
@@ -75,6 +89,8 @@ def test_bindings_are_those_that_the_kernels_take(half: Half) -> None:
     manifest: Manifest = bundle.manifest
     shape = manifest.shape
     assert shape.head_width % HEAD_WIDTH_MULTIPLE == 0 and shape.head_width <= MOST_HEAD_WIDTH
+    # Positions are counted in int32, and a cache is as long as the row that needs it.
+    assert manifest.text_input.max_tokens < 1 << 31
     graphs, step = graphs_of(bundle, half), manifest.step
     assert step is not None
     against = tuple(
@@ -102,6 +118,68 @@ def test_bindings_are_those_that_the_kernels_take(half: Half) -> None:
 def test_caches_are_moved_by_what_cuda_computes(joins: bool) -> None:
     model = onnx.load_from_string(copy_graph(np.dtype(np.float16), joins))
     assert unsupported(model) == []
+
+
+def test_states_are_moved_by_what_cuda_computes() -> None:
+    for kind in (np.float32, np.int64, np.bool_):
+        for graph in (pick_graph(np.dtype(kind), 3), join_graph(np.dtype(kind), 3)):
+            assert unsupported(onnx.load_from_string(graph)) == []
+    assert unsupported(onnx.load_from_string(jump_graph(3))) == []
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+@pytest.mark.parametrize("name", ["zoo", "tiny"])
+def test_steps_of_decoders_are_what_tensorrt_reads_in_the_shapes_that_are_bound(
+    tmp_path: Path, precision: Precision, name: str
+) -> None:
+    """Operators, types and shape ranges of engines; the range covers all that a row may become."""
+    bundle = read_bundle(ZOO) if name == "zoo" else build_generate(tmp_path / "g", steps=(1, 2))
+    manifest = bundle.manifest
+    assert manifest.step is not None
+    for file in manifest.step.graphs.values():
+        model = graph_for(bundle, file, precision)
+        assert unsupported_by_tensorrt(model) == []
+        found = profiles(inputs_of(model, manifest), manifest)
+        assert wrong_ranges(model, found) == []
+    step = graph_for(bundle, manifest.step.step, precision)
+    found = profiles(inputs_of(step, manifest), manifest)
+    most, shape = manifest.text_input.max_tokens, manifest.shape
+    layout = CacheLayout.of(manifest, manifest.rungs[-1])
+    for rows, capacity in ((1, layout.capacity_for(1)), (64, most)):
+        wanted = (rows, capacity, shape.heads, shape.head_width)
+        assert any(one["k_0_0"].holds(wanted) for one in found)
+    kind = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
+    ports = {port.name: port.type.tensor_type for port in (*step.graph.input, *step.graph.output)}
+    for cache in cache_names(1, shape.layers):
+        assert ports[cache].elem_type == ports[f"{cache}_out"].elem_type == kind
+        sides = [dim.dim_param or dim.dim_value for dim in ports[f"{cache}_out"].shape.dim]
+        assert sides == ["batch", "length", shape.heads, shape.head_width]
+
+
+def test_the_check_of_ranges_finds_what_an_engine_could_not_take() -> None:
+    bundle = read_bundle(ZOO)
+    step = bundle.manifest.step
+    assert step is not None
+    model = graph_for(bundle, step.embed, "fp32")
+    held = ShapeRange((1,), (1,), (1,))
+    assert wrong_ranges(model, [{"tokens": held, "more": held}]) == [
+        "past has no range",
+        "tokens has 1 dimensions",
+        "more is no input",
+    ]
+    large = ShapeRange((1, 1), (1, 1), (1 << 20, 1 << 20))
+    assert wrong_ranges(model, [{"tokens": large, "past": held}]) == [
+        f"tokens of {1 << 40} elements"
+    ]
+
+
+@HALVES
+def test_the_tensorrt_provider_has_a_range_for_all_inputs_of_whole_rungs(half: Half) -> None:
+    bundle = read_bundle(ZOO)
+    graphs, manifest = graphs_of(bundle, half), bundle.manifest
+    found = one_profile(graph_interface(manifest).inputs, manifest)
+    for rung in manifest.rungs:
+        assert wrong_ranges(graphs[rung.graph], [found]) == []
 
 
 @HALVES

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from serve.bundle import Bundle, BundleError
+from serve.bundle import Bundle, BundleError, read_bundle
 from serve.runtime import open_model
 from serve.runtime import session as providers
 from serve.runtime.protocol import Device, DeviceName
@@ -17,6 +17,7 @@ from tests.fixtures.tiny_bundles import build_classify, build_generate
 
 GPU = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
 CPU = ["CPUExecutionProvider"]
+ZOO = Path(__file__).parents[2] / "zoo"
 
 
 @pytest.fixture
@@ -36,8 +37,18 @@ def test_the_cpu_needs_nothing(bundle: Bundle) -> None:
     interface = graph_interface(bundle.manifest)
     assert providers_for(Device(), bundle, interface) == [("CPUExecutionProvider", {})]
     check_providers(CPU, Device(), "steps-1.onnx")
-    assert Device().runs_single_steps and not Device("cuda").runs_single_steps
-    assert not Device(engines=Path("engines")).runs_single_steps
+    assert Device().keeps_caches(bundle.manifest)
+
+
+def test_where_rows_can_stop_early(tmp_path: Path) -> None:
+    """Engines of one step are built where there are thresholds to stop at."""
+    plain, engines = build_classify(tmp_path / "c").manifest, Device(engines=Path("engines"))
+    calibrated = read_bundle(ZOO / "digits").manifest
+    assert plain.calibration is None and calibrated.calibration is not None
+    for device in (Device(), Device("cuda")):
+        assert device.runs_single_steps(plain) and device.runs_single_steps(calibrated)
+    assert not engines.runs_single_steps(plain) and engines.runs_single_steps(calibrated)
+    assert not Device().runs_single_steps(read_bundle(ZOO / "shakespeare").manifest)
 
 
 def test_cuda_computes_in_float32_and_may_fall_back(bundle: Bundle, gpu_package: None) -> None:

@@ -9,6 +9,7 @@ import pytest
 from serve.bundle import BundleError
 from serve.runtime import Decoder, OpenedModel, WindowFullError, open_model
 from serve.runtime.cache import BUCKET_POSITIONS
+from serve.runtime.decoder import OrtPasses
 from serve.runtime.protocol import FloatArray, IntArray
 from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
 
@@ -214,7 +215,7 @@ def test_a_failing_prefill_changes_nothing(
     batch.add(np.array([1, 2]))
     held = batch.nbytes
     with monkeypatch.context() as patch:
-        patch.setattr(type(batch), "_open", fail)
+        patch.setattr(OrtPasses, "open", fail)
         with pytest.raises(MemoryError):
             batch.add(random_tokens(generator, 150))
     assert batch.lengths == [2] and batch.nbytes <= 2 * held  # one row may stay spare

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from export.tensorrt import TOLERANCES, EngineRequest, build_engines, largest_error
-from serve.bundle import AgainstFp32, Bundle, BundleError
+from serve.bundle import AgainstFp32, Bundle, BundleError, read_bundle
 from serve.runtime import Device, open_model
 from serve.runtime.session import encoder_interface, graph_interface, profiles
 from serve.runtime.tensorrt import (
@@ -66,6 +66,9 @@ def test_engines_of_every_family_answer_as_the_cpu_does(
     bundle = FAMILIES[family](tmp_path / "bundle")
     said = build(bundle, tmp_path / "engines")
     graphs = [graph for rung in bundle.manifest.rungs for graph in rung.graphs.values()]
+    if family == "decoder":  # any rung runs on the engines of one step
+        assert bundle.manifest.step is not None
+        graphs = list(bundle.manifest.step.graphs.values())
     names = {path.name for path in (tmp_path / "engines").iterdir()}
     assert names == {f"{Path(one).stem}.engine" for one in graphs} | {ENGINES_FILE, TIMING_FILE}
     assert "next: stepdial serve" in said[-1]
@@ -73,8 +76,10 @@ def test_engines_of_every_family_answer_as_the_cpu_does(
     engines.warm_up()
     for steps in bundle.manifest.steps:
         assert largest_error(engines, reference, steps) < 1e-5
-    # Verifying runs every shape three times, so the last time as a graph.
-    assert 0 < cuda.captures <= cuda.launches
+    if family == "decoder":
+        assert not cuda.captures
+    else:  # verifying runs every shape three times, so the last time as a graph
+        assert 0 < cuda.captures <= cuda.launches
 
 
 def test_the_network_is_built_as_documented(tmp_path: Path, library: FakeTensorrt) -> None:
@@ -142,7 +147,9 @@ def test_a_model_that_leaves_gives_the_memory_of_the_gpu_back(
         held.append((len(cuda.memory), len(cuda.graphs), len(cuda.streams)))
         engines.close()
         assert (cuda.memory, cuda.graphs, cuda.streams) == ({}, [], set())
-    assert held[0] == held[1] == held[2] and min(held[0]) > 0
+    assert held[0] == held[1] == held[2]
+    memory, graphs, streams = held[0]
+    assert memory > 0 and streams > 0 and (graphs > 0) == (family != "decoder")
 
 
 def test_engines_of_a_model_share_contexts_memory_and_the_limit_of_graphs(
@@ -181,6 +188,83 @@ def test_engines_run_on_the_gpu_that_is_asked_for(
     cuda.device = 0  # as a thread has it that has not asked for another
     model.warm_up()
     assert cuda.device == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_decoder_keeps_its_caches_on_the_gpu(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, precision: Precision, rows: int
+) -> None:
+    """Rows that come, go and grow past a bucket; engines of 2 rows take 3 in two parts."""
+    bundle = build_generate(tmp_path / "bundle", steps=(1, 2, 4), max_tokens=100)
+    build(bundle, tmp_path / "engines", precision, rows)
+    step = library.built[1]
+    assert len(library.built) == 3, "embedding, step and head, whatever the number of rungs"
+    for profile, most in zip(step.profiles, (1, rows), strict=True):
+        low, usual, high = profile["k_0_0"]
+        assert (low, high) == ([1, 1, 2, 16], [most, 100, 2, 16]) and usual[1] == 50
+        assert profile["x"] == [[1, 1, 32], [max(1, most // 2), 1, 32], [most, 100, 32]]
+    models = TrtModel(bundle, tmp_path / "engines"), open_model(bundle)
+    vocab_size = bundle.manifest.text_tokenizer.vocab_size
+    tolerance = {"fp32": 1e-5, "fp16": TOLERANCES["fp16"]}[precision]
+    for steps in bundle.manifest.steps:
+        batches = [one.decoder(steps).open_batch() for one in models]
+        chance = np.random.default_rng(0)
+        for length in (5, 70, 12):
+            tokens = chance.integers(1, vocab_size, length)
+            check_close([batch.add(tokens) for batch in batches], tolerance)
+        cuda.crossed = {True: 0, False: 0}
+        for _ in range(20):
+            tokens = chance.integers(1, vocab_size, 3)
+            check_close([batch.step(tokens) for batch in batches], tolerance)
+        # Tokens and lengths go in, and logits come out; times once, in the first pass.
+        assert cuda.crossed[False] == 20 * 3 * vocab_size * 4
+        assert cuda.crossed[True] <= 20 * 3 * (8 + 4) + 2 * (4 * 3 * steps + 8 + 12 * 3)
+        for batch in batches:
+            batch.remove(0)
+        tokens = chance.integers(1, vocab_size, 4)
+        check_close([batch.extend(1, tokens) for batch in batches], tolerance)
+        check_close([batch.step(tokens[:2]) for batch in batches], tolerance)
+        assert batches[0].lengths == batches[1].lengths
+        while batches[0].lengths:
+            batches[0].remove(0)
+        assert batches[0].nbytes == 0
+        check_close([one.decoder(steps).forward(tokens[None]) for one in models], tolerance)
+
+
+def check_close(pair: list[Any], tolerance: float) -> None:
+    error = float(np.abs(pair[0] - pair[1]).max() / np.abs(pair[1]).max())
+    assert 0 <= error < tolerance
+
+
+def test_engines_of_one_step_answer_early(
+    tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda
+) -> None:
+    bundle = read_bundle(ZOO / "digits")
+    assert bundle.manifest.calibration is not None and bundle.manifest.step is not None
+    build(bundle, tmp_path / "engines", rows=8)
+    model = open_model(bundle, device=Device(engines=tmp_path / "engines"))
+    assert model.single_steps
+    model.warm_up()
+    rows = np.random.default_rng(2).standard_normal((5, 1, 28, 28)).astype(np.float32)
+    steps = bundle.manifest.full_steps
+    reference = open_model(bundle).step_classifier(steps)
+    margins = np.sort(np.diff(np.sort(reference.jumps(rows), axis=-1)[..., -2:]).ravel())
+    threshold = float(margins[len(margins) // 2] + margins[len(margins) // 2 + 1]) / 2
+    found = model.step_classifier(steps).early(rows, threshold)
+    wanted = reference.early(rows, threshold)
+    assert found.evaluations.tolist() == wanted.evaluations.tolist()
+    assert 0 < found.evaluations.min() < steps
+    check_close([found.logits, wanted.logits], 1e-4)
+    model.close()
+    assert not cuda.memory
+    # Without thresholds there is nothing to stop at, and no engine of a step.
+    other = build_points(tmp_path / "points")
+    build(other, tmp_path / "others")
+    plain = open_model(other, device=Device(engines=tmp_path / "others"))
+    assert not plain.single_steps
+    with pytest.raises(BundleError, match="engines of whole rungs, which cannot stop early"):
+        plain.step_classifier(1)
 
 
 def test_more_rows_than_the_engine_takes_run_one_part_after_another(
@@ -241,7 +325,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, library: FakeTensorrt) -> N
     path = engines / ENGINES_FILE
     whole = json.loads(path.read_text())
     changes: tuple[dict[str, Any], ...] = (
-        {"schema_version": 2},
+        {"schema_version": 1},
         {"precision": "int4"},
         {"engines": [whole["engines"][0] | {"file": "../x"}]},
         {"engines": [whole["engines"][0] | {"profiles": [{"pixels": {"min": [0]}}]}]},
