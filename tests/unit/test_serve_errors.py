@@ -1,6 +1,4 @@
-"""Errors own their status and shape, and the tree that is drawn is the tree there is."""
-
-import re
+"""Errors own their status, code and shape; docs/errors.md lists them, which has a test of its own."""
 
 import pytest
 
@@ -14,13 +12,9 @@ def classes(root: type[ServeError]) -> list[type[ServeError]]:
     return [root, *(one for child in children for one in classes(child))]
 
 
-def test_the_drawn_tree_is_true() -> None:
-    drawn = re.findall(r"[├└]── (\w+) +(\d{3})", errors.__doc__ or "")
-    assert sorted(drawn) == sorted(
-        (one.__name__, str(one.status)) for one in classes(ServeError)[1:]
-    )
+def test_each_error_has_a_code_of_its_own() -> None:
     codes = [one.code for one in classes(ServeError)[1:]]
-    assert len(codes) == len(set(codes))
+    assert len(codes) > 30 and len(codes) == len(set(codes))
 
 
 def test_the_shape() -> None:
