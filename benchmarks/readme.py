@@ -229,10 +229,13 @@ def _overload() -> str:
     """Of all requests, or of right answers where the plain models took part."""
     kept = _result("overload")
     if kept is not None:
+        ours, plain, grids, others = _right_at(kept, "2 x")
+        most, most_plain, *_ = _right_at(kept, "4 x")
         return (
             "**Right answers under overload.** With a deadline and twice the requests that it "
-            f"sustains at full steps, {_right_at(kept, '2 x')}. At four times there is time for "
-            f"one step: {_right_at(kept, '4 x')}."
+            f"sustains at full steps, `logic` gets {ours} cells a second right in time, the two "
+            f"plain transformers {plain}; of whole grids {grids}, and they {others}. At four "
+            f"times, where there is time for one step only, {most} beside {most_plain} cells."
         )
     chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
     return (
@@ -242,8 +245,8 @@ def _overload() -> str:
     )
 
 
-def _right_at(kept: Result, load: str) -> str:
-    """Cells and whole grids a second of the dial and of the plain models."""
+def _right_at(kept: Result, load: str) -> tuple[str, str, str, str]:
+    """Cells a second of the dial and of the plain transformers, then whole grids of both."""
     rows = [_row(kept.tables[0], row) for row in kept.tables[0].rows]
     ours, _, *rivals = [
         (float(row["right positions a second"] or 0), float(row["right texts a second"] or 0))
@@ -252,10 +255,8 @@ def _right_at(kept: Result, load: str) -> str:
     ]
     cells = " and ".join(f"{cells:,.0f}" for cells, _ in rivals)
     grids = " and ".join(f"{grids:,.0f}" for _, grids in rivals)
-    return (
-        f"`logic` gets {ours[0]:,.0f} cells and {ours[1]:,.0f} whole grids a second right in time; "
-        f"the two plain transformers get {cells} cells, {grids} grids"
-    )
+    none = all(round(grids) == 0 for _, grids in rivals)
+    return f"{ours[0]:,.0f}", cells, f"{ours[1]:,.0f}", "none" if none else grids
 
 
 def _deadline_rows(load: str) -> list[dict[str, Cell]]:

@@ -1,4 +1,4 @@
-"""Errors own their status, code and shape; docs/errors.md lists them, which has a test of its own."""
+"""Errors own their status, code and shape."""
 
 import pytest
 
