@@ -7,13 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
+from typing import TYPE_CHECKING, Any, Literal
 
 from loadtest.objective import parse_objective
 from loadtest.outcomes import Outcome, write_requests
@@ -34,6 +28,10 @@ from loadtest.tables import (
     verdict_table,
     warnings,
 )
+
+if TYPE_CHECKING:  # it takes a second to load: where a chart is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 Scale = Literal["linear", "log", "tail"]
 
@@ -323,6 +321,9 @@ _STYLE: Any = {
 
 def draw_svg(chart: Chart) -> str:
     """The picture as an <svg> element without anything outside itself."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.6, 4.3), layout="constrained")
         _draw(figure.add_subplot(), chart)
@@ -341,6 +342,9 @@ def draw_svg(chart: Chart) -> str:
 
 def draw_png(title: str, drawn: Sequence[Chart], path: Path) -> None:
     """All pictures in one file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     rows = max(math.ceil(len(drawn) / 2), 1)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13.5, 4.6 * rows + 0.5), layout="constrained")
@@ -352,7 +356,7 @@ def draw_png(title: str, drawn: Sequence[Chart], path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def _draw(axes: Axes, chart: Chart) -> None:
+def _draw(axes: "Axes", chart: Chart) -> None:
     if chart.stacked:
         _draw_stacked(axes, chart)
     else:
@@ -374,7 +378,9 @@ def _draw(axes: Axes, chart: Chart) -> None:
         )
 
 
-def _draw_lines(axes: Axes, chart: Chart) -> None:
+def _draw_lines(axes: "Axes", chart: Chart) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     colours: dict[str, str] = {}
     for line in chart.lines:
         colour = colours.setdefault(line.of, _COLOURS[len(colours) % len(_COLOURS)])
@@ -399,20 +405,21 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
         axes.set_xlim(left=0)
 
 
-def _name_ticks(axis: Axis) -> None:
+def _name_ticks(axis: "Axis") -> None:
     """Plain numbers, also between powers of ten where there are few of those."""
-    axis.set_major_formatter(_PlainNumbers())
-    axis.set_minor_formatter(_PlainNumbers(labelOnlyBase=False, minor_thresholds=(1.2, 0.5)))
+    from matplotlib.ticker import LogFormatter
+
+    class PlainNumbers(LogFormatter):
+        """Writes 0.1 where its base writes 1e-01."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.set_major_formatter(PlainNumbers())
+    axis.set_minor_formatter(PlainNumbers(labelOnlyBase=False, minor_thresholds=(1.2, 0.5)))
 
 
-class _PlainNumbers(LogFormatter):
-    """Writes 0.1 where its base writes 1e-01."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return f"{x:g}" if super().__call__(x, pos) else ""
-
-
-def _draw_line(axes: Axes, chart: Chart, line: Line, colour: str) -> None:
+def _draw_line(axes: "Axes", chart: Chart, line: Line, colour: str) -> None:
     if not len(line.x):
         return
     x = [*map(_tail, line.x)] if chart.x_scale == "tail" else line.x
@@ -434,7 +441,7 @@ def _draw_line(axes: Axes, chart: Chart, line: Line, colour: str) -> None:
         )
 
 
-def _draw_stacked(axes: Axes, chart: Chart) -> None:
+def _draw_stacked(axes: "Axes", chart: Chart) -> None:
     base = [0.0] * max((len(line.x) for line in chart.lines), default=0)
     for index, line in enumerate(chart.lines):
         colour = _COLOURS[index % len(_COLOURS)]

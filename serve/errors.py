@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from serve.bundle import steps_in_words
-
 # Longest message: numbers and names in it come from the client, in any length.
 _MOST_CHARACTERS = 2000
 
@@ -157,8 +155,8 @@ class ImpossibleDeadline(ImpossibleBudget):
     def __init__(self, given_s: float, least_s: float, steps: int) -> None:
         least_ms = math.ceil(least_s * 1000)
         super().__init__(
-            f"deadline_ms is {given_s * 1000:g}, but this takes about {least_ms} ms at "
-            f"{steps_in_words(steps)} even on an idle server: give it at least {least_ms}",
+            f"deadline_ms is {given_s * 1000:g}, but this takes about {least_ms} ms at {steps} "
+            f"step{'' if steps == 1 else 's'} even on an idle server: give it at least {least_ms}",
             param="deadline_ms",
             least_ms=least_ms,
         )

@@ -19,10 +19,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
 from serve.logs import LogFormat
-from serve.runtime.protocol import Device, DeviceName
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these take long to load, and --help needs none of them
     from serve.engine.engine import StallLimits
+    from serve.runtime.protocol import Device
 
 # Names of settings as flags and as environment variables.
 
@@ -132,7 +132,8 @@ class Settings(BaseSettings):
         ),
     ] = None
     device: Annotated[
-        DeviceName, Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt")
+        Literal["cpu", "cuda", "tensorrt"],
+        Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt"),
     ] = "cpu"
     device_number: Annotated[
         int, Field(ge=0, le=255, description="which GPU, as the driver numbers them")
@@ -431,8 +432,10 @@ class Settings(BaseSettings):
         return origins
 
     @property
-    def runs_on(self) -> Device:
+    def runs_on(self) -> "Device":
         """The device settings, for the runtime."""
+        from serve.runtime.protocol import Device
+
         return Device(
             self.device,
             self.allow_cpu_fallback,

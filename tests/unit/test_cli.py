@@ -219,7 +219,7 @@ def run_python(code: str, *arguments: str, **how: Any) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
-    heavy = ["torch", "onnx", "onnxruntime", "fastapi", "tokenizers", "locust", "gevent"]
+    heavy = ["torch", "onnx", "onnxruntime", "fastapi", "numpy", "tokenizers", "locust", "gevent"]
     code = (
         "import sys, stepdial\n"
         "try: stepdial.main([*sys.argv[1:], '--help'])\n"
