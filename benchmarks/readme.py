@@ -266,6 +266,33 @@ def _deadline_rows(load: str) -> list[dict[str, Cell]]:
     return [row for row in rows if row["load"] == load]
 
 
+def overload() -> str:
+    """What deadlines do to `logic` under load, beside plain transformers on the same server."""
+    kept = _result("overload")
+    assert kept is not None
+    lines = [
+        "| load | model | in time | steps (mean) | right cells a second | whole grids a second |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    names = {
+        "logic, steps by the server": "`logic`, the server chooses the steps",
+        "logic, 16 steps": "`logic`, always 16 steps",
+        "logic-plain": "plain transformer, same size",
+        "logic-plain4": "plain transformer, four times the size",
+    }
+    for row in (_row(kept.tables[0], row) for row in kept.tables[0].rows):
+        load = str(row["load"]).replace(" x", " times")
+        figures = (
+            f"{float(row['steps'] or 0):.1f}",
+            f"{float(row['right positions a second'] or 0):,.0f}",
+            f"{float(row['right texts a second'] or 0):,.0f}",
+        )
+        lines.append(
+            f"| {load} | {names[str(row['model'])]} | {row['in time']} | {' | '.join(figures)} |"
+        )
+    return "\n".join(lines) + f"\n\n{_source('overload')}.\n"
+
+
 def deadline() -> str:
     """What a deadline does to `topics` at twice its load."""
     rows = _deadline_rows("2 x")
@@ -363,6 +390,7 @@ def _percent(value: float) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "why": why,
+    "overload": overload,
     "deadline": deadline,
     "models": models,
     "saved": saved,
