@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Train and export the three models of zoo/, and the discrete transformers measured beside them.
+# Train and export the models of zoo/, and the plain transformers measured beside them.
 #
 #   benchmarks/make_zoo.sh DATA [RUNS]
 #
-# DATA holds tinyshakespeare/input.txt, imdb/{train,test}.jsonl.xz and ag_news/*.csv.gz. Every
-# training uses one thread; killed at any moment, the same command goes on from its checkpoint.
+# DATA holds tinyshakespeare/input.txt, imdb/{train,test}.jsonl.xz, ag_news/*.csv.gz and mnist/; the
+# data of `logic` is made on the spot. Every training uses one thread; killed at any moment, the same
+# command goes on from its checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 data=$1
@@ -15,6 +16,12 @@ discrete=(--set model.depth=discrete --set optim.transport=0
 stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" --out "$runs/shakespeare"
 stepdial train sentiment --data "$data/imdb" --out "$runs/sentiment"
 stepdial train topics --data "$data/ag_news" --out "$runs/topics"
+stepdial train mnist-any --data "$data/mnist" --out "$runs/digits"
+stepdial train logic --out "$runs/logic"
+
+# Beside `logic`, with as many parameters and with four times as many.
+stepdial train logic-discrete --out "$runs/logic-plain1"
+stepdial train logic-discrete --out "$runs/logic-plain4" --set model.layers=4
 
 # As many velocity evaluations, so the same training time, for the language model; 1,500 iterations,
 # two to three epochs, for the classifiers: as many as `sentiment` got, half of what `topics` got.
@@ -25,7 +32,9 @@ stepdial train sentiment --data "$data/imdb" \
 stepdial train topics --data "$data/ag_news" \
     --out "$runs/topics-discrete" "${discrete[@]}" --set optim.iterations=1500
 
-for model in shakespeare sentiment topics; do
+for model in shakespeare sentiment topics digits; do
     stepdial export "$runs/$model" --out "zoo/$model" --steps 1,2,4,8 \
         --card "benchmarks/cards/$model.json"
 done
+# Trained to 8 steps: what 16 do is measured as well.
+stepdial export "$runs/logic" --out zoo/logic --steps 1,2,4,8,16
