@@ -90,7 +90,7 @@ class Application:
             body = exchange.connection.take_body()
         else:
             body = await self._read(receive)
-        if body is None:  # it is too large, or its client has left
+        if body is None or len(body) > BODY_BYTES:  # or its client has left
             await self._say(send, 413)
             return
         # After the body: what came behind it may not have changed what the head said.
