@@ -32,7 +32,7 @@ from benchmarks.lab import (
 from train.data import open_dataset
 from train.data.batch import Dataset
 from train.devices import Devices
-from train.loop import Loop, make_optimiser
+from train.loop import TrainingLoop, make_optimiser
 from train.model import build_model
 from train.recipe import Recipe, recipe_from
 
@@ -160,7 +160,7 @@ def our_training(case: Case, folder: Path) -> Callable[[], float]:
     model = build_model(case.recipe.model, case.dataset.sizes).train()
     optimiser = make_optimiser(model, case.recipe.optim)
     devices = Devices("cpu", case.recipe.optim.precision)
-    loop = Loop(case.recipe, folder, case.dataset, model, optimiser, True, devices)
+    loop = TrainingLoop(case.recipe, folder, case.dataset, model, optimiser, True, devices)
     at = 0
 
     def train_some() -> float:

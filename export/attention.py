@@ -70,7 +70,7 @@ def fused(piece: Piece) -> Piece:
 
 
 def _written(piece: Piece, fuse: bool) -> Piece:
-    write = _Writing()
+    write = _NodeWriter()
     for node in piece.nodes:
         if not _is_mark(node):
             write.nodes.append(node)
@@ -136,7 +136,7 @@ def write_out_caches(model: onnx.ModelProto, kind: int) -> None:
     Caches become (batch, capacity, heads, head_width), and what comes out are those of the new
     positions alone, (batch, length, heads, head_width). `total` is no longer an input.
     """
-    graph, write = model.graph, _Writing()
+    graph, write = model.graph, _NodeWriter()
     ports = {port.name: port for port in (*graph.input, *graph.output)}
     for node in graph.node:
         if node.op_type != CACHED:
@@ -181,7 +181,7 @@ def _read(node: onnx.NodeProto) -> Mark:
     )
 
 
-class _Writing:
+class _NodeWriter:
     """The nodes so far; what several attentions add to their scores is made once."""
 
     def __init__(self) -> None:

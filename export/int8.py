@@ -378,12 +378,12 @@ def use_integers(model: onnx.ModelProto, ranges: Ranges, plain: bool) -> None:
     Plain, as QuantizeLinear and DequantizeLinear around float32 products, which runtimes know how
     to join. Otherwise as ONNX Runtime's operator, which adds the bias too. The bytes are the same.
     """
-    writing = _Writing(model.graph, ranges, plain)
+    writing = _Rewriting(model.graph, ranges, plain)
     nodes = [made for node in model.graph.node for made in writing.rewritten(node)]
     replace_nodes(model, nodes, list(writing.made.values()))
 
 
-class _Writing:
+class _Rewriting:
     """The layers of one graph, rewritten; a matrix that many of them use is made once."""
 
     def __init__(self, graph: onnx.GraphProto, ranges: Ranges, plain: bool) -> None:

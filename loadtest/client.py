@@ -263,7 +263,7 @@ CUT_SHORT = "no answer before the end of the test"  # the error of a sender that
 _LONGEST_ERROR = 300  # characters
 
 
-class Line:
+class Connections:
     """Connections to the server: opened when none is free, kept, and used again."""
 
     def __init__(self, plan: Plan, connections: int, in_flight: int | None = None) -> None:

@@ -22,7 +22,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from locust.user.task import LOCUST_STATE_RUNNING
 
 from loadtest.arrivals import rest_s
-from loadtest.client import CUT_SHORT, AnswerError, Line
+from loadtest.client import CUT_SHORT, AnswerError, Connections
 from loadtest.outcomes import Outcome
 from loadtest.plan import Plan
 from loadtest.schedule import Shot
@@ -123,7 +123,7 @@ class OpenLoop:
         self._begin_s = time.monotonic() + share.begin_s - time.time()
         limit = plan.terms.max_in_flight
         in_flight = None if limit is None else share.of_count(limit)
-        self._line = Line(plan, _CONNECTIONS, in_flight)
+        self._connections = Connections(plan, _CONNECTIONS, in_flight)
         self._flights = Group()
 
     def run(self, is_over: Callable[[], bool]) -> None:
@@ -145,10 +145,10 @@ class OpenLoop:
         finally:
             alarm.close()
             self._flights.kill()
-            self._line.close()
+            self._connections.close()
 
     def _fly(self, shot: Shot, body: bytes, moment_s: float) -> None:
-        self._take(self._line.send(shot, body, moment_s, self._begin_epoch_s + shot.due_s))
+        self._take(self._connections.send(shot, body, moment_s, self._begin_epoch_s + shot.due_s))
 
 
 # The worker processes of a distributed test, as their master sees them. Locust gives its workers
@@ -228,7 +228,7 @@ class Caller(User):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self._plan = plans[environment]
-        self._line = Line(self._plan, connections=1)
+        self._connections = Connections(self._plan, connections=1)
 
     @task
     def ask(self) -> None:
@@ -245,7 +245,7 @@ class Caller(User):
         while self._state == LOCUST_STATE_RUNNING and error != CUT_SHORT and plan.left != 0:
             shot, body = plan.next_request()
             plan.under_way += 1
-            outcome = self._line.send(shot, body, time.monotonic(), time.time())
+            outcome = self._connections.send(shot, body, time.monotonic(), time.time())
             plan.under_way -= 1
             self._take(outcome)
             error = outcome.error
@@ -257,7 +257,7 @@ class Caller(User):
 
     def on_stop(self) -> None:
         """Leave no connection behind."""
-        self._line.close()
+        self._connections.close()
 
     def _rest(self, seconds: float) -> None:
         """Until then, or until told to stop."""

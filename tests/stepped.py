@@ -17,7 +17,7 @@ from serve.engine.classify import Classification
 from serve.engine.engine import Engine
 from serve.engine.generate import DecodeCall, DecodePart, GenerateLane
 from serve.engine.job import Event, Job, LaneKey, Limits, Work
-from serve.engine.loaded import Call, LoadedModel
+from serve.engine.loaded import Call, EngineModel
 from serve.engine.sampling import Sampling
 from serve.engine.search import Translation
 from serve.engine.writing import Generation, GenerationRequest
@@ -238,7 +238,7 @@ class SteppedEngine(Engine):
     def _check_works(self) -> None:
         """It does."""
 
-    def model(self, name: str) -> LoadedModel:
+    def model(self, name: str) -> EngineModel:
         return self._models[name]
 
     def lane(self, key: LaneKey) -> GenerateLane:

@@ -194,7 +194,7 @@ def train(
         teacher = None if origin is None else load_teacher(folder, recipe, dataset.sizes)
         if teacher is not None:
             teacher.to(devices.device)
-        loop = Loop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher)
+        loop = TrainingLoop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher)
         if master is not None:
             loop.objective.master = _master(master, recipe, dataset, devices, quiet)
         loop.run(first)
@@ -285,7 +285,7 @@ def _class_weights(recipe: Recipe, dataset: Dataset, devices: Devices) -> Tensor
     return (counts.sum() / (len(counts) * counts)).to(devices.device)
 
 
-class Loop:
+class TrainingLoop:
     def __init__(
         self,
         recipe: Recipe,

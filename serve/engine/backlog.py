@@ -13,7 +13,7 @@ from serve.bundle.manifest import LatencyEntry
 from serve.engine.classify import ClassifyLane
 from serve.engine.cost import IDLE_ANSWER_S, Cost, CostKey, CostLine
 from serve.engine.job import Deadline, Job, LaneKey, Turn
-from serve.engine.loaded import CachedLane, Call, Common, LoadedModel
+from serve.engine.loaded import CachedLane, Call, Common, EngineModel
 from serve.errors import DeadlineLapsed, ImpossibleDeadline, QueueFull, TooBusy
 
 
@@ -498,7 +498,7 @@ class Backlog:
         ahead = lane.calls_ahead if isinstance(lane, ClassifyLane) else 0
         return (call_s + self._common.busy_s(own)) * (ahead + 1)
 
-    def of_model(self, model: LoadedModel) -> ModelBacklog:
+    def of_model(self, model: EngineModel) -> ModelBacklog:
         """The backlog of one model that generates, as it is now."""
         return ModelBacklog(
             model.cost,

@@ -31,7 +31,7 @@ from serve.engine.job import (
     Tags,
     Work,
 )
-from serve.engine.loaded import Call, LoadedModel, LoadShedder
+from serve.engine.loaded import Call, EngineModel, LoadShedder
 from serve.engine.sampling import ScoreArray
 from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.runtime import EarlyAnswers
@@ -191,7 +191,7 @@ class Batch(NamedTuple):
 class ClassifyLane:
     """One classification lane: its rows in the order of their deadlines."""
 
-    def __init__(self, key: LaneKey, model: LoadedModel) -> None:
+    def __init__(self, key: LaneKey, model: EngineModel) -> None:
         limits, answer = model.common.limits, model.common.answer
         self.key = key
         self.model = model
@@ -537,7 +537,7 @@ class Rechecks:
     `max_disagreement` holds for data like the calibration rows; this counts it for real requests.
     """
 
-    def __init__(self, model: LoadedModel, share: float) -> None:
+    def __init__(self, model: EngineModel, share: float) -> None:
         self.model = model
         self.waiting: deque[Recheck] = deque()
         self._share = share

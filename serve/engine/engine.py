@@ -30,7 +30,7 @@ from serve.engine.job import (
     in_requests,
     request_ids,
 )
-from serve.engine.loaded import Call, Common, Lane, LoadedModel, Planner, new_cost
+from serve.engine.loaded import Call, Common, EngineModel, Lane, Planner, new_cost
 from serve.engine.search import SearchLane
 from serve.engine.writing import Generation
 from serve.errors import (
@@ -670,7 +670,7 @@ class Engine:
         self.cache_bytes = sum([lane.nbytes for lane in self._common.cached()])
 
     def _add(self, served: Served, cost: Cost | None) -> None:
-        model = LoadedModel(served, cost or new_cost(served), self._common)
+        model = EngineModel(served, cost or new_cost(served), self._common)
         self._models[served.key] = model
         self.metrics.serve(served.manifest)
 
@@ -697,7 +697,7 @@ class Engine:
                 raise _too_large(job, needed_bytes)
         return model.lanes.get(key) or self._open(model, key)
 
-    def _open(self, model: LoadedModel, key: LaneKey) -> Lane:
+    def _open(self, model: EngineModel, key: LaneKey) -> Lane:
         lane: Lane
         if key.kind == "classify":
             self._turns.append(classify := ClassifyLane(key, model))
@@ -713,7 +713,7 @@ class Engine:
         model.lanes[key] = lane
         return lane
 
-    def _decoding(self, model: LoadedModel) -> Decoding:
+    def _decoding(self, model: EngineModel) -> Decoding:
         """What decodes the rungs of a model."""
         for planner in self._turns:
             if isinstance(planner, Decoding) and planner.model is model:

@@ -25,7 +25,7 @@ from serve.engine.job import (
     State,
     Waiting,
 )
-from serve.engine.loaded import Call, LoadedModel
+from serve.engine.loaded import Call, EngineModel
 from serve.engine.tuner import lead_tuner
 from serve.engine.writing import Generation, accept_tokens, generation_of
 from serve.metrics import Metrics
@@ -248,7 +248,7 @@ class Prefilled(NamedTuple):
 class Prefilling:
     """The prefill of one model's prompts, piece by piece, its rungs in turn."""
 
-    def __init__(self, model: LoadedModel, lanes: Mapping[LaneKey, GenerateLane]) -> None:
+    def __init__(self, model: EngineModel, lanes: Mapping[LaneKey, GenerateLane]) -> None:
         self.model = model
         self._lanes = lanes
         self._turns: deque[LaneKey] = deque()
@@ -317,7 +317,7 @@ class Decoding:
     Each rung is due again after as many calls as its share allows.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.lanes: dict[LaneKey, GenerateLane] = {}
         mix = model.runtime.mix()
@@ -549,7 +549,7 @@ class Decoding:
             metrics.stepped(key, "decode", len(part.jobs), steps, self.model.nfe(key.steps))
 
 
-def take_in(model: LoadedModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:
+def take_in(model: EngineModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:
     """Deliver tokens and end jobs."""
     deliveries: Deliveries = []
     counter = TokenCounter(model.common.metrics, now_s)

@@ -52,7 +52,7 @@ class Planner(Protocol):
     """What plans, runs and applies the calls of one model, one at a time."""
 
     @property
-    def model(self) -> "LoadedModel": ...
+    def model(self) -> "EngineModel": ...
 
     def plan(self, now_s: float) -> Call | None:
         """The next call; None if nothing can run now. With the engine's lock held."""
@@ -111,11 +111,11 @@ class Common:
     metrics: Metrics
     clock: Callable[[], float]
     recheck_share: float = 0.0  # of early answers, compared with those of all steps
-    models: dict[str, "LoadedModel"] = field(default_factory=dict)
+    models: dict[str, "EngineModel"] = field(default_factory=dict)
     jobs: Jobs = field(default_factory=Jobs)
     answer: AnswerTime = field(default_factory=AnswerTime)
 
-    def model(self, key: LaneKey) -> "LoadedModel":
+    def model(self, key: LaneKey) -> "EngineModel":
         """The model of a lane; ModelGone if it was replaced and is gone."""
         model = self.models.get(key.model)
         if model is None:
@@ -217,7 +217,7 @@ class LoadShedder:
         return share
 
 
-class LoadedModel:
+class EngineModel:
     """One edition of a model, from when it is served until its last user is gone."""
 
     def __init__(self, served: Served, cost: Cost, common: Common) -> None:
@@ -324,7 +324,7 @@ def new_cost(served: Served) -> Cost:
 class FailureCheck:
     """Runs a small call of the lane that threw now and then, until one succeeds."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.due_s = 0.0
 

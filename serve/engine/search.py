@@ -24,7 +24,7 @@ from serve.engine.job import (
     Waiting,
     Work,
 )
-from serve.engine.loaded import Call, LoadedModel
+from serve.engine.loaded import Call, EngineModel
 from serve.engine.sampling import Beams
 from serve.engine.writing import GenerationRequest, error_for_client
 from serve.errors import ModelFailure
@@ -83,7 +83,7 @@ class SearchStep(NamedTuple):
 class SearchLane:
     """One rung's beam searches. Each is a batch of its own; a call is one step of one search."""
 
-    def __init__(self, key: LaneKey, model: LoadedModel) -> None:
+    def __init__(self, key: LaneKey, model: EngineModel) -> None:
         self.key = key
         self.model = model
         self.waiting = Waiting()

@@ -138,19 +138,19 @@ def test_a_killed_conversion_goes_on_to_the_same_weights(
     whole = tmp_path / "whole"
     convert(str(folder), whole, request, str(table), quiet=True)
 
-    from train.loop import Loop
+    from train.loop import TrainingLoop
 
     cut = tmp_path / "cut"
-    iterate, count = Loop.iterate, 0
+    iterate, count = TrainingLoop.iterate, 0
 
-    def killed(loop: Loop, iteration: int) -> dict[str, Any]:
+    def killed(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
         nonlocal count
         count += 1
         if count in (7, 14):  # once in the teacher, once in the dial
             raise RuntimeError("killed")
         return iterate(loop, iteration)
 
-    monkeypatch.setattr(Loop, "iterate", killed)
+    monkeypatch.setattr(TrainingLoop, "iterate", killed)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="killed"):
             convert(str(folder), cut, request, str(table), quiet=True)

@@ -9,7 +9,7 @@ from benchmarks import dial_range
 from benchmarks.dial_range import Measured, paired, rising, runs_of, says
 from benchmarks.lab import FOLDER, Result
 from tests.fixtures.tiny_runs import TINY
-from train.loop import Loop, train
+from train.loop import TrainingLoop, train
 from train.recipe import Recipe, load_recipe
 from train.tally import Quality, gain
 
@@ -98,13 +98,13 @@ def test_it_measures_runs_and_leaves_out_unfinished_ones(
 
 def train_until(recipe: Recipe, folder: Path) -> None:
     """A training that is interrupted after its first checkpoint."""
-    whole = Loop.iterate
+    whole = TrainingLoop.iterate
 
-    def stopping(self: Loop, iteration: int) -> dict[str, object]:
+    def stopping(self: TrainingLoop, iteration: int) -> dict[str, object]:
         if iteration == 4:
             raise KeyboardInterrupt
         return whole(self, iteration)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "iterate", stopping)
+        patch.setattr(TrainingLoop, "iterate", stopping)
         train(recipe, folder, quiet=True)

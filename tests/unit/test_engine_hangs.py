@@ -12,7 +12,7 @@ from serve.bundle import Bundle
 from serve.catalog import Served
 from serve.engine.engine import StallLimits
 from serve.engine.job import LaneKey, Limits, TokenEvent
-from serve.engine.loaded import Call, Common, LoadedModel, new_cost
+from serve.engine.loaded import Call, Common, EngineModel, new_cost
 from serve.errors import Stalled
 from serve.metrics import Metrics
 from serve.runtime import open_model
@@ -161,7 +161,7 @@ def test_what_is_tried_runs_on_every_kind_of_model(
 ) -> None:
     bundle = opened()
     served = Served.open(bundle, open_model(bundle))
-    model = LoadedModel(served, new_cost(served), Common(Limits(), Metrics(), time.monotonic))
+    model = EngineModel(served, new_cost(served), Common(Limits(), Metrics(), time.monotonic))
     check = Call(model.check, lane, None, ())
     model.check.run(check)
     model.runtime.interrupt()

@@ -13,7 +13,7 @@ from tests.fixtures.tiny_runs import tiny_label_recipe, tiny_text_recipe
 from train.checkpoint import AVERAGED, MODEL, RunError, load_run, load_weights
 from train.data import open_dataset
 from train.devices import Devices
-from train.loop import Loop, learning_rate, make_optimiser, train
+from train.loop import TrainingLoop, learning_rate, make_optimiser, train
 from train.model import build_model
 from train.objective import task_loss
 from train.recipe import Recipe, load_recipe
@@ -92,14 +92,14 @@ def test_the_smoothing_of_a_recipe_reaches_its_loss(tmp_path: Path) -> None:
     assert losses[0] != losses[1]
 
 
-def loop_of(folder: Path, *overrides: str) -> Loop:
+def loop_of(folder: Path, *overrides: str) -> TrainingLoop:
     recipe = tiny_label_recipe("optim.precision=fp32", *overrides)
     devices = Devices("cpu", recipe.optim.precision)
     dataset = open_dataset(recipe)
     torch.manual_seed(0)
     model = build_model(recipe.model, dataset.sizes)
     optimiser = make_optimiser(model, recipe.optim)
-    return Loop(recipe, folder, dataset, model, optimiser, True, devices)
+    return TrainingLoop(recipe, folder, dataset, model, optimiser, True, devices)
 
 
 def test_hidden_tokens_are_padding_of_the_share_and_never_the_first(tmp_path: Path) -> None:
@@ -160,17 +160,17 @@ def test_an_interrupted_run_averages_the_same_checkpoints(
     recipe = tiny_label_recipe(*AVERAGE)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(recipe, whole, quiet=True)
-    iterate = Loop.iterate
+    iterate = TrainingLoop.iterate
 
-    def stop(self: Loop, iteration: int) -> dict[str, Any]:
+    def stop(self: TrainingLoop, iteration: int) -> dict[str, Any]:
         if iteration == 6:  # after the checkpoint of 6, which is kept
             raise RuntimeError("killed")
         return iterate(self, iteration)
 
-    monkeypatch.setattr(Loop, "iterate", stop)
+    monkeypatch.setattr(TrainingLoop, "iterate", stop)
     with pytest.raises(RuntimeError, match="killed"):
         train(recipe, broken, quiet=True)
-    monkeypatch.setattr(Loop, "iterate", iterate)
+    monkeypatch.setattr(TrainingLoop, "iterate", iterate)
     (broken / AVERAGED / "6.safetensors").unlink()  # as if it had been killed before it was kept
     train(recipe, broken, quiet=True)
     for name, value in load_file(whole / MODEL).items():

@@ -11,7 +11,7 @@ from serve.catalog import Catalog, Served
 from serve.engine.classify import Classification, ClassifyLane, Rechecks
 from serve.engine.engine import Engine
 from serve.engine.job import ClassifiedEvent, Job, LaneKey, Limits
-from serve.engine.loaded import Common, LoadedModel, new_cost
+from serve.engine.loaded import Common, EngineModel, new_cost
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import Row
@@ -99,7 +99,7 @@ def test_a_share_of_the_answers_is_drawn_and_one_of_all_steps_agrees_with_itself
     )
     served = Served.open(bundle, open_model(bundle, 1))
     metrics, lane = Metrics(), LaneKey("sure", "classify", 4, threshold=0.0)
-    model = LoadedModel(served, new_cost(served), Common(Limits(), metrics, time.monotonic))
+    model = EngineModel(served, new_cost(served), Common(Limits(), metrics, time.monotonic))
     rechecks = Rechecks(model, 0.25)
     offered(rechecks, lane, [[1]] * 4000, early=False)
     drawn = count(metrics.registry, "rechecked")

@@ -12,7 +12,7 @@ import torch
 from tests.fixtures.tiny_runs import TINY, tiny_label_run
 from train.__main__ import main
 from train.checkpoint import RunError, load_run
-from train.loop import Loop
+from train.loop import TrainingLoop
 from train.recipe import RecipeError, load_recipe
 from train.retrofit import retrofit, retrofit_recipe
 
@@ -99,15 +99,15 @@ def test_it_starts_from_the_run_keeps_its_teacher_and_resumes_exactly(
     run = shutil.copytree(run, tmp_path / "run")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     retrofit(run, whole, 0.5, overrides)
-    original, calls = Loop.iterate, itertools.count()
+    original, calls = TrainingLoop.iterate, itertools.count()
 
-    def interrupted(loop: Loop, iteration: int) -> dict[str, object]:
+    def interrupted(loop: TrainingLoop, iteration: int) -> dict[str, object]:
         if next(calls) == 6:
             signal.raise_signal(signal.SIGINT)
         return original(loop, iteration)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Loop, "iterate", interrupted)
+        patched.setattr(TrainingLoop, "iterate", interrupted)
         retrofit(run, broken, 0.5, overrides)
     (run / "model.safetensors").write_bytes(b"the original may go on meanwhile")
     retrofit(run, broken, 0.5, overrides)

@@ -26,7 +26,7 @@ from train.blocks import Conditioned
 from train.checkpoint import RunError, load_run, lock_run
 from train.data.batch import Sizes
 from train.interrupt import Diverged
-from train.loop import Loop, MetricsLog, learning_rate, read_metrics, train
+from train.loop import MetricsLog, TrainingLoop, learning_rate, read_metrics, train
 from train.model import OTTransformer, build_model
 from train.recipe import ModelConfig, turn_for
 
@@ -154,7 +154,7 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
     """Ctrl-C in the middle of whatever the loop does at that moment."""
     recipe = tiny_text_recipe(tmp_path, "model.dropout=0.1")
     train(recipe, tmp_path / "whole", quiet=True)
-    original, calls = getattr(Loop, where), itertools.count()
+    original, calls = getattr(TrainingLoop, where), itertools.count()
 
     def interrupted(*arguments: object) -> object:
         if next(calls) == 1:
@@ -162,7 +162,7 @@ def test_an_interrupt_anywhere_resumes_to_the_same_weights(
         return original(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loop, where, interrupted)
+        patched.setattr(TrainingLoop, where, interrupted)
         if where == "watch":  # the second validation is the end: nothing is left to interrupt
             train(recipe, tmp_path / "broken", quiet=True)
         else:

@@ -33,7 +33,7 @@ class Tagged(NamedTuple):
     labels: Sequence[str | None]
 
 
-class Row(NamedTuple):
+class TaggedRow(NamedTuple):
     ids: Ids  # (N,)
     targets: Ids  # (N,)
 
@@ -153,19 +153,19 @@ class TagDataset:
         order = np.random.default_rng(0).permutation(len(batches))  # else the shortest come first
         return (batches[i] for i in order)
 
-    def _in_order(self, rows: list[Row], size: int) -> Iterator[Batch]:
+    def _in_order(self, rows: list[TaggedRow], size: int) -> Iterator[Batch]:
         ordered = sorted(rows, key=lambda row: len(row.ids))
         for start in range(0, len(ordered), size):
             batch = _pad(ordered[start : start + size])
             yield _first(batch) if self._first_only else batch
 
-    def _pack(self, rows: list[Tagged]) -> list[Row]:
+    def _pack(self, rows: list[Tagged]) -> list[TaggedRow]:
         encoded = self.tokenizer.encode_batch([" ".join(row.words) for row in rows])
         return [
             self._row(row, each.ids, each.offsets) for row, each in zip(rows, encoded, strict=True)
         ]
 
-    def _row(self, row: Tagged, ids: list[int], offsets: list[tuple[int, int]]) -> Row:
+    def _row(self, row: Tagged, ids: list[int], offsets: list[tuple[int, int]]) -> TaggedRow:
         ends = np.cumsum([len(word) + 1 for word in row.words])  # each with the space behind it
         targets = np.full(len(ids), IGNORED, np.int32)
         begun = -1
@@ -174,7 +174,7 @@ class TagDataset:
             if end > start and word > begun and word < len(row.words):
                 targets[place] = self._class_of(row.labels[word])
                 begun = word
-        return Row(np.array(ids[: self._window], np.int32), targets[: self._window])
+        return TaggedRow(np.array(ids[: self._window], np.int32), targets[: self._window])
 
     def _class_of(self, label: str | None) -> int:
         if label is None:
@@ -187,7 +187,7 @@ class TagDataset:
         return self._classes[label]
 
 
-def _pad(rows: list[Row]) -> Batch:
+def _pad(rows: list[TaggedRow]) -> Batch:
     longest = max(len(row.ids) for row in rows)
     tokens = np.zeros((len(rows), longest), np.int64)
     targets = np.full((len(rows), longest), IGNORED, np.int64)
