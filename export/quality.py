@@ -198,18 +198,10 @@ def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
 # Takes the data set that the bundle was trained for from its provenance; the path must be given.
 
 
-def evaluate_bundle(
-    bundle: Bundle, steps: list[int] | None, data: str, samples: int | None
-) -> dict[int, Quality]:
-    """Measured quality by steps; only rungs that the bundle has."""
-    measured = measure_bundle(bundle, steps, data, samples)
-    return {count: one.quality for count, one in measured.items()}
-
-
 def measure_bundle(
     bundle: Bundle, steps: list[int] | None, data: str, samples: int | None
 ) -> dict[int, Measured]:
-    """The same, row by row."""
+    """What is measured of each rung, by its steps; only of rungs that the bundle has."""
     manifest = bundle.manifest
     counts = steps or list(manifest.steps)
     for count in counts:

@@ -788,7 +788,3 @@ def tied_weights(model: nn.Module) -> dict[str, str]:
         if owner != name:
             tied[name] = owner
     return tied
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
