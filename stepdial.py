@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.machinery
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,28 +42,29 @@ class Command:
     """Where a subcommand lives: `package.module.main`, installed by an extra."""
 
     package: str
-    extra: str
+    extra: str  # several with commas: what else the same user will need
     takes_name: bool  # the package has several commands, so it gets the name too
     summary: str
     module: str = "__main__"
 
 
+_TRAINING = "train,export,serve"  # whoever trains a model will export and serve it
 COMMANDS = {
-    "train": Command("train", "train", True, "train a model from a recipe, or resume a run"),
-    "recipes": Command("train", "train", True, "list the recipes that `train` knows"),
+    "train": Command("train", _TRAINING, True, "train a model from a recipe, or resume a run"),
+    "recipes": Command("train", _TRAINING, True, "list the recipes that `train` knows"),
     "convert": Command(
         "train",
-        "train",
+        _TRAINING,
         True,
         "convert a pretrained encoder into a model with a choice of step counts",
     ),
     "retrofit": Command(
-        "train", "train", True, "fine-tune a fixed-step run so that any step count works"
+        "train", _TRAINING, True, "fine-tune a fixed-step run so that any step count works"
     ),
     "evaluate": Command(
-        "train", "train", True, "measure the quality of a run or a bundle at several step counts"
+        "train", _TRAINING, True, "measure the quality of a run or a bundle at several step counts"
     ),
-    "export": Command("export", "export", True, "export a run to a bundle for the server"),
+    "export": Command("export", _TRAINING, True, "export a run to a bundle for the server"),
     "inspect": Command(
         "export", "serve", True, "show a bundle: its facts, and quality against latency"
     ),
@@ -131,12 +133,21 @@ def _forward(name: str, arguments: list[str]) -> int:
         if not missing or missing in _PACKAGES | {"stepdial"}:
             raise
         print(
-            f"stepdial {name} needs a package that is not installed ({missing}). "
-            f"Install what it needs: pip install -e '.[{command.extra}]'",
+            f"stepdial {name} needs packages that are not installed here (first: {missing}). "
+            f"Install them: {_install(command.extra)}",
             file=sys.stderr,
         )
         return 1
     return int(status or 0)
+
+
+def _install(extra: str) -> str:
+    """The command that installs an extra: of the source that this file is part of, if it is."""
+    source = Path(OwnPackages.folder)
+    if not (source / "pyproject.toml").is_file():
+        return f"pip install 'stepdial[{extra}]'"
+    where = "." if source == Path.cwd() else str(source)
+    return f"pip install -e {shlex.quote(f'{where}[{extra}]')}"
 
 
 def _demo(arguments: list[str]) -> int:

@@ -145,15 +145,23 @@ def test_demo_stops_at_the_first_stage_that_fails(
 
 
 def test_a_missing_extra_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     missing = ModuleNotFoundError("No module named 'onnx.helper'", name="onnx.helper")
     plant(monkeypatch, "export", raising(missing))
-    assert stepdial.main(["export", "runs/x"]) == 1
-    printed = capsys.readouterr().err
-    assert "(onnx)" in printed
-    assert "pip install -e '.[export]'" in printed
-    assert printed.count("\n") == 1
+    # In the source, beside it, and where an installed package has no source.
+    for folder, source, command in (
+        (ROOT, ROOT, "pip install -e '.[train,export,serve]'"),
+        (tmp_path, ROOT, f"pip install -e '{ROOT}[train,export,serve]'"),
+        (tmp_path, tmp_path, "pip install 'stepdial[train,export,serve]'"),
+    ):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(stepdial.OwnPackages, "folder", str(source))
+        assert stepdial.main(["export", "runs/x"]) == 1
+        printed = capsys.readouterr().err
+        assert "(first: onnx)" in printed
+        assert command in printed
+        assert printed.count("\n") == 1
 
 
 def test_our_own_missing_module_is_a_bug_and_is_not_hidden(
@@ -343,4 +351,5 @@ def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path
 def test_what_trains_says_what_it_needs_where_only_the_server_is_installed() -> None:
     for command in (["train", "parity"], ["export", "runs/x"], ["evaluate", "runs/x"]):
         done = run_python(SERVER_ONLY, *command)
-        assert done.returncode == 1 and "package that is not installed" in done.stderr
+        assert done.returncode == 1
+        assert "pip install -e '.[train,export,serve]'" in done.stderr
