@@ -96,11 +96,7 @@ setup: $(VENV)/.installed-dev
 	fi
 
 demo: $(VENV)/.installed-serve
-	@echo 'In a second terminal:'
-	@echo '  . $(VENV)/bin/activate                        makes stepdial a command'
-	@echo '  curl http://$(HOST):$(PORT)/v1/models         what is served'
-	@echo '  stepdial inspect zoo/topics                   its steps, quality and latency'
-	@echo 'Next: http://$(HOST):$(PORT)/ (the page), docs/quickstart.md, docs/own-data.md'
+	@echo 'Starting the server: it says its address and what to try when it answers, in a few seconds.'
 	$(PY) -m stepdial demo --host $(HOST) --port $(PORT) $(ARGS)
 
 check: lint types

@@ -3,12 +3,14 @@
 import gc
 import json
 import logging
+import os
 import shlex
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from shutil import which
 
 from serve import logs
 from serve.app import create_app
@@ -47,9 +49,29 @@ def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
     lines += [""]
     if models:
         shown = min(models, key=lambda served: served.manifest.input.kind != "text")
-        path, example = _example(shown)
-        lines += ["Try:", f"  curl {url}{path} -d {shlex.quote(json.dumps(example))}", ""]
+        lines += [f"Open {url}/ in a browser, or try in a second terminal:"]
+        if sys.prefix != sys.base_prefix and which("stepdial") is None:
+            activate = os.path.relpath(Path(sys.prefix, "bin", "activate"))
+            lines += [f"  . {shlex.quote(activate)}    # makes stepdial a command there"]
+        lines += [f"  {_try(shown, url)}", ""]
     return "\n".join([*lines, "Press Ctrl-C to stop.", ""])
+
+
+# Labels of all tokens are many lines of JSON: only the text that they make, or they alone.
+_READ = {
+    True: "[one['text'] for one in json.load(sys.stdin)['results']]",
+    False: "[[one['text'], one['label']] for one in json.load(sys.stdin)['results'][0]['tokens']]",
+}
+
+
+def _try(served: Served, url: str) -> str:
+    """A command that sends an example request and shows the answer."""
+    path, example = _example(served)
+    sent = f"{url}{path} -d {shlex.quote(json.dumps(example))}"
+    if served.manifest.task != "tag" or not served.manifest.card.get("examples"):
+        return f"curl {sent}"
+    shown = f"import json, sys; print(*{_READ[served.manifest.fills]}, sep='\\n')"
+    return f"curl -s {sent} | python3 -c {shlex.quote(shown)}"
 
 
 def _example(served: Served) -> tuple[str, dict[str, object]]:
@@ -57,6 +79,8 @@ def _example(served: Served) -> tuple[str, dict[str, object]]:
     given = served.manifest.card.get("examples")
     text = given[0] if isinstance(given, list) and given else "Hello"
     steps = served.manifest.steps[0]
+    if served.manifest.task == "tag":
+        return "/v1/classify", {"model": served.name, "input": text}
     if served.manifest.labelled:
         taken: object = text
         match served.manifest.input:

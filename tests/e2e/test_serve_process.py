@@ -19,6 +19,7 @@ from serve.catalog import Catalog, open_catalog
 from serve.runtime.protocol import Device
 from serve.server import bind, listen
 from tests.fixtures.tiny_bundles import build_classify, build_generate
+from tests.fixtures.tiny_families import build_tag
 from tests.fixtures.tiny_folders import (
     classify_bundle,
     generate_bundle,
@@ -50,6 +51,19 @@ def test_what_to_try_fits_models_that_take_no_text(bundle: Bundle) -> None:
         command = [*shlex.split(curl), "-s", "--fail"]
         found = subprocess.run(command, capture_output=True, timeout=20, check=True)
         assert json.loads(found.stdout)["results"][0]["budget"]["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"), [(False, r"[1-6]{8}\n"), (True, r"(\['\w+', '\w+'\]\n){3}")]
+)
+def test_what_to_try_of_a_tagger_shows_what_can_be_read(
+    tmp_path: Path, words: bool, shown: str
+) -> None:
+    build_tag(tmp_path / "tags", words=words)
+    with server_process([tmp_path / "tags"]) as server:
+        (line,) = (line for line in server.banner.splitlines() if "curl" in line)
+        found = subprocess.run(line, shell=True, capture_output=True, timeout=20, check=True)
+        assert re.fullmatch(shown, found.stdout.decode()), found.stdout
 
 
 def test_without_a_bundle_it_serves_the_zoo(tmp_path: Path) -> None:
