@@ -8,6 +8,7 @@ training runs with recipes made here, so the same command resumes them.
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from train.vocabulary import pruned
 TEACHER = "teacher"  # its run, inside that of the dial
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
 WINDOW = 256  # tokens of such a window, unless more are asked for
+Begin = Callable[[Recipe], None]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -55,9 +57,17 @@ class Conversion:
 
 
 def convert(
-    model: str, folder: Path, request: Conversion, data: str = "", quiet: bool = False
+    model: str,
+    folder: Path,
+    request: Conversion,
+    data: str = "",
+    quiet: bool = False,
+    begin: Begin | None = None,
 ) -> Recipe:
-    """Convert a pretrained model into a run; the recipe that this took."""
+    """Convert a pretrained model into a run; the recipe that this took.
+
+    `begin` is called when the data can be read, before anything is trained.
+    """
     request = _with_window(request)
     original = find_original(model)
     count = original.sizes.layers
@@ -77,11 +87,12 @@ def convert(
     teacher = request.teacher
     if teacher is None and not whole:
         teacher = folder / TEACHER
-        _train_whole(original, base, teacher, request, quiet)
+        _train_whole(original, base, teacher, request, quiet, begin)
+        begin = None
     if not quiet and not whole:
         form = "a stack" if request.steps == (1,) else f"a dial of {_joined(request.steps)} steps"
         print(f"training {form} of the layers {_joined(layers)}: {folder}", flush=True)
-    return _train(original, base, folder, layers, teacher, request, quiet)
+    return _train(original, base, folder, layers, teacher, request, quiet, begin)
 
 
 def _joined(numbers: tuple[int, ...]) -> str:
@@ -191,6 +202,7 @@ def _table(original: Original, recipe: Recipe, window: int, batch: int) -> dict[
         **table["card"],
     }
     table["optim"] |= {
+        "epochs": 0.0,  # iterations follow from those of the request
         "batch": batch,
         "beta2": 0.999,
         "weight_decay": 0.01,
@@ -211,7 +223,12 @@ def _table(original: Original, recipe: Recipe, window: int, batch: int) -> dict[
 
 
 def _train_whole(
-    original: Original, base: dict[str, Any], folder: Path, request: Conversion, quiet: bool
+    original: Original,
+    base: dict[str, Any],
+    folder: Path,
+    request: Conversion,
+    quiet: bool,
+    begin: Begin | None,
 ) -> None:
     if not quiet:
         print(f"fine-tuning {original.name}, the teacher: {folder}", flush=True)
@@ -219,7 +236,7 @@ def _train_whole(
     shared = tuple(each for each in request.overrides if each.startswith(of_teacher))
     whole = Conversion(steps=(1,), epochs=request.teacher_epochs, overrides=shared)
     layers = tuple(range(original.sizes.layers))
-    _train(original, base, folder, layers, None, whole, quiet)
+    _train(original, base, folder, layers, None, whole, quiet, begin)
 
 
 def _train(
@@ -230,6 +247,7 @@ def _train(
     teacher: Path | None,
     request: Conversion,
     quiet: bool,
+    begin: Begin | None,
 ) -> Recipe:
     """One run of some layers of the original."""
     full, depth = max(request.steps), "discrete" if request.steps == (1,) else "ode"
@@ -257,7 +275,7 @@ def _train(
     recipe = overridden(table, list(request.overrides), where)
     gain = request.gain or original.sizes.layers / len(layers)
     model = _model(original, recipe, dataset, layers, gain if depth == "ode" else 0.0, folder)
-    train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer)
+    train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)
     return recipe
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from train.objective import Objective
 from train.otify import OtifiedTransformer
 from train.pretrained import ConvertedTransformer
 from train.quality import measure_model
-from train.recipe import OptimConfig, Recipe, RunConfig, progress, steps_of, turn_for
+from train.recipe import FEWEST, OptimConfig, Recipe, RunConfig, progress, steps_of, turn_for
 
 # Whether a model that was made elsewhere can be trained as a recipe says, on its data.
 
@@ -135,12 +136,14 @@ def train(
     origin: Path | None = None,
     model: Stepped | None = None,
     tokenizer: Tokenizer | None = None,
+    begin: Callable[[Recipe], None] | None = None,
 ) -> Stepped:
     """Train a recipe into a run folder, going on from its checkpoint if it holds one.
 
     With an origin, another run, training starts from its weights and keeps them as the teacher.
     With a model, of `otify` for example, that one is trained in place of the one described. With a
-    tokenizer none is learnt; a run that has a teacher has the teacher's.
+    tokenizer none is learnt; a run that has a teacher has the teacher's. `begin` is called once,
+    in the main process, when the data can be read and before anything is trained.
     """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -194,11 +197,24 @@ def train(
         teacher = None if origin is None else load_teacher(folder, recipe, dataset.sizes)
         if teacher is not None:
             teacher.to(devices.device)
+        if begin is not None and devices.main:
+            begin(recipe)
+        recipe = ending(recipe, dataset)
         loop = TrainingLoop(recipe, folder, dataset, model, optimiser, quiet, devices, teacher)
         if master is not None:
             loop.objective.master = _master(master, recipe, dataset, devices, quiet)
         loop.run(first)
     return model.eval()
+
+
+def ending(recipe: Recipe, dataset: Dataset) -> Recipe:
+    """The recipe with the iterations that its epochs take on this data, if those are fewer."""
+    optim = recipe.optim
+    if not optim.epochs or not isinstance(dataset, LabelledDataset):
+        return recipe
+    passes = math.ceil(optim.epochs * dataset.rows_to_train / (optim.batch * optim.accumulate))
+    iterations = min(optim.iterations, max(FEWEST, passes))
+    return dataclasses.replace(recipe, optim=dataclasses.replace(optim, iterations=iterations))
 
 
 def _master(
@@ -319,18 +335,20 @@ class TrainingLoop:
             self._keep(first)  # it may have been killed before it did
         self.model.train()
         cpu = time.process_time()
+        # Counted by cost, since iterations of one step come first and those of many take longer.
         bar = tqdm(
-            range(first, optim.iterations),
-            initial=first,
-            total=optim.iterations,
+            initial=self._done(first),
+            total=1.0,
             desc=self.folder.name,
-            unit="it",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}",
             disable=self.quiet or not self.devices.main,
             mininterval=1.0,
+            smoothing=0.0,
         )
+        shown: dict[str, str] = {}
         best = Best(self.folder, recipe.run) if recipe.run.keep == "best" else None
         with self._log(first) as log, closing(bar), listen() as interrupt:
-            for iteration in bar:
+            for iteration in range(first, optim.iterations):
                 over = best is not None and self.devices.main and best.is_over(iteration)
                 if best is not None and self.devices.any(over):
                     bar.close()
@@ -347,7 +365,9 @@ class TrainingLoop:
                         best.note(done, record["validation"], self.model)
                 if log is not None and ("validation" in record or done % 20 == 0):
                     log.write(record)
-                    bar.set_postfix(_shown(record), refresh=False)
+                    shown |= _shown(record)  # an evaluation is shown until the next
+                    bar.set_postfix(shown, refresh=False)
+                bar.update(self._done(done) - bar.n)
                 # Behind the log: what a checkpoint goes on from has been logged.
                 if done % recipe.run.checkpoint_every == 0 or last:
                     self._save(done)
@@ -361,6 +381,10 @@ class TrainingLoop:
             average_checkpoints(self.folder, optim.average)
         if best is not None and self.devices.main:
             best.restore(self.model)
+
+    def _done(self, iteration: int) -> float:
+        """The share of the training's cost that is behind when an iteration starts."""
+        return progress(iteration, self.recipe.optim.iterations, self.steps)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """One optimiser step; what to log of it."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 _SINGLE_STEP = ("residual", "rk2", "rk2-gamma1", "rk2-learned", "rk4")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LONGEST_PARITY = 16
+FEWEST = 300  # iterations from which a small table has something
 MOST_THREADS = 1024  # far more of them crash the libraries below torch
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -179,7 +180,10 @@ class StepsConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    iterations: int = 1000
+    iterations: int = 1000  # the most, where `epochs` may end it earlier
+    # Tables: training ends after so many passes over the rows, but not before FEWEST iterations;
+    # 0: `iterations` alone counts.
+    epochs: float = 0.0
     batch: int = 32
     accumulate: int = 1
     lr: float = 1e-3
@@ -240,6 +244,9 @@ class Recipe:
         for sentence, holds in {
             **_data_and_model_rules(self.data, self.model),
             **_training_rules(self.steps, self.optim, self.run),
+            'optim.epochs needs data.kind "table"': (
+                not self.optim.epochs or self.data.kind == "table"
+            ),
             'optim.class_weights "balanced" needs data.kind "table" and one label a row': (
                 self.optim.class_weights == "equal"
                 or (self.data.kind == "table" and self.model.family == "encoder")
@@ -459,6 +466,7 @@ def _training_rules(steps: StepsConfig, optim: OptimConfig, run: RunConfig) -> d
             optim.iterations, optim.batch, optim.accumulate
         )
         >= 1,
+        "optim.epochs must not be negative": optim.epochs >= 0,
         "optim.lr and clip must be above 0 (a huge clip is none)": min(optim.lr, optim.clip) > 0,
         "optim.beta2 must be in [0, 1), and weight_decay not negative": 0 <= optim.beta2 < 1
         and optim.weight_decay >= 0,

@@ -69,6 +69,7 @@ def retrofit_recipe(
         optim=dataclasses.replace(
             optim,
             iterations=iterations,
+            epochs=share * optim.epochs,
             schedule="cosine",
             drops=(),
             warmup=min(optim.warmup, iterations // 10),
