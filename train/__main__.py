@@ -244,20 +244,23 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
+    from train.classifier_report import Baseline
     from train.loop import train  # with torch, which takes seconds: after the flags are read
 
     if (arguments.epochs, arguments.teacher_epochs) != (None, None):
         raise RecipeError(
-            "--epochs and --teacher-epochs are for --from; a recipe has optim.iterations"
+            "--epochs and --teacher-epochs are for --from; a recipe has --set optim.iterations, "
+            "and for tables optim.epochs"
         )
     if arguments.teacher:
         overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
-    train(recipe, folder)
+    baseline = Baseline()
+    train(recipe, folder, begin=baseline.say)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these
         target = Path("bundles") / folder.name
-        _report(folder)
+        _report(folder, baseline.accuracy)
         print(f"trained: {folder}\nnext: {command('export', folder, '--out', target)}")
     return 0
 
@@ -279,7 +282,7 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from train.convert import Conversion, convert
+    from train.convert import Conversion
 
     steps = tuple(parse_steps(arguments.steps))
     request = Conversion(
@@ -294,8 +297,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         prune=arguments.prune_vocabulary,
         overrides=(*_columns(arguments), *_overrides(arguments)),
     )
-    convert(arguments.model, arguments.out, _epochs(arguments, request), arguments.data)
-    _converted(arguments.out, steps)
+    _run_conversion(arguments.model, arguments.out, _epochs(arguments, request), arguments.data)
     return 0
 
 
@@ -334,7 +336,7 @@ def _whole(flag: str, text: str) -> int:
 
 
 def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    from train.convert import Conversion, convert
+    from train.convert import Conversion
 
     folder = arguments.out or Path("runs") / Path(arguments.recipe).stem
     request = Conversion(
@@ -342,14 +344,18 @@ def _train_from(arguments: argparse.Namespace, overrides: list[str]) -> int:
         teacher=arguments.teacher,
         overrides=tuple(overrides),
     )
-    convert(arguments.pretrained, folder, _epochs(arguments, request), arguments.data)
-    _converted(folder, request.steps)
+    _run_conversion(arguments.pretrained, folder, _epochs(arguments, request), arguments.data)
     return 0
 
 
-def _converted(folder: Path, steps: tuple[int, ...]) -> None:
-    _report(folder)
-    counts = ",".join(map(str, steps))
+def _run_conversion(model: str, folder: Path, request: "Conversion", data: str) -> None:
+    from train.classifier_report import Baseline
+    from train.convert import convert
+
+    baseline = Baseline()
+    convert(model, folder, request, data, begin=baseline.say)
+    _report(folder, baseline.accuracy)
+    counts = ",".join(map(str, request.steps))
     target = Path("bundles") / folder.name
     export = command(
         "export", folder, "--steps", counts, "--precision", "int8", "--out", target
@@ -358,10 +364,10 @@ def _converted(folder: Path, steps: tuple[int, ...]) -> None:
     print(f"      {export}")
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, baseline: float | None) -> None:
     from train.classifier_report import print_report, report_run
 
-    report = report_run(folder)
+    report = report_run(folder, baseline)
     if report is not None:
         print_report(report)
 

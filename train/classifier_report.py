@@ -1,4 +1,4 @@
-"""The report at the end of training a classifier: accuracy, confusion matrix, baseline.
+"""What `stepdial train` says of a classifier: a baseline first, the report at the end.
 
 The baseline is a bag of words, fitted to the same rows and scored on the same held-out rows. It
 shows whether a model is worth more than that.
@@ -6,6 +6,7 @@ shows whether a model is worth more than that.
 
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from train.checkpoint import load_run
 from train.data import open_dataset
 from train.data.batch import Batch
 from train.data.tables import Rows, divide, read_table
-from train.recipe import Recipe, data_at, ladder_of
+from train.recipe import Recipe, ladder_of
 from train.tally import wilson
 
 MOST_ROWS = 2000  # held-out rows that are answered at each step count
@@ -28,18 +29,18 @@ class ClassifierReport:
     hits: dict[int, int]  # right answers by steps
     confusion: tuple[tuple[int, ...], ...]  # rows by true class and by answer, at full steps
     chance: float  # share of the most frequent class
-    baseline: float | None  # accuracy of the bag of words; None if there is none
-    texts: bool  # whether there could be one
+    baseline: float | None  # accuracy of the bag of words; None if it was not measured
 
     @property
     def rows(self) -> int:
         return sum(map(sum, self.confusion))
 
 
-def report_run(folder: Path, data: str = "", most_rows: int = MOST_ROWS) -> ClassifierReport | None:
+def report_run(
+    folder: Path, baseline: float | None = None, most_rows: int = MOST_ROWS
+) -> ClassifierReport | None:
     """The report of a run; None if it does not give every row one of some classes."""
     model, recipe, tokenizer, _ = load_run(folder)
-    recipe = data_at(recipe, data)
     dataset = open_dataset(recipe, tokenizer)
     if dataset.labels is None or next(iter(dataset.held_out(1))).targets.dim() != 1:
         return None
@@ -64,8 +65,7 @@ def report_run(folder: Path, data: str = "", most_rows: int = MOST_ROWS) -> Clas
         },
         tuple(tuple(pairs[true, said] for said in classes) for true in classes),
         max(Counter(targets).values()) / len(targets),
-        bag_of_words(recipe) if recipe.data.kind == "table" else None,
-        recipe.data.kind == "table",
+        baseline,
     )
 
 
@@ -75,22 +75,45 @@ def _some(batches: list[Batch], rows: int) -> list[Batch]:
     return [batches[i * len(batches) // wanted] for i in range(wanted)]
 
 
-def bag_of_words(recipe: Recipe) -> float | None:
-    """Accuracy of TF-IDF with logistic regression; None if scikit-learn is not installed."""
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
-    except ImportError:
-        return None
-    train, test = _rows_of(recipe)
+class Baseline:
+    """The accuracy of the bag of words, once it is measured."""
+
+    accuracy: float | None = None
+
+    def say(self, recipe: Recipe) -> None:
+        """Measure it on the data of a recipe, and print it or why there is none."""
+        if recipe.data.kind != "table":
+            return
+        if find_spec("sklearn") is None:
+            why = "that needs scikit-learn (pip install scikit-learn)"
+        else:
+            train, test = _rows_of(recipe)
+            self.accuracy = bag_of_words(train, test)
+            why = "no word is in two texts"
+        if self.accuracy is None:
+            said = f"There is no bag of words to compare with: {why}."
+        else:
+            said = (
+                "A bag of words (TF-IDF and logistic regression) labels "
+                f"{100 * self.accuracy:.1f} % of the {len(test):,} held-out rows right: the model "
+                "should do better."
+            )
+        print(said, flush=True)
+
+
+def bag_of_words(train: Rows, test: Rows) -> float | None:
+    """Accuracy of TF-IDF with logistic regression; None if no word is in two texts."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
     model = make_pipeline(
         TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2, max_features=200_000),
         LogisticRegression(C=10.0, max_iter=200),
     )
     try:
         model.fit([text for text, _ in train], [label for _, label in train])
-    except ValueError:  # no word is in two texts
+    except ValueError:
         return None
     return float(model.score([text for text, _ in test], [label for _, label in test]))
 
@@ -110,12 +133,7 @@ def print_report(report: ClassifierReport) -> None:
         low, high = wilson(hits, report.rows)
         print(f"{steps:>13}  {hits / report.rows:8.4f}  {low:.4f} to {high:.4f}")
     best = max(report.hits.values()) / report.rows
-    if report.texts and report.baseline is None:
-        print(
-            " bag of words  not measured: needs scikit-learn (pip install -e '.[bench]') and words "
-            "that occur twice"
-        )
-    elif report.baseline is not None:
+    if report.baseline is not None:
         print(f" bag of words  {report.baseline:8.4f}  TF-IDF and logistic regression")
     print(f"always the same {report.chance:6.4f}  the most frequent class")
     if at_chance(max(report.hits.values()), report.rows, report.chance):

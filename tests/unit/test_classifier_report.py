@@ -1,7 +1,8 @@
 """What `stepdial train` says of a classifier at its end: classes, confusion, a bag of words."""
 
-import sys
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from serve.bundle import read_bundle
 from stepdial import main
 from tests.pretrained_folders import write_folder, write_table
 from train.checkpoint import load_run
-from train.classifier_report import ClassifierReport, at_chance, confusion_lines, print_report
+from train.classifier_report import (
+    Baseline,
+    ClassifierReport,
+    at_chance,
+    confusion_lines,
+    print_report,
+)
+from train.data import open_dataset
+from train.loop import ending
+from train.recipe import load_recipe
 
 TINY = [
     "model.width=16",
@@ -43,7 +53,10 @@ def test_a_training_ends_with_classes_and_a_bag_of_words(
     assert trained(tmp_path, "optim.iterations=80", "optim.lr=0.01", "optim.warmup=5") == 0
     said = capsys.readouterr().out
     assert "60 held-out rows" in said and "WARNING: this is not shown" not in said
-    baseline = next(line for line in said.splitlines() if "bag of words" in line)
+    first = said.splitlines()[0]  # before the training
+    assert first.startswith("A bag of words (TF-IDF and logistic regression) labels 9")
+    assert "% of the 60 held-out rows right" in first
+    (baseline,) = (line for line in said.splitlines() if line.startswith(" bag of words"))
     assert float(baseline.split()[3]) > 0.9  # one word of each text says it all
     for label in ("bad", "good"):
         cells = next(line for line in said.splitlines() if line.startswith(label)).split()
@@ -63,23 +76,31 @@ def test_a_model_that_learnt_nothing_is_warned_of_everywhere(
     assert "WARNING: at chance" in describe(read_bundle(bundle))
 
 
-def test_without_scikit_learn_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_scikit_learn_it_says_so_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train import classifier_report
-    from train.recipe import load_recipe
+    monkeypatch.setattr("train.classifier_report.find_spec", lambda name: None)
+    assert trained(tmp_path, "optim.iterations=1") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "There is no bag of words to compare with: that needs scikit-learn (pip install"
+    )
+    assert said.count("bag of words") == 1
 
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "sklearn":
-            monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert classifier_report.bag_of_words(load_recipe("classifier")) is None
-    print_report(ClassifierReport(("a", "b"), {1: 90}, ((45, 5), (5, 45)), 0.5, None, True))
-    assert "needs scikit-learn" in capsys.readouterr().out
+
+def test_where_no_word_is_in_two_texts_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("text,label\n" + "".join(f"w{i},{'ab'[i % 2]}\n" for i in range(40)))
+    baseline = Baseline()
+    baseline.say(load_recipe("classifier", data=str(table)))
+    assert baseline.accuracy is None
+    assert "no word is in two texts" in capsys.readouterr().out
 
 
 def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8, True)
+    report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8)
     assert confusion_lines(report)[1].split() == [
         "no",
         "0.8182",
@@ -117,7 +138,9 @@ def test_from_a_pretrained_model_by_one_flag(
         == 0
     )
     said = capsys.readouterr().out
-    assert "fine-tuning tiny-bert, the teacher" in said and "bag of words" in said
+    assert "fine-tuning tiny-bert, the teacher" in said
+    assert said.count("A bag of words (TF-IDF") == said.count("\n bag of words") == 1
+    assert said.index("A bag of words (TF-IDF") < said.index("training a dial of")
     assert "--steps 1,2,3" in said
 
 
@@ -163,3 +186,28 @@ def test_a_conversion_names_its_bars_and_its_bundle_after_the_folder(
     exported = ["export", str(tmp_path / "News-1"), "--out", str(bundle), "--steps", "1,2,3"]
     assert main([*exported, "--no-calibrate"]) == 0
     assert read_bundle(bundle).manifest.name == "news-1"
+
+
+def test_few_rows_are_passed_over_a_few_times_and_many_not_all(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "table.csv", 1000)
+    settings = ["data.text=body", "data.label=topic", "data.vocabulary=300", "optim.batch=8"]
+    recipe = load_recipe("classifier", settings, str(table))
+    dataset = open_dataset(recipe, None)  # 900 rows to train on, 113 batches
+
+    def iterations(**changes: Any) -> int:
+        optim = dataclasses.replace(recipe.optim, **changes)
+        return ending(dataclasses.replace(recipe, optim=optim), dataset).optim.iterations
+
+    assert iterations(epochs=4) == 450
+    assert iterations(epochs=0.5) == 300  # below that nothing is learnt
+    assert iterations(epochs=100) == recipe.optim.iterations == 2000
+    assert iterations(epochs=4, iterations=200) == 200
+    assert iterations(epochs=0) == 2000
+
+
+def test_the_progress_line_counts_what_iterations_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(tmp_path, "optim.iterations=12") == 0
+    shown = capsys.readouterr().err
+    assert "run: 100%|" in shown and "00:00 left, loss=" in shown and "accuracy@2=" in shown
