@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from export.draft import UNCOMPARED, UNMEASURED, model_card
+from export.early import REFUSED
 from export.graph import keep_shapes
 from export.half import Half, Products, half_caches, use_half
 from export.pieces import WeightsFile
@@ -59,12 +60,13 @@ def halve_bundle(
     )
     if manifest.calibration is not None:
         say(
-            "max_disagreement stays uncalibrated: the thresholds of float32 hold for float32; "
-            "export the run with this precision for others"
+            f"{REFUSED}: it was measured in float32 only; export the run, not the bundle, with "
+            f"--precision {half}"
         )
     with open_staging(target) as staging:
         _write_graphs(bundle, draft, half, staging)
         with sealed_trial(draft, staging, target) as opened:
+            say("measuring quality on held-out rows, beside float32")
             tried = _tried(opened, open_model(bundle), batches, say)
         (staging / CARD).write_text(model_card(tried), encoding="utf-8")
         return seal_bundle(staging, tried, target)
@@ -130,7 +132,7 @@ def _verified(opened: OpenedModel, reference: OpenedModel, rung: Rung, batch: Ba
     tolerance = slack * known.float32_error + floor * float(np.abs(pair[1]).max())
     if not error <= tolerance:
         raise VerificationError(
-            f"the rung of {steps_in_words(rung.steps)} is off by {error:.3g}, above its tolerance "
+            f"the graph of {steps_in_words(rung.steps)} is off by {error:.3g}, above its tolerance "
             f"{tolerance:.3g}. No bundle was kept."
         )
     return Verified(error, tolerance, known.float32_error)

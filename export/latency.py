@@ -29,6 +29,8 @@ from serve.runtime.session import usable_cores
 
 Kind = Literal["classify", "prefill", "decode"]
 ENOUGH_S, ENOUGH_RUNS, MOST_RUNS = 0.25, 7, 200
+BATCHES = (1, 8, 32)  # rows of a call of a classifier
+ROWS = (1, 4, 16)  # that are written together
 
 
 def measure_latency(model: Model, threads: int) -> Latency:
@@ -48,19 +50,53 @@ def measure_latency(model: Model, threads: int) -> Latency:
     return Latency(machine, now, tuple(entries))
 
 
-def calibrate_latency(folder: Path, threads: int | None = None) -> None:
+def calibrate_latency(
+    folder: Path, threads: int | None = None, say: Callable[[str], None] = print
+) -> None:
     """Measure a bundle's latency here and write its latency.json."""
     bundle = read_bundle(folder, latency=False)  # one that is damaged is to be replaced
-    latency = measure_latency(open_model(bundle, threads), threads or usable_cores())
+    model = open_model(bundle, threads)
+    say(
+        f"measuring latency on this machine ({threads or usable_cores()} threads): "
+        f"{about(_expected_s(model))}"
+    )
+    latency = measure_latency(model, threads or usable_cores())
     if read_bundle(folder, verify=False, latency=False).manifest != bundle.manifest:
         raise ValueError(f"{folder} was replaced while it was measured: calibrate it again")
     write_latency(bundle.folder, latency)
 
 
+def about(seconds: float) -> str:
+    """A time that was estimated, in words."""
+    if seconds < 5:
+        return "a few seconds"
+    if seconds < 90:
+        return f"about {5 * round(seconds / 5)} seconds"
+    return f"about {round(seconds / 60)} minutes"
+
+
+def _expected_s(model: Model) -> float:
+    """How long it takes, from one row of a classifier; of others where no call is slow."""
+    manifest = model.bundle.manifest
+    first = manifest.rungs[0]
+    if not manifest.labelled:
+        return ENOUGH_S * (2 + len(ROWS)) * len(manifest.steps)
+    lengths = _lengths(manifest)
+    run, row = model.classifier(first.steps).run, _rows(manifest, 1, lengths[-1])
+    run(row)
+    before = time.perf_counter()
+    run(row)
+    row_s = (time.perf_counter() - before) / (lengths[-1] * first.nfe)
+    return sum(
+        max(ENOUGH_S, (1 + ENOUGH_RUNS) * row_s * rung.nfe * batch * length)
+        for rung, batch, length in product(manifest.rungs, BATCHES, lengths)
+    )
+
+
 def _classify(
     run: Callable[[RowArray], object], steps: int, manifest: Manifest
 ) -> Iterator[LatencyEntry]:
-    for batch, length in product((1, 8, 32), _lengths(manifest)):
+    for batch, length in product(BATCHES, _lengths(manifest)):
         rows = _rows(manifest, batch, length)
         yield _entry(partial(run, rows), steps, "classify", batch, length)
 
@@ -91,7 +127,7 @@ def _write(run: Batches, steps: int, manifest: Manifest) -> Iterator[LatencyEntr
     translates = manifest.target_max_tokens is not None
     room = manifest.target_max_tokens or most
     context = max(1, min(32 if translates else 128, room // 2))
-    for batch in (1, 4, 16):
+    for batch in ROWS:
         rows = run.open_batch()
         for _ in range(batch):
             # The positions of a translation are those of its answer, which begins with one.

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,19 +15,20 @@ from typing import Any
 
 from export.attention import HEAD_WIDTH_MULTIPLE
 from export.draft import TOKENIZER, draft_manifest, model_card
-from export.early import Jumps, certify
+from export.early import REFUSED, Jumps, certify
 from export.graph import Ladder, stitch, write_graphs
 from export.half import half_of
 from export.inspect import check_plain, flat_in_words, plain_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
-from export.latency import calibrate_latency
+from export.latency import about, calibrate_latency
 from export.pieces import load_exporter
 from export.quality import (
     Measured,
     choose_default,
     compare,
     held_out_batches,
+    logits_of,
     measure_rung,
     named_rungs,
     range_of,
@@ -129,6 +131,7 @@ class Trial:
         for one in (opened, reference):
             if one is not None:
                 _open_shared(one)
+        self._announce(opened, reference)
         with torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 mixing = pool.submit(self._mix, opened)
@@ -145,6 +148,28 @@ class Trial:
             choose_default(measured),
             range_of(measured),
             self._certified(opened),
+        )
+
+    def _announce(self, opened: OpenedModel, reference: OpenedModel | None) -> None:
+        """Say what is measured now, and how long that takes: from one batch, the largest."""
+        counts = self.draft.steps
+        rows = numbers = 0
+        largest = None
+        for batch in self._batches():
+            rows, numbers = rows + batch.rows, numbers + batch.inputs[-1].numel()
+            if largest is None or batch.inputs[-1].numel() > largest.inputs[-1].numel():
+                largest = batch
+        if largest is None:
+            return
+        models = [one for one in (opened, reference) if one is not None]
+        before = time.perf_counter()
+        for one in models:
+            logits_of(one, counts[0], largest)
+        took_s = (time.perf_counter() - before) * numbers / largest.inputs[-1].numel()
+        took_s *= sum(rung.nfe for rung in self.draft.rungs) / self.draft.rungs[0].nfe
+        self.say(
+            f"measuring quality on {rows:,} held-out rows at {_joined(counts)} steps, the most "
+            f"first: {about(took_s / min(AT_ONCE, len(counts)))}"
         )
 
     def _attempt(
@@ -187,11 +212,18 @@ class Trial:
         if draft.method != "euler" or draft.full_steps == 1:
             return None
         if self.samples is not None:
-            self.say("max_disagreement stays uncalibrated: only some rows were asked for")
+            self.say(
+                f"{REFUSED}: to measure it takes all held-out rows; leave out --samples and "
+                "--no-calibrate"
+            )
             return None
         if not self.origin.same_data:
-            self.say("max_disagreement stays uncalibrated: rows of other data may have been learnt")
+            self.say(
+                f"{REFUSED}: rows of this data may have been learnt; export with the data of the "
+                "training"
+            )
             return None
+        self.say("measuring how early answers can be given (for max_disagreement)")
         classifier = open_model(opened.bundle).step_classifier(self.draft.full_steps)
 
         def jumps() -> Iterator[Jumps]:
@@ -200,6 +232,10 @@ class Trial:
                 yield Jumps(classifier.jumps(rows), present_positions(rows, draft))
 
         return certify(jumps(), CALIBRATION_SOURCE, self.say)
+
+
+def _joined(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def threads_each(rungs: int) -> int:
@@ -273,6 +309,7 @@ class ExportRequest:
 
 def export_run(run: Path, request: ExportRequest, data: str = "", say: Say = print) -> Bundle:
     """Export a run, whose data is now at `data` if that is given; the sealed bundle."""
+    say(f"reading {run} and its data")
     model, recipe, tokenizer, facts = load_run(run)
     recipe = data_at(recipe, data)
     _ladder(model, recipe, request)
@@ -295,7 +332,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
     if model.discrete and (
         request.steps not in ((), (1,)) or request.method not in (None, "euler")
     ):
-        say("the weights of this model differ by depth, so its bundle has one rung, of 1 step")
+        say("the weights of this model differ by depth, so its bundle has one step count, 1")
     _check_target(request.target)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     with open_staging(request.target) as staging:
@@ -304,7 +341,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         # Not while the model is traced: then torch changes how every module is called.
         with torch_threads(threads), answers.ahead(ladder.steps):
             load_exporter()
-        say(f"tracing one evaluation of {recipe.name}")
+        say(f"tracing {recipe.name} into ONNX graphs")
         traced = trace(
             model, samples.draw(2, 3), samples.draw(3, 5), labelled=dataset.labels is not None
         )
@@ -348,6 +385,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             write_graphs(
                 staging, traced, ladder, request.precision, unseen or (), scales, floats, cache
             )
+        say(f"checking each graph against the trained model: {_joined(ladder.steps)} steps")
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if not draft.rounds:
@@ -369,8 +407,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
         say(f"{flat} To serve it alone, export again with --steps {manifest.default_steps}.")
     if not request.latency:
         return bundle
-    say(f"measuring latency on this machine ({usable_cores()} cores)")
-    calibrate_latency(bundle.folder)
+    calibrate_latency(bundle.folder, say=say)
     return read_bundle(bundle.folder)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from export.attention import has_cached_form
 from export.inspect import describe, rung_latency_ms
-from export.quality import evaluate_bundle
+from export.quality import measure_bundle
 from export.run import ExportRequest, Origin, export_model, export_run
 from export.trace import CacheShape, trace
 from export.verify import Inputs, samples_of
@@ -164,13 +164,18 @@ def test_a_family_exports_and_answers_as_torch_does(
     recipe, run, bundle, said = exported(family)
     fixed = expected[1] == "fixed"
     m = bundle.manifest
-    assert ("weights of this model differ by depth" in said[0]) == fixed
+    assert said[0].startswith("reading ")
+    assert ("weights of this model differ by depth" in said[1]) == fixed
+    for phase in ("tracing ", "checking each graph", "measuring quality on ", "measuring latency "):
+        assert len([line for line in said if line.startswith(phase)]) == 1
     assert (m.task, m.depth, m.cache, tuple(rung.nfe for rung in m.rungs)) == expected
     model, dataset = load_run(run).model, open_dataset(recipe, load_run(run).tokenizer)
     samples = samples_of(dataset, recipe.model.window, recipe.model.target_window)
     check_rungs(bundle, model, [samples.draw(4, 9), *samples.edges()])
-    again = evaluate_bundle(bundle, None, recipe.data.path, None)
-    assert {rung.steps: rung.quality for rung in m.rungs} == again
+    again = measure_bundle(bundle, None, recipe.data.path, None)
+    assert {rung.steps: rung.quality for rung in m.rungs} == {
+        steps: one.quality for steps, one in again.items()
+    }
     card = (bundle.folder / "README.md").read_text(encoding="utf-8")
     assert ("fixed depth" in card) == fixed and ("a block, each over" in card) == (
         m.depth == "chain"
@@ -194,7 +199,7 @@ def test_images_are_prepared_as_those_of_the_training_whatever_they_are(
         return opened[-1]
 
     monkeypatch.setattr("export.quality.open_dataset", recorded)
-    evaluate_bundle(bundle, [1], str(tmp_path), None)
+    measure_bundle(bundle, [1], str(tmp_path), None)
     spec = bundle.manifest.input
     assert isinstance(spec, ImageInput)
     assert (opened[0].mean, opened[0].std) == (spec.mean, spec.std)
