@@ -57,7 +57,7 @@ _METRIC_LABELS = {
     "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` where "
     "there is no such path",
     "`code`": "the HTTP status; 499 where the client had gone before its answer began",
-    "`steps`": "the rung of the model that answered; empty where no model did",
+    "`steps`": "the step count that answered; empty where no model did",
     "`kind`": "the work of a call: `classify`, `prefill` (reads a prompt), `decode` (writes a "
     "token), `search` (beams of a translation), `recheck`",
     "`reason`": "of a decision, `budget.reason` in [budgets.md](budgets.md#what-the-answer-says); "
@@ -510,9 +510,9 @@ def bundle_schema() -> str:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Bundle format, version {SCHEMA_VERSION}",
         "description": "manifest.json and latency.json of a bundle, as bundle.md specifies them; "
-        "what a schema cannot say (order, uniqueness across rungs, arithmetic, names of files that "
-        "must be listed, the seal) stands only there. Written by `python -m docs.generate` from "
-        "serve/bundle/manifest.py.",
+        "what a schema cannot say (order, uniqueness across step counts, arithmetic, names of "
+        "files that must be listed, the seal) stands only there. Written by `python -m "
+        "docs.generate` from serve/bundle/manifest.py.",
         "oneOf": [found[name, "validation"] for name, _ in kinds],
         **document,
     }

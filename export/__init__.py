@@ -1,1 +1,1 @@
-"""From a training run to a bundle: trace one evaluation, stitch rungs, verify, calibrate, pack."""
+"""From a training run to a bundle: trace one evaluation, stitch graphs, verify, measure, pack."""

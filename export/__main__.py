@@ -38,7 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export",
         help="turn a run into a bundle",
-        description="Stitch, verify, calibrate and pack every rung of a run into a bundle.",
+        description="Make a bundle of a run: a graph for each step count, compared with the "
+        "trained model, then measured for quality and latency.",
     )
     export.set_defaults(run_command=_export)
     export.add_argument(
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(export)
     export.add_argument(
         "--steps",
-        help="step counts of the rungs (default: 1, 2, 4, ... up to that of training)",
+        help="step counts that can be requested (default: 1, 2, 4, ... up to that of training)",
     )
     export.add_argument("--method", help="integration method (default: as trained)")
     export.add_argument("--name", help="name of the model (default: the run's folder)")
@@ -85,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect = commands.add_parser(
         "inspect",
-        help="print a bundle's ladder, or compare two bundles",
-        description="Print the ladder of a bundle and draw its quality-latency frontier; with a "
-        "second bundle, compare the two.",
+        help="print a bundle's step counts, or compare two bundles",
+        description="Print the quality and latency of a bundle at each step count, and draw them; "
+        "with a second bundle, compare the two.",
     )
     inspect.set_defaults(run_command=_inspect)
     inspect.add_argument("bundle", type=Path, metavar="BUNDLE")
@@ -102,12 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate = commands.add_parser(
         "evaluate",
-        help="quality of a bundle at each rung",
-        description="Measure the quality of a bundle's rungs in the serving runtime.",
+        help="quality of a bundle at each step count",
+        description="Measure the quality of a bundle at each step count, in the serving runtime.",
     )
     evaluate.set_defaults(run_command=_evaluate)
     evaluate.add_argument("bundle", type=Path, metavar="BUNDLE")
-    evaluate.add_argument("--steps", help="rungs to measure (default: all)")
+    evaluate.add_argument("--steps", help="step counts to measure (default: all)")
     evaluate.add_argument("--data", default="", metavar="PATH", help="where the data is")
     evaluate.add_argument(
         "--samples", type=int, help="use about this many held-out rows (default: all)"
@@ -115,12 +116,17 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = commands.add_parser(
         "calibrate",
         help="measure a bundle's latency here",
-        description="Measure the latency of every rung on this machine into latency.json.",
+        description="Measure the latency of every step count on this machine, into latency.json.",
     )
     calibrate.set_defaults(run_command=_calibrate)
     calibrate.add_argument("bundle", type=Path, metavar="BUNDLE")
     calibrate.add_argument("--threads", type=int, help="threads per call (default: all cores)")
     return parser
+
+
+def say(line: str) -> None:
+    """Print what is done now, also where output is a file or a pipe."""
+    print(line, flush=True)
 
 
 def _add_plain(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +136,7 @@ def _add_plain(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="BUNDLE",
-        help="plain models of the same data: say which of them the rungs are as good as",
+        help="plain models of the same data: say at which step counts this one is as good",
     )
 
 
@@ -176,9 +182,10 @@ def _export_bundle(arguments: argparse.Namespace) -> int:
         target,
         arguments.precision,
         lambda: held_out_batches(dataset, bundle.manifest, samples),
+        say,
     )
     if not arguments.no_calibrate:
-        calibrate_latency(made.folder)
+        calibrate_latency(made.folder, say=say)
     print(describe(read_bundle(made.folder)))
     print(f"bundle: {target}\nnext: {command('serve', target)}")
     return 0
@@ -222,7 +229,7 @@ def _export_run(arguments: argparse.Namespace) -> int:
         chat_template=arguments.chat_template,
         plain=tuple(read_bundle(folder).manifest for folder in arguments.plain),
     )
-    bundle = export_run(arguments.run, request, arguments.data)
+    bundle = export_run(arguments.run, request, arguments.data, say)
     print(describe(bundle))
     if arguments.target == "onnx":
         print(f"bundle: {target}\nnext: {command('serve', target)}")
@@ -305,7 +312,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from export.latency import calibrate_latency
     from serve.bundle import read_bundle
 
-    calibrate_latency(arguments.bundle, arguments.threads)
+    calibrate_latency(arguments.bundle, arguments.threads, say)
     print(describe(read_bundle(arguments.bundle)))
     return 0
 

@@ -25,6 +25,7 @@ from serve.runtime.margins import Present
 from serve.runtime.protocol import FloatArray
 
 CONFIDENCE = 0.95
+REFUSED = "requests with max_disagreement will be refused"
 MIN_ROWS = 3000  # with fewer, hardly a threshold passes at the strict levels
 LEVELS = (0.002, 0.005, 0.01, 0.02, 0.05)
 # From beyond any trained logit down to "always": parts of an octave suit logits of any scale.
@@ -61,8 +62,8 @@ def certify(
     rows = answers.differs.shape[1]
     if rows < MIN_ROWS:
         say(
-            f"max_disagreement stays uncalibrated: it needs {MIN_ROWS:,} held-out rows, and there "
-            f"are {rows:,}"
+            f"{REFUSED}: to measure it takes {MIN_ROWS:,} held-out rows, and there are {rows:,}. "
+            "Everything else works. With more rows, train again with a larger data.held_out"
         )
         return None
     outcomes = _outcomes(answers)

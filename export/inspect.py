@@ -1,4 +1,4 @@
-"""`stepdial inspect`: the ladder and the frontier of a bundle, or two bundles compared."""
+"""`stepdial inspect`: a bundle's step counts and what they give, or two bundles compared."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,12 +86,15 @@ def unit_of_cost(manifest: Manifest) -> str:
 
 
 def dial_in_words(manifest: Manifest) -> str:
-    """What a step count means, and which counts go beyond the training."""
+    """Which step counts a request can ask for, and which go beyond the training."""
+    *others, last = map(str, manifest.steps)
+    counts = f"{', '.join(others)} or {last} steps" if others else steps_in_words(manifest.steps[0])
+    offered = f"a request can ask for {counts}; for others, export again with --steps"
     if manifest.dial == "resolution":
-        return "any number of steps crosses the whole depth"
+        return offered
     beyond = [steps for steps in manifest.steps if steps > (manifest.grid_steps or 0)]
     measured = f", measured up to {beyond[-1]}" if beyond else ""
-    return f"the dial is time, trained to {steps_in_words(manifest.grid_steps or 0)}{measured}"
+    return f"{offered}; trained to {steps_in_words(manifest.grid_steps or 0)}{measured}"
 
 
 def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None:
@@ -198,7 +201,7 @@ def labels_of(bundles: Sequence[Bundle]) -> list[str]:
 
 def describe(bundle: Bundle, plain: Sequence[Manifest] = ()) -> str:
     m = bundle.manifest
-    step = "graphs of one step and of every rung" if m.step else "a graph of every rung"
+    step = "graphs of one step and of each step count" if m.step else "a graph of each step count"
     lines = [
         f"{m.name}: {m.card.get('title', '')}".rstrip(": "),
         f"  {m.task}, {m.shape.parameters:,} parameters, {shape_in_words(m)}, "
@@ -216,13 +219,13 @@ def describe(bundle: Bundle, plain: Sequence[Manifest] = ()) -> str:
     lines += [f"  {said}" for said in (plain_in_words(m, plain) if plain else ())]
     if m.labels and all(rung.quality.low <= 1 / len(m.labels) for rung in m.rungs):
         lines.append(
-            "  WARNING: at chance: no rung is shown to be better than guessing one of "
+            "  WARNING: at chance: no step count is shown to be better than guessing one of "
             f"{len(m.labels)} labels"
         )
     if m.calibration is not None:
         lines += _early_answers(m.calibration, m.rungs[-1].nfe)
     elif m.labelled:
-        lines.append("  max_disagreement: not calibrated, so no answer is given early")
+        lines.append("  max_disagreement: not measured, so requests with it are refused")
     if bundle.latency is None:
         lines.append("  no latency.json: measure this machine with `stepdial calibrate BUNDLE`")
     else:
@@ -380,7 +383,7 @@ def _ladder(bundle: Bundle) -> list[str]:
             f"{f'{q.low:.4f} to {q.high:.4f}':<16} {whole}{beside}{shown:>12} "
             f"{v.max_abs_error:>9.1e} {v.tolerance:>9.1e}  {frontier}{mark}"
         )
-    lines.append("  * the default; frontier: no rung with fewer steps is as good")
+    lines.append("  * the default; frontier: no smaller step count is as good")
     return lines
 
 

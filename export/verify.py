@@ -455,7 +455,7 @@ class _Check:
 
     @property
     def _where(self) -> str:
-        return f"the rung of {steps_in_words(self.rung.steps)} ({self.rung.method})"
+        return f"the graph of {steps_in_words(self.rung.steps)} ({self.rung.method})"
 
 
 # Verification of rungs that share calls: each must answer as it does in calls of its own. Bit for
@@ -485,6 +485,6 @@ def verify_mix(opened: OpenedModel, tokens: IntArray) -> None:
     for steps, batch in together.items():
         if not np.array_equal(batch.end(), alone[steps]):
             raise VerificationError(
-                f"the rung of {steps_in_words(steps)} answers otherwise when it shares calls with "
-                "others: no bundle was written; report this, with the recipe"
+                f"the graph of {steps_in_words(steps)} answers otherwise when it shares calls with "
+                "other step counts: no bundle was written; report this, with the recipe"
             )

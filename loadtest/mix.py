@@ -122,7 +122,7 @@ def _covered(item: MixItem, offers: Sequence[Offer]) -> list[Operation]:
     if not covered:
         ladders = "; ".join(f"{offer.model}: {_listed(offer.steps)}" for offer in fitting)
         lacked = f"{item.ask.steps} steps" if item.ask and item.ask.steps else str(item.ask)
-        raise MixError(f"No model for {item.endpoint} has {lacked}. Ladders: {ladders}.")
+        raise MixError(f"No model for {item.endpoint} has {lacked}. Step counts: {ladders}.")
     return covered
 
 

@@ -43,7 +43,9 @@ def add_shared(parser: argparse.ArgumentParser, timeout_flag: str) -> None:
         text = about if "%(default)s" in about else about.replace("%", "%%")
         parser.add_argument(flag, type=kind, default=default, help=text, **more)
 
-    add("--mix", str, "", f"{MIX_SYNTAX}; * for every rung (every rung of every model equally)")
+    add(
+        "--mix", str, "", f"{MIX_SYNTAX}; * for every step count (every one of every model equally)"
+    )
     about = "most tokens to generate per request (%(default)s)"
     add("--max-tokens", positive, DEFAULT_MAX_TOKENS, about, metavar="N")
     about = "length of prompts: 64, or 16..200 drawn evenly (example texts)"

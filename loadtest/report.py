@@ -193,7 +193,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 SCHEMA_VERSION = 2
 _HELD_MS = 1.0  # less is how long any request takes to be sent
-EVERYTHING = "every rung of every model equally"
+EVERYTHING = "every step count of every model equally"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 EFFORTS = ("low", "medium", "high", "max")
 SYNTAX = (
-    "steps such as 4, * for every rung, low, medium, high or max, 50ms for a deadline, "
+    "steps such as 4, * for every step count, low, medium, high or max, 50ms for a deadline, "
     "disagree0.01, min2 and max8 for limits, default for none, joined by +"
 )
 _DEADLINE = re.compile(r"([0-9.]+)ms")
@@ -202,7 +202,7 @@ def read_offers(url: str, key: str | None = None, timeout_s: float = 10.0) -> li
         offers = [_read_offer(base, model, key, timeout_s) for model in loadable]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TargetError(
-            f"{base}/v1/models or a ladder that it names is no Stepdial answer "
+            f"{base}/v1/models or what it says of a model is no Stepdial answer "
             f"({type(error).__name__}: {error}). Is --url the right address?"
         ) from None
     if not offers:
@@ -228,7 +228,7 @@ def _read_offer(base: str, model: dict[str, Any], key: str | None, timeout_s: fl
     ladder = _get(base, f"/v1/models/{quote(name, safe='')}/ladder", key, timeout_s)
     steps = tuple(sorted(int(rung["steps"]) for rung in ladder.get("rungs", [])))
     if not steps:
-        raise TargetError(f"The ladder of {name} is empty: see {base}/v1/models/{name}/ladder.")
+        raise TargetError(f"{name} has no step counts: see {base}/v1/models/{name}/ladder.")
     limit, card = model.get("max_tokens"), model.get("card") or {}
     return Offer(
         model=name,

@@ -60,7 +60,7 @@ def decide(request: BudgetRequest, manifest: Manifest) -> Decision:
     full = manifest.rungs[-1]
     if request.steps is not None and request.effort is not None:
         raise ImpossibleBudget(
-            "steps and effort both name a rung: send one of them", param="effort"
+            "steps and effort both name a step count: send one of them", param="effort"
         )
     _check_limits(request)
     if request.max_disagreement is not None:
@@ -114,10 +114,10 @@ def _rung_of(steps: int, manifest: Manifest) -> Rung:
             return rung
     ladder = list(manifest.steps)
     wanted = steps_in_words(steps)
-    message = f"{manifest.name} has no rung of {wanted}; its ladder has {_listed(ladder)}"
+    message = f"{manifest.name} does not offer {wanted}; it has {_listed(ladder)}"
     if manifest.depth == "fixed":
         message += (
-            ": the weights of this model differ by depth, so it has one rung; leave steps out"
+            ": the weights of this model differ by depth, so it has one step count; leave steps out"
         )
     raise ImpossibleBudget(message, param="steps", ladder=ladder)
 
@@ -191,7 +191,7 @@ def _allowed(request: BudgetRequest, manifest: Manifest) -> tuple[Rung, ...]:
         return allowed
     ladder = list(manifest.steps)
     raise ImpossibleBudget(
-        f"{manifest.name} has no rung within min_steps and max_steps; its ladder has "
+        f"{manifest.name} has no step count within min_steps and max_steps; it has "
         f"{_listed(ladder)}",
         param="max_steps" if request.min_steps is None else "min_steps",
         ladder=ladder,

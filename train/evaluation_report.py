@@ -35,7 +35,7 @@ def print_report(report: "Report") -> None:
     if report.chance is not None and all(row.quality.low <= report.chance for row in report.rows):
         print(
             f"WARNING: at chance: always answering the most frequent class is right in "
-            f"{_percent(report.chance)}\nof the rows, and no rung is shown to be better\n"
+            f"{_percent(report.chance)}\nof the rows, and no step count is shown to be better\n"
         )
     if report.lengths:
         print("evaluations of the adaptive solver against sequence length")

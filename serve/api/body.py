@@ -89,7 +89,7 @@ class Budget(TypedDict):
             "`load` (fewer than usual, because the server was busy) or `default`."
         ),
     ]
-    full_steps: Annotated[int, Field(description="Largest step count on the model's ladder.")]
+    full_steps: Annotated[int, Field(description="The model's largest step count.")]
     expected: Annotated[
         Expected,
         Field(
@@ -274,12 +274,12 @@ class BudgetFields(BaseModel):
         None,
         ge=1,
         le=2**31 - 1,
-        description="Use exactly this many steps, which must be on the model's ladder. The "
+        description="Use exactly this many steps, which must be a step count of the model. The "
         "server never changes it. Cannot be combined with effort.",
     )
     effort: Literal["low", "medium", "high", "max"] | None = Field(
         None,
-        description="A named step count. Every model takes all four words: one that its ladder "
+        description="A named step count. Every model takes all four words: one that the model "
         "does not name means the nearest one that it does. Cannot be combined with steps.",
     )
     deadline_ms: float | None = Field(

@@ -1,4 +1,4 @@
-"""Models: cards and ladders, health and metrics, and the admin routes that load and unload."""
+"""Models: cards and step counts, health and metrics, and the admin routes that load and unload."""
 
 import asyncio
 from collections.abc import Mapping
@@ -105,7 +105,7 @@ class LadderRung(Answer):
     effort: Effort | None = Field(
         description="Value of `effort` in a request, if this step count has a name."
     )
-    quality: Interval = Field(description="Quality on held-out data, in the metric of the ladder.")
+    quality: Interval = Field(description="Quality on held-out data, in `metric`.")
     latency_ms: float | None = Field(
         description="Latency measured when the bundle was made: one input of the greatest "
         "length (classify), or one token after it (generate). Null if it was not "

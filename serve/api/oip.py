@@ -364,10 +364,10 @@ class TensorMetadata(Answer):
 
 
 class ModelParameters(Answer):
-    """The ladder of a model, and the parameters that a request may set."""
+    """The step counts of a model, and the parameters that a request may set."""
 
     task: Task = Field(description="Task of the model.")
-    steps: list[int] = Field(description="The ladder: possible values of `steps`.")
+    steps: list[int] = Field(description="Possible values of `steps`.")
     efforts: dict[str, int] = Field(description="The step count that each word of `effort` means.")
     default_steps: int = Field(description="Step count of a request without budget parameters.")
     full_steps: int = Field(description="Largest step count.")
@@ -389,7 +389,7 @@ class ModelMetadata(Answer):
     inputs: list[TensorMetadata] = Field(description="Input tensor.")
     outputs: list[TensorMetadata] = Field(description="Output tensors.")
     parameters: ModelParameters = Field(
-        description="The ladder, and the parameters that a request may set."
+        description="The step counts, and the parameters that a request may set."
     )
 
 
@@ -465,7 +465,7 @@ class InferFacts(Answer):
         "row with the fewest steps."
     )
     method: Method = Field(description="Integration method of a step.")
-    full_steps: int = Field(description="Largest step count on the model's ladder.")
+    full_steps: int = Field(description="The model's largest step count.")
     metric: Metric = Field(description=METRIC)
     expected: float = Field(description="Measured quality at the fewest steps of any row.")
     expected_full: float = Field(description="Measured quality at the full step count.")
@@ -761,7 +761,7 @@ _NOT_READY = "The server is starting or shutting down, a model call is stuck, or
 
 _METADATA: dict[str, Any] = {
     "response_model": ModelMetadata,
-    "response_description": "Input and output tensors, and the ladder.",
+    "response_description": "Input and output tensors, and the step counts.",
     "responses": problems(OipError, e404=_UNKNOWN),
 }
 _READINESS: dict[str, Any] = {

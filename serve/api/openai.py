@@ -654,7 +654,7 @@ class OpenAIFields(SamplingFields):
         for field, given in (("steps", self.steps), ("effort", self.effort)):
             if self.reasoning_effort is not None and given is not None:
                 raise InvalidField(
-                    f"reasoning_effort and {field} both name a rung: send one of them",
+                    f"reasoning_effort and {field} both name a step count: send one of them",
                     param="reasoning_effort",
                 )
         return self

@@ -49,7 +49,7 @@ class Bundle:
             with inside_file(self.folder / LATENCY_FILE):
                 if entry.steps not in self.manifest.steps:
                     raise BundleError(
-                        f"is {entry.steps}, which is no rung of {self.manifest.name}; "
+                        f"is {entry.steps}, which {self.manifest.name} does not offer; "
                         f"{_MEASURE_AGAIN}",
                         field=f"{where}.steps",
                     )

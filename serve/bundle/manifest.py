@@ -535,7 +535,7 @@ class Manifest(Part):
             if rung.steps == steps:
                 return rung
         raise BundleError(
-            f"{self.name} has no rung of {steps_in_words(steps)}; it has {self._ladder()}"
+            f"{self.name} does not offer {steps_in_words(steps)}; it has {self._ladder()}"
         )
 
     def check_read(self) -> None:
@@ -576,20 +576,20 @@ class Manifest(Part):
             if rung.quality.metric != metric:
                 yield (
                     f"{here}.quality.metric",
-                    f"is {rung.quality.metric}, but the first rung's is {metric}: a ladder has "
-                    "one metric",
+                    f"is {rung.quality.metric}, but the first step count's is {metric}: a "
+                    "bundle has one metric",
                 )
             if rung.steps <= before:
                 yield (
                     f"{here}.steps",
-                    f"is {rung.steps} after {before}; sort the rungs by steps, each once",
+                    f"is {rung.steps} after {before}; sort rungs by steps, each once",
                 )
             if rung.effort is not None:
                 if EFFORTS.index(rung.effort) <= effort:
                     yield (
                         f"{here}.effort",
-                        f"is {rung.effort} after {EFFORTS[effort]}; each word names one rung, and "
-                        "a greater effort has more steps",
+                        f"is {rung.effort} after {EFFORTS[effort]}; each word names one step "
+                        "count, and a greater effort has more steps",
                     )
                 effort = EFFORTS.index(rung.effort)
             before = rung.steps
@@ -609,14 +609,14 @@ class Manifest(Part):
         yield from self._wrong_in_ladder()
         if self.full_steps != self.steps[-1]:
             largest = steps_in_words(self.steps[-1])
-            yield "full_steps", f"is {self.full_steps}, but the largest rung has {largest}"
+            yield "full_steps", f"is {self.full_steps}, but the largest step count has {largest}"
         if self.default_steps not in self.steps:
             yield (
                 "default_steps",
-                f"is {self.default_steps}, which is no rung; the rungs are {self._ladder()}",
+                f"is {self.default_steps}, which is no step count of rungs: {self._ladder()}",
             )
         if self.range is not None and len(self.rungs) == 1:
-            yield "range", "must be null for one rung"
+            yield "range", "must be null for one step count"
         labels = set[str]()
         for index, label in enumerate(self.labels or ()):
             if label in labels:

@@ -96,7 +96,9 @@ def can_map_shared() -> bool:
         if Path("/proc/sys/vm/overcommit_memory").read_text("ascii").strip() == "2":
             # Under strict overcommit a page that is missing would kill the process; plain memory is
             # refused up front.
-            _log.warning("rungs share no calls: this system promises no more memory than it has")
+            _log.warning(
+                "step counts share no calls: this system promises no more memory than it has"
+            )
             return False
         one = _new_mapping(PAGE_BYTES)
         _map_file(other := _reserve_addresses(PAGE_BYTES), PAGE_BYTES, one.file, 0)
@@ -105,7 +107,7 @@ def can_map_shared() -> bool:
         _unmap(other, PAGE_BYTES)
         _free(one)
     except (OSError, MemoryError, AttributeError) as error:
-        _log.warning("rungs share no calls: memory cannot be mapped twice here (%s)", error)
+        _log.warning("step counts share no calls: memory cannot be mapped twice here (%s)", error)
         return False
     return same
 

@@ -233,7 +233,7 @@ class OrtMix:
                 self._run(self._sessions.step_of(sum(batch.rows for batch in own)), own)
                 return
             except OSError as error:  # not onnxruntime's
-                _log.error("rungs share no more calls: no caches can be mapped (%s)", error)
+                _log.error("step counts share no more calls: no caches can be mapped (%s)", error)
                 self._apart = True
                 self._calls.clear()
         for batch in own:

@@ -938,8 +938,8 @@ class TrtModel:
         self._rung(steps, "classify", "tag")
         if not self.single_steps:
             raise BundleError(
-                f"{self._bundle.manifest.name} runs as engines of whole rungs, which cannot stop "
-                "early: export the run with calibration, and build engines of that bundle"
+                f"{self._bundle.manifest.name} has one engine for each step count, which cannot "
+                "stop early: export the run with calibration, and build engines of that bundle"
             )
         return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
 

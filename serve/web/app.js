@@ -91,7 +91,7 @@ async function open(entry, wanted) {
   try {
     rungs = await api.ladder(entry.id);
   } catch (failure) {
-    if (opening === openings) notice(failure.title ?? "The ladder could not be read", failure.message, () => open(entry, wanted));
+    if (opening === openings) notice(failure.title ?? "The step counts could not be read", failure.message, () => open(entry, wanted));
     if (failure.name !== "RequestFailure") throw failure;
     return;
   }

@@ -159,7 +159,7 @@ export function createDial(onTurn, callsOf) {
     element("quality").textContent = chosen?.quality ? format.quality(metric, chosen.quality.value) : "–";
     element("quality-interval").textContent = chosen?.quality ? format.interval(metric, chosen.quality.low, chosen.quality.high) : "not measured";
     element("latency").textContent = format.milliseconds(latency);
-    element("latency-note").textContent = chosen ? `${most ? "at most, " : ""}${latencyNote(chosen)}` : "no rung is in time";
+    element("latency-note").textContent = chosen ? `${most ? "at most, " : ""}${latencyNote(chosen)}` : "no step count is in time";
     element("evaluations").textContent = chosen?.nfe ?? "–";
     element("method").textContent = chosen ? `${most ? "at most, " : ""}${METHOD_NAMES[chosen.method] ?? chosen.method}` : "";
     element("trade").textContent = trade(chosen);

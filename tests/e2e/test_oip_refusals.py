@@ -50,7 +50,7 @@ def client(server: ServerProcess) -> Iterator[Any]:
     [
         ("tiny-classify", {"stepz": 1}, "unknown parameter 'stepz': did you mean steps?"),
         ("tiny-classify", {"max_tokens": 1}, "unknown parameter 'max_tokens'"),
-        ("tiny-classify", {"steps": 3}, "no rung of 3 steps; its ladder has 1, 2, 4"),
+        ("tiny-classify", {"steps": 3}, "does not offer 3 steps; it has 1, 2, 4"),
         ("tiny-classify", {"steps": "2"}, "steps must be an integer"),
         ("tiny-classify", {"steps": None}, "steps is null: leave it out"),
         ("tiny-classify", {"max_disagreement": 0.1}, "cannot promise how often"),

@@ -266,7 +266,7 @@ def test_the_commands_export_inspect_and_calibrate(
     assert main(["evaluate", str(target), "--steps", "2"]) == 0
     assert f"{read_bundle(target).manifest.rung(2).quality.value:.4f}" in capsys.readouterr().out
     assert main(["evaluate", str(target), "--steps", "3"]) == 2
-    assert "has no rung of 3 steps" in capsys.readouterr().err
+    assert "does not offer 3 steps" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 2
     assert f"holds some ({target.name}): name one of those" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()

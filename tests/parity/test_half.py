@@ -199,7 +199,7 @@ def test_a_classifier_made_of_a_bundle_says_that_it_has_no_early_answers(tmp_pat
     batch = Batch((rows,), torch.zeros(8, dtype=torch.int64))
     said: list[str] = []
     bundle = halve_bundle(floats, tmp_path / "b", "fp16", lambda: [batch], said.append)
-    assert said[0].startswith("max_disagreement stays uncalibrated")
+    assert said[0].startswith("requests with max_disagreement will be refused")
     assert bundle.manifest.calibration is None
     for steps in bundle.manifest.steps:
         pair = [open_model(one).classifier(steps).run(rows.numpy()) for one in (floats, bundle)]

@@ -40,7 +40,7 @@ def test_early_answers_are_certified_on_its_own_data_alone(folder: Path, tmp_pat
     data = str(own_rows(tmp_path, 3501))
     assert export_run(run, other, data, said.append).manifest.calibration is None
     assert [line for line in said if "not the data it was trained on" in line]
-    assert [line for line in said if "max_disagreement stays uncalibrated: rows of other" in line]
+    assert [line for line in said if "max_disagreement will be refused: rows of this data" in line]
 
 
 def test_a_bundle_is_not_measured_on_other_classes(

@@ -249,7 +249,7 @@ LATENCY_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "later schema": (lambda v: v.update(schema_version=2), "schema_version is 2"),
     "no machine": (lambda v: v.pop("machine"), "machine is missing"),
     "no time": (lambda v: v.update(measured_at="yesterday"), "measured_at is 'yesterday'"),
-    "no such rung": (lambda v: _first(v, "steps", 3), "entries[0].steps is 3, which is no rung"),
+    "no such rung": (lambda v: _first(v, "steps", 3), "entries[0].steps is 3, which tiny"),
     "another task": (lambda v: _first(v, "kind", "classify"), "entries[0].kind is classify"),
     "unknown kind": (
         lambda v: _first(v, "kind", "train"),

@@ -108,7 +108,7 @@ READER_ONLY_OF_FAMILIES = (
     "is encoder-1.onnx, which is",
     "is weights already",
     "files does not list",
-    "for one rung",
+    "for one step count",
     "range.value is 0.1, above high",
     "shape.width is 32, above state",
     "is tokenizer.file already",

@@ -81,6 +81,6 @@ def test_the_page_names_the_torch_that_is_asked_for() -> None:
 
 
 def test_a_message_is_found_as_the_code_writes_it() -> None:
-    tree = ast.parse('raise X(f"{a} has no rung of {b!r} steps; " "its ladder " f"has {c:,}")')
+    tree = ast.parse('raise X(f"{a} does not offer {b!r} steps; " "it " f"has {c:,}")')
     texts = [text for node in ast.walk(tree) if (text := flat(node)) is not None]
-    assert "… has no rung of … steps; its ladder has …" in texts
+    assert "… does not offer … steps; it has …" in texts

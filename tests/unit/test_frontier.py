@@ -139,8 +139,8 @@ def at(bundle: Bundle, factor: float) -> Bundle:
 
 def test_the_ladder_says_precision_graphs_frontier_and_early_answers() -> None:
     plain = describe(image_bundle())
-    assert "fp32, graphs of one step and of every rung" in plain
-    assert "max_disagreement: not calibrated" in plain and "as fp32" not in plain
+    assert "fp32, graphs of one step and of each step count" in plain
+    assert "max_disagreement: not measured" in plain and "as fp32" not in plain
     bundle = changed(
         int8(image_bundle()), calibration=Calibration(4321, 0.95, "rows kept for it", LEVELS)
     )
@@ -160,7 +160,7 @@ def test_the_ladder_says_precision_graphs_frontier_and_early_answers() -> None:
 def test_only_a_classifier_is_told_of_early_answers() -> None:
     for bundle in (generate_bundle(), translate_bundle()):
         assert "max_disagreement" not in describe(bundle)
-    assert "a graph of every rung" in describe(translate_bundle())
+    assert "a graph of each step count" in describe(translate_bundle())
 
 
 def of(bundle: Bundle, name: str, parameters: int, value: float) -> Bundle:

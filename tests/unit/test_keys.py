@@ -270,5 +270,5 @@ def test_the_server_chooses_within_the_steps_of_a_key() -> None:
         assert (decision.steps, decision.step_choices) == (2, (1, 2))
     assert decide_within(BudgetRequest(max_steps=1), manifest, 3).steps == 1
     assert decide_within(BudgetRequest(steps=2), manifest, 2).reason == "exact"
-    with pytest.raises(ImpossibleBudget, match="no rung of 3 steps"):
+    with pytest.raises(ImpossibleBudget, match="does not offer 3 steps"):
         decide_within(BudgetRequest(steps=3), manifest, 2)

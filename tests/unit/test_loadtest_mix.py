@@ -80,8 +80,8 @@ def test_a_weight_is_shared_by_what_the_item_covers() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("classify:3=1", r"has 3 steps. Ladders: sentiment: 1, 2, 4; topics: 1, 4"),
-        ("classify@topics:2=1", r"Ladders: topics: 1, 4"),
+        ("classify:3=1", r"has 3 steps. Step counts: sentiment: 1, 2, 4; topics: 1, 4"),
+        ("classify@topics:2=1", r"Step counts: topics: 1, 4"),
         ("classify@shakespeare:1=1", r"classify@sentiment"),
         ("generate@nobody:1=1", r"generate@shakespeare"),
         ("classify@sentiment:low", r"has effort=low"),

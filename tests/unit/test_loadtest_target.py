@@ -103,7 +103,7 @@ def test_a_mix_the_server_cannot_answer_is_status_2(capsys: pytest.CaptureFixtur
     with running_stub() as stub:
         assert main(["--url", stub.url, "--mix", "generate:3=1"]) == 2
         assert stub.bodies == []
-    assert "Ladders: talker: 1, 4" in capsys.readouterr().err
+    assert "Step counts: talker: 1, 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_generator_writes_and_other_tasks_are_refused() -> None:
         assert "\n" not in model.generate("ROMEO:", max_tokens=60, seed=3, stop=["\n"])
         with pytest.raises(ValueError, match="is for the task generate"):
             model.classify(["a"])
-        with pytest.raises(ImpossibleBudget, match="no rung of 3 steps"):
+        with pytest.raises(ImpossibleBudget, match="does not offer 3 steps"):
             model.generate("ROMEO:", steps=3)
         with pytest.raises(Unprocessable, match="outside the vocabulary"):
             model.generate("ROMEO: \N{SNOWMAN}")
@@ -96,7 +96,7 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ((), "has no column 1, 2; it has id, title, body"),  # its own training had no header
         (("--text", "text"), "name those of the texts with --text"),
-        (("--text", "body", "--steps", "3"), "no rung of 3 steps"),
+        (("--text", "body", "--steps", "3"), "does not offer 3 steps"),
         (("--text", "body", "--output", "out.json"), "expected .csv, .tsv or .jsonl"),
     ],
 )

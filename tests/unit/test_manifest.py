@@ -86,7 +86,7 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     "no rungs": (put("rungs", to=[]), "rungs must have at least 1 item, not 0"),
     "too many rungs": (put("rungs", to="65 of 0"), "rungs must have at most 64 items"),
     "duplicate rung": (put("rungs", 1, to="copy of 0"), "rungs[1].steps is 1 after 1; sort"),
-    "unsorted rungs": (put("rungs", to="reversed"), "sort the rungs by steps"),
+    "unsorted rungs": (put("rungs", to="reversed"), "sort rungs by steps"),
     "zero steps": (put("rungs", 0, "steps", to=0), "rungs[0].steps must be at least 1, not 0"),
     "absurd steps": (put("rungs", 2, "steps", to=10**9), "rungs[2].steps must be at most 1024"),
     "steps are a float": (put("rungs", 0, "steps", to=1.0), "rungs[0].steps must be an integer"),
@@ -166,8 +166,14 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     ),
     "negative padding": (put("tokenizer", "pad_id", to=-1), "tokenizer.pad_id must be at least 0"),
     "absurd vocabulary": (put("tokenizer", "vocab_size", to=1 << 40), "tokenizer.vocab_size must"),
-    "full steps wrong": (put("full_steps", to=8), "full_steps is 8, but the largest rung has 4"),
-    "default steps wrong": (put("default_steps", to=3), "default_steps is 3, which is no rung"),
+    "full steps wrong": (
+        put("full_steps", to=8),
+        "full_steps is 8, but the largest step count has 4",
+    ),
+    "default steps wrong": (
+        put("default_steps", to=3),
+        "default_steps is 3, which is no step count",
+    ),
     "default steps null": (put("default_steps", to=None), "default_steps must be an integer"),
     "input is an image": (put("input", "kind", to="image"), "input.channels is missing"),
     "input is a sound": (
@@ -211,7 +217,7 @@ GENERATE_CASES: dict[str, tuple[Change, str]] = {
     ),
     "two metrics": (
         put("rungs", 1, "quality", to=dict(metric="accuracy", value=1, low=1, high=1, samples=9)),
-        "rungs[1].quality.metric is accuracy, but the first rung's is loss",
+        "rungs[1].quality.metric is accuracy, but the first step count's is loss",
     ),
     "percent as accuracy": (
         put(
@@ -328,5 +334,5 @@ def test_manifest_survives_json(
 def test_rung_is_found_by_its_steps(generate_json: dict[str, Any]) -> None:
     manifest = Manifest.from_json(generate_json)
     assert manifest.rung(2).graph == "steps-2.onnx"
-    with pytest.raises(BundleError, match="has no rung of 3 steps; it has 1, 2, 4"):
+    with pytest.raises(BundleError, match="does not offer 3 steps; it has 1, 2, 4"):
         manifest.rung(3)

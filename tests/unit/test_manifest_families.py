@@ -157,7 +157,12 @@ CASES: list[tuple[Callable[[], Bundle], str, object, str]] = [
     (generate_bundle, "embedding", 16, "embedding must be null where task is generate"),
     (tag_bundle, "shape.state", 32, "shape.state must be null where cache is none"),
     (tag_bundle, "range", [0.1], "range must be an object, not [0.1]"),
-    (prefix_bundle, "range", {"value": 0, "low": 0, "high": 0}, "range must be null for one rung"),
+    (
+        prefix_bundle,
+        "range",
+        {"value": 0, "low": 0, "high": 0},
+        "range must be null for one step count",
+    ),
 ]
 
 

@@ -282,7 +282,7 @@ def test_wrong_rows_are_refused(labeller: OpenedModel) -> None:
 def test_a_rung_or_task_that_is_not_there_is_refused(
     generator: OpenedModel, labeller: OpenedModel
 ) -> None:
-    with pytest.raises(BundleError, match="has no rung of 3 steps; it has 1, 2, 4"):
+    with pytest.raises(BundleError, match="does not offer 3 steps; it has 1, 2, 4"):
         generator.decoder(3)
     with pytest.raises(BundleError, match="task generate, which cannot classify"):
         generator.classifier(1)
