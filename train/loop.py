@@ -338,7 +338,7 @@ class TrainingLoop:
         # Counted by cost, since iterations of one step come first and those of many take longer.
         bar = tqdm(
             initial=self._done(first),
-            total=1.0,
+            total=1.0 + 1e-9,  # sums of floats end a little above 1
             desc=self.folder.name,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}",
             disable=self.quiet or not self.devices.main,
@@ -367,7 +367,7 @@ class TrainingLoop:
                     log.write(record)
                     shown |= _shown(record)  # an evaluation is shown until the next
                     bar.set_postfix(shown, refresh=False)
-                bar.update(self._done(done) - bar.n)
+                bar.update(min(1.0, self._done(done)) - bar.n)
                 # Behind the log: what a checkpoint goes on from has been logged.
                 if done % recipe.run.checkpoint_every == 0 or last:
                     self._save(done)

@@ -164,7 +164,7 @@ def test_a_wrong_graph_stops_the_export_and_leaves_nothing(
         return stitch(dataclasses.replace(parts, T=T), method, steps)
 
     monkeypatch.setattr("export.graph.stitch", wrong)
-    with pytest.raises(VerificationError, match=r"rung of 2 steps \(euler\) is off by"):
+    with pytest.raises(VerificationError, match=r"graph of 2 steps \(euler\) is off by"):
         export(text_run, tmp_path / "b", 1, 2)
     assert [p.name for p in tmp_path.iterdir()] == []
 
@@ -185,7 +185,7 @@ def test_a_failure_does_not_wait_for_what_other_rungs_still_measure(
 
     monkeypatch.setattr("export.run.held_out_batches", batches)
     monkeypatch.setattr("export.graph.stitch", wrong)
-    with pytest.raises(VerificationError, match="rung of 2 steps"):
+    with pytest.raises(VerificationError, match="graph of 2 steps"):
         export(label_run, tmp_path / "b", 1, 2)
     assert len(taken) < many // 10
 
