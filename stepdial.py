@@ -42,13 +42,13 @@ class Command:
     """Where a subcommand lives: `package.module.main`, installed by an extra."""
 
     package: str
-    extra: str  # several with commas: what else the same user will need
+    extra: str  # one or more, separated by commas
     takes_name: bool  # the package has several commands, so it gets the name too
     summary: str
     module: str = "__main__"
 
 
-_TRAINING = "train,export,serve"  # whoever trains a model will export and serve it
+_TRAINING = "train,export,serve"  # a trained model is exported and served next
 COMMANDS = {
     "train": Command("train", _TRAINING, True, "train a model from a recipe, or resume a run"),
     "recipes": Command("train", _TRAINING, True, "list the recipes that `train` knows"),

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,14 +20,13 @@ from export.half import half_of
 from export.inspect import check_plain, flat_in_words, plain_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
-from export.latency import about, calibrate_latency
+from export.latency import calibrate_latency
 from export.pieces import load_exporter
 from export.quality import (
     Measured,
     choose_default,
     compare,
     held_out_batches,
-    logits_of,
     measure_rung,
     named_rungs,
     range_of,
@@ -131,7 +129,7 @@ class Trial:
         for one in (opened, reference):
             if one is not None:
                 _open_shared(one)
-        self._announce(opened, reference)
+        self.say("measuring quality on held-out rows, most steps first; a line for each step count")
         with torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 mixing = pool.submit(self._mix, opened)
@@ -148,28 +146,6 @@ class Trial:
             choose_default(measured),
             range_of(measured),
             self._certified(opened),
-        )
-
-    def _announce(self, opened: OpenedModel, reference: OpenedModel | None) -> None:
-        """Say what is measured now, and how long that takes: from one batch, the largest."""
-        counts = self.draft.steps
-        rows = numbers = 0
-        largest = None
-        for batch in self._batches():
-            rows, numbers = rows + batch.rows, numbers + batch.inputs[-1].numel()
-            if largest is None or batch.inputs[-1].numel() > largest.inputs[-1].numel():
-                largest = batch
-        if largest is None:
-            return
-        models = [one for one in (opened, reference) if one is not None]
-        before = time.perf_counter()
-        for one in models:
-            logits_of(one, counts[0], largest)
-        took_s = (time.perf_counter() - before) * numbers / largest.inputs[-1].numel()
-        took_s *= sum(rung.nfe for rung in self.draft.rungs) / self.draft.rungs[0].nfe
-        self.say(
-            f"measuring quality on {rows:,} held-out rows at {_joined(counts)} steps, the most "
-            f"first: {about(took_s / min(AT_ONCE, len(counts)))}"
         )
 
     def _attempt(
@@ -232,10 +208,6 @@ class Trial:
                 yield Jumps(classifier.jumps(rows), present_positions(rows, draft))
 
         return certify(jumps(), CALIBRATION_SOURCE, self.say)
-
-
-def _joined(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps))
 
 
 def threads_each(rungs: int) -> int:
@@ -385,7 +357,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             write_graphs(
                 staging, traced, ladder, request.precision, unseen or (), scales, floats, cache
             )
-        say(f"checking each graph against the trained model: {_joined(ladder.steps)} steps")
+        say("checking each graph against the trained model")
         trial = Trial(draft, origin, answers, request.samples, say)
         with trial.opened(staging, request.target) as opened:
             if not draft.rounds:

@@ -57,11 +57,9 @@ def serving(catalog: Catalog, url: str, health_url: str | None = None) -> str:
     return "\n".join([*lines, "Press Ctrl-C to stop.", ""])
 
 
-# Labels of all tokens are many lines of JSON: only the text that they make, or they alone.
-_READ = {
-    True: "[one['text'] for one in json.load(sys.stdin)['results']]",
-    False: "[[one['text'], one['label']] for one in json.load(sys.stdin)['results'][0]['tokens']]",
-}
+# A tagger's answer is long JSON. Of it is shown the filled-in text, or each word with its label.
+_FILLED = '[one["text"] for one in json.load(sys.stdin)["results"]]'
+_LABELLED = '[[one["text"], one["label"]] for one in json.load(sys.stdin)["results"][0]["tokens"]]'
 
 
 def _try(served: Served, url: str) -> str:
@@ -70,7 +68,8 @@ def _try(served: Served, url: str) -> str:
     sent = f"{url}{path} -d {shlex.quote(json.dumps(example))}"
     if served.manifest.task != "tag" or not served.manifest.card.get("examples"):
         return f"curl {sent}"
-    shown = f"import json, sys; print(*{_READ[served.manifest.fills]}, sep='\\n')"
+    read = _FILLED if served.manifest.fills else _LABELLED
+    shown = f'import json, sys; print(*{read}, sep="\\n")'
     return f"curl -s {sent} | python3 -c {shlex.quote(shown)}"
 
 

@@ -367,7 +367,7 @@ class TrainingLoop:
                     log.write(record)
                     shown |= _shown(record)  # an evaluation is shown until the next
                     bar.set_postfix(shown, refresh=False)
-                bar.update(min(1.0, self._done(done)) - bar.n)
+                bar.update(self._done(done) - bar.n)
                 # Behind the log: what a checkpoint goes on from has been logged.
                 if done % recipe.run.checkpoint_every == 0 or last:
                     self._save(done)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 _SINGLE_STEP = ("residual", "rk2", "rk2-gamma1", "rk2-learned", "rk4")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LONGEST_PARITY = 16
-FEWEST = 300  # iterations from which a small table has something
+FEWEST = 300  # iterations of a table, however few rows it has
 MOST_THREADS = 1024  # far more of them crash the libraries below torch
 
 Accelerator = Literal["auto", "cpu", "cuda"]
@@ -180,9 +180,9 @@ class StepsConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    iterations: int = 1000  # the most, where `epochs` may end it earlier
-    # Tables: training ends after so many passes over the rows, but not before FEWEST iterations;
-    # 0: `iterations` alone counts.
+    iterations: int = 1000
+    # Passes over the rows of a table. Training ends after them if that is before `iterations`, and
+    # never before FEWEST iterations. 0: `iterations` alone counts.
     epochs: float = 0.0
     batch: int = 32
     accumulate: int = 1
