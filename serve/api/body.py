@@ -768,11 +768,23 @@ def _check_members(value: dict[str, Any], schema: type[BaseModel]) -> None:
             param=shown(unknown),
         )
     for name, member in value.items():
-        if isinstance(member, dict) and len(member) > MAX_MEMBERS:
+        _check_inside(member, shown(name))
+
+
+def _check_inside(value: object, where: str) -> None:
+    """The same for objects in a member: it alone, or in a list."""
+    if isinstance(value, dict):
+        if len(value) > MAX_MEMBERS:
             raise InvalidField(
-                f"{shown(name)} has {len(member)} members: send at most {MAX_MEMBERS}",
-                param=shown(name),
+                f"{where} has {len(value)} members: send at most {MAX_MEMBERS}", param=where
             )
+        for name, member in value.items():
+            if isinstance(member, dict | list):
+                _check_inside(member, f"{where}.{shown(name)}")
+    elif isinstance(value, list) and dict in set(map(type, value)):
+        for place, item in enumerate(value):
+            if isinstance(item, dict):
+                _check_inside(item, f"{where}[{place}]")
 
 
 async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> bytes:

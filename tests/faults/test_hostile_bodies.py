@@ -235,6 +235,15 @@ def test_every_route_that_takes_a_body_is_tried(measured: Measured) -> None:
     assert len(untried) == len(versions)
 
 
+def in_a_list(field: str, member: str) -> bytes:
+    """Many members of an object in a list, or of one in it."""
+    item = members("{}", "1e5", MOST_BYTES - 100)
+    if member:
+        item = f'{{"{member}":{item}}}'
+    return f'{{"{field}":[{item}]}}'.encode()
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of an example that fails
 @settings(
     max_examples=EXAMPLES,
     print_blob=True,
@@ -244,6 +253,9 @@ def test_every_route_that_takes_a_body_is_tried(measured: Measured) -> None:
 @example("/v2/models/tiny-classify/infer", many('{"inputs":[', "{}", "]}", MOST_BYTES).encode())
 @example("/v2/models/tiny-classify/infer", many('{"outputs":[', "{}", "]}", MOST_BYTES).encode())
 @example("/v1/generate", members("k{}", "1", MOST_BYTES).encode()[: MOST_BYTES - 1] + b"}")
+@example("/v2/models/tiny-translate/infer", in_a_list("inputs", ""))  # 68 MiB of errors once
+@example("/v2/models/tiny-classify/infer", in_a_list("inputs", "parameters"))
+@example("/v1/chat/completions", in_a_list("messages", ""))
 @example("/v1/generate", b'{"' + b"k" * 1_000_000 + b'": 1}')
 @example("/v1/chat/completions", b"[" * MOST_BYTES)
 def test_refusing_any_body_is_cheap(measured: Measured, path: str, body: bytes) -> None:
