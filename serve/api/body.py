@@ -521,7 +521,7 @@ class _ReaderThread:
 
     def drop(self, turn: _Waiting) -> None:
         """Stop waiting for this request. If it runs already, its result is ignored."""
-        with suppress(ValueError):
+        if turn in self._turns:  # the error of `remove` would hold the whole body as text
             self._turns.remove(turn)
 
     def close(self) -> None:
