@@ -108,11 +108,13 @@ def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None
     value, low, high = (
         f"{scale * each:.{places}f}" for each in (found.value, found.low, found.high)
     )
-    return (
-        f"range: {steps_in_words(manifest.steps[-1])} are better than "
-        f"{steps_in_words(manifest.steps[0])} by {value} {unit} (95 % interval {low} to {high}, "
-        "row by row on the same data)"
+    first, last = steps_in_words(manifest.steps[0]), steps_in_words(manifest.steps[-1])
+    said = (
+        f"{last} are better than {first} by {value} {unit}"
+        if found.low > 0
+        else f"{last} are not shown to be better than {first}: {value} {unit} more"
     )
+    return f"range: {said} (95 % interval {low} to {high}, row by row on the same data)"
 
 
 def flat_in_words(manifest: Manifest) -> str | None:

@@ -5,6 +5,7 @@ with load("zoo/topics") as model:
 """
 
 import queue
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
+from serve.errors import InvalidField
 from serve.inputs.rows import Input, InputRow, check_kinds, read_items, row_length
 from serve.metrics import Metrics
 from serve.runtime import Device
@@ -40,6 +42,7 @@ from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
 MAX_TOKENS = 128
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,12 @@ class LocalModel:
         items = tuple(
             Input(manifest.input.kind, value, f"inputs[{i}]") for i, value in enumerate(inputs)
         )
+        for item in items:
+            if isinstance(item.value, str) and _HALF_A_PAIR.search(item.value):
+                raise InvalidField(
+                    f"{item.param} has half a character (a lone surrogate): repair it",
+                    param=item.param,
+                )
         check_kinds(items, manifest)
         rows = read_items(items, manifest, self._served.text, truncate)
         order = sorted(range(len(rows)), key=lambda i: row_length(rows[i].row, manifest))

@@ -4,10 +4,13 @@ import argparse
 import csv
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from serve.bundle import EFFORTS, BundleError, Effort
 from serve.errors import ServeError
@@ -17,6 +20,7 @@ if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
 
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
+_PREDICTED = ("predicted_label", "predicted_score", "predicted_steps")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,14 +110,13 @@ def _predict(arguments: argparse.Namespace) -> int:
         if first is None:
             raise ValueError(f"{arguments.input} has no rows")
         columns = arguments.text or _trained_on(model)
-        missing = [column for column in columns if column not in first]
+        missing = [column for column in columns if column not in first[1]]
         if missing:
             raise ValueError(
                 f"{arguments.input} has no column {', '.join(missing)}; it has "
-                f"{', '.join(first)}: name those of the texts with --text"
+                f"{', '.join(first[1])}: name those of the texts with --text"
             )
-        target = sys.stdout if arguments.output is None else _open_output(arguments.output)
-        try:
+        with _output(arguments.output) as target:
             write = _Writer(target, separator)
             waiting = [first]
             for row in rows:
@@ -123,25 +126,54 @@ def _predict(arguments: argparse.Namespace) -> int:
                     waiting = []
             if waiting:
                 write.all(_labelled(model, waiting, columns, arguments))
-        finally:
-            if target is not sys.stdout:
-                target.close()
+    if write.empty:
+        print(f"{write.empty:,} rows without a text have no label", file=sys.stderr)
     if arguments.output is not None:
-        print(f"labelled: {write.count:,} rows, {arguments.output}")
+        print(f"labelled: {write.count - write.empty:,} rows, {arguments.output}")
     return 0
+
+
+# Where a row stands, for messages, and the row.
+_Row = tuple[str, dict[str, Any]]
 
 
 def _labelled(
     model: "LocalModel",
-    rows: list[dict[str, Any]],
+    rows: list[_Row],
     columns: list[str],
     arguments: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    texts = [" ".join(str(row[column]) for column in columns) for row in rows]
-    labels = model.classify(texts, steps=arguments.steps, effort=arguments.effort)
-    for row, one in zip(rows, labels, strict=True):
-        found = {"label": one.label, "score": round(one.score, 6), "steps": one.steps}
-        yield row | {f"predicted_{key}": value for key, value in found.items()}
+    texts = [_text(row, columns, where) for where, row in rows]
+    given = [i for i, text in enumerate(texts) if text.strip()]
+    try:
+        found = (
+            model.classify(
+                [texts[i] for i in given], steps=arguments.steps, effort=arguments.effort
+            )
+            if given
+            else []
+        )
+    except ServeError as error:
+        raise ValueError(_naming_the_row(error, [rows[i][0] for i in given])) from None
+    labels = dict(zip(given, found, strict=True))
+    for i, (_, row) in enumerate(rows):
+        one = labels.get(i)
+        cells = (None,) * 3 if one is None else (one.label, round(one.score, 6), one.steps)
+        yield row | dict(zip(_PREDICTED, cells, strict=True))
+
+
+def _text(row: dict[str, Any], columns: list[str], where: str) -> str:
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(f"{where}: there is no {', '.join(missing)}")
+    return " ".join("" if row[column] is None else str(row[column]) for column in columns)
+
+
+def _naming_the_row(error: ServeError, places: list[str]) -> str:
+    """What is wrong, of the row that it is wrong with."""
+    said = str(error)
+    at = re.match(r"inputs\[(\d+)\]", said)
+    return said if at is None else places[int(at[1])] + said[at.end() :]
 
 
 def _sample(arguments: argparse.Namespace) -> int:
@@ -180,25 +212,61 @@ def _separator(path: Path) -> str:
     return separators[path.suffix.lower()]
 
 
-def _rows(source: Any, separator: str, path: Path) -> Iterator[dict[str, Any]]:
-    if separator:
-        csv.field_size_limit(1 << 24)
-        reader = csv.DictReader(source, delimiter=separator, strict=True)
-        for number, row in enumerate(reader, 1):
-            if None in row or None in row.values():
-                raise ValueError(f"{path}, row {number}: not as many cells as the header has")
-            yield row
-        return
+def _rows(source: IO[str], separator: str, path: Path) -> Iterator[_Row]:
+    try:
+        yield from _cells(source, separator, path) if separator else _objects(source, path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+    except csv.Error as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; is a quote of a text never closed?"
+        ) from None
+
+
+def _cells(source: IO[str], separator: str, path: Path) -> Iterator[_Row]:
+    csv.field_size_limit(1 << 24)
+    reader = csv.DictReader(source, delimiter=separator, strict=True)
+    for number, row in enumerate(reader, 1):
+        where = f"{path}, row {number}"
+        if None in row or None in row.values():
+            raise ValueError(f"{where}: not as many cells as the header has")
+        yield where, row
+
+
+def _objects(source: IO[str], path: Path) -> Iterator[_Row]:
     for number, line in enumerate(source, 1):
-        if line.strip():
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected one object a line")
-            yield row
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected one object a line")
+        yield where, row
 
 
-def _open_output(path: Path) -> Any:
-    return path.open("w", encoding="utf-8", newline="")
+@contextmanager
+def _output(path: Path | None) -> Iterator[IO[str]]:
+    """Where to write. A file is replaced once all is written: it may be the one that is read."""
+    if path is None:
+        yield sys.stdout
+        return
+    if path.exists() and not path.is_file():  # a pipe or a device
+        with path.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        return
+    target = path.resolve()
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with partial.open("x", encoding="utf-8", newline="") as file:
+            yield file
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class _Writer:
@@ -207,11 +275,12 @@ class _Writer:
     def __init__(self, target: Any, separator: str) -> None:
         self._target, self._separator = target, separator
         self._csv: csv.DictWriter[str] | None = None
-        self.count = 0
+        self.count = self.empty = 0
 
     def all(self, rows: Iterator[dict[str, Any]]) -> None:
         for row in rows:
             self.count += 1
+            self.empty += row[_PREDICTED[0]] is None
             if not self._separator:
                 self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
                 continue

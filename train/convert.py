@@ -36,7 +36,7 @@ TEACHER = "teacher"  # its run, inside that of the dial
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
 WINDOW = 256  # tokens of such a window, unless more are asked for
 Begin = Callable[[Recipe], None]
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"(?!\.)([\w.-]+/)?[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,10 @@ def find_original(model: str) -> Original:
         fetched = snapshot_download(model, allow_patterns=wanted)
     except Exception as error:  # whatever the network and the Hub may say
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        owner = "" if "/" in model else "; most names there have an owner, as in owner/name"
         raise PretrainedError(
-            f"{model} is no folder here and cannot be fetched from the Hub ({reason}): download it "
-            "where there is a network and give its folder"
+            f"{model} is no folder here and cannot be fetched from the Hub ({reason}){owner}: "
+            "download it where there is a network and give its folder"
         ) from None
     return dataclasses.replace(read_original(Path(fetched)), name=model)
 

@@ -32,7 +32,7 @@ def _has_bf16(on_gpu: bool) -> bool:
         else torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     if not has:
-        _log.warning("this CPU has no bf16 arithmetic: training in fp32 instead")
+        _log.warning("training in fp32: this CPU has no bf16 arithmetic, which the recipe asks for")
     return has
 
 

@@ -268,6 +268,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "another conversion" in capsys.readouterr().err
     assert main(["convert", "org/name", "--data", str(table), "--out", str(tmp_path / "no")]) == 2
     assert "cannot be fetched from the Hub" in capsys.readouterr().err
+    assert main(["convert", "minilm-v2", "--data", str(table), "--out", str(tmp_path / "no")]) == 2
+    assert "most names there have an owner" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "few"), "--layers", "0,9"]) == 2
     assert "has the layers 0 to 3" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "none"), "--epochs", "0"]) == 2

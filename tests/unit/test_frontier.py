@@ -19,6 +19,7 @@ from export.inspect import (
     labels_of,
     not_comparable,
     plain_in_words,
+    range_in_words,
 )
 from export.quality import Measured, choose_default, dominated, named_rungs
 from serve.bundle import (
@@ -28,6 +29,7 @@ from serve.bundle import (
     Level,
     Metric,
     Quality,
+    Range,
     open_staging,
     read_bundle,
     seal_bundle,
@@ -346,3 +348,13 @@ def test_the_command_draws_both_kinds_and_compares(
     assert main(["inspect", str(a), "--plot", "nowhere/x.png"]) == 2
     assert "no folder nowhere" in capsys.readouterr().err
     assert read_bundle(b).manifest.precision == "int8"
+
+
+def test_a_range_that_may_be_chance_is_called_so() -> None:
+    manifest = read_bundle(Path(__file__).parents[2] / "zoo" / "logic").manifest
+    assert "16 steps are better than 1 step by 42.96 points" in str(range_in_words(manifest))
+    doubtful = dataclasses.replace(manifest, range=Range(low=-0.0143, value=0.012, high=0.0383))
+    assert range_in_words(doubtful) == (
+        "range: 16 steps are not shown to be better than 1 step: 1.20 points of accuracy more "
+        "(95 % interval -1.43 to 3.83, row by row on the same data)"
+    )

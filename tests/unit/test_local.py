@@ -108,6 +108,79 @@ def test_what_cannot_be_predicted_is_said(
     assert said in capsys.readouterr().err
 
 
+def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
+    table = tmp_path / "in.csv"
+    texts = [
+        f"Shares of bank {i} fell on Wall Street" for i in range(5000)
+    ]  # more than is read at once
+    with table.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    table.chmod(0o640)
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--output", str(table)]
+    assert main([*words, "--text", "text", "--steps", "1"]) == 0
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == texts
+    assert {row["predicted_label"] for row in rows} == {"Business"}
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "said"),
+    [
+        ("text\na\n", ("--steps", "16"), "does not offer 16 steps"),
+        ("text\na\nb,c\n", (), "in.csv, row 2: not as many cells as the header has"),
+        ('text\na\n"b\n', (), "is a quote of a text never closed?"),
+        ("text\na\n\xe4\n", (), "not UTF-8"),
+    ],
+)
+def test_an_older_output_is_kept_if_prediction_fails(
+    table: str,
+    flags: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(table, encoding="latin-1")
+    out.write_text("dear\n")
+    words = ["predict", str(ZOO / "topics"), "--input", str(source), "--output", str(out)]
+    assert main([*words, "--text", "text", *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert out.read_text() == "dear\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.csv", "out.csv"}
+
+
+def test_a_row_without_a_text_has_no_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.jsonl"
+    table.write_text('{"text": "Stocks fell"}\n{"text": " "}\n{"text": null}\n')
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    labels = [json.loads(line)["predicted_label"] for line in printed.out.splitlines()]
+    assert labels == ["Business", None, None]
+    assert printed.err == "2 rows without a text have no label\n"
+    table.write_text('{"text": "a"}\n{"body": "b"}\n')
+    assert main(words) == 2
+    assert "in.jsonl, line 2: there is no text" in capsys.readouterr().err
+    table.write_text('{"text": "a"}\n{"text": }\n')
+    assert main(words) == 2
+    assert "in.jsonl, line 2: not valid JSON" in capsys.readouterr().err
+
+
+def test_a_text_that_cannot_be_read_is_named_by_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.jsonl"
+    table.write_text('{"text": ""}\n{"text": "Stocks fell"}\n{"text": "half \\ud83d"}\n')
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+    assert main(words) == 2
+    assert "in.jsonl, line 3 has half a character" in capsys.readouterr().err
+
+
 def test_sample_continues_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sample", str(ZOO / "shakespeare"), "--prompt", "ROMEO:", "--max-tokens", "12"]
     assert main([*words, "--seed", "3", "--threads", "1"]) == 0

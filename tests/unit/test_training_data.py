@@ -78,6 +78,11 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
         DataError, match=r"line 1: no columns text and label; there are words, label"
     ):
         read_table(table(str(tmp_path)), "t.jsonl")
+    (tmp_path / "t.csv").write_text("text;label\na;b\n")
+    with pytest.raises(DataError, match=r"t\.csv: semicolons seem to separate its columns"):
+        read_table(table(str(tmp_path)), "t.csv")
+    with pytest.raises(DataError, match=r"/own\.csv does not exist$"):
+        read_table(table(str(tmp_path / "own.csv")), "t.csv")
     (tmp_path / "t.csv").write_text("")
     with pytest.raises(DataError, match="no rows"):
         read_table(table(str(tmp_path)), "t.csv")

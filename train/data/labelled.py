@@ -196,13 +196,13 @@ class LabelledDataset:
         longest = max(self.labels, key=len)
         if len(longest) > LONGEST_LABEL:
             raise DataError(
-                f"a label of {len(longest)} characters: {LONGEST_LABEL} at most. Is data.label, "
-                f"{config.label!r}, the right column?"
+                f"a label of {len(longest)} characters: {LONGEST_LABEL} at most. Is --label "
+                f"{config.label} the right column?"
             )
         if len(values) > max(2, len(train) / 2):
             raise DataError(
-                f"{len(values)} different labels in {len(train)} rows: is data.label, "
-                f"{config.label!r}, the right column?"
+                f"{len(values)} different labels in {len(train)} rows: is --label {config.label} "
+                "the right column?"
             )
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")

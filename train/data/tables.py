@@ -66,9 +66,12 @@ def table_path(config: DataConfig, name: str) -> Path:
             "a table of your own"
         )
     if not base.exists():
+        own = plain_name(base).suffix.lower() in KINDS
         raise DataError(
-            f"{base} does not exist: pass --data FOLDER, the folder that holds {name}, or --data "
-            "FILE, a table of your own"
+            f"{base} does not exist"
+            if own
+            else f"{base} does not exist: pass --data FOLDER, the folder that holds {name}, or "
+            "--data FILE, a table of your own"
         )
     path = base / name
     if base.is_file():  # the training table itself; a test table stands beside it
@@ -105,6 +108,10 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
     for column in (*config.text, config.label):
         if header is not None and header.count(column) > 1:
             raise DataError(f"{path}: two columns are called {column}: rename one")
+    if header is not None and len(header) == 1 and ";" in header[0]:
+        raise DataError(
+            f"{path}: semicolons seem to separate its columns ({header[0]}): save it with commas"
+        )
     for number, cells in enumerate(reader, 1):
         if header is not None and cells and len(cells) != len(header):
             raise DataError(
