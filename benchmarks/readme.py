@@ -182,7 +182,7 @@ def _source(name: str) -> str:
 
 
 def why() -> str:
-    """The six lines, each figure beside its opponent."""
+    """The lines, each figure beside its opponent."""
     (small, at_small), (large, at_large) = _plain_logic().values()
     logic = _bundle("logic").manifest
     ours, plain, words = (
@@ -204,8 +204,11 @@ def why() -> str:
         f"{_percent(ours)}{_in_ms('sentiment')}, a plain transformer of the same size "
         f"{_percent(plain)}{_in_ms('sentiment-plain')}, and a bag of words {_percent(words)}. Take "
         "the bag of words, or a plain model behind any server.",
-        "**Not for large language models**: take vLLM. Other models that exist are not served as "
-        "they are: take Triton or LitServe, or train one further with `stepdial convert`.",
+        "**Why not Triton with a small model?** Take it for a model that exists, as it is. It "
+        "serves each model at one quality and one cost, and under load requests wait or are "
+        "refused; here the same weights answer sooner with fewer steps. `stepdial convert` trains "
+        "a small encoder or decoder further, so that it has the choice.",
+        "**Not for large language models**: take vLLM.",
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
     ]
     return "\n".join(f"* {line}" for line in lines) + "\n"
@@ -239,11 +242,11 @@ def _overload() -> str:
         twice, four = _right_at(kept, "2 x"), _right_at(kept, "4 x")
         return (
             "**Right answers under overload.** At twice the requests that it sustains at 16 steps, "
-            f"`logic` with deadlines gets {twice[0]} cells a second right in time; the plain "
-            f"transformer of its size gets {twice[2]}, the larger one {twice[3]}, and `logic` at "
-            f"16 steps always {twice[1]}. At four times it gets {four[0]}, they {four[2]}, "
-            f"{four[3]} and {four[1]}: there is time for little more than one step, so the dial "
-            "wins nothing. [Whole grids](#a-deadline) are another matter."
+            f"`logic` with deadlines gets {twice[0]} cells a second right in time, and "
+            f"{twice[1]} if it always takes 16. The plain transformer of its size gets "
+            f"{twice[2]}, the larger one {twice[3]}. At four times there is time for little more "
+            f"than one step, and the dial wins nothing: {four[0]}, against {four[2]} and "
+            f"{four[3]} ([all figures](#a-deadline), also of whole grids)."
         )
     chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
     return (

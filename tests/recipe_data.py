@@ -25,6 +25,9 @@ def write_all(folder: Path) -> Path:
     _write_tables(folder, classes, draw)
     _write_pairs(folder, draw)
     (folder / "corpus.txt").write_text(SENTENCE * 40, encoding="utf-8")
+    words = SENTENCE.split()
+    tagged = {"words": words, "labels": ["long" if len(word) > 4 else "short" for word in words]}
+    (folder / "words.jsonl").write_text(f"{json.dumps(tagged)}\n" * ROWS, encoding="utf-8")
     for split in ("train", "valid", "test"):
         (folder / f"{split}.txt.gz").write_bytes(gzip.compress(SENTENCE.encode() * 40))
     return folder

@@ -503,7 +503,7 @@ _MADE = ("parity", "listops", "logic", "stdlib")  # data that is made on the spo
 # What `stepdial recipes` shows, in this order. A pattern takes the names that it matches and that
 # no group above has.
 GROUPS = {
-    "Your own data": ("classifier", "text"),
+    "Your own data": ("classifier", "tagger", "tagger-discrete", "text"),
     "Data made on the spot, nothing to download": (
         "parity",
         "listops",

@@ -52,7 +52,7 @@ SHRUNK = ["mnist-any", "mnist-discrete", "modelnet-discrete", "multi30k-discrete
 SHRUNK += ["nanogpt-discrete"]
 SMALL = [name for name in recipe_names() if name.endswith("-small")]
 OWN = {"text": "corpus.txt", "nanogpt-small": "corpus.txt", "nanogpt-discrete": "corpus.txt"}
-OWN |= {"classifier": "labels.csv"}
+OWN |= {"classifier": "labels.csv", "tagger": "words.jsonl"}
 MADE = {"parity", "n-ode-parity-small", "transevolve-listops-small"}
 # Family, block and depth that no parity test exports.
 EXPORTED = {
@@ -102,7 +102,7 @@ def train(name: str, data: Path, folder: Path) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("name", [*SMALL, *SHRUNK, "parity", "classifier", "text"])
+@pytest.mark.parametrize("name", [*SMALL, *SHRUNK, "parity", "classifier", "tagger", "text"])
 def test_a_recipe_learns(name: str, data: Path, tmp_path: Path) -> None:
     run = train(name, data, tmp_path)
     kept, own = json.loads((run / "recipe.json").read_text())["recipe"], load_recipe(name)

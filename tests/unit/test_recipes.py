@@ -198,7 +198,13 @@ def test_every_recipe_says_in_a_sentence_what_it_trains(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("classifier", True), ("mnist", True), ("parity", False), ("gpt2-openwebtext", False)],
+    [
+        ("classifier", True),
+        ("tagger", True),
+        ("mnist", True),
+        ("parity", False),
+        ("gpt2-openwebtext", False),
+    ],
 )
 def test_the_list_marks_what_needs_data(name: str, needs: bool) -> None:
     assert needs_data(name) is needs
