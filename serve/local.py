@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from serve.api.body import GenerateRequest, validated
+from serve.api.body import GenerateRequest, TokenLabel, validated
 from serve.api.submission import (
     classification_job,
     drawn_seed,
+    filled,
     generation_job,
     generation_request,
+    token_labels,
 )
 from serve.budget import BudgetRequest, decide
 from serve.bundle import Effort
@@ -31,6 +33,7 @@ from serve.engine.job import (
     GeneratedEvent,
     Job,
     LaneKey,
+    Scores,
     Tags,
     TokenEvent,
 )
@@ -52,6 +55,16 @@ class Label:
     label: str
     score: float
     scores: dict[str, float]  # of every label
+    steps: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """The labels of one text."""
+
+    tokens: list[TokenLabel]  # of each character or word, with its place
+    text: str | None  # the text filled in, of a model that labels characters
     steps: int
     truncated: bool
 
@@ -81,6 +94,15 @@ class LocalModel:
         return self._served.name
 
     @property
+    def task(self) -> str:
+        return self._served.manifest.task
+
+    @property
+    def fills(self) -> bool:
+        """Whether labels take the place of the characters of a text."""
+        return self._served.manifest.fills
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """The step counts of the model."""
         return self._served.manifest.steps
@@ -100,6 +122,34 @@ class LocalModel:
     ) -> list[Label]:
         """The label of each text, image or cloud of points, in order."""
         self._check_task("classify")
+        labels = []
+        for found, taken, row in self._found(inputs, steps, effort, truncate):
+            assert not isinstance(found, Tags)
+            labels.append(self._label(found, taken, row))
+        return labels
+
+    def tag(
+        self,
+        inputs: Sequence[str],
+        *,
+        steps: int | None = None,
+        effort: Effort | None = None,
+        truncate: bool = True,
+    ) -> list[Tagged]:
+        """A label for each character or word of each text, in order."""
+        self._check_task("tag")
+        manifest, tagged = self._served.manifest, []
+        for found, taken, row in self._found(inputs, steps, effort, truncate):
+            assert isinstance(found, Tags)
+            text = filled(found, row, manifest) if manifest.fills else None
+            tokens = token_labels(found, row, manifest)
+            tagged.append(Tagged(tokens, text, taken, row.truncated))
+        return tagged
+
+    def _found(
+        self, inputs: Sequence[Any], steps: int | None, effort: Effort | None, truncate: bool
+    ) -> list[tuple[Scores | Tags, int, InputRow]]:
+        """What the model finds in each input, the steps that it took, and the input as read."""
         decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         manifest = self._served.manifest
         items = tuple(
@@ -115,14 +165,13 @@ class LocalModel:
         rows = read_items(items, manifest, self._served.text, truncate)
         order = sorted(range(len(rows)), key=lambda i: row_length(rows[i].row, manifest))
         lane = LaneKey(self._served.key, "classify", decision.steps)
-        found: dict[int, Label] = {}
+        found: dict[int, tuple[Scores | Tags, int, InputRow]] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
             event = self._run(partial(classification_job, [rows[i] for i in at], manifest, lane))
             assert isinstance(event, ClassifiedEvent)
             for i, labelled, taken_steps in zip(at, event.rows, event.steps, strict=True):
-                assert not isinstance(labelled.found, Tags)  # checked above
-                found[i] = self._label(labelled.found, taken_steps, rows[i])
+                found[i] = labelled.found, taken_steps, rows[i]
         return [found[i] for i in range(len(rows))]
 
     def generate(
@@ -169,9 +218,8 @@ class LocalModel:
         return Label(self.labels[best], scores[best], every, steps, row.truncated)
 
     def _check_task(self, *tasks: str) -> None:
-        task = self._served.manifest.task
-        if task not in tasks:
-            raise ValueError(f"{self.name} is for the task {task}, not {' or '.join(tasks)}")
+        if self.task not in tasks:
+            raise ValueError(f"{self.name} is for the task {self.task}, not {' or '.join(tasks)}")
 
     def _run(self, job: Callable[[Deliver], Job]) -> Event:
         """The result of a job; raises the error if it fails."""

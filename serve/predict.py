@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import re
@@ -16,11 +17,11 @@ from serve.bundle import EFFORTS, BundleError, Effort
 from serve.errors import ServeError
 
 if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
+    from serve.api.body import TokenLabel
     from serve.local import LocalModel
 
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
-_PREDICTED = ("predicted_label", "predicted_score", "predicted_steps")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,16 +117,17 @@ def _predict(arguments: argparse.Namespace) -> int:
                 f"{arguments.input} has no column {', '.join(missing)}; it has "
                 f"{', '.join(first[1])}: name those of the texts with --text"
             )
+        names = _added_columns(model)
         with _output(arguments.output) as target:
-            write = _Writer(target, separator)
+            write = _Writer(target, separator, names[0])
             waiting = [first]
             for row in rows:
                 waiting.append(row)
                 if len(waiting) == READ_AT_ONCE:
-                    write.all(_labelled(model, waiting, columns, arguments))
+                    write.all(_labelled(model, waiting, columns, names, arguments))
                     waiting = []
             if waiting:
-                write.all(_labelled(model, waiting, columns, arguments))
+                write.all(_labelled(model, waiting, columns, names, arguments))
     if write.empty:
         print(f"{write.empty:,} rows without a text have no label", file=sys.stderr)
     if arguments.output is not None:
@@ -141,32 +143,57 @@ def _labelled(
     model: "LocalModel",
     rows: list[_Row],
     columns: list[str],
+    names: tuple[str, ...],
     arguments: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    texts = [_text(row, columns, where) for where, row in rows]
-    given = [i for i, text in enumerate(texts) if text.strip()]
+    texts = [_words(row, columns, where) for where, row in rows]
+    given = [i for i, words in enumerate(texts) if " ".join(words).strip()]
     try:
-        found = (
-            model.classify(
-                [texts[i] for i in given], steps=arguments.steps, effort=arguments.effort
-            )
-            if given
-            else []
-        )
+        found = _answers(model, [texts[i] for i in given], arguments) if given else []
     except ServeError as error:
         raise ValueError(_naming_the_row(error, [rows[i][0] for i in given])) from None
-    labels = dict(zip(given, found, strict=True))
+    cells = dict(zip(given, found, strict=True))
     for i, (_, row) in enumerate(rows):
-        one = labels.get(i)
-        cells = (None,) * 3 if one is None else (one.label, round(one.score, 6), one.steps)
-        yield row | dict(zip(_PREDICTED, cells, strict=True))
+        yield row | dict(zip(names, cells.get(i, (None,) * len(names)), strict=True))
 
 
-def _text(row: dict[str, Any], columns: list[str], where: str) -> str:
+def _added_columns(model: "LocalModel") -> tuple[str, ...]:
+    if model.task != "tag":
+        return "predicted_label", "predicted_score", "predicted_steps"
+    return "predicted_text" if model.fills else "predicted_labels", "predicted_steps"
+
+
+def _answers(
+    model: "LocalModel", texts: list[list[str]], arguments: argparse.Namespace
+) -> list[tuple[Any, ...]]:
+    """The added cells of each text."""
+    joined, steps, effort = list(map(" ".join, texts)), arguments.steps, arguments.effort
+    if model.task != "tag":
+        labels = model.classify(joined, steps=steps, effort=effort)
+        return [(one.label, round(one.score, 6), one.steps) for one in labels]
+    tagged = model.tag(joined, steps=steps, effort=effort)
+    return [
+        (_label_of_each(words, one.tokens) if one.text is None else one.text, one.steps)
+        for words, one in zip(texts, tagged, strict=True)
+    ]
+
+
+def _label_of_each(words: list[str], tokens: "list[TokenLabel]") -> list[str | None]:
+    """The label at the beginning of each word; None of one that was cut off."""
+    labels = {token["start"]: token["label"] for token in tokens}
+    starts = itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0)
+    return [labels.get(start) for start, word in zip(starts, words, strict=True) if word]
+
+
+def _words(row: dict[str, Any], columns: list[str], where: str) -> list[str]:
+    """The words of a text: those of a list, or what spaces separate."""
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(f"{where}: there is no {', '.join(missing)}")
-    return " ".join("" if row[column] is None else str(row[column]) for column in columns)
+    cells = [row[column] for column in columns]
+    if len(cells) == 1 and isinstance(cells[0], list):
+        return [str(word) for word in cells[0]]
+    return " ".join("" if cell is None else str(cell) for cell in cells).split(" ")
 
 
 def _naming_the_row(error: ServeError, places: list[str]) -> str:
@@ -258,6 +285,8 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
             yield file
         return
     target = path.resolve()
+    if not target.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with partial.open("x", encoding="utf-8", newline="") as file:
@@ -272,19 +301,21 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
 class _Writer:
     """Rows of the kind of table that was read."""
 
-    def __init__(self, target: Any, separator: str) -> None:
-        self._target, self._separator = target, separator
+    def __init__(self, target: IO[str], separator: str, added: str) -> None:
+        self._target, self._separator, self._added = target, separator, added
         self._csv: csv.DictWriter[str] | None = None
         self.count = self.empty = 0
 
     def all(self, rows: Iterator[dict[str, Any]]) -> None:
         for row in rows:
             self.count += 1
-            self.empty += row[_PREDICTED[0]] is None
+            self.empty += row[self._added] is None
             if not self._separator:
                 self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
                 continue
             if self._csv is None:
                 self._csv = csv.DictWriter(self._target, list(row), delimiter=self._separator)
                 self._csv.writeheader()
+            if isinstance(row[self._added], list):
+                row[self._added] = " ".join(label or "-" for label in row[self._added])
             self._csv.writerow(row)

@@ -12,6 +12,7 @@ import serve
 from serve.errors import ImpossibleBudget, Unprocessable
 from serve.runtime import open_model
 from stepdial import main
+from tests.fixtures.tiny_families import build_tag
 
 ZOO = Path(__file__).parents[2] / "zoo"
 TEXTS = ["Stocks fell on Monday", "The striker scored twice", "A new phone", "x " * 500]
@@ -98,6 +99,7 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--text", "text"), "name those of the texts with --text"),
         (("--text", "body", "--steps", "3"), "does not offer 3 steps"),
         (("--text", "body", "--output", "out.json"), "expected .csv, .tsv or .jsonl"),
+        (("--text", "body", "--output", "nowhere/out.csv"), "there is no folder nowhere"),
     ],
 )
 def test_what_cannot_be_predicted_is_said(
@@ -106,6 +108,50 @@ def test_what_cannot_be_predicted_is_said(
     table = write_rows(tmp_path / "in.csv")
     assert main(["predict", str(ZOO / "topics"), "--input", str(table), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_predict_gives_each_word_a_label(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_tag(tmp_path / "names", name="names", words=True, max_tokens=8)
+    words = ["the", "film", "was", "very", "good"]
+    given = [words, " ".join(words), "the film  was", [*words, *words]]
+    table = tmp_path / "in.jsonl"
+    table.write_text("".join(json.dumps({"text": text}) + "\n" for text in given))
+    flags = ["predict", str(tmp_path / "names"), "--input", str(table), "--steps", "2"]
+    assert main(flags) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [row["predicted_labels"] for row in rows]
+    with serve.load(tmp_path / "names") as model:
+        tagged = model.tag([" ".join(words)], steps=2)[0]
+    expected = [
+        next(
+            token["label"]
+            for token in tagged.tokens
+            if token["start"] == " ".join(words).find(word)
+        )
+        for word in words
+    ]
+    assert found[0] == found[1] == expected and set(expected) <= {"other", "person", "place"}
+    assert len(found[2]) == 3 and None not in found[2]
+    assert len(found[3]) == 10 and found[3].count(None) >= 2  # cut: it has more than 8 tokens
+    assert {row["predicted_steps"] for row in rows} == {2}
+    sheet, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    sheet.write_text("text\nthe film was\n")
+    assert main([*flags[:3], str(sheet), "--output", str(out)]) == 0
+    with out.open(newline="", encoding="utf-8") as file:
+        assert len(next(csv.DictReader(file))["predicted_labels"].split()) == 3
+
+
+def test_predict_fills_a_puzzle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("text\n..3.6..5...4..2.5......3.6..1....4..\n")
+    assert main(["predict", str(ZOO / "logic"), "--input", str(table)]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    puzzle, grid, steps = row.split(",")
+    assert steps == "16"
+    assert all(cell in (".", found) for cell, found in zip(puzzle, grid, strict=True))
+    assert [sorted(grid[i : i + 6]) for i in range(0, 36, 6)] == [list("123456")] * 6
 
 
 def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
