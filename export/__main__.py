@@ -98,8 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw the frontier there, as .png, .svg or .pdf (default: NAME-frontier.png and .svg "
-        "here)",
+        help="draw quality against latency there, as .png, .svg or .pdf",
     )
     evaluate = commands.add_parser(
         "evaluate",
@@ -262,7 +261,7 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from export.inspect import check_plain, compared, describe, draw, labels_of, not_comparable
+    from export.inspect import check_plain, compared, describe, draw, not_comparable
     from serve.bundle import read_bundle
     from train.evaluation_report import check_plot
 
@@ -278,20 +277,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
     else:
         bundles.append(read_bundle(arguments.other))
         print(compared(*bundles))
-        if not_comparable(*(bundle.manifest for bundle in bundles)):
-            print("no plot: inspect them one at a time")
-            return 0
-    if importlib.util.find_spec("matplotlib") is None:  # as where there is only what serves
-        missing = "drawing the frontier needs matplotlib, which is not installed"
-        if arguments.plot is not None:
-            raise ValueError(f"--plot {arguments.plot}: {missing}")
-        print(f"no plot: {missing}")
+    if arguments.plot is None:
         return 0
-    name = "-".join(Path(label).resolve().name for label in labels_of(bundles))
-    default = [Path(f"{name}-frontier{suffix}") for suffix in (".png", ".svg")]
-    paths = default if arguments.plot is None else [arguments.plot]
-    draw(bundles, paths)
-    print(f"plot: {', '.join(map(str, paths))}")
+    problem = not_comparable(*(one.manifest for one in bundles)) if len(bundles) > 1 else None
+    if problem is not None:
+        raise ValueError(f"--plot {arguments.plot}: {problem}: inspect them one at a time")
+    if importlib.util.find_spec("matplotlib") is None:  # as where there is only what serves
+        raise ValueError(f"--plot {arguments.plot}: needs matplotlib, which is not installed")
+    draw(bundles, [arguments.plot])
+    print(f"plot: {arguments.plot}")
     return 0
 
 

@@ -328,17 +328,20 @@ def test_the_command_draws_both_kinds_and_compares(
     monkeypatch.chdir(tmp_path)
     one = image_bundle()
     a, b = stored(one, tmp_path / "a"), stored(at(int8(one), 0.5), tmp_path / "b")
-    assert main(["inspect", str(a)]) == 0
-    assert "plot: tiny-image-frontier.png, tiny-image-frontier.svg" in capsys.readouterr().out
-    assert Path("tiny-image-frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in Path("tiny-image-frontier.svg").read_text()
-    assert main(["inspect", str(a), str(b)]) == 0
-    assert "plot: a-b-frontier.png, a-b-frontier.svg" in capsys.readouterr().out
+    assert main(["inspect", str(a)]) == 0 and main(["inspect", str(a), str(b)]) == 0
+    assert "plot" not in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}  # none that was not asked for
+    assert main(["inspect", str(a), "--plot", "one.png"]) == 0
+    assert "plot: one.png" in capsys.readouterr().out
+    assert Path("one.png").read_bytes().startswith(b"\x89PNG")
     assert main(["inspect", str(a), str(b), "--plot", "two.svg"]) == 0
-    assert not Path("two.png").exists() and Path("two.svg").exists()
-    assert main(["inspect", str(a), str(generate_bundle().folder)]) == 0
+    assert not Path("two.png").exists() and "<svg" in Path("two.svg").read_text()
+    other = str(generate_bundle().folder)
+    assert main(["inspect", str(a), other]) == 0
     assert "not comparable: the task" in capsys.readouterr().out
-    assert len(list(tmp_path.glob("*.svg"))) == 3  # no picture of what cannot be compared
+    assert main(["inspect", str(a), other, "--plot", "three.svg"]) == 2
+    assert "three.svg: the task of A" in capsys.readouterr().err
+    assert not Path("three.svg").exists()  # no picture of what cannot be compared
     assert main(["inspect", str(a), "--plain", str(b)]) == 0
     assert "plain: tiny-image has" in capsys.readouterr().out
     assert main(["inspect", str(a), str(b), "--plain", str(b)]) == 2
