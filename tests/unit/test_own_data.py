@@ -50,7 +50,9 @@ def test_a_label_that_only_the_held_out_rows_have_is_said(caplog: pytest.LogCapt
 
 def test_a_column_of_other_things_than_labels_is_refused() -> None:
     rows = [(f"text {i}", f"text {i}") for i in range(50)]
-    with pytest.raises(DataError, match=r"50 different labels in 50 rows: is data\.label"):
+    with pytest.raises(
+        DataError, match=r"50 different labels in 50 rows: is --label label the right"
+    ):
         LabelledDataset(rows, None, DataConfig("table"), 16, None, seed=0)
 
 
