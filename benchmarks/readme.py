@@ -230,8 +230,8 @@ def _in_time_of_plain() -> str:
         return ""
     steps = max(within)
     return (
-        f" in {plain_ms:.1f} ms; {steps} steps take {timed[steps]:.1f} ms and get "
-        f"{_percent(_quality('logic', steps))}"
+        f" in {plain_ms:.1f} ms, where {steps} steps of the first take {timed[steps]:.1f} ms "
+        f"and get {_percent(_quality('logic', steps))}"
     )
 
 

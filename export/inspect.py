@@ -112,7 +112,7 @@ def range_in_words(manifest: Manifest, found: Range | None = None) -> str | None
     said = (
         f"{last} are better than {first} by {value} {unit}"
         if found.low > 0
-        else f"{last} are not shown to be better than {first}: {value} {unit} more"
+        else f"{last} are not shown to be better than {first}: a difference of {value} {unit}"
     )
     return f"range: {said} (95 % interval {low} to {high}, row by row on the same data)"
 

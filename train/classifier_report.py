@@ -48,8 +48,8 @@ def report_run(
     counts = [1] if model.discrete else ladder_of(recipe)
     answers: dict[int, list[int]] = {}
     targets = [int(one) for batch in batches for one in batch.targets]
-    at = " and ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
-    print(f"measuring {len(targets):,} held-out rows at {at} steps", flush=True)
+    shown = ", ".join(map(str, counts))
+    print(f"measuring {len(targets):,} held-out rows, step counts {shown}", flush=True)
     with torch.no_grad():
         for steps in counts:
             found = [

@@ -114,7 +114,7 @@ def _with_window(request: Conversion) -> Conversion:
 def find_original(model: str) -> Original:
     """A pretrained model in a folder, or one of the Hub, fetched if that can be reached."""
     folder = Path(model)
-    if folder.is_dir() or not _HUB_NAME.fullmatch(model):
+    if folder.exists() or not _HUB_NAME.fullmatch(model):
         return read_original(folder)
     try:
         from huggingface_hub import snapshot_download

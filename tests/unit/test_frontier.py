@@ -358,6 +358,6 @@ def test_a_range_that_may_be_chance_is_called_so() -> None:
     assert "16 steps are better than 1 step by 42.96 points" in str(range_in_words(manifest))
     doubtful = dataclasses.replace(manifest, range=Range(low=-0.0143, value=0.012, high=0.0383))
     assert range_in_words(doubtful) == (
-        "range: 16 steps are not shown to be better than 1 step: 1.20 points of accuracy more "
-        "(95 % interval -1.43 to 3.83, row by row on the same data)"
+        "range: 16 steps are not shown to be better than 1 step: a difference of 1.20 points of "
+        "accuracy (95 % interval -1.43 to 3.83, row by row on the same data)"
     )

@@ -156,9 +156,8 @@ def test_predict_fills_a_puzzle(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     table = tmp_path / "in.csv"
-    texts = [
-        f"Shares of bank {i} fell on Wall Street" for i in range(5000)
-    ]  # more than is read at once
+    # More than is read at once.
+    texts = [f"Shares of bank {i} fell on Wall Street" for i in range(5000)]
     with table.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
     table.chmod(0o640)

@@ -98,6 +98,9 @@ def test_faults_of_files_name_the_line(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     with pytest.raises(DataError, match='line 1: expected an object with the lists "words"'):
         open_dataset(recipe_of(tmp_path))
+    (tmp_path / "train.csv").write_text("words,tags\na,B\n")
+    with pytest.raises(DataError, match="a label for each word comes as"):
+        open_dataset(recipe_of(tmp_path, "data.train=train.csv"))
 
 
 def test_listops_is_asked_for_the_whole_and_learns_the_parts() -> None:

@@ -263,7 +263,9 @@ def test_engines_of_one_step_answer_early(
     build(other, tmp_path / "others")
     plain = open_model(other, device=Device(engines=tmp_path / "others"))
     assert not plain.single_steps
-    with pytest.raises(BundleError, match="one engine for each step count"):
+    with pytest.raises(
+        BundleError, match="one engine for each step count, which cannot stop early"
+    ):
         plain.step_classifier(1)
 
 

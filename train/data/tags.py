@@ -41,6 +41,11 @@ class TaggedRow(NamedTuple):
 def read_tags(config: DataConfig, name: str) -> list[Tagged]:
     """The texts of one file; `data.text` and `data.label` name its columns."""
     path = table_path(config, name)
+    if plain_name(path).suffix.lower() == ".csv":
+        raise DataError(
+            f"{path}: a label for each word comes as .jsonl or in CoNLL format; for a label a row "
+            "use the recipe classifier"
+        )
     try:
         with open_text(path) as file:
             lines = enumerate(file, 1)
