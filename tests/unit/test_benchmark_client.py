@@ -34,9 +34,22 @@ class _Impatient(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
+class _Patient(_Impatient):
+    timeout = 30.0
+
+
 @pytest.fixture
 def impatient(tmp_path: Path) -> Iterator[Server]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Impatient) as server:
+    yield from _serving(_Impatient, tmp_path)
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Server]:
+    yield from _serving(_Patient, tmp_path)
+
+
+def _serving(handler: type[_Impatient], tmp_path: Path) -> Iterator[Server]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -102,11 +115,11 @@ def post(client: Client, path: str = "/") -> str:
     return path
 
 
-def test_a_crowd_asks_until_its_time_is_over_and_keeps_what_went_wrong(impatient: Server) -> None:
+def test_a_crowd_asks_until_its_time_is_over_and_keeps_what_went_wrong(patient: Server) -> None:
     def broken(client: Client) -> str:
         return post(client, "/broken")
 
-    with Crowd(impatient, [post, post, broken], seconds=0.3) as crowd:
+    with Crowd(patient, [post, post, broken], seconds=0.3) as crowd:
         pass
     assert set(crowd.kinds) == {"/"} and crowd.kinds.total() > 2
     assert all(0 <= one.due_s < 0.3 and one.latency_s > 0 for one in crowd.answered)
@@ -114,23 +127,23 @@ def test_a_crowd_asks_until_its_time_is_over_and_keeps_what_went_wrong(impatient
     assert all(isinstance(error, UnexpectedAnswer) for error in crowd.errors)
 
 
-def test_a_crowd_asks_when_requests_are_due_and_each_once(impatient: Server) -> None:
+def test_a_crowd_asks_when_requests_are_due_and_each_once(patient: Server) -> None:
     due_s = [0.05 * number for number in range(8)]
-    with Crowd(impatient, [post] * 4, due=due_s) as crowd:
+    with Crowd(patient, [post] * 4, due=due_s) as crowd:
         pass
     assert sorted(one.due_s for one in crowd.answered) == due_s
 
 
-def test_a_crowd_ends_when_it_is_told_to(impatient: Server) -> None:
+def test_a_crowd_ends_when_it_is_told_to(patient: Server) -> None:
     def broken(client: Client) -> str:
         return post(client, "/broken")
 
-    with Crowd(impatient, [post] * 3, once=True) as once:
+    with Crowd(patient, [post] * 3, once=True) as once:
         pass
     assert once.kinds == {"/": 3}
-    with Crowd(impatient, [broken] * 3, until_error=True) as wrong:
+    with Crowd(patient, [broken] * 3, until_error=True) as wrong:
         pass
     assert len(wrong.errors) == 3
-    with Crowd(impatient, [post]) as stopped:
+    with Crowd(patient, [post]) as stopped:
         stopped.stop()
     assert not stopped.asking
