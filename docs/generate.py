@@ -28,7 +28,7 @@ from serve.bundle.part import SHA256
 from serve.catalog import Catalog
 from serve.engine.engine import Engine
 from serve.metrics import ROWS, SECONDS, Metrics
-from serve.settings import OTHER_VARIABLES, Settings, flag, variable
+from serve.settings import OTHER_VARIABLES, Settings, flag, meaning, variable
 
 # The page of the documentation that lists every metric.
 
@@ -463,7 +463,7 @@ def settings_page() -> str:
 
 
 def _setting_row(name: str, field: FieldInfo) -> str:
-    about = f"{field.description}".replace("|", "\\|")
+    about = meaning(field).replace("|", "\\|")
     names = f"`{flag(name)}`<br>`{variable(name)}`"
     return f"| `{name}` | {names} | {_default(name, field)} | {_allowed(field)} | {about} |"
 

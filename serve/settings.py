@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from serve.engine.job import Limits
@@ -100,297 +101,116 @@ _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 class Settings(BaseSettings):
     """How to serve."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
-    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[
-        int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    ] = 8000
-    health_port: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=65535,
-            description="second port that answers only /health, /health/live, /health/ready and "
-            "/metrics, with connection limits of its own, so that clients cannot "
-            "crowd out probes; 0 takes a free one",
-        ),
-    ] = None
-    health_host: Annotated[
-        str | None, Field(description="address of --health-port (default: the one of --host)")
-    ] = None
-    zoo: Annotated[
-        Path,
-        Field(description="folder whose bundles are served when none is named on the command line"),
-    ] = _PROJECT / "zoo"
-    threads: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=1024,
-            description="threads that one model call may use, at most (default: every core)",
-        ),
-    ] = None
-    device: Annotated[
-        Literal["cpu", "cuda", "tensorrt"],
-        Field(description="where models run: cpu, or onnxruntime's cuda or tensorrt"),
-    ] = "cpu"
-    device_number: Annotated[
-        int, Field(ge=0, le=255, description="which GPU, as the driver numbers them")
-    ] = 0
-    device_memory_mb: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=1 << 24,
-            description="most memory of the GPU that each graph may take for weights and work; "
-            "`cache_mb` bounds KV caches (default: all there is)",
-        ),
-    ] = None
-    allow_cpu_fallback: Annotated[
-        bool, Field(description="if the device cannot be used, run on the CPU and log a warning")
-    ] = False
-    engines: Annotated[
-        Path | None,
-        Field(
-            description="native TensorRT engines to run instead of the graphs: a folder of "
-            "engines, or a folder with one such folder per model"
-        ),
-    ] = None
-    engine_nice: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=19,
-            description="niceness added to the threads that run models, so that the thread that "
-            "answers HTTP goes first; outside a container every other program on "
-            "the machine goes before them too",
-        ),
-    ] = 0
-    queue_limit: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=1_000_000,
-            description="queue length: requests that may wait before the next one gets 429",
-        ),
-    ] = 256
-    queue_wait_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=86400,
-            description="longest predicted wait in the queue: beyond it a request gets 429, "
-            "unless it has a deadline that can be met",
-        ),
-    ] = 60.0
-    degrade: Annotated[
-        bool,
-        Field(description="under load, give fewer steps to requests that set no exact steps"),
-    ] = True
-    degrade_wait_ms: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=86_400_000,
-            description="predicted wait in the queue from which on --degrade lowers steps",
-        ),
-    ] = 500.0
-    recheck_share: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="share of max_disagreement answers that are computed again with all "
-            "steps while the server is idle, to measure how often they differ",
-        ),
-    ] = 0.02
-    batch_rows: Annotated[
-        int, Field(ge=1, le=4096, description="rows in one classification batch, at most")
-    ] = 16
-    batch_tokens: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=100_000_000,
-            description="tokens in one classification batch, at most: rows x the longest row",
-        ),
-    ] = 8192
-    decode_rows: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=4096,
-            description="generations decoded in one batch, at most, per model and step count",
-        ),
-    ] = 16
-    max_wait_ms: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=10_000,
-            description="how long a classification may wait for others to share its batch",
-        ),
-    ] = 0.0
-    cache_mb: Annotated[
-        int,
-        Field(
-            ge=1, le=1_000_000, description="memory for the KV caches of all generations, in MiB"
-        ),
-    ] = 128
-    api_keys_file: Annotated[
-        Path | None,
-        Field(
-            description="TOML file of API keys, made with --make-key. With this file, or with "
-            f"{KEYS_VARIABLE}, every route except the health probes needs a key"
-        ),
-    ] = None
-    admin_keys_file: Annotated[
-        Path | None,
-        Field(
-            description="TOML file of admin keys, made with --make-key, which may load and "
-            f"unload models. Without this file and without {ADMIN_KEY_VARIABLE} "
-            "those routes are off"
-        ),
-    ] = None
-    admin_folders: Annotated[
-        tuple[Path, ...],
-        NoDecode,
-        Field(
-            description="folders from which models may be loaded while the server runs, "
-            "separated by commas (default: the folders served at start, and the zoo)"
-        ),
-    ] = ()
-    cors_origins: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        Field(
-            description="origins of other web pages that may call this server (CORS), such as "
-            "https://app.example.org, separated by commas"
-        ),
-    ] = ()
-    max_connections: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=100_000,
-            description="open connections, at most. One more closes the connection that has "
-            "been idle longest, or gets 503 if none is idle",
-        ),
-    ] = 1000
-    max_address_connections: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="open connections per client address, at most (default: half of "
-            "--max-connections); trusted proxies are exempt",
-        ),
-    ] = None
-    trusted_proxies: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        Field(
-            description="addresses or networks of proxies that forward many clients, such as "
-            "10.0.0.0/8, separated by commas; --max-address-connections does not "
-            "apply to them"
-        ),
-    ] = ("127.0.0.0/8", "::1/128")
-    max_headers: Annotated[
-        int, Field(ge=8, le=10_000, description="headers per request, at most; more get 431")
-    ] = 100
-    max_header_bytes: Annotated[
-        int,
-        Field(
-            ge=1024,
-            le=2**24,
-            description="size of all headers of a request, at most: more "
-            "get 431, a longer URL gets 414",
-        ),
-    ] = 2**15
-    header_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="time in which the headers must arrive; after it the client gets 408",
-        ),
-    ] = 10.0
-    send_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="time in which a client must read what was sent to it; after it the "
-            "connection is closed",
-        ),
-    ] = 60.0
-    max_body_bytes: Annotated[
-        int, Field(ge=1024, le=2**30, description="size of a request body, at most; more gets 413")
-    ] = 2**20
-    body_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="time in which a request body must arrive; after it the client gets 408",
-        ),
-    ] = 30.0
-    max_tokens: Annotated[
-        int, Field(ge=1, le=1_000_000, description="largest max_tokens that a request may send")
-    ] = 4096
-    max_answer_tokens: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=1_000_000_000,
-            description="tokens in one answer, at most, if it has several texts or logprobs: "
-            "texts x max_tokens x (1 + logprobs)",
-        ),
-    ] = 2**17
-    max_inputs: Annotated[
-        int, Field(ge=1, le=64, description="inputs in one classify request, at most")
-    ] = 64
-    drain_s: Annotated[
-        float, Field(ge=0, le=3600, description="on SIGTERM, time for running requests to finish")
-    ] = 30.0
-    stall_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="shortest time after which a model call counts as stuck; it must also "
-            "have taken 10 times as long as usual. A stuck call is cancelled, and "
-            "/health/ready fails until it has ended",
-        ),
-    ] = 1.5
-    stall_unknown_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="time after which a model call counts as stuck while "
-            "its usual time is not known yet",
-        ),
-    ] = 10.0
-    stall_exit_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="time that a stuck call has to end after it was "
-            "cancelled; then the process exits, so that it can be "
-            "restarted",
-        ),
-    ] = 5.0
-    access_log: Annotated[bool, Field(description="write a log line for every request")] = False
-    log_format: Annotated[
-        LogFormat, Field(description="log format: text lines, or one JSON object per line")
-    ] = "text"
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Field(description="lowest level that is logged"),
-    ] = "warning"
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = Field(8000, ge=0, le=65535)
+    """port to listen on; 0 takes a free one"""
+    health_port: int | None = Field(None, ge=0, le=65535)
+    """second port that answers only /health, /health/live, /health/ready and /metrics, with
+    connection limits of its own, so that clients cannot crowd out probes; 0 takes a free one"""
+    health_host: str | None = None
+    """address of --health-port (default: the one of --host)"""
+    zoo: Path = _PROJECT / "zoo"
+    """folder whose bundles are served when none is named on the command line"""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """threads that one model call may use, at most (default: every core)"""
+    device: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    """where models run: cpu, or onnxruntime's cuda or tensorrt"""
+    device_number: int = Field(0, ge=0, le=255)
+    """which GPU, as the driver numbers them"""
+    device_memory_mb: int | None = Field(None, ge=1, le=1 << 24)
+    """most memory of the GPU that each graph may take for weights and work; `cache_mb` bounds KV
+    caches (default: all there is)"""
+    allow_cpu_fallback: bool = False
+    """if the device cannot be used, run on the CPU and log a warning"""
+    engines: Path | None = None
+    """native TensorRT engines to run instead of the graphs: a folder of engines, or a folder with
+    one such folder per model"""
+    engine_nice: int = Field(0, ge=0, le=19)
+    """niceness added to the threads that run models, so that the thread that answers HTTP goes
+    first; outside a container every other program on the machine goes before them too"""
+    queue_limit: int = Field(256, ge=1, le=1_000_000)
+    """queue length: requests that may wait before the next one gets 429"""
+    queue_wait_s: float = Field(60.0, gt=0, le=86400)
+    """longest predicted wait in the queue: beyond it a request gets 429, unless it has a deadline
+    that can be met"""
+    degrade: bool = True
+    """under load, give fewer steps to requests that set no exact steps"""
+    degrade_wait_ms: float = Field(500.0, gt=0, le=86_400_000)
+    """predicted wait in the queue from which on --degrade lowers steps"""
+    recheck_share: float = Field(0.02, ge=0, le=1)
+    """share of max_disagreement answers that are computed again with all steps while the server is
+    idle, to measure how often they differ"""
+    batch_rows: int = Field(16, ge=1, le=4096)
+    """rows in one classification batch, at most"""
+    batch_tokens: int = Field(8192, ge=1, le=100_000_000)
+    """tokens in one classification batch, at most: rows x the longest row"""
+    decode_rows: int = Field(16, ge=1, le=4096)
+    """generations decoded in one batch, at most, per model and step count"""
+    max_wait_ms: float = Field(0.0, ge=0, le=10_000)
+    """how long a classification may wait for others to share its batch"""
+    cache_mb: int = Field(128, ge=1, le=1_000_000)
+    """memory for the KV caches of all generations, in MiB"""
+    api_keys_file: Path | None = None
+    """TOML file of API keys, made with --make-key. With this file, or with STEPDIAL_API_KEYS,
+    every route except the health probes needs a key"""
+    admin_keys_file: Path | None = None
+    """TOML file of admin keys, made with --make-key, which may load and unload models. Without
+    this file and without STEPDIAL_ADMIN_KEY those routes are off"""
+    admin_folders: Annotated[tuple[Path, ...], NoDecode] = ()
+    """folders from which models may be loaded while the server runs, separated by commas (default:
+    the folders served at start, and the zoo)"""
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """origins of other web pages that may call this server (CORS), such as
+    https://app.example.org, separated by commas"""
+    max_connections: int = Field(1000, ge=1, le=100_000)
+    """open connections, at most. One more closes the connection that has been idle longest, or
+    gets 503 if none is idle"""
+    max_address_connections: int | None = Field(None, ge=1, le=100_000)
+    """open connections per client address, at most (default: half of --max-connections); trusted
+    proxies are exempt"""
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.0/8", "::1/128")
+    """addresses or networks of proxies that forward many clients, such as 10.0.0.0/8, separated by
+    commas; --max-address-connections does not apply to them"""
+    max_headers: int = Field(100, ge=8, le=10_000)
+    """headers per request, at most; more get 431"""
+    max_header_bytes: int = Field(2**15, ge=1024, le=2**24)
+    """size of all headers of a request, at most: more get 431, a longer URL gets 414"""
+    header_timeout_s: float = Field(10.0, gt=0, le=3600)
+    """time in which the headers must arrive; after it the client gets 408"""
+    send_timeout_s: float = Field(60.0, gt=0, le=3600)
+    """time in which a client must read what was sent to it; after it the connection is closed"""
+    max_body_bytes: int = Field(2**20, ge=1024, le=2**30)
+    """size of a request body, at most; more gets 413"""
+    body_timeout_s: float = Field(30.0, gt=0, le=3600)
+    """time in which a request body must arrive; after it the client gets 408"""
+    max_tokens: int = Field(4096, ge=1, le=1_000_000)
+    """largest max_tokens that a request may send"""
+    max_answer_tokens: int = Field(2**17, ge=1, le=1_000_000_000)
+    """tokens in one answer, at most, if it has several texts or logprobs: texts x max_tokens x (1
+    + logprobs)"""
+    max_inputs: int = Field(64, ge=1, le=64)
+    """inputs in one classify request, at most"""
+    drain_s: float = Field(30.0, ge=0, le=3600)
+    """on SIGTERM, time for running requests to finish"""
+    stall_s: float = Field(1.5, gt=0, le=3600)
+    """shortest time after which a model call counts as stuck; it must also have taken 10 times as
+    long as usual. A stuck call is cancelled, and /health/ready fails until it has ended"""
+    stall_unknown_s: float = Field(10.0, gt=0, le=3600)
+    """time after which a model call counts as stuck while its usual time is not known yet"""
+    stall_exit_s: float = Field(5.0, gt=0, le=3600)
+    """time that a stuck call has to end after it was cancelled; then the process exits, so that it
+    can be restarted"""
+    access_log: bool = False
+    """write a log line for every request"""
+    log_format: LogFormat = "text"
+    """log format: text lines, or one JSON object per line"""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """lowest level that is logged"""
 
     @field_validator("host", "health_host")
     @classmethod
@@ -490,6 +310,11 @@ class Settings(BaseSettings):
             raise SettingsError(_explain(error, flags, filed)) from None
 
 
+def meaning(field: FieldInfo) -> str:
+    """What a setting is for, in one line."""
+    return " ".join(str(field.description).split())
+
+
 def _explain(error: ValidationError, flags: Mapping[str, Any], filed: Mapping[str, Any]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
@@ -558,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
         "--api-keys-file to standard output, then exit",
     )
     for name, field in Settings.model_fields.items():
-        about = f"{field.description} [{variable(name)}]"
+        about = f"{meaning(field)} [{variable(name)}]"
         if field.default not in (None, ()) and name != "zoo":
             about += f" (default: {field.default})"
         about = about.replace("%", "%%")

@@ -12,6 +12,7 @@ from serve.settings import (
     SettingsError,
     check_names,
     flag,
+    meaning,
     parse,
     read_config,
     variable,
@@ -189,7 +190,7 @@ def test_every_setting_has_a_flag_in_the_help(capsys: pytest.CaptureFixture[str]
     shown = " ".join(capsys.readouterr().out.split())
     for name, field in Settings.model_fields.items():
         assert flag(name) in shown and variable(name) in shown
-        assert field.description and field.description in shown
+        assert field.description and meaning(field) in shown
 
 
 def test_the_command_line() -> None:
