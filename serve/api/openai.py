@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, final
 
 from fastapi import APIRouter
 from pydantic import (
@@ -297,26 +297,11 @@ _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 Fields = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
-    """The fields that every part of a response repeats."""
-
-    id: str
-    created: int
-    model: str
-
-    def fields(self, kind: str, choices: Sequence[Fields]) -> Fields:
-        """The fields of OpenAIObject, and these choices."""
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": choices}
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseEnd:
-    """What is known when all answers are complete."""
+class Tail(TypedDict):
+    """What a response says when all answers are complete."""
 
     usage: Usage
-    report: DialReport
+    stepdial: DialReport
 
 
 class ResponseFormat(ABC):
@@ -343,11 +328,9 @@ class ResponseFormat(ABC):
     def scores(self, logprobs: Sequence[ScoredToken], listed: Listed = LazyList) -> Fields:
         """Log-probabilities, in lists of this kind."""
 
-    def whole(
-        self, head: ResponseHead, events: Sequence[GeneratedEvent], tail: ResponseEnd
-    ) -> Fields:
-        """A whole response."""
-        choices: list[Fields] = [
+    def choices(self, events: Sequence[GeneratedEvent]) -> list[Fields]:
+        """The choices of a whole response."""
+        return [
             self.answer(index, event.text)
             | {
                 "logprobs": self.scores(event.logprobs) if self.logprobs else None,
@@ -355,8 +338,6 @@ class ResponseFormat(ABC):
             }
             for index, event in enumerate(events)
         ]
-        end = {"usage": tail.usage, "stepdial": tail.report}
-        return head.fields(self.whole_kind, choices) | end
 
 
 @dataclass(frozen=True, slots=True)
@@ -863,13 +844,13 @@ class ChunkWriter:
     def __init__(
         self,
         response_format: ResponseFormat,
-        head: ResponseHead,
+        head: Fields,
         answers: int,
-        tail: Callable[[Sequence[GeneratedEvent]], ResponseEnd],
+        tail: Callable[[Sequence[GeneratedEvent]], Tail],
         path: str,
         counts: bool,
     ) -> None:
-        """`tail` makes the end of the stream; with `counts` a last chunk has the usage."""
+        """`head` is in every chunk; with `counts` a last chunk has the usage."""
         self._format = response_format
         self._head = head
         self._answers = answers
@@ -914,8 +895,8 @@ class ChunkWriter:
         tail = self._tail([self._ends[one] for one in range(self._answers)])
         if not self._counts:
             # Clients that did not ask for a chunk without choices do not expect one.
-            return self._choice(index, delta, None, reason, tail.report) + DONE
-        last = self._event([], tail.usage, tail.report)
+            return self._choice(index, delta, None, reason, tail["stepdial"]) + DONE
+        last = self._event([], tail["usage"], tail["stepdial"])
         return self._choice(index, delta, finish_reason=reason) + last + DONE
 
     def _choice(
@@ -932,7 +913,7 @@ class ChunkWriter:
     def _event(
         self, choices: Sequence[Fields], usage: Usage | None, report: DialReport | None
     ) -> bytes:
-        chunk = self._head.fields(self._format.chunk_kind, choices)
+        chunk = self._head | {"choices": choices}
         if self._counts:
             chunk["usage"] = usage
         if report is not None:
@@ -970,10 +951,14 @@ class OpenAIAnswer:
         """The response or the stream; where the server chooses the step count, it does so now."""
         submission, response_format = self.submission, self.response_format
         submission.generate(self._requests(max_tokens, logprobs))
-        head = ResponseHead(
-            response_format.prefix + submission.id, int(time.time()), submission.served.name
-        )
-        if self.asked.stream:
+        streams = self.asked.streams
+        head: Fields = {
+            "id": response_format.prefix + submission.id,
+            "object": response_format.chunk_kind if streams else response_format.whole_kind,
+            "created": int(time.time()),
+            "model": submission.served.name,
+        }
+        if streams:
             everything = range(len(submission.requests))
             writer = ChunkWriter(
                 response_format,
@@ -986,10 +971,11 @@ class OpenAIAnswer:
             return await submission.stream(writer.write)
         events = await submission.ends()
         chosen = self._chosen(events)
+        best = [events[index] for index in chosen]
         tail = self._tail(events, chosen)
-        body = response_format.whole(head, [events[index] for index in chosen], tail)
-        entries = sum(entries_of(events[index]) for index in chosen)
-        return answer_of(body, entries, server_timing(tail.report.timing))
+        body = {**head, "choices": response_format.choices(best), **tail}
+        entries = sum(map(entries_of, best))
+        return answer_of(body, entries, server_timing(tail["stepdial"].timing))
 
     def _requests(self, max_tokens: int, logprobs: int | None) -> list[GenerationRequest]:
         """Several answers per prompt, with consecutive seeds."""
@@ -1019,8 +1005,10 @@ class OpenAIAnswer:
             chosen += indices[: self.asked.answers]
         return chosen
 
-    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> ResponseEnd:
+    def _tail(self, events: Sequence[GeneratedEvent], chosen: Sequence[int]) -> Tail:
         submission = self.submission
+        read = sum(map(len, self.prompts))
+        written = sum(event.completion_tokens for event in events)
         spans = [event.span for event in events]
         report = DialReport(
             budget=budget_of(submission.decision),
@@ -1028,7 +1016,7 @@ class OpenAIAnswer:
             seed=submission.requests[0].sampling.seed,
             choices=self._work(spans, chosen) if len(submission.requests) > 1 else None,
         )
-        return ResponseEnd(self._usage(events), report)
+        return {"usage": Usage.of(read, written), "stepdial": report}
 
     def _work(self, spans: Sequence[Span], chosen: Sequence[int]) -> list[ChoiceWork]:
         return [
@@ -1040,11 +1028,6 @@ class OpenAIAnswer:
             )
             for place, index in enumerate(chosen)
         ]
-
-    def _usage(self, events: Sequence[GeneratedEvent]) -> Usage:
-        read = sum(map(len, self.prompts))
-        written = sum(event.completion_tokens for event in events)
-        return Usage.of(read, written)
 
 
 def _submission(

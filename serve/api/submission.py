@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Self, TypeVar, final
+from typing import Any, final
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -176,20 +176,19 @@ def _kind(request: GenerationRequest) -> Kind:
 # Waiting for the engine.
 
 
-EventT = TypeVar("EventT")
 TextEvent = tuple[int, Event]  # the number of a text, and an event of it
 
 
-class EventQueue(Generic[EventT]):
+class EventQueue:
     """Events for one request. `deliver` is called on the event loop's thread."""
 
     def __init__(self) -> None:
-        self._events: list[EventT] = []
+        self._events: list[TextEvent] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def deliver(self, event: EventT) -> None:
-        self._events.append(event)
+    def deliver(self, index: int, event: Event) -> None:
+        self._events.append((index, event))
         self._notify()
 
     def leave(self) -> None:
@@ -197,7 +196,7 @@ class EventQueue(Generic[EventT]):
         self._gone = True
         self._notify()
 
-    async def take(self) -> list[EventT]:
+    async def take(self) -> list[TextEvent]:
         """All events that have arrived, at least one; ClientGone after a disconnect."""
         while not self._events and not self._gone:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -210,59 +209,6 @@ class EventQueue(Generic[EventT]):
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-class RunningJobs(Generic[EventT]):
-    """The jobs of one request while they are in the engine: all of them, or none.
-
-    They share a deadline. Leaving the block early cancels them.
-    """
-
-    def __init__(
-        self, engine: Engine, exchange: Exchange, jobs: Sequence[Job], events: EventQueue[EventT]
-    ) -> None:
-        self.jobs = jobs
-        self.events = events
-        self._engine = engine
-        self._exchange = exchange
-        self._timer: asyncio.TimerHandle | None = None
-        self._unwatch: Callable[[], object] | None = None
-
-    def __enter__(self) -> Self:
-        exchange, holder = self._exchange, self._exchange.holder
-        for job in self.jobs:
-            job.request_id = exchange.id
-        exchange.jobs.extend(self.jobs)
-        if holder is None:
-            self._engine.submit(*self.jobs)
-        else:
-            tokens = sum(map(_tokens, self.jobs))
-            holder.spend_tokens(tokens)
-            try:
-                self._engine.submit(*self.jobs)
-            except BaseException:
-                holder.return_tokens(tokens)
-                raise
-        self._unwatch = exchange.watch(self.events.leave)
-        # The engine checks deadlines between its calls; this timer works even while a call is
-        # stuck.
-        deadline = self.jobs[0].deadline
-        if deadline is not None:
-            left_s = max(0.0, deadline.ends_s - self._engine.clock())
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(left_s, self._engine.lapse, *self.jobs)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._unwatch is not None:
-            self._unwatch()
-        for job in self.jobs:
-            self._engine.cancel(job)
-        if self._exchange.holder is not None:  # tokens that were reserved and not generated
-            left = sum(job.tokens_left * job.beams for job in self.jobs)
-            self._exchange.holder.return_tokens(left)
 
 
 def _tokens(job: Job) -> int:
@@ -286,17 +232,17 @@ class StreamChunk:
     over: bool
 
 
-class EventStream(Response, Generic[EventT]):
+class EventStream(Response):
     """Sends events from a queue, until the terminal event or a disconnect."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: Sequence[EventT],
-        events: EventQueue[EventT],
+        first: Sequence[TextEvent],
+        events: EventQueue,
         work: AsyncExitStack,
-        write: Callable[[Sequence[EventT]], StreamChunk],
+        write: Callable[[Sequence[TextEvent]], StreamChunk],
         headers: dict[str, str],
     ) -> None:
         """`work` ends with the stream; `first` are the events that have arrived already."""
@@ -432,6 +378,41 @@ class Submission:
         if reason == "load":
             self.engine.metrics.degraded.labels(self.served.name).inc()
 
+    @contextmanager
+    def _running(self, jobs: Sequence[Job], events: EventQueue) -> Iterator[None]:
+        """These jobs are in the engine: all of them, or none. Leaving early cancels them."""
+        exchange, holder = self.exchange, self.exchange.holder
+        for job in jobs:
+            job.request_id = exchange.id
+        exchange.jobs.extend(jobs)
+        if holder is None:
+            self.engine.submit(*jobs)
+        else:
+            tokens = sum(map(_tokens, jobs))
+            holder.spend_tokens(tokens)
+            try:
+                self.engine.submit(*jobs)
+            except BaseException:
+                holder.return_tokens(tokens)
+                raise
+        unwatch = exchange.watch(events.leave)
+        timer = None
+        # The engine checks deadlines between its calls; this timer works even while a call is
+        # stuck.
+        if self.deadline is not None:
+            left_s = max(0.0, self.deadline.ends_s - self.engine.clock())
+            timer = asyncio.get_running_loop().call_later(left_s, self.engine.lapse, *jobs)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            unwatch()
+            for job in jobs:
+                self.engine.cancel(job)
+            if holder is not None:  # tokens that were reserved and not generated
+                holder.return_tokens(sum(job.tokens_left * job.beams for job in jobs))
+
     # Classification.
 
     async def classify(
@@ -453,18 +434,18 @@ class Submission:
             lengths = (greatest_length(self.served.manifest),) * rows
             self.engine.check_early(self._lane(), least, lengths, self.deadline)
         inputs = await reader.read(self.exchange, characters, self.deadline, read)
-        events: EventQueue[Event] = EventQueue()
+        events = EventQueue()
         lane = self._lane()
         job = classification_job(
             inputs,
             self.served.manifest,
             lane._replace(traced=traced, embeds=embeds) if traced or embeds else lane,
-            events.deliver,
+            partial(events.deliver, 0),
             self.deadline,
             self.decision.step_choices,
         )
-        with RunningJobs(self.engine, self.exchange, (job,), events):
-            event = (await events.take())[0]
+        with self._running((job,), events):
+            _, event = (await events.take())[0]
         if isinstance(event, FailedEvent):
             raise event.error
         assert isinstance(event, ClassifiedEvent)
@@ -494,29 +475,29 @@ class Submission:
             self.decision = self.decision.served_at(steps)
 
     @contextmanager
-    def _running(self) -> Iterator[RunningJobs[TextEvent]]:
-        events: EventQueue[TextEvent] = EventQueue()
+    def _generating(self) -> Iterator[tuple[list[Job], EventQueue]]:
+        events = EventQueue()
         jobs = [
             generation_job(
                 request,
                 self.served,
                 self.decision.steps,
-                partial(_deliver, events.deliver, index),
+                partial(events.deliver, index),
                 self.deadline,
                 admitted=len(self.decision.choices) > 1,
             )
             for index, request in enumerate(self.requests)
         ]
-        with RunningJobs(self.engine, self.exchange, jobs, events) as running:
+        with self._running(jobs, events):
             self._note(self.decision)
-            yield running
+            yield jobs, events
 
     async def ends(self) -> list[GeneratedEvent]:
         """Generate the texts; raises the error of the first one that failed."""
         ends: dict[int, GeneratedEvent] = {}
-        with self._running() as running:
-            while len(ends) < len(running.jobs):
-                for index, event in await running.events.take():
+        with self._generating() as (jobs, events):
+            while len(ends) < len(jobs):
+                for index, event in await events.take():
                     if isinstance(event, FailedEvent):
                         raise event.error
                     assert isinstance(event, GeneratedEvent)
@@ -526,19 +507,17 @@ class Submission:
     async def stream(self, write: Callable[[Sequence[TextEvent]], StreamChunk]) -> Response:
         """Generate the texts as a stream, once its first event is there."""
         async with AsyncExitStack() as work:
-            running = work.enter_context(self._running())
-            events = await running.events.take()
-            _, event = events[0]
+            jobs, events = work.enter_context(self._generating())
+            first = await events.take()
+            _, event = first[0]
             if isinstance(event, FailedEvent):  # so that it gets its own status
                 raise event.error
             stream = work.pop_all()
-        job = min(
-            running.jobs, key=lambda job: math.inf if job.started_s is None else job.started_s
-        )
+        job = min(jobs, key=lambda job: math.inf if job.started_s is None else job.started_s)
         assert job.started_s is not None
         queue_ms = round((job.started_s - job.queued_s) * 1000, 3)
         headers = {"server-timing": f"queue;dur={queue_ms}"}  # what is known when a stream starts
-        return EventStream(events, running.events, stream, write, headers)
+        return EventStream(first, events, stream, write, headers)
 
 
 def check_size(
@@ -582,10 +561,6 @@ def check_size(
 def entries_of(event: GeneratedEvent) -> int:
     """How many log-probabilities there are to write."""
     return len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
-
-
-def _deliver(deliver: Callable[[TextEvent], None], index: int, event: Event) -> None:
-    deliver((index, event))
 
 
 # Classification, for any protocol.

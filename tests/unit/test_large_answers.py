@@ -20,9 +20,9 @@ from serve.api.openai import (
     CompletionFormat,
     CompletionResponse,
     DialReport,
-    ResponseEnd,
+    Fields,
     ResponseFormat,
-    ResponseHead,
+    Tail,
 )
 from serve.api.submission import (
     FEW_ENTRIES,
@@ -55,11 +55,19 @@ BUDGET = Budget(
     full_steps=1,
     expected=Expected(metric="loss", value=1.0, full_value=1.0),
 )
-TAIL = ResponseEnd(
-    Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
-    DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
+TAIL = Tail(
+    usage=Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
+    stepdial=DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
 )
-HEAD = ResponseHead("id-1", 1, "m")
+
+
+def head(kind: str) -> Fields:
+    return {"id": "id-1", "object": kind, "created": 1, "model": "m"}
+
+
+def whole_body(response_format: ResponseFormat, events: list[GeneratedEvent]) -> Fields:
+    choices = response_format.choices(events)
+    return {**head(response_format.whole_kind), "choices": choices, **TAIL}
 
 
 def scored(tokens: int, alternatives: int) -> tuple[ScoredToken, ...]:
@@ -94,7 +102,7 @@ def test_a_whole_answer_has_the_documented_shape(
     response_format: ResponseFormat, response: Any
 ) -> None:
     events = [ended(3, 2), ended(200, 0)]
-    text = b"".join(written(response_format.whole(HEAD, events, TAIL)))
+    text = b"".join(written(whole_body(response_format, events)))
     found = response.model_validate_json(text)
     assert found.model_dump_json() == text.decode()
     assert len(found.choices) == 2
@@ -138,7 +146,7 @@ def sent_by(response: Any) -> tuple[list[dict[str, Any]], list[float]]:
 def test_the_largest_answer_is_written_in_pieces_beside_the_loop() -> None:
     most = Settings().max_answer_tokens
     events = [ended(most // 16 // 21, 20) for _ in range(16)]
-    answer = answer_of(ChatFormat(True).whole(HEAD, events, TAIL), most, (b"x-a", b"b"))
+    answer = answer_of(whole_body(ChatFormat(True), events), most, (b"x-a", b"b"))
     (start, *bodies), found = sent_by(answer)
     assert (b"x-a", b"b") in start["headers"]
     assert b"content-length" not in dict(start["headers"])
@@ -154,12 +162,13 @@ def test_a_stream_that_nobody_read_for_long_does_not_hold_the_loop() -> None:
     scores = scored(2, 20)
     tokens = [(0, TokenEvent(at, "x", scores[at % 2])) for at in range(4096)]
 
-    def tail(events: Sequence[GeneratedEvent]) -> ResponseEnd:
+    def tail(events: Sequence[GeneratedEvent]) -> Tail:
         return TAIL
 
-    writer = ChunkWriter(ChatFormat(True), HEAD, 1, tail, "/v1/chat/completions", False)
+    chunk = head(ChatFormat.chunk_kind)
+    writer = ChunkWriter(ChatFormat(True), chunk, 1, tail, "/v1/chat/completions", False)
     first: list[TextEvent] = [*tokens, (0, ended(1, 0))]
-    stream = EventStream(first, EventQueue[TextEvent](), AsyncExitStack(), writer.write, {})
+    stream = EventStream(first, EventQueue(), AsyncExitStack(), writer.write, {})
     messages, found = sent_by(stream)
     assert max(found) < HOLD_S
     events = b"".join(message.get("body", b"") for message in messages).split(b"\n\n")

@@ -15,8 +15,8 @@ from serve.api.openai import (
     CompletionFormat,
     CompletionResponse,
     DialReport,
-    ResponseEnd,
-    ResponseHead,
+    Fields,
+    Tail,
 )
 from serve.api.submission import written
 from serve.engine.job import (
@@ -41,9 +41,10 @@ BUDGET = Budget(
     full_steps=1,
     expected=Expected(metric="loss", value=1.0, full_value=1.0),
 )
-TAIL = ResponseEnd(
-    Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
-    DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
+HEAD: Fields = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+TAIL = Tail(
+    usage=Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3),
+    stepdial=DialReport(budget=BUDGET, timing=Timing(queue_ms=1, compute_ms=1, total_ms=2), seed=0),
 )
 
 
@@ -55,9 +56,8 @@ def server() -> Iterator[FakeServer]:
 
 def writer(answers: int, counts: bool = False) -> ChunkWriter:
     response_format = CompletionFormat([""] * answers, logprobs=False)
-    head = ResponseHead("cmpl-1", 1, "m")
     return ChunkWriter(
-        response_format, head, answers, lambda events: TAIL, "/v1/completions", counts
+        response_format, HEAD, answers, lambda events: TAIL, "/v1/completions", counts
     )
 
 
@@ -160,7 +160,8 @@ def test_of_tokens_that_look_alike_the_likeliest_is_told() -> None:
     half = ScoredToken("\ufffd", -3.0, (("\ufffd", -1.0), ("\ufffd", -2.0)), 0)
     response_format = CompletionFormat([""], logprobs=True)
     event = GeneratedEvent("stop", "é", 1, (half,), SPAN)
-    whole = b"".join(written(response_format.whole(ResponseHead("cmpl-1", 1, "m"), [event], TAIL)))
+    body = {**HEAD, "choices": response_format.choices([event]), **TAIL}
+    whole = b"".join(written(body))
     (choice,) = CompletionResponse.model_validate_json(whole).choices
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs == [{"\ufffd": -1.0}]
