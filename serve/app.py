@@ -35,7 +35,6 @@ from serve.loading import Loading
 from serve.middleware import (
     ADMIN_PREFIX,
     PROBES,
-    AccessLog,
     RequestMiddleware,
     speaks_oip,
 )
@@ -151,7 +150,8 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         metrics=engine.metrics,
         keys=keys,
         origins=settings.cors_origins,
-        access=AccessLog(settings.access_log, traces),
+        access_log=settings.access_log,
+        traces=traces,
         takes=engine.takes,
     )
     app = Application(

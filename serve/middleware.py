@@ -12,7 +12,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -37,7 +36,7 @@ from serve.errors import (
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
-from serve.tracing import FinishedRequest, Traces
+from serve.tracing import Traces
 
 # Cross-origin requests. Any web page that a browser shows could send one, so only the origins of
 # the settings may (CORS). Programs send no Origin header and are not affected.
@@ -177,80 +176,6 @@ def _authorized(value: bytes) -> bytes | None:
             return None
 
 
-# The access log and traces, written when a request is over.
-
-
-_PRINTABLE = "/%:@!$&'()*+,;=-._~"
-_access = logging.getLogger("stepdial.access")
-
-
-@dataclass(frozen=True, slots=True)
-class AccessLog:
-    """Where finished requests are logged and traced."""
-
-    log: bool
-    traces: Traces | None
-
-    def write(self, exchange: Exchange, scope: Scope, status: int, ended_s: float) -> None:
-        """Log and trace a finished request."""
-        if not self.log and self.traces is None:
-            return
-        fields: dict[str, str | int] = {"id": exchange.id}
-        if exchange.model:
-            fields["model"] = exchange.model
-            if exchange.steps is not None:
-                fields["steps"] = exchange.steps
-        if exchange.reason is not None:
-            fields["reason"] = exchange.reason
-        if self.traces is not None and exchange.path not in PROBE_PORT_PATHS:
-            request = _finished(exchange, scope, status, ended_s, fields)
-            fields["trace_id"] = self.traces.record(request)
-        if self.log:
-            method, path = exchange.method, _path_as_sent(scope)
-            milliseconds = (ended_s - exchange.arrived_s) * 1000
-            of_http = {"method": method, "path": path, "status": status}
-            noted = [f" {key}={value}" for key, value in fields.items() if key != "id"]
-            _access.info(
-                "%s %s %d %.1f ms %s%s",
-                *(method, path, status, milliseconds, fields["id"], "".join(noted)),
-                extra={"fields": of_http | {"ms": round(milliseconds, 3)} | fields},
-            )
-
-
-def _finished(
-    exchange: Exchange,
-    scope: Scope,
-    status: int,
-    ended_s: float,
-    fields: dict[str, str | int],
-) -> FinishedRequest:
-    route, method = getattr(scope.get("route"), "path", None), exchange.method
-    attributes: dict[str, str | int] = {
-        "http.request.method": method,
-        "http.response.status_code": status,
-        "url.path": _path_as_sent(scope),
-        "url.scheme": scope["scheme"],
-        **({"http.route": route} if route else {}),
-        **{f"stepdial.{key}": value for key, value in fields.items()},
-    }
-    headers = exchange.header_list
-    return FinishedRequest(
-        name=f"{method} {route}" if route else method,
-        headers={str(name, "latin-1"): str(value, "latin-1") for name, value in headers},
-        arrived_s=exchange.arrived_s,
-        ended_s=ended_s,
-        status=status,
-        attributes=attributes,
-        jobs=exchange.jobs,
-        computed_s=exchange.computed_s,
-    )
-
-
-def _path_as_sent(scope: Scope) -> str:
-    """The path in printable characters: a decoded one could forge log lines."""
-    return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
-
-
 # Errors in the format of the protocol that the request used.
 
 
@@ -314,8 +239,9 @@ SECURITY_HEADERS: HeaderList = (
 )
 # Methods that run no model.
 _LOOKING = ("GET", "HEAD", "OPTIONS")
-_UNWRITTEN = AccessLog(log=False, traces=None)
+_PRINTABLE = "/%:@!$&'()*+,;=-._~"
 _log = logging.getLogger("stepdial")
+_access = logging.getLogger("stepdial.access")
 # Ids are not secret, and asking the system for random bytes can make the thread wait.
 _ids = random.Random()
 
@@ -329,7 +255,8 @@ class RequestMiddleware:
         metrics: Metrics,
         keys: Keys,
         origins: Collection[str] = (),
-        access: AccessLog = _UNWRITTEN,
+        access_log: bool = False,
+        traces: Traces | None = None,
         takes: Callable[[float], bool] = lambda _: True,
     ) -> None:
         """`takes` tells whether a request that arrived at this time is still accepted."""
@@ -338,7 +265,8 @@ class RequestMiddleware:
         self._metrics = metrics
         self._keys = keys
         self._origins = frozenset(origins)
-        self._access = access
+        self._access_log = access_log
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -443,15 +371,50 @@ class RequestMiddleware:
 
     def _count(self, exchange: Exchange, scope: Scope) -> None:
         ended_s, status = time.perf_counter(), exchange.status or CLIENT_GONE
-        route, model = getattr(scope.get("route"), "path", "none"), exchange.model
+        route, model = getattr(scope.get("route"), "path", None), exchange.model
+        labels = route or "none", model
         taken_s = ended_s - exchange.arrived_s
-        self._metrics.requests.labels(route, model, str(status)).inc()
+        self._metrics.requests.labels(*labels, str(status)).inc()
         if status < 400:
             rung = "" if exchange.steps is None else str(exchange.steps)
-            self._metrics.request_seconds.labels(route, model, rung).observe(taken_s)
+            self._metrics.request_seconds.labels(*labels, rung).observe(taken_s)
         else:  # errors have no step count
-            self._metrics.refused_seconds.labels(route, model, str(status)).observe(taken_s)
-        self._access.write(exchange, scope, status, ended_s)
+            self._metrics.refused_seconds.labels(*labels, str(status)).observe(taken_s)
+        if self._access_log or self._traces is not None:
+            self._write_down(exchange, scope, route, status, ended_s)
+
+    def _write_down(
+        self, exchange: Exchange, scope: Scope, route: str | None, status: int, ended_s: float
+    ) -> None:
+        """Log and trace a finished request."""
+        method, path = exchange.method, _path_as_sent(scope)
+        fields: dict[str, str | int] = {"id": exchange.id}
+        if exchange.model:
+            fields["model"] = exchange.model
+            if exchange.steps is not None:
+                fields["steps"] = exchange.steps
+        if exchange.reason is not None:
+            fields["reason"] = exchange.reason
+        if self._traces is not None and exchange.path not in PROBE_PORT_PATHS:
+            attributes = {
+                "http.request.method": method,
+                "http.response.status_code": status,
+                "url.path": path,
+                "url.scheme": scope["scheme"],
+                **({"http.route": route} if route else {}),
+                **{f"stepdial.{key}": value for key, value in fields.items()},
+            }
+            name = f"{method} {route}" if route else method
+            fields["trace_id"] = self._traces.record(exchange, name, status, attributes, ended_s)
+        if self._access_log:
+            milliseconds = (ended_s - exchange.arrived_s) * 1000
+            of_http = {"method": method, "path": path, "status": status}
+            noted = [f" {key}={value}" for key, value in fields.items() if key != "id"]
+            _access.info(
+                "%s %s %d %.1f ms %s%s",
+                *(method, path, status, milliseconds, fields["id"], "".join(noted)),
+                extra={"fields": of_http | {"ms": round(milliseconds, 3)} | fields},
+            )
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
@@ -460,6 +423,11 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
     if sent is not None and _SENT_ID.fullmatch(sent):
         return str(sent, "ascii")
     return f"{_ids.getrandbits(64):016x}"
+
+
+def _path_as_sent(scope: Scope) -> str:
+    """The path in printable characters: a decoded one could forge log lines."""
+    return quote(scope.get("raw_path") or scope["path"], safe=_PRINTABLE)
 
 
 def error_response(error: ServeError, path: str) -> Response:

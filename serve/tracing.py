@@ -7,12 +7,12 @@ made when a request is over, from times that are recorded anyway.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from serve.engine.job import Job
+from serve.exchange import Exchange
 from serve.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -29,20 +29,6 @@ _FLUSH_S = 2.0
 _log = logging.getLogger("stepdial")
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A finished request; times are of the performance counter."""
-
-    name: str
-    headers: Mapping[str, str]
-    arrived_s: float
-    ended_s: float
-    status: int
-    attributes: Mapping[str, str | int]
-    jobs: Sequence[Job]
-    computed_s: float | None  # when the last model call ended, if known
-
-
 class Traces:
     """Where spans go."""
 
@@ -51,26 +37,36 @@ class Traces:
         self._exporter = exporter
         self._tracer = provider.get_tracer(_NAME)
 
-    def record(self, request: FinishedRequest) -> str:
-        """Make the spans of a request; returns the trace id."""
+    def record(
+        self,
+        exchange: Exchange,
+        name: str,
+        status: int,
+        attributes: Mapping[str, str | int],
+        ended_s: float,
+    ) -> str:
+        """Make the spans of a finished request; returns the trace id."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         clock = _Clock()
+        headers = {
+            str(key, "latin-1"): str(value, "latin-1") for key, value in exchange.header_list
+        }
         span = self._tracer.start_span(
-            request.name,
-            extract(request.headers),  # the client's span is the parent
+            name,
+            extract(headers),  # the client's span is the parent
             SpanKind.SERVER,
-            request.attributes,
-            start_time=clock.ns(request.arrived_s),
+            attributes,
+            start_time=clock.ns(exchange.arrived_s),
         )
         if span.is_recording():
             inside = set_span_in_context(span)
-            for job in request.jobs:
-                self._record_job(job, request.computed_s or request.ended_s, inside, clock)
-        if request.status >= 500:
+            for job in exchange.jobs:
+                self._record_job(job, exchange.computed_s or ended_s, inside, clock)
+        if status >= 500:
             span.set_status(StatusCode.ERROR)
-        span.end(clock.ns(request.ended_s))
+        span.end(clock.ns(ended_s))
         return f"{span.get_span_context().trace_id:032x}"
 
     def close(self) -> None:
