@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, cast
@@ -42,49 +41,25 @@ from serve.settings import Settings
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The limits of each connection, and how many connections there may be."""
+def problem_of_head(settings: Settings, url: bytes, headers: Sized, size: int) -> ServeError | None:
+    """What is too large in a request head of this many bytes; None if nothing is."""
+    if len(headers) > settings.max_headers:
+        return HeadersTooLarge(f"a request may have {settings.max_headers} headers: send fewer")
+    most_bytes = settings.max_header_bytes
+    if size <= most_bytes:
+        return None
+    if len(url) > most_bytes // 2:
+        return UrlTooLong("the URL is too long: send what it holds in the body")
+    return HeadersTooLarge(f"the headers are larger than {most_bytes} bytes: send less")
 
-    settings: Settings
-    connections: int
-    address_connections: int  # per client address
-    proxies: tuple[Network, ...]  # exempt from the limit per address
-    count_refusal: Callable[[str], None]  # called with the code of the error
-    count_eviction: Callable[[], None]
 
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        connections: int,
-        count_refusal: Callable[[str], None],
-        count_eviction: Callable[[], None] = lambda: None,
-    ) -> "ConnectionLimits":
-        """The limits that the settings give."""
-        of_address = settings.max_address_connections or max(1, connections // 2)
-        proxies = tuple(map(ipaddress.ip_network, settings.trusted_proxies))
-        return cls(settings, connections, of_address, proxies, count_refusal, count_eviction)
-
-    def problem_of_head(self, url: bytes, headers: Sized, size: int) -> ServeError | None:
-        """What is too large in a request head of this many bytes; None if nothing is."""
-        if len(headers) > self.settings.max_headers:
-            most = self.settings.max_headers
-            return HeadersTooLarge(f"a request may have {most} headers: send fewer")
-        most_bytes = self.settings.max_header_bytes
-        if size <= most_bytes:
-            return None
-        if len(url) > most_bytes // 2:
-            return UrlTooLong("the URL is too long: send what it holds in the body")
-        return HeadersTooLarge(f"the headers are larger than {most_bytes} bytes: send less")
-
-    def problem_of_trailers(self, number: int, size: int) -> ServeError | None:
-        """What is too large in trailers of this many bytes; None if nothing is."""
-        if number <= self.settings.max_headers and size <= self.settings.max_header_bytes:
-            return None
-        return HeadersTooLarge(
-            "what follows the body is larger than the headers may be: send no trailers"
-        )
+def problem_of_trailers(settings: Settings, number: int, size: int) -> ServeError | None:
+    """What is too large in trailers of this many bytes; None if nothing is."""
+    if number <= settings.max_headers and size <= settings.max_header_bytes:
+        return None
+    return HeadersTooLarge(
+        "what follows the body is larger than the headers may be: send no trailers"
+    )
 
 
 def problem_of_headers(version: str, headers: Sequence[Header]) -> ServeError | None:
@@ -230,7 +205,9 @@ _NOTHING, _HEAD, _BODY = _ParserState
 class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits; `limited` makes a subclass that sets them."""
 
-    limits: ClassVar[ConnectionLimits]
+    settings: ClassVar[Settings]
+    count_refusal: ClassVar[Callable[[str], None]]  # called with the code of the error
+    count_eviction: ClassVar[Callable[[], None]]
     everybody: ClassVar[ConnectionTable]
     probing: ClassVar[ConnectionTable]  # on the port for probes
     health_port: ClassVar[int | None] = None
@@ -263,7 +240,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._over_limit and self._table.spare > _FOR_PROBES:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
-            self._await_bytes(self.limits.settings.header_timeout_s)
+            self._await_bytes(self.settings.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.leave(self)
@@ -300,14 +277,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
             return
         if self._reading is _HEAD:
-            problem = self.limits.problem_of_head(self.url, self.headers, self._head_bytes)
+            problem = problem_of_head(self.settings, self.url, self.headers, self._head_bytes)
             if problem is not None:
                 self._refuse(problem)
             elif self._read_timer is None:
-                self._await_bytes(self.limits.settings.header_timeout_s)
+                self._await_bytes(self.settings.header_timeout_s)
         elif self._reading is _BODY:
             # Trailers and chunk extensions, which the parser buffers until they are complete.
-            problem = self.limits.problem_of_trailers(self._trailers, self._between_bytes)
+            problem = problem_of_trailers(self.settings, self._trailers, self._between_bytes)
             if problem is not None:
                 self._refuse(problem)
         elif self._reading is _NOTHING and self._idle:
@@ -345,16 +322,16 @@ class LimitedProtocol(HttpToolsProtocol):
         # A trailer, which is not passed on as a header.
         self._trailers += 1
         self._trailer_bytes += len(name) + len(value)
-        self._problem = self.limits.problem_of_trailers(self._trailers, self._trailer_bytes)
+        self._problem = problem_of_trailers(self.settings, self._trailers, self._trailer_bytes)
         if self._problem is not None:
             raise self._problem
 
     def on_headers_complete(self) -> None:
         size = self._head_bytes + self._chunk_bytes
         # Perhaps: the chunk may hold other bytes too.
-        if size > self.limits.settings.max_header_bytes:
+        if size > self.settings.max_header_bytes:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        self._problem = self.limits.problem_of_head(self.url, self.headers, size)
+        self._problem = problem_of_head(self.settings, self.url, self.headers, size)
         if self._problem is None:
             self._problem = problem_of_headers(self.parser.get_http_version(), self.headers)
         if self._problem is None and len(self.pipeline) >= _MAX_PIPELINED:
@@ -375,7 +352,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._between_bytes = 0
         if self.cycle.response_complete:
             self._ignored_bytes += len(body)
-            if self._ignored_bytes > self.limits.settings.max_body_bytes:
+            if self._ignored_bytes > self.settings.max_body_bytes:
                 self._close()
 
     def on_message_complete(self) -> None:
@@ -397,7 +374,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answering = following
         elif self._reading is _BODY:
             # Answered before its body arrived, so the body is not read.
-            self._await_bytes(self.limits.settings.body_timeout_s)
+            self._await_bytes(self.settings.body_timeout_s)
         elif self._reading is _NOTHING:
             # Many connections may wait for a next request: they keep nothing of the last one.
             self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn's
@@ -509,7 +486,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         _exchange(cycle).ended = True  # before the application starts
         if not cycle.response_started:
-            self.limits.count_refusal(problem.code)
+            self.count_refusal(problem.code)
             self.transport.write(refusal(problem, cycle.scope["path"]))
         cycle.disconnected = True
         cycle.message_event.set()
@@ -521,7 +498,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() == 0
 
     def make_room(self) -> None:
-        self.limits.count_eviction()
+        self.count_eviction()
         if self._reading is _HEAD and self._idle:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
@@ -536,7 +513,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, problem: ServeError) -> None:
         """Answer with this error, after the answers to earlier requests, and close."""
-        self.limits.count_refusal(problem.code)
+        self.count_refusal(problem.code)
         behind = self._reading is _BODY and self._answering is not self.cycle
         if behind:  # of a request that waits for its turn, which never comes
             assert self._answering is not None
@@ -577,7 +554,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._reading is _HEAD:
-            limit_s = self.limits.settings.header_timeout_s
+            limit_s = self.settings.header_timeout_s
             self._refuse(RequestTimeout(f"the headers did not arrive within {limit_s:g} s"))
         else:
             self._close()
@@ -591,7 +568,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _await_reader(self, always: bool = False) -> None:
         """Close the connection if the client does not read what was sent."""
         if self._send_timer is None and (always or self.transport.get_write_buffer_size()):
-            self._send_timer = self.loop.call_later(self.limits.settings.send_timeout_s, self._cut)
+            self._send_timer = self.loop.call_later(self.settings.send_timeout_s, self._cut)
 
     def _cut(self) -> None:
         if self not in self.connections:  # the client has gone
@@ -612,12 +589,20 @@ def _exchange(cycle: RequestResponseCycle) -> Exchange:
     return exchange
 
 
-def limited(limits: ConnectionLimits) -> type[LimitedProtocol]:
-    """The protocol class that uvicorn makes for each client."""
-    everybody = ConnectionTable(limits.connections, limits.address_connections, limits.proxies)
+def limited(
+    settings: Settings,
+    connections: int,
+    count_refusal: Callable[[str], None],
+    count_eviction: Callable[[], None] = lambda: None,
+) -> type[LimitedProtocol]:
+    """The protocol class that uvicorn makes for each client, of so many at most."""
+    of_address = settings.max_address_connections or max(1, connections // 2)
+    proxies = tuple(map(ipaddress.ip_network, settings.trusted_proxies))
     shared = {
-        "limits": limits,
-        "everybody": everybody,
+        "settings": settings,
+        "count_refusal": staticmethod(count_refusal),
+        "count_eviction": staticmethod(count_eviction),
+        "everybody": ConnectionTable(connections, of_address, proxies),
         "probing": ConnectionTable(_PROBING, _PROBING, ()),
     }
     return type("Connection", (LimitedProtocol,), shared)

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve import logs
-from serve.connection import ConnectionLimits, LimitedProtocol, limited
+from serve.connection import LimitedProtocol, limited
 from serve.engine.engine import Engine
 from serve.errors import Draining
 from serve.settings import Settings
@@ -61,13 +61,12 @@ class Server(uvicorn.Server):
 
         `leave` ends the process with this status after some seconds, whatever still runs.
         """
-        limits = ConnectionLimits.of(
+        self._connection = limited(
             settings,
             allow_files(settings.max_connections),
             lambda code: engine.metrics.rejected.labels(code).inc(),
             engine.metrics.evicted.inc,
         )
-        self._connection = limited(limits)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -5,13 +5,13 @@ same bytes are then sent in one piece: what the application is asked must not de
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from serve.connection import ConnectionLimits, LimitedProtocol, limited
+from serve.connection import LimitedProtocol, limited
 from serve.exchange import EXCHANGE_KEY, Exchange
 from serve.settings import Settings
 
@@ -128,7 +128,6 @@ _SETTINGS = Settings().model_copy(
         "max_body_bytes": BODY_BYTES,
     }
 )
-_LIMITS = ConnectionLimits.of(_SETTINGS, 8, lambda code: None)
 _application = Application()
 _config = Config(_application, log_config=None, access_log=False, ws="none", lifespan="off")
 _loop = asyncio.new_event_loop()
@@ -183,8 +182,7 @@ async def _send(sent: bytes, size: int, turning: bool) -> tuple[list[Asked], lis
 
 
 def _connect(refused: list[str]) -> LimitedProtocol:
-    limits = replace(_LIMITS, count_refusal=refused.append)
-    return limited(limits)(_config, ServerState(), {}, _loop)
+    return limited(_SETTINGS, 8, refused.append)(_config, ServerState(), {}, _loop)
 
 
 async def _turn(connection: LimitedProtocol) -> None:

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from serve.connection import ConnectionLimits, ConnectionTable, LimitedProtocol, limited
+from serve.connection import ConnectionTable, LimitedProtocol, limited
 from serve.settings import Settings
 
 
@@ -39,10 +39,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 def connection_on(wire: Wire, *, keep_alive: bool = True) -> LimitedProtocol:
     """A connection on which one request waits for its answer."""
-    limits = ConnectionLimits.of(Settings(), 8, lambda code: None)
     loop = asyncio.new_event_loop()
     loop.close()  # nothing is run
-    made = limited(limits)(Config(app, log_config=None), ServerState(), {}, loop)
+    made = limited(Settings(), 8, lambda code: None)(
+        Config(app, log_config=None), ServerState(), {}, loop
+    )
     made.flow = FlowControl(wire)
     made._answering = RequestResponseCycle(
         scope={"type": "http"},  # type: ignore[typeddict-item]  # the rest is not looked at
@@ -121,9 +122,10 @@ def test_nobody_reads_the_body_of_a_client_that_has_left(state: str) -> None:
 
 def test_a_connection_that_was_reset_leaves_no_timer() -> None:
     async def reset() -> LimitedProtocol | None:
-        limits = ConnectionLimits.of(Settings(), 8, lambda code: None)
         loop = asyncio.get_running_loop()
-        connection = limited(limits)(Config(app, log_config=None), ServerState(), {}, loop)
+        connection = limited(Settings(), 8, lambda code: None)(
+            Config(app, log_config=None), ServerState(), {}, loop
+        )
         connection.connection_made(Wire())
         connection._await_next_request()
         connection.connection_lost(ConnectionResetError())
@@ -141,11 +143,10 @@ def test_a_lost_connection_is_freed_without_the_garbage_collector() -> None:
             pass
 
     async def lost() -> LimitedProtocol | None:
-        limits = ConnectionLimits.of(Settings(), 8, lambda code: None)
         config = Config(until_it_is_lost, log_config=None)
         config.load()
         loop = asyncio.get_running_loop()
-        connection = limited(limits)(config, ServerState(), {}, loop)
+        connection = limited(Settings(), 8, lambda code: None)(config, ServerState(), {}, loop)
         connection.connection_made(Wire())
         connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{")
         await asyncio.sleep(0.01)
