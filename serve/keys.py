@@ -136,12 +136,6 @@ class Holder:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    digest: bytes
-    holder: Holder
-
-
 class Keys:
     """The known keys. Without any, everybody may use the server."""
 
@@ -153,7 +147,7 @@ class Keys:
     ) -> None:
         self._path = path
         self._fixed = _from_environment(os.environ if environ is None else environ, variable)
-        self._entries: tuple[_Entry, ...] = ()
+        self._holders: dict[bytes, Holder] = {}  # by the digest of their key
         self.in_use = False  # whether requests need a key
         self.read_again()
 
@@ -161,15 +155,14 @@ class Keys:
         """Read the file again; KeysError, and no change, if it cannot be used."""
         listed = [*self._fixed, *(_from_file(self._path) if self._path is not None else ())]
         _check_alike(listed)
-        known = {entry.holder.key.sha256: entry.holder for entry in self._entries}
-        entries = []
+        holders = {}
         for key in listed:
+            digest = bytes.fromhex(key.sha256)
             # Keys that stay keep their counts.
-            holder = known.get(key.sha256) or Holder(key)
-            holder.key = key
-            entries.append(_Entry(bytes.fromhex(key.sha256), holder))
-        self._entries = tuple(entries)
-        self.in_use = bool(entries)
+            holders[digest] = self._holders.get(digest) or Holder(key)
+            holders[digest].key = key
+        self._holders = holders
+        self.in_use = bool(holders)
 
     def holder_of(self, secret: bytes) -> Holder | None:
         """The holder of this key. Every key is compared, so that timing reveals nothing."""
@@ -177,9 +170,9 @@ class Keys:
             return None
         digest = hashlib.sha256(secret).digest()
         found = None
-        for entry in self._entries:
-            if hmac.compare_digest(entry.digest, digest):
-                found = entry.holder
+        for known, holder in self._holders.items():
+            if hmac.compare_digest(known, digest):
+                found = holder
         return found
 
 

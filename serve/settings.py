@@ -51,6 +51,9 @@ _NOT_SETTINGS = frozenset({*OTHER_VARIABLES, *_OF_TESTS})
 _OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*)")
 
 
+_LONGEST_NAME = 80  # that may be a misspelt one
+
+
 class SettingsError(ValueError):
     """A setting that cannot be used. The message names it and says what is allowed."""
 
@@ -66,8 +69,8 @@ def flag(field: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that is most like a misspelt one, if any is."""
-    close = difflib.get_close_matches(name, known, n=1)
+    """The known name that is most like a misspelt one, if any is. Long names match nothing."""
+    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     return close[0] if close else None
 
 

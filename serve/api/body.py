@@ -6,12 +6,11 @@ pydantic models.
 """
 
 import asyncio
-import difflib
 import gc
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from serve.errors import (
 )
 from serve.exchange import ClientGone, Exchange
 from serve.inputs.rows import MAX_INPUTS, Items, Text
-from serve.settings import Settings
+from serve.settings import Settings, nearest
 
 FINISH = (
     "`stop`: a stop string was reached, or the model ended its text. `length`: max_tokens were "
@@ -859,7 +858,7 @@ def _worst(problems: Sequence[ErrorDetails]) -> ErrorDetails:
     return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
-def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[str] | None:
+def _members(schema: type[BaseModel], loc: tuple[int | str, ...]) -> Collection[str] | None:
     """If the problem is inside a field that is an object: the names allowed in it."""
     field = schema.model_fields.get(str(loc[0])) if len(loc) > 1 else None
     for kind in () if field is None else (field.annotation, *get_args(field.annotation)):
@@ -888,20 +887,15 @@ def _param(loc: tuple[int | str, ...]) -> str:
     return f"{shown(str(loc[0]))}{indices}"
 
 
-def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Iterable[str]) -> str:
+def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Collection[str]) -> str:
     first = reasons[0]
     if first["type"] == "extra_forbidden":
-        close = close_names(str(first["loc"][-1]), known)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        close = nearest(str(first["loc"][-1]), known)
+        hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
         return f"unknown field {param!r}: {hint}"
     if first["type"] == "missing":
         return f"{param} is missing: send it"
     return f"{param} {', or '.join(dict.fromkeys(map(describe_problem, reasons)))}"
-
-
-def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """The known name most like this one, if any. Long names match nothing."""
-    return difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_SHOWN else []
 
 
 def shown(text: str) -> str:

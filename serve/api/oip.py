@@ -26,7 +26,6 @@ from serve.api.body import (
     Timing,
     budget_of,
     checked_json,
-    close_names,
     describe_problem,
     read_body,
     server_timing,
@@ -65,7 +64,7 @@ from serve.errors import BadRequest, InvalidField, NotReady, ServeError, Unknown
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.images import check_finite, number_rows
 from serve.inputs.rows import Input, InputRow, cloud_rows, image_rows, read_items
-from serve.settings import Settings
+from serve.settings import Settings, nearest
 
 # Tensors in JSON and as bytes. Bytes are little-endian; an element of BYTES is its length in 4
 # bytes, then UTF-8.
@@ -241,8 +240,7 @@ def _check_names(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
             if value is None:
                 raise InvalidField(f"{name} is null: leave it out", param=name)
             continue
-        close = close_names(name, known)
-        meant = _OTHER_NAMES.get(name) or (close[0] if close else None)
+        meant = _OTHER_NAMES.get(name) or nearest(name, known)
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"
         raise InvalidField(f"unknown parameter {shown(name)!r}: {hint}", param=shown(name))
 
@@ -616,8 +614,8 @@ def _sentence(problem: ErrorDetails, path: str, schema: type[BaseModel]) -> str:
         return f"{path} {describe_problem(problem)}"
     parts = _PARTS if schema in _PARTS else (schema,)
     known = sorted({name for part in parts for name in part.model_fields})
-    close = close_names(str(problem["loc"][-1]), known)
-    return f"unknown field {path}: " + (f"did you mean {close[0]}?" if close else "leave it out")
+    close = nearest(str(problem["loc"][-1]), known)
+    return f"unknown field {path}: " + (f"did you mean {close}?" if close else "leave it out")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
