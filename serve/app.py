@@ -16,7 +16,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
 from serve.api.body import ClassifyRequest, GenerateRequest, Reader
-from serve.api.embeddings import EmbeddingRequest, embedding_routes
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
 from serve.api.native import DoneChunk, TokenChunk, classify_routes, generate_routes
 from serve.api.oip import IndexRequest, InferRequest, inference_routes, oip_model_routes
@@ -25,6 +24,8 @@ from serve.api.openai import (
     ChatRequest,
     CompletionChunk,
     CompletionRequest,
+    EmbeddingRequest,
+    embedding_routes,
     openai_routes,
 )
 from serve.api.page import add_page
