@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from serve.api.reference import (
+from serve.api.page import (
     fields_of,
     grouped,
     heading,
