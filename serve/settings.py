@@ -110,22 +110,22 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     """address to listen on"""
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(default=8000, ge=0, le=65535)
     """port to listen on; 0 takes a free one"""
-    health_port: int | None = Field(None, ge=0, le=65535)
+    health_port: int | None = Field(default=None, ge=0, le=65535)
     """second port that answers only /health, /health/live, /health/ready and /metrics, with
     connection limits of its own, so that clients cannot crowd out probes; 0 takes a free one"""
     health_host: str | None = None
     """address of --health-port (default: the one of --host)"""
     zoo: Path = _PROJECT / "zoo"
     """folder whose bundles are served when none is named on the command line"""
-    threads: int | None = Field(None, ge=1, le=1024)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """threads that one model call may use, at most (default: every core)"""
     device: Literal["cpu", "cuda", "tensorrt"] = "cpu"
     """where models run: cpu, or onnxruntime's cuda or tensorrt"""
-    device_number: int = Field(0, ge=0, le=255)
+    device_number: int = Field(default=0, ge=0, le=255)
     """which GPU, as the driver numbers them"""
-    device_memory_mb: int | None = Field(None, ge=1, le=1 << 24)
+    device_memory_mb: int | None = Field(default=None, ge=1, le=1 << 24)
     """most memory of the GPU that each graph may take for weights and work; `cache_mb` bounds KV
     caches (default: all there is)"""
     allow_cpu_fallback: bool = False
@@ -133,30 +133,30 @@ class Settings(BaseSettings):
     engines: Path | None = None
     """native TensorRT engines to run instead of the graphs: a folder of engines, or a folder with
     one such folder per model"""
-    engine_nice: int = Field(0, ge=0, le=19)
+    engine_nice: int = Field(default=0, ge=0, le=19)
     """niceness added to the threads that run models, so that the thread that answers HTTP goes
     first; outside a container every other program on the machine goes before them too"""
-    queue_limit: int = Field(256, ge=1, le=1_000_000)
+    queue_limit: int = Field(default=256, ge=1, le=1_000_000)
     """queue length: requests that may wait before the next one gets 429"""
-    queue_wait_s: float = Field(60.0, gt=0, le=86400)
+    queue_wait_s: float = Field(default=60.0, gt=0, le=86400)
     """longest predicted wait in the queue: beyond it a request gets 429, unless it has a deadline
     that can be met"""
     degrade: bool = True
     """under load, give fewer steps to requests that set no exact steps"""
-    degrade_wait_ms: float = Field(500.0, gt=0, le=86_400_000)
+    degrade_wait_ms: float = Field(default=500.0, gt=0, le=86_400_000)
     """predicted wait in the queue from which on --degrade lowers steps"""
-    recheck_share: float = Field(0.02, ge=0, le=1)
+    recheck_share: float = Field(default=0.02, ge=0, le=1)
     """share of max_disagreement answers that are computed again with all steps while the server is
     idle, to measure how often they differ"""
-    batch_rows: int = Field(16, ge=1, le=4096)
+    batch_rows: int = Field(default=16, ge=1, le=4096)
     """rows in one classification batch, at most"""
-    batch_tokens: int = Field(8192, ge=1, le=100_000_000)
+    batch_tokens: int = Field(default=8192, ge=1, le=100_000_000)
     """tokens in one classification batch, at most: rows x the longest row"""
-    decode_rows: int = Field(16, ge=1, le=4096)
+    decode_rows: int = Field(default=16, ge=1, le=4096)
     """generations decoded in one batch, at most, per model and step count"""
-    max_wait_ms: float = Field(0.0, ge=0, le=10_000)
+    max_wait_ms: float = Field(default=0.0, ge=0, le=10_000)
     """how long a classification may wait for others to share its batch"""
-    cache_mb: int = Field(128, ge=1, le=1_000_000)
+    cache_mb: int = Field(default=128, ge=1, le=1_000_000)
     """memory for the KV caches of all generations, in MiB"""
     api_keys_file: Path | None = None
     """TOML file of API keys, made with --make-key. With this file, or with STEPDIAL_API_KEYS,
@@ -170,42 +170,42 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """origins of other web pages that may call this server (CORS), such as
     https://app.example.org, separated by commas"""
-    max_connections: int = Field(1000, ge=1, le=100_000)
+    max_connections: int = Field(default=1000, ge=1, le=100_000)
     """open connections, at most. One more closes the connection that has been idle longest, or
     gets 503 if none is idle"""
-    max_address_connections: int | None = Field(None, ge=1, le=100_000)
+    max_address_connections: int | None = Field(default=None, ge=1, le=100_000)
     """open connections per client address, at most (default: half of --max-connections); trusted
     proxies are exempt"""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.0/8", "::1/128")
     """addresses or networks of proxies that forward many clients, such as 10.0.0.0/8, separated by
     commas; --max-address-connections does not apply to them"""
-    max_headers: int = Field(100, ge=8, le=10_000)
+    max_headers: int = Field(default=100, ge=8, le=10_000)
     """headers per request, at most; more get 431"""
-    max_header_bytes: int = Field(2**15, ge=1024, le=2**24)
+    max_header_bytes: int = Field(default=2**15, ge=1024, le=2**24)
     """size of all headers of a request, at most: more get 431, a longer URL gets 414"""
-    header_timeout_s: float = Field(10.0, gt=0, le=3600)
+    header_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """time in which the headers must arrive; after it the client gets 408"""
-    send_timeout_s: float = Field(60.0, gt=0, le=3600)
+    send_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """time in which a client must read what was sent to it; after it the connection is closed"""
-    max_body_bytes: int = Field(2**20, ge=1024, le=2**30)
+    max_body_bytes: int = Field(default=2**20, ge=1024, le=2**30)
     """size of a request body, at most; more gets 413"""
-    body_timeout_s: float = Field(30.0, gt=0, le=3600)
+    body_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """time in which a request body must arrive; after it the client gets 408"""
-    max_tokens: int = Field(4096, ge=1, le=1_000_000)
+    max_tokens: int = Field(default=4096, ge=1, le=1_000_000)
     """largest max_tokens that a request may send"""
-    max_answer_tokens: int = Field(2**17, ge=1, le=1_000_000_000)
+    max_answer_tokens: int = Field(default=2**17, ge=1, le=1_000_000_000)
     """tokens in one answer, at most, if it has several texts or logprobs: texts x max_tokens x (1
     + logprobs)"""
-    max_inputs: int = Field(64, ge=1, le=64)
+    max_inputs: int = Field(default=64, ge=1, le=64)
     """inputs in one classify request, at most"""
-    drain_s: float = Field(30.0, ge=0, le=3600)
+    drain_s: float = Field(default=30.0, ge=0, le=3600)
     """on SIGTERM, time for running requests to finish"""
-    stall_s: float = Field(1.5, gt=0, le=3600)
+    stall_s: float = Field(default=1.5, gt=0, le=3600)
     """shortest time after which a model call counts as stuck; it must also have taken 10 times as
     long as usual. A stuck call is cancelled, and /health/ready fails until it has ended"""
-    stall_unknown_s: float = Field(10.0, gt=0, le=3600)
+    stall_unknown_s: float = Field(default=10.0, gt=0, le=3600)
     """time after which a model call counts as stuck while its usual time is not known yet"""
-    stall_exit_s: float = Field(5.0, gt=0, le=3600)
+    stall_exit_s: float = Field(default=5.0, gt=0, le=3600)
     """time that a stuck call has to end after it was cancelled; then the process exits, so that it
     can be restarted"""
     access_log: bool = False
