@@ -17,15 +17,14 @@ from starlette.types import ASGIApp
 
 from serve.api.body import ClassifyRequest, GenerateRequest, Reader
 from serve.api.models import LoadRequest, admin_routes, health_routes, model_routes
-from serve.api.native import DoneChunk, TokenChunk, classify_routes, generate_routes
-from serve.api.oip import IndexRequest, InferRequest, inference_routes, oip_model_routes
+from serve.api.native import DoneChunk, TokenChunk, native_routes
+from serve.api.oip import IndexRequest, InferRequest, oip_routes
 from serve.api.openai import (
     ChatChunk,
     ChatRequest,
     CompletionChunk,
     CompletionRequest,
     EmbeddingRequest,
-    embedding_routes,
     openai_routes,
 )
 from serve.api.page import add_page
@@ -137,15 +136,6 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
             await asyncio.to_thread(traces.close)
 
     reader = Reader(settings, engine)
-    posts = [
-        make(settings, engine, reader)
-        for make in (
-            classify_routes,
-            generate_routes,
-            openai_routes,
-            embedding_routes,
-        )
-    ]
     middleware = partial(
         RequestMiddleware,
         metrics=engine.metrics,
@@ -167,14 +157,13 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
     )
     app.state.keys, app.state.admin_keys = keys, admin_keys
-    for router in posts:
-        app.include_router(router)
+    app.include_router(native_routes(settings, engine, reader))
+    app.include_router(openai_routes(settings, engine, reader))
     app.include_router(model_routes(engine))
     app.include_router(health_routes(engine))
     loading = loading or Loading(engine, settings)
     app.include_router(admin_routes(engine, loading, admin_keys, reader))
-    app.include_router(oip_model_routes(engine, reader))
-    app.include_router(inference_routes(settings, engine, reader))
+    app.include_router(oip_routes(settings, engine, reader))
     add_page(app)
     app.openapi = lambda: _document(app, keys.in_use)  # type: ignore[method-assign]  # the documented way
     return app

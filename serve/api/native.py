@@ -274,54 +274,6 @@ class AnswerWriter:
         }
 
 
-def generate_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
-    router = APIRouter(tags=["inference"], route_class=Route)
-
-    @router.post(
-        "/v1/generate",
-        summary="Continue a prompt, or translate a text",
-        response_model=GenerateResponse,
-        responses={
-            200: {"description": _STREAM_ABOUT, "content": {"text/event-stream": {}}},
-            **RUN_PROBLEMS,
-        },
-        openapi_extra=takes(GenerateRequest),
-    )
-    async def generate(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, GenerateRequest, reader)
-        tasks = WRITING if asked.num_beams is None else WRITING[::-1]
-        served = engine.catalog.pick(asked.model, tasks)
-        submission = Submission.of(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        check_size(1, max_tokens, asked.logprobs, settings)
-        check_beams(asked, served)
-        prompt = await reader.read(
-            exchange,
-            len(asked.prompt),
-            submission.deadline,
-            lambda: served.codec.encode_prompt(asked.prompt),
-        )
-        request = generation_request(
-            asked,
-            served,
-            prompt,
-            max_tokens=max_tokens,
-            seed=drawn_seed() if asked.seed is None else asked.seed,
-            logprobs=asked.logprobs,
-            stream=asked.stream,
-            num_beams=asked.num_beams,
-        )
-        submission.generate((request,))
-        writer = AnswerWriter(submission)
-        if request.stream:
-            return await submission.stream(writer.events)
-        (event,) = await submission.ends()
-        return writer.whole(event)
-
-    return router
-
-
 def _score(logprob: ScoredToken) -> dict[str, object]:
     """The fields of TokenScore."""
     return {
@@ -331,52 +283,7 @@ def _score(logprob: ScoredToken) -> dict[str, object]:
     }
 
 
-# POST /v1/classify
-
-
 _DEFAULT_LABELS = 5
-
-
-def classify_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
-    router = APIRouter(tags=["inference"], route_class=Route)
-
-    @router.post(
-        "/v1/classify",
-        summary="Classify texts, images or clouds of points, or label the tokens of texts",
-        response_model=ClassifyResponse,
-        response_description="One result per input.",
-        responses=RUN_PROBLEMS,
-        openapi_extra=takes(ClassifyRequest),
-    )
-    async def classify(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, ClassifyRequest, reader)
-        served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
-        manifest = served.manifest
-        submission = Submission.of(exchange, engine, served, asked)
-        top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
-        _check_trace(asked, served)
-        check_count(asked.input, settings.max_inputs)
-        check_kinds(asked.input, manifest)
-        inputs, event = await submission.classify(
-            reader,
-            len(asked.input),
-            _characters(asked),
-            lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
-            traced=asked.trace is True,
-        )
-        spent = submission.timing(event.span)
-        response: ClassifyResponse = {
-            "id": submission.id,
-            "model": served.name,
-            "results": _results(event, inputs, manifest, top, submission.decision),
-            "timing": spent,
-        }
-        answered = answer(response, server_timing(spent))
-        engine.observe_answer(engine.clock() - event.span.ended_s)
-        return answered
-
-    return router
 
 
 def _labels_to_list(top_k: int | None, served: Served, labels: int) -> int:
@@ -485,3 +392,89 @@ def _readout(step: int, tags: Tags, one: InputRow, manifest: Manifest) -> Readou
     if manifest.fills:
         readout["text"] = filled(tags, one, manifest)
     return readout
+
+
+# The routes.
+
+
+def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["inference"], route_class=Route)
+
+    @router.post(
+        "/v1/classify",
+        summary="Classify texts, images or clouds of points, or label the tokens of texts",
+        response_model=ClassifyResponse,
+        response_description="One result per input.",
+        responses=RUN_PROBLEMS,
+        openapi_extra=takes(ClassifyRequest),
+    )
+    async def classify(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, ClassifyRequest, reader)
+        served = engine.catalog.pick(asked.model, LABELLING, asked.input[0].kind)
+        manifest = served.manifest
+        submission = Submission.of(exchange, engine, served, asked)
+        top = _labels_to_list(asked.top_k, served, len(manifest.labels or ()))
+        _check_trace(asked, served)
+        check_count(asked.input, settings.max_inputs)
+        check_kinds(asked.input, manifest)
+        inputs, event = await submission.classify(
+            reader,
+            len(asked.input),
+            _characters(asked),
+            lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
+            traced=asked.trace is True,
+        )
+        spent = submission.timing(event.span)
+        response: ClassifyResponse = {
+            "id": submission.id,
+            "model": served.name,
+            "results": _results(event, inputs, manifest, top, submission.decision),
+            "timing": spent,
+        }
+        answered = answer(response, server_timing(spent))
+        engine.observe_answer(engine.clock() - event.span.ended_s)
+        return answered
+
+    @router.post(
+        "/v1/generate",
+        summary="Continue a prompt, or translate a text",
+        response_model=GenerateResponse,
+        responses={
+            200: {"description": _STREAM_ABOUT, "content": {"text/event-stream": {}}},
+            **RUN_PROBLEMS,
+        },
+        openapi_extra=takes(GenerateRequest),
+    )
+    async def generate(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, GenerateRequest, reader)
+        tasks = WRITING if asked.num_beams is None else WRITING[::-1]
+        served = engine.catalog.pick(asked.model, tasks)
+        submission = Submission.of(exchange, engine, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        check_size(1, max_tokens, asked.logprobs, settings)
+        check_beams(asked, served)
+        prompt = await reader.read(
+            exchange,
+            len(asked.prompt),
+            submission.deadline,
+            lambda: served.codec.encode_prompt(asked.prompt),
+        )
+        request = generation_request(
+            asked,
+            served,
+            prompt,
+            max_tokens=max_tokens,
+            seed=drawn_seed() if asked.seed is None else asked.seed,
+            logprobs=asked.logprobs,
+            stream=asked.stream,
+            num_beams=asked.num_beams,
+        )
+        submission.generate((request,))
+        writer = AnswerWriter(submission)
+        if request.stream:
+            return await submission.stream(writer.events)
+        (event,) = await submission.ends()
+        return writer.whole(event)
+
+    return router

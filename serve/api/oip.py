@@ -743,7 +743,7 @@ def _quoted(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-# The routes for the server and its models.
+# The server and its models.
 
 
 EXTENSIONS = ["binary_tensor_data", "parameters"]
@@ -767,108 +767,6 @@ _READINESS: dict[str, Any] = {
     "response_description": "The model takes requests.",
     "responses": problems(OipError, e404=_UNKNOWN, e503=_NOT_READY),
 }
-
-
-def oip_model_routes(engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
-    router = APIRouter(tags=["open inference protocol"], route_class=Route)
-
-    @router.get("/v2/", include_in_schema=False)
-    @router.get(
-        "/v2",
-        summary="Server metadata",
-        response_model=ServerMetadata,
-        response_description="Name, version and extensions of the server.",
-    )
-    async def server(request: Request) -> Response:
-        version = request.app.version
-        return answer(ServerMetadata(name="stepdial", version=version, extensions=EXTENSIONS))
-
-    @router.get(
-        "/v2/health/live",
-        summary="Liveness probe",
-        response_model=ServerLive,
-        response_description="The process is alive.",
-        responses=problems(OipError, e503="The engine has stopped: restart the process."),
-    )
-    async def live() -> Response:
-        if engine.dead:
-            raise NotReady("the engine has stopped: restart the server")
-        return answer(ServerLive(live=True))
-
-    @router.get(
-        "/v2/health/ready",
-        summary="Readiness probe",
-        response_model=ServerReady,
-        response_description="The server takes requests.",
-        responses=problems(OipError, e503=_NOT_READY),
-    )
-    async def ready() -> Response:
-        check_ready(engine)
-        return answer(ServerReady(ready=True))
-
-    @router.get(
-        "/v2/models/{name}/versions/{version}",
-        summary="Metadata of one version of a model",
-        **_METADATA,
-    )
-    async def model_version(name: str, version: str) -> Response:
-        return answer(metadata_of(find_version(engine, name, version).manifest))
-
-    @router.get(
-        "/v2/models/{name}",
-        summary="Metadata of a model",
-        **_METADATA,
-    )
-    async def model(name: str) -> Response:
-        return await model_version(name, VERSION)
-
-    @router.get(
-        "/v2/models/{name}/versions/{version}/ready",
-        summary="Readiness of one version of a model",
-        **_READINESS,
-    )
-    async def version_ready(name: str, version: str) -> Response:
-        served = find_version(engine, name, version)
-        engine.check_open()
-        _check_ready(engine, served)
-        return answer(ModelReady(name=served.name, ready=True))
-
-    @router.get(
-        "/v2/models/{name}/ready",
-        summary="Readiness of a model",
-        **_READINESS,
-    )
-    async def model_ready(name: str) -> Response:
-        return await version_ready(name, VERSION)
-
-    @router.post(
-        "/v2/repository/index",
-        summary="List the models",
-        response_model=RepositoryIndex,
-        response_description="Every model, and whether it takes requests.",
-        responses=problems(
-            OipError,
-            e400="The body is not valid JSON, or a field of it is wrong.",
-            e403="A web page of another origin sent the request.",
-            e408="The body did not arrive in time.",
-            e413="The body is too large.",
-        ),
-        openapi_extra=takes(IndexRequest, required=False),
-    )
-    async def index(exchange: ThisExchange) -> Response:
-        body = await read_body(
-            exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s
-        )
-        only_ready = False
-        if body.strip():
-            asked = await checked_json(exchange, body, IndexRequest, reader, explain_request)
-            only_ready = asked.ready
-        entries = [_entry(engine, served) for served in engine.catalog]
-        listed = [one for one in entries if one.state == "READY" or not only_ready]
-        return answer(RepositoryIndex(listed))
-
-    return router
 
 
 def find_version(engine: Engine, name: str, version: str) -> Served:
@@ -1043,38 +941,6 @@ _INFERENCE: dict[str, Any] = {
 }
 
 
-def inference_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
-    router = APIRouter(tags=["open inference protocol"], route_class=Route)
-
-    @router.post(
-        "/v2/models/{name}/versions/{version}/infer",
-        summary="Run one version of a model: classify, generate or translate",
-        **_INFERENCE,
-    )
-    async def infer_version(exchange: ThisExchange, name: str, version: str) -> Response:
-        find_version(engine, name, version)  # before the body is read
-        body = await read_inference(exchange, reader)
-        served = find_version(engine, name, version)
-        manifest = served.manifest
-        InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
-        wanted = wanted_outputs(body.asked, manifest)
-        inference = Inference(exchange, engine, reader, served, body, wanted)
-        if manifest.labelled:
-            return await inference.classify()
-        return await inference.write()
-
-    @router.post(
-        "/v2/models/{name}/infer",
-        summary="Run a model: classify, generate or translate",
-        **_INFERENCE,
-    )
-    async def infer(exchange: ThisExchange, name: str) -> Response:
-        return await infer_version(exchange, name, VERSION)
-
-    return router
-
-
 @dataclass(frozen=True, slots=True)
 class Inference:
     """One request whose tensor the model can take."""
@@ -1216,3 +1082,133 @@ class Inference:
             columns,
             server_timing(spent),
         )
+
+
+# The routes.
+
+
+def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["open inference protocol"], route_class=Route)
+
+    @router.get("/v2/", include_in_schema=False)
+    @router.get(
+        "/v2",
+        summary="Server metadata",
+        response_model=ServerMetadata,
+        response_description="Name, version and extensions of the server.",
+    )
+    async def server(request: Request) -> Response:
+        version = request.app.version
+        return answer(ServerMetadata(name="stepdial", version=version, extensions=EXTENSIONS))
+
+    @router.get(
+        "/v2/health/live",
+        summary="Liveness probe",
+        response_model=ServerLive,
+        response_description="The process is alive.",
+        responses=problems(OipError, e503="The engine has stopped: restart the process."),
+    )
+    async def live() -> Response:
+        if engine.dead:
+            raise NotReady("the engine has stopped: restart the server")
+        return answer(ServerLive(live=True))
+
+    @router.get(
+        "/v2/health/ready",
+        summary="Readiness probe",
+        response_model=ServerReady,
+        response_description="The server takes requests.",
+        responses=problems(OipError, e503=_NOT_READY),
+    )
+    async def ready() -> Response:
+        check_ready(engine)
+        return answer(ServerReady(ready=True))
+
+    @router.get(
+        "/v2/models/{name}/versions/{version}",
+        summary="Metadata of one version of a model",
+        **_METADATA,
+    )
+    async def model_version(name: str, version: str) -> Response:
+        return answer(metadata_of(find_version(engine, name, version).manifest))
+
+    @router.get(
+        "/v2/models/{name}",
+        summary="Metadata of a model",
+        **_METADATA,
+    )
+    async def model(name: str) -> Response:
+        return await model_version(name, VERSION)
+
+    @router.get(
+        "/v2/models/{name}/versions/{version}/ready",
+        summary="Readiness of one version of a model",
+        **_READINESS,
+    )
+    async def version_ready(name: str, version: str) -> Response:
+        served = find_version(engine, name, version)
+        engine.check_open()
+        _check_ready(engine, served)
+        return answer(ModelReady(name=served.name, ready=True))
+
+    @router.get(
+        "/v2/models/{name}/ready",
+        summary="Readiness of a model",
+        **_READINESS,
+    )
+    async def model_ready(name: str) -> Response:
+        return await version_ready(name, VERSION)
+
+    @router.post(
+        "/v2/repository/index",
+        summary="List the models",
+        response_model=RepositoryIndex,
+        response_description="Every model, and whether it takes requests.",
+        responses=problems(
+            OipError,
+            e400="The body is not valid JSON, or a field of it is wrong.",
+            e403="A web page of another origin sent the request.",
+            e408="The body did not arrive in time.",
+            e413="The body is too large.",
+        ),
+        openapi_extra=takes(IndexRequest, required=False),
+    )
+    async def index(exchange: ThisExchange) -> Response:
+        body = await read_body(
+            exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s
+        )
+        only_ready = False
+        if body.strip():
+            asked = await checked_json(exchange, body, IndexRequest, reader, explain_request)
+            only_ready = asked.ready
+        entries = [_entry(engine, served) for served in engine.catalog]
+        listed = [one for one in entries if one.state == "READY" or not only_ready]
+        return answer(RepositoryIndex(listed))
+
+    @router.post(
+        "/v2/models/{name}/versions/{version}/infer",
+        summary="Run one version of a model: classify, generate or translate",
+        **_INFERENCE,
+    )
+    async def infer_version(exchange: ThisExchange, name: str, version: str) -> Response:
+        find_version(engine, name, version)  # before the body is read
+        body = await read_inference(exchange, reader)
+        served = find_version(engine, name, version)
+        manifest = served.manifest
+        InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
+        wanted = wanted_outputs(body.asked, manifest)
+        inference = Inference(exchange, engine, reader, served, body, wanted)
+        if manifest.labelled:
+            return await inference.classify()
+        return await inference.write()
+
+    @router.post(
+        "/v2/models/{name}/infer",
+        summary="Run a model: classify, generate or translate",
+        **_INFERENCE,
+    )
+    async def infer(exchange: ThisExchange, name: str) -> Response:
+        return await infer_version(exchange, name, VERSION)
+
+    return router

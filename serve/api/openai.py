@@ -1062,70 +1062,6 @@ def _likelihood(event: GeneratedEvent) -> float:
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-# The routes.
-
-
-def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
-    about = STREAM_ABOUT.format(chunk=chunk)
-    return {200: {"description": about, "content": {"text/event-stream": {}}}, **OPENAI_PROBLEMS}
-
-
-def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
-    router = APIRouter(tags=["openai"], route_class=Route)
-
-    @router.post(
-        "/v1/completions",
-        summary="OpenAI-compatible completion of prompts, or translation of texts",
-        response_model=CompletionResponse,
-        responses=_responses("CompletionChunk"),
-        openapi_extra=takes(CompletionRequest),
-    )
-    async def completions(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, CompletionRequest, reader)
-        served = engine.catalog.pick(asked.model, WRITING)
-        submission = _submission(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        texts = len(asked.prompt) * asked.candidates
-        check_size(texts, max_tokens, asked.logprobs, settings)
-        prompts = await reader.read(
-            exchange,
-            sum(prompt.characters for prompt in asked.prompt),
-            submission.deadline,
-            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
-        )
-        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
-        answer = OpenAIAnswer(submission, response_format, asked, prompts, asked.candidates)
-        ranks = asked.candidates > asked.answers and asked.logprobs is None
-        return await answer.respond(max_tokens, 0 if ranks else asked.logprobs)
-
-    @router.post(
-        "/v1/chat/completions",
-        summary="OpenAI-compatible chat completion",
-        response_model=ChatResponse,
-        responses=_responses("ChatChunk"),
-        openapi_extra=takes(ChatRequest),
-    )
-    async def chat(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, ChatRequest, reader)
-        served = engine.catalog.pick(asked.model, WRITING)
-        _check_chats(served)
-        submission = _submission(exchange, engine, served, asked)
-        max_tokens = asked.limit(settings.max_tokens)
-        check_size(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
-        prompt = await reader.read(
-            exchange,
-            sum(len(message.content) for message in asked.messages),
-            submission.deadline,
-            lambda: _prompt(asked, served),
-        )
-        response_format = ChatFormat(asked.alternatives is not None)
-        answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
-        return await answer.respond(max_tokens, asked.alternatives)
-
-    return router
-
-
 def _check_chats(served: Served) -> None:
     if served.chat is None:
         raise WrongTask(
@@ -1220,53 +1156,6 @@ class EmbeddingResponse(TypedDict):
     stepdial: Annotated[EmbeddingReport, Field(description="Steps and time.")]
 
 
-def embedding_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The route, for an engine."""
-    router = APIRouter(tags=["openai"], route_class=Route)
-
-    @router.post(
-        "/v1/embeddings",
-        summary="OpenAI-compatible embeddings of texts",
-        response_model=EmbeddingResponse,
-        response_description="One vector per text.",
-        responses=OPENAI_PROBLEMS,
-        openapi_extra=takes(EmbeddingRequest),
-    )
-    async def embeddings(exchange: ThisExchange) -> Response:
-        asked = await read_json(exchange, EmbeddingRequest, reader)
-        served = embedder(engine.catalog, asked.model)
-        _check_dimensions(asked.dimensions, served)
-        submission = _embedding_submission(exchange, engine, served, asked)
-        check_count(asked.input, settings.max_inputs)
-        inputs, event = await submission.classify(
-            reader,
-            len(asked.input),
-            sum(len(item.value) for item in asked.input),
-            lambda: read_items(asked.input, served.manifest, served.text, truncate=True),
-            embeds=True,
-        )
-        spent = submission.timing(event.span)
-        vectors = unit_vectors(event)
-        body = {
-            "object": "list",
-            "model": served.name,
-            "data": LazyList(
-                _embedding_items(vectors, event.steps, asked.encoding_format == "base64")
-            ),
-            "usage": _embedding_usage(inputs),
-            "stepdial": {
-                "budget": budget_of(submission.decision.served_at(min(event.steps))),
-                "timing": spent,
-                "truncated": [index for index, one in enumerate(inputs) if one.truncated],
-            },
-        }
-        answered = answer_of(body, vectors.size, server_timing(spent))
-        engine.observe_answer(engine.clock() - event.span.ended_s)
-        return answered
-
-    return router
-
-
 def embedder(catalog: Catalog, name: str | None) -> Served:
     """The model with this name, or the first that gives embeddings; NoEmbeddings if none does."""
     if name is None:
@@ -1340,3 +1229,107 @@ def _embedding_items(
 def _embedding_usage(inputs: Sequence[InputRow]) -> EmbeddingUsage:
     tokens = sum(len(one.row) for one in inputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+# The routes.
+
+
+def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
+    about = STREAM_ABOUT.format(chunk=chunk)
+    return {200: {"description": about, "content": {"text/event-stream": {}}}, **OPENAI_PROBLEMS}
+
+
+def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
+    """The routes, for an engine."""
+    router = APIRouter(tags=["openai"], route_class=Route)
+
+    @router.post(
+        "/v1/completions",
+        summary="OpenAI-compatible completion of prompts, or translation of texts",
+        response_model=CompletionResponse,
+        responses=_responses("CompletionChunk"),
+        openapi_extra=takes(CompletionRequest),
+    )
+    async def completions(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, CompletionRequest, reader)
+        served = engine.catalog.pick(asked.model, WRITING)
+        submission = _submission(exchange, engine, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        texts = len(asked.prompt) * asked.candidates
+        check_size(texts, max_tokens, asked.logprobs, settings)
+        prompts = await reader.read(
+            exchange,
+            sum(prompt.characters for prompt in asked.prompt),
+            submission.deadline,
+            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
+        )
+        response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
+        answer = OpenAIAnswer(submission, response_format, asked, prompts, asked.candidates)
+        ranks = asked.candidates > asked.answers and asked.logprobs is None
+        return await answer.respond(max_tokens, 0 if ranks else asked.logprobs)
+
+    @router.post(
+        "/v1/chat/completions",
+        summary="OpenAI-compatible chat completion",
+        response_model=ChatResponse,
+        responses=_responses("ChatChunk"),
+        openapi_extra=takes(ChatRequest),
+    )
+    async def chat(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, ChatRequest, reader)
+        served = engine.catalog.pick(asked.model, WRITING)
+        _check_chats(served)
+        submission = _submission(exchange, engine, served, asked)
+        max_tokens = asked.limit(settings.max_tokens)
+        check_size(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
+        prompt = await reader.read(
+            exchange,
+            sum(len(message.content) for message in asked.messages),
+            submission.deadline,
+            lambda: _prompt(asked, served),
+        )
+        response_format = ChatFormat(asked.alternatives is not None)
+        answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
+        return await answer.respond(max_tokens, asked.alternatives)
+
+    @router.post(
+        "/v1/embeddings",
+        summary="OpenAI-compatible embeddings of texts",
+        response_model=EmbeddingResponse,
+        response_description="One vector per text.",
+        responses=OPENAI_PROBLEMS,
+        openapi_extra=takes(EmbeddingRequest),
+    )
+    async def embeddings(exchange: ThisExchange) -> Response:
+        asked = await read_json(exchange, EmbeddingRequest, reader)
+        served = embedder(engine.catalog, asked.model)
+        _check_dimensions(asked.dimensions, served)
+        submission = _embedding_submission(exchange, engine, served, asked)
+        check_count(asked.input, settings.max_inputs)
+        inputs, event = await submission.classify(
+            reader,
+            len(asked.input),
+            sum(len(item.value) for item in asked.input),
+            lambda: read_items(asked.input, served.manifest, served.text, truncate=True),
+            embeds=True,
+        )
+        spent = submission.timing(event.span)
+        vectors = unit_vectors(event)
+        body = {
+            "object": "list",
+            "model": served.name,
+            "data": LazyList(
+                _embedding_items(vectors, event.steps, asked.encoding_format == "base64")
+            ),
+            "usage": _embedding_usage(inputs),
+            "stepdial": {
+                "budget": budget_of(submission.decision.served_at(min(event.steps))),
+                "timing": spent,
+                "truncated": [index for index, one in enumerate(inputs) if one.truncated],
+            },
+        }
+        answered = answer_of(body, vectors.size, server_timing(spent))
+        engine.observe_answer(engine.clock() - event.span.ended_s)
+        return answered
+
+    return router
