@@ -35,6 +35,7 @@ from serve.api.body import (
 )
 from serve.api.models import check_ready
 from serve.api.submission import (
+    RUN_PROBLEMS,
     Submission,
     answer,
     check_beams,
@@ -512,23 +513,17 @@ BINARY_SIZE = "binary_data_size"
 _PARTS: tuple[type[BaseModel], ...] = (InferRequest, InputTensor, RequestedOutput)
 
 
-@dataclass(frozen=True, slots=True)
-class InferBody:
-    """A request body: the JSON, and the bytes of each input that was sent as bytes."""
-
-    asked: InferRequest
-    raw: Sequence[memoryview | None]
-
-
-async def read_inference(exchange: Exchange, reader: Reader) -> InferBody:
-    """Parse a request body; BadRequest or InvalidField say what is wrong with it."""
+async def read_inference(
+    exchange: Exchange, reader: Reader
+) -> tuple[InferRequest, list[memoryview | None]]:
+    """The JSON of a request, and the bytes of each input that was sent as bytes."""
     body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
     length = _header_length(exchange, len(body))
     text = body if length is None else body[:length]
     asked = await checked_json(exchange, text, InferRequest, reader, explain_request)
     exchange.weight += len(body) - len(text)
     binary = memoryview(body)[len(body) if length is None else length :]
-    return InferBody(asked, _split(asked, binary, length is not None))
+    return asked, _split(asked, binary, length is not None)
 
 
 def _header_length(exchange: Exchange, size: int) -> int | None:
@@ -849,47 +844,6 @@ def facts_of(budget: Budget, spent: Timing, **found: int | None) -> dict[str, ob
     return facts | {name: one for name, one in optional.items() if one is not None} | {**spent}
 
 
-def written(
-    model: str,
-    request_id: str,
-    facts: Mapping[str, object],
-    wanted: Sequence[OutputChoice],
-    columns: Mapping[str, Values],
-    *headers: tuple[bytes, bytes],
-) -> Response:
-    """The response body: JSON, then the outputs that are sent as bytes."""
-    tensors, binary = [], []
-    for one in wanted:
-        values = columns[one.name]
-        tensor: dict[str, object] = {"name": one.name, "datatype": one.datatype}
-        tensor["shape"] = [len(values)]
-        if one.binary:
-            binary.append(bytes_of(values, one.datatype))
-            tensor["parameters"] = {BINARY_SIZE: len(binary[-1])}
-        elif one.datatype == "FP32":  # rounded as the bytes are
-            tensor["data"] = np.asarray(values, dtype=np.float32).tolist()
-        else:
-            tensor["data"] = values
-        tensors.append(tensor)
-    response = {
-        "model_name": model,
-        "model_version": VERSION,
-        "id": request_id,
-        "parameters": facts,
-        "outputs": tensors,
-    }
-    if not binary:
-        return answer(response, *headers)
-    text = to_json(response)
-    answered = Response(
-        b"".join([text, *binary]),
-        media_type="application/octet-stream",
-        headers={HEADER_LENGTH: str(len(text))},
-    )
-    answered.raw_headers += headers
-    return answered
-
-
 def _check_parameters(output: RequestedOutput, where: str) -> None:
     for name in output.parameters:
         if name == "classification":
@@ -921,17 +875,11 @@ _GIVES: dict[int | str, dict[str, Any]] = {
         "description": "One answer per row; outputs that were requested as bytes follow the JSON.",
         "content": {"application/octet-stream": {"schema": _BYTES}},
     },
+    **{status: one | {"model": OipError} for status, one in RUN_PROBLEMS.items() if status != 422},
     **problems(
         OipError,
         e400="The body cannot be parsed, or asks for something impossible.",
-        e403="A web page of another origin sent the request.",
-        e404="No model with this name or version is served.",
-        e408="The body did not arrive in time.",
-        e413="The body is too large.",
-        e429="The queue is full, or too long for `deadline_ms`. `Retry-After` and "
-        "`retry-after-ms` say when to try again.",
-        e503="The server is starting or shutting down, or the model failed.",
-        e504="The request was accepted, but `deadline_ms` passed before the answer was complete.",
+        e404=_UNKNOWN,
     ),
 }
 _INFERENCE: dict[str, Any] = {
@@ -949,16 +897,17 @@ class Inference:
     engine: Engine
     reader: Reader
     served: Served
-    body: InferBody
+    asked: InferRequest
+    raw: memoryview | None  # the elements, if they were sent as bytes
     wanted: Sequence[OutputChoice]
 
     async def classify(self) -> Response:
         """Labels, scores and steps, per row."""
-        asked = classify_request(self.body.asked.parameters)
+        asked = classify_request(self.asked.parameters)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
         inputs, event = await submission.classify(
             self.reader,
-            self.body.asked.inputs[0].shape[0],
+            self.asked.inputs[0].shape[0],
             self._characters(),
             lambda: self._rows(asked.truncate is not False),
         )
@@ -998,11 +947,10 @@ class Inference:
 
     async def write(self) -> Response:
         """A text per row, each generated by a job of its own."""
-        asked = generate_request(self.body.asked.parameters, self.served.manifest.task)
+        asked = generate_request(self.asked.parameters, self.served.manifest.task)
         submission = Submission.of(self.exchange, self.engine, self.served, asked)
         max_tokens = asked.limit(self.reader.settings.max_tokens)
-        rows = self.body.asked.inputs[0].shape[0]
-        check_size(rows, max_tokens, None, self.reader.settings)
+        check_size(self.asked.inputs[0].shape[0], max_tokens, None, self.reader.settings)
         check_beams(asked, self.served)
         prompts = await self.reader.read(
             self.exchange, self._characters(), submission.deadline, self._prompts
@@ -1036,19 +984,18 @@ class Inference:
         """At most how much text there is to read; None for images and points."""
         if not isinstance(self.served.manifest.input, TextInput):
             return None
-        raw = self.body.raw[0]
-        if raw is not None:
-            return len(raw)
-        data = self.body.asked.inputs[0].data
+        if self.raw is not None:
+            return len(self.raw)
+        data = self.asked.inputs[0].data
         if len(data) > self.reader.settings.max_inputs:  # too many: refused later, with the limit
             return None
         return sum(len(text) for text in data if isinstance(text, str))
 
     def _texts(self) -> list[str]:
-        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
-        if raw is None:
+        tensor = self.asked.inputs[0]
+        if self.raw is None:
             return texts_of_json(tensor.data, tensor.shape, _WHERE)
-        return texts_of_bytes(raw, tensor.shape, _WHERE)
+        return texts_of_bytes(self.raw, tensor.shape, _WHERE)
 
     def _prompts(self) -> list[list[int]]:
         codec = self.served.codec
@@ -1061,11 +1008,11 @@ class Inference:
             texts = enumerate(self._texts())
             items = tuple(Input("text", text, f"text[{row}]") for row, text in texts)
             return read_items(items, self.served.manifest, self.served.text, truncate)
-        tensor, raw = self.body.asked.inputs[0], self.body.raw[0]
+        tensor = self.asked.inputs[0]
         numbers = (
             numbers_of_json(tensor.data, tensor.datatype, tensor.shape, _WHERE)
-            if raw is None
-            else numbers_of_bytes(raw, tensor.datatype, tensor.shape, _WHERE)
+            if self.raw is None
+            else numbers_of_bytes(self.raw, tensor.datatype, tensor.shape, _WHERE)
         )
         if isinstance(spec, ImageInput):
             return image_rows(numbers, tensor.datatype == "UINT8", spec, _WHERE)
@@ -1074,14 +1021,37 @@ class Inference:
     def _answer(
         self, facts: Mapping[str, object], spent: Timing, columns: Mapping[str, Values]
     ) -> Response:
-        return written(
-            self.served.name,
-            self.body.asked.id or self.exchange.id,
-            facts,
-            self.wanted,
-            columns,
-            server_timing(spent),
+        """The response body: JSON, then the outputs that are sent as bytes."""
+        tensors, binary = [], []
+        for one in self.wanted:
+            values = columns[one.name]
+            tensor: dict[str, object] = {"name": one.name, "datatype": one.datatype}
+            tensor["shape"] = [len(values)]
+            if one.binary:
+                binary.append(bytes_of(values, one.datatype))
+                tensor["parameters"] = {BINARY_SIZE: len(binary[-1])}
+            elif one.datatype == "FP32":  # rounded as the bytes are
+                tensor["data"] = np.asarray(values, dtype=np.float32).tolist()
+            else:
+                tensor["data"] = values
+            tensors.append(tensor)
+        response = {
+            "model_name": self.served.name,
+            "model_version": VERSION,
+            "id": self.asked.id or self.exchange.id,
+            "parameters": facts,
+            "outputs": tensors,
+        }
+        if not binary:
+            return answer(response, server_timing(spent))
+        text = to_json(response)
+        answered = Response(
+            b"".join([text, *binary]),
+            media_type="application/octet-stream",
+            headers={HEADER_LENGTH: str(len(text))},
         )
+        answered.raw_headers.append(server_timing(spent))
+        return answered
 
 
 # The routes.
@@ -1193,12 +1163,12 @@ def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
     )
     async def infer_version(exchange: ThisExchange, name: str, version: str) -> Response:
         find_version(engine, name, version)  # before the body is read
-        body = await read_inference(exchange, reader)
+        asked, raw = await read_inference(exchange, reader)
         served = find_version(engine, name, version)
         manifest = served.manifest
-        InputSpec.of(manifest).check(body.asked.inputs, served.name, settings.max_inputs)
-        wanted = wanted_outputs(body.asked, manifest)
-        inference = Inference(exchange, engine, reader, served, body, wanted)
+        InputSpec.of(manifest).check(asked.inputs, served.name, settings.max_inputs)
+        wanted = wanted_outputs(asked, manifest)
+        inference = Inference(exchange, engine, reader, served, asked, raw[0], wanted)
         if manifest.labelled:
             return await inference.classify()
         return await inference.write()
