@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from serve.bundle import Calibration, Level
 from serve.runtime import margins
-from serve.runtime.margins import Present
+from serve.runtime.classifier import Present
 from serve.runtime.protocol import FloatArray
 
 CONFIDENCE = 0.95

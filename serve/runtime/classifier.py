@@ -7,14 +7,44 @@ from itertools import accumulate, pairwise
 from typing import TypeVar, final
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.bundle import BundleError, Manifest
 from serve.parts import cut_rows
 from serve.runtime.device import Array
-from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 from serve.runtime.session import StepSessions, check_rows
+
+# The margin of an answer is how far its largest logit is ahead of the second; for a label at each
+# position, the smallest of the row. Padding does not count.
+
+
+Present = npt.NDArray[np.bool_]  # (B, N): positions that are not padding
+
+
+def present_positions(rows: RowArray, manifest: Manifest) -> Present | None:
+    """Where rows have tokens, for models that label positions; None for others."""
+    if manifest.task != "tag":
+        return None
+    present: Present = rows != manifest.text_tokenizer.pad_id
+    return present
+
+
+def ahead(logits: FloatArray, present: Present | None) -> FloatArray:
+    """Margins (..., B) of logits (..., B, C), or (..., B, N, C) of rows with these positions.
+
+    -inf where a logit is NaN.
+    """
+    top = np.partition(logits, -2, axis=-1)[..., -2:]  # a NaN counts as the largest
+    with np.errstate(invalid="ignore"):
+        margins: FloatArray = top[..., 1] - top[..., 0]
+    margins[np.isnan(margins)] = -np.inf
+    if present is None:
+        return margins
+    least: FloatArray = np.where(present, margins, np.inf).min(axis=-1)
+    return least
+
 
 Beside = dict[str, Array]  # the step's context, and the last velocity
 

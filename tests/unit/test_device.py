@@ -22,7 +22,12 @@ from serve.bundle import Bundle, Cache, read_bundle
 from serve.local import LocalModel
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout
-from serve.runtime.classifier import OrtStepClassifier, ParallelStepClassifier
+from serve.runtime.classifier import (
+    OrtStepClassifier,
+    ParallelStepClassifier,
+    ahead,
+    present_positions,
+)
 from serve.runtime.decoder import OrtDecodeBatch, OrtDecoder
 from serve.runtime.device import (
     HOST,
@@ -36,7 +41,6 @@ from serve.runtime.device import (
     memory_for,
     pick_graph,
 )
-from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import Device, EarlyAnswers, FloatArray, IntArray, Speculation
 from serve.runtime.session import open_steps
 from tests.fixtures.tiny_bundles import build_classify, build_generate
