@@ -256,86 +256,6 @@ def last_of(tokens: IntArray) -> IntArray:
     return np.array([len(tokens) - 1], dtype=np.int64)
 
 
-_KEPT_SIZES = 64
-
-
-@final
-@dataclass(slots=True)
-class _Embed:
-    binding: ort.IOBinding
-    tokens: IntArray  # (B, 1)
-    past: npt.NDArray[np.int32]  # (B,)
-    held: tuple[Array, Array]  # both, where the graph reads them
-    total: npt.NDArray[np.int32]  # ()
-
-
-@final
-@dataclass(slots=True)
-class _Head:
-    binding: ort.IOBinding
-    keep: Array
-    logits: Array  # (B, 1, V)
-
-
-@final
-class EmbedAndHead:
-    """Embedding and head of rows with one token each, bound to buffers once for each size."""
-
-    def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
-        self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
-        self._memory = sessions.memory
-        self._embeds: dict[int, _Embed] = {}
-        self._heads: dict[int, _Head] = {}
-
-    def embed(
-        self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
-    ) -> tuple[Array, Array, int]:
-        """States (B, 1, D), lengths (B,) and the largest for tokens (B,) after positions (B,)."""
-        memory, call = self._memory, self._embeds.get(rows) or self._bound_embed(rows)
-        call.tokens[:, 0], call.past[:] = tokens, past
-        memory.write(call.held[0], call.tokens)
-        memory.write(call.held[1], call.past)
-        x = memory.empty((rows, 1, self._width), np.float32)
-        seqlens = memory.empty((rows,), np.int32)
-        memory.bind_output(call.binding, "x", x)
-        memory.bind_output(call.binding, "seqlens", seqlens)
-        self._sessions.embed.run_with_iobinding(call.binding)
-        return x, seqlens, int(call.total)
-
-    def head(self, x: Array) -> FloatArray:
-        """Logits (B, V) of states (B, 1, D), a copy."""
-        rows = x.shape[0]
-        call = self._heads.get(rows) or self._bound_head(rows)
-        self._memory.bind_input(call.binding, "x", x)
-        self._sessions.head.run_with_iobinding(call.binding)
-        logits: FloatArray = self._memory.read(call.logits)[:, 0].copy()  # type: ignore[assignment]  # float32
-        return logits
-
-    def _bound_embed(self, rows: int) -> _Embed:
-        memory, binding = self._memory, self._sessions.embed.io_binding()
-        tokens, past = np.zeros((rows, 1), dtype=np.int64), np.zeros(rows, dtype=np.int32)
-        held = memory.hold(tokens), memory.hold(past)
-        call = _Embed(binding, tokens, past, held, np.empty((), dtype=np.int32))
-        memory.bind_input(binding, "tokens", held[0])
-        memory.bind_input(binding, "past", held[1])
-        HOST.bind_output(binding, "total", call.total)
-        if len(self._embeds) >= _KEPT_SIZES:
-            self._embeds.clear()
-        self._embeds[rows] = call
-        return call
-
-    def _bound_head(self, rows: int) -> _Head:
-        memory, binding = self._memory, self._sessions.head.io_binding()
-        logits = memory.empty((rows, 1, self._vocab_size), np.float32)
-        call = _Head(binding, memory.hold(np.zeros(1, dtype=np.int64)), logits)
-        memory.bind_input(binding, "keep", call.keep)
-        memory.bind_output(binding, "logits", call.logits)
-        if len(self._heads) >= _KEPT_SIZES:
-            self._heads.clear()
-        self._heads[rows] = call
-        return call
-
-
 _NUMBERS = count()  # unique over all batches
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
@@ -497,16 +417,10 @@ class CachedRows:
 class OrtDecodeBatch(CachedRows):
     """Rows on onnxruntime, which also run step by step, share calls, and speculate."""
 
-    def __init__(
-        self,
-        passes: OrtPasses,
-        embed_and_head: EmbedAndHead,
-        layout: CacheLayout,
-    ) -> None:
+    def __init__(self, passes: OrtPasses, layout: CacheLayout) -> None:
         super().__init__(passes, layout, passes.vocab_size)
         self.number = next(_NUMBERS)
         self.sessions, self.names, self.width = passes.sessions, passes.names, passes.width
-        self._embed_and_head = embed_and_head
 
     @property
     def steps(self) -> int:
@@ -529,17 +443,18 @@ class OrtDecodeBatch(CachedRows):
 
     def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
         """The first state of rows with these tokens (B,), after these positions (B,)."""
-        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
+        sessions = self.sessions
+        given: dict[str, Array] = {"tokens": tokens[:, None], "past": past}
+        x, seqlens = sessions.memory.run(sessions.embed, ["x", "seqlens"], given)
         # At the first step the last velocity has no weight, so any numbers do.
-        return StepState(x, x, seqlens, total)
-
-    def state(self, token: int, past: int) -> Array:
-        """The first state (1, 1, D) of one row with this token."""
-        return self._embed_and_head.embed(token, past)[0]
+        return StepState(x, x, seqlens, int(past.max()) + 1)
 
     def read_off(self, x: Array) -> FloatArray:
         """Logits (B, V) of states (B, 1, D)."""
-        return self._embed_and_head.head(x)
+        sessions = self.sessions
+        given = {"x": x, "keep": _FIRST_OF_ONE}
+        (logits,) = sessions.memory.run(sessions.head, ["logits"], given)
+        return sessions.memory.read(logits)[:, 0]  # type: ignore[return-value]  # float32
 
     def reach(self, positions: int, lead: int) -> None:
         """Make room for this many positions in the only row, which speculates with this lead.
@@ -626,7 +541,6 @@ class OrtDecoder(CachedDecoder):
         names = cache_names(sessions.stages, manifest.shape.layers)
         self._own = OrtPasses(sessions, names, width, vocab_size)
         super().__init__(self._own, CacheLayout.of(manifest, rung), vocab_size)
-        self._embed_and_head = EmbedAndHead(sessions, width, vocab_size)
 
     def open_batch(self) -> OrtDecodeBatch:
-        return OrtDecodeBatch(self._own, self._embed_and_head, self._layout)
+        return OrtDecodeBatch(self._own, self._layout)
