@@ -1,7 +1,7 @@
 """A classifier rung on onnxruntime, whole or step by step, and rows split over threads."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import TypeVar, final
@@ -204,59 +204,7 @@ class OrtClassifier:
         return self.run(rows)
 
 
-ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
-
-
-@final
-class Threads:
-    """Threads that run parts of a call, the calling one included; started when first needed."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._others: ThreadPoolExecutor | None = None
-
-    def each(self, call: Callable[[ItemT], AnswerT], items: Sequence[ItemT]) -> list[AnswerT]:
-        """The answers to all items; each thread takes the next item when it is free.
-
-        If a call raises, raises after all that had begun have ended.
-        """
-        if len(items) == 1:
-            return [call(items[0])]
-        if self._others is None:
-            self._others = ThreadPoolExecutor(self.most - 1, "rows")
-        waiting = deque(range(len(items)))
-        answers: dict[int, AnswerT] = {}
-
-        def work() -> None:
-            while True:
-                try:
-                    place = waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    answers[place] = call(items[place])
-                except BaseException:
-                    waiting.clear()
-                    raise
-
-        others: list[Future[None]] = []
-        try:
-            for _ in range(min(self.most, len(items)) - 1):
-                others.append(self._others.submit(work))  # may fail to start a thread
-            work()
-        finally:
-            waiting.clear()  # empty, unless something failed
-            for other in others:
-                other.exception()  # waits for its end
-        for other in others:
-            other.result()
-        return [answers[place] for place in range(len(items))]
-
-    def close(self) -> None:
-        if self._others is not None:
-            self._others.shutdown(wait=False)
-            self._others = None
 
 
 # A session's own threads synchronise after every matrix product, often within microseconds; parts
@@ -266,26 +214,65 @@ class Threads:
 
 @final
 class RowSplitter:
-    """Splits the rows of a call over threads."""
+    """Splits the rows of a call over threads, the calling one included; started when needed."""
 
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._others: ThreadPoolExecutor | None = None
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
-        """The answers of the parts in order; raises after all have ended, if one did."""
-        sizes = cut_rows(len(rows), self._threads.most) if rows.ndim else [1]
+        """The answers of the parts in order; each thread takes the next part when it is free.
+
+        If a call raises, raises after all that had begun have ended.
+        """
+        sizes = cut_rows(len(rows), self.most) if rows.ndim else [1]
         if len(sizes) == 1:
             return [call(rows)]
+        if self._others is None:
+            self._others = ThreadPoolExecutor(self.most - 1, "rows")
         bounds = pairwise(accumulate(sizes, initial=0))
-        return self._threads.each(call, [rows[low:high] for low, high in bounds])
+        waiting = deque(enumerate(rows[low:high] for low, high in bounds))
+        answers: dict[int, AnswerT] = {}
+
+        def work() -> None:
+            while True:
+                try:
+                    place, part = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[place] = call(part)
+                except BaseException:
+                    waiting.clear()
+                    raise
+
+        others: list[Future[None]] = []
+        try:
+            for _ in range(min(self.most, len(sizes)) - 1):
+                others.append(self._others.submit(work))  # may fail to start a thread
+            work()
+        finally:
+            waiting.clear()  # empty, unless something failed
+            for other in others:
+                other.exception()  # waits for its end
+        for other in others:
+            other.result()
+        return [answers[place] for place in range(len(sizes))]
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown(wait=False)
+            self._others = None
 
 
 class ParallelClassifier:
     """A rung of a classifier, its rows split over threads."""
 
-    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: RowSplitter) -> None:
+    def __init__(
+        self, classifier: OrtClassifier | OrtStepClassifier, splitter: RowSplitter
+    ) -> None:
         self._classifier = classifier
-        self._splitter = parts
+        self._splitter = splitter
 
     def run(self, rows: RowArray) -> FloatArray:
         return np.concatenate(self._splitter.each(self._classifier.run, rows))
@@ -298,8 +285,8 @@ class ParallelClassifier:
 class ParallelStepClassifier(ParallelClassifier):
     """A rung that can run step by step, its rows split over threads."""
 
-    def __init__(self, steps: OrtStepClassifier, parts: RowSplitter) -> None:
-        super().__init__(steps, parts)
+    def __init__(self, steps: OrtStepClassifier, splitter: RowSplitter) -> None:
+        super().__init__(steps, splitter)
         self._steps = steps
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:

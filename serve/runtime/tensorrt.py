@@ -29,8 +29,8 @@ from serve.runtime.protocol import (
     FloatArray,
     IntArray,
     Unrolled,
-    largest_row,
-    largest_tokens,
+    run_largest,
+    rung_for,
 )
 from serve.runtime.session import (
     INSTALL,
@@ -906,16 +906,12 @@ class TrtModel:
         self._library = load_tensorrt()
         self._cuda = open_cuda(number)
         self._device = Device(engines=folder, number=number)
-        self._bundle = bundle
+        self.bundle = bundle
         self._folder = folder
         self._engines = read_engines(folder, bundle, this_host(self._cuda))
         self._pool = ContextPool(self._library, self._cuda)
         self._sessions: dict[str, TrtSession] = {}
         self._memory = TrtMemory(self._cuda)
-
-    @property
-    def bundle(self) -> Bundle:
-        return self._bundle
 
     @property
     def precision(self) -> Precision:
@@ -928,23 +924,23 @@ class TrtModel:
 
     @property
     def single_steps(self) -> bool:
-        return self._device.runs_single_steps(self._bundle.manifest)
+        return self._device.runs_single_steps(self.bundle.manifest)
 
     def classifier(self, steps: int) -> OrtClassifier:
         rung = self._rung(steps, "classify", "tag")
-        return OrtClassifier(self._session(rung.graph), self._bundle.manifest)
+        return OrtClassifier(self._session(rung.graph), self.bundle.manifest)
 
     def step_classifier(self, steps: int) -> OrtStepClassifier:
         self._rung(steps, "classify", "tag")
         if not self.single_steps:
             raise BundleError(
-                f"{self._bundle.manifest.name} has one engine for each step count, which cannot "
+                f"{self.bundle.manifest.name} has one engine for each step count, which cannot "
                 "stop early: export the run with calibration, and build engines of that bundle"
             )
-        return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        return OrtStepClassifier(self._step_sessions(), self.bundle.manifest, steps)
 
     def decoder(self, steps: int) -> CachedDecoder | OrtPrefixDecoder:
-        manifest, rung = self._bundle.manifest, self._rung(steps, "generate")
+        manifest, rung = self.bundle.manifest, self._rung(steps, "generate")
         if not manifest.keeps_caches:
             return OrtPrefixDecoder(self._session(rung.graph), manifest)
         sessions, vocab_size = self._step_sessions(), manifest.text_tokenizer.vocab_size
@@ -956,7 +952,7 @@ class TrtModel:
 
     def unrolled(self, steps: int) -> Unrolled:
         """The rung in the form that there is here: of a decoder with caches, its steps."""
-        if self._bundle.manifest.labelled:
+        if self.bundle.manifest.labelled:
             return self.classifier(steps)
         return self.decoder(steps)
 
@@ -964,31 +960,15 @@ class TrtModel:
         rung = self._rung(steps, "translate")
         assert rung.encoder is not None
         return OrtTranslator(
-            self._session(rung.encoder), self._session(rung.graph), self._bundle.manifest
+            self._session(rung.encoder), self._session(rung.graph), self.bundle.manifest
         )
 
     def mix(self) -> None:
         return None
 
     def warm_up(self) -> None:
-        manifest = self._bundle.manifest
-        for steps in manifest.steps:
-            if manifest.labelled:
-                self.classifier(steps).run(largest_row(manifest)[None])
-                if self.single_steps and steps == manifest.full_steps:
-                    self.step_classifier(steps).run(largest_row(manifest)[None])
-            elif manifest.task == "generate":
-                batch = self.decoder(steps).open_batch()
-                batch.add(
-                    largest_tokens(manifest)[:-1]
-                    if manifest.keeps_caches
-                    else largest_tokens(manifest)
-                )
-                if manifest.keeps_caches:
-                    batch.step(largest_tokens(manifest)[:1])
-            else:
-                answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
-                self.translator(steps).read(largest_tokens(manifest)).follow(answer)
+        for steps in self.bundle.manifest.steps:
+            run_largest(self, steps)
 
     def close(self) -> None:
         """Free the GPU's memory."""
@@ -1010,7 +990,7 @@ class TrtModel:
 
     def _step_sessions(self) -> StepSessions:
         """The engines of embedding, step and head."""
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         assert manifest.step is not None
         embed, step, head = (
             cast("InterruptibleSession", self._session(graph))
@@ -1030,9 +1010,4 @@ class TrtModel:
         return self._sessions[graph]
 
     def _rung(self, steps: int, *tasks: Task) -> Rung:
-        manifest = self._bundle.manifest
-        if manifest.task not in tasks:
-            raise BundleError(
-                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
-            )
-        return manifest.rung(steps)
+        return rung_for(self.bundle.manifest, steps, *tasks)
