@@ -430,9 +430,11 @@ def run_largest(model: Model, steps: int) -> None:
         model.translator(steps).read(tokens).follow(answer)
         return
     batch = model.decoder(steps).open_batch()
-    batch.add(tokens[: max(1, len(tokens) - 1)])
-    if len(tokens) > 1:
+    if manifest.keeps_caches and len(tokens) > 1:
+        batch.add(tokens[:-1])
         batch.step(tokens[-1:])
+    else:
+        batch.add(tokens)
 
 
 def rung_for(manifest: Manifest, steps: int, *tasks: Task) -> Rung:

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Rung, Task
+from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Manifest, Rung, Task
 from serve.bundle.folder import check_file, file_entry
 from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
 from serve.runtime.cache import CacheLayout
 from serve.runtime.classifier import OrtClassifier, OrtStepClassifier
-from serve.runtime.decoder import CachedDecoder, Pass
+from serve.runtime.decoder import CachedDecoder, Pass, Passes, PastArray, WholePass
 from serve.runtime.device import Array as DeviceOrHost
 from serve.runtime.device import DeviceArray, DeviceCaches, KeptRows
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
@@ -38,7 +38,6 @@ from serve.runtime.session import (
     InterruptibleSession,
     Profile,
     StepSessions,
-    cache_names,
     step_sessions,
 )
 
@@ -541,14 +540,16 @@ class TrtMemory:
         self.write(held, array)
         return held
 
-    def write(self, target: DeviceArray, values: Array) -> None:
+    def write(self, target: DeviceOrHost, values: Array) -> None:
         """Start copying to the GPU."""
-        assert target.shape == values.shape and target.dtype == values.dtype
+        assert isinstance(target, DeviceArray) and target.shape == values.shape
+        assert target.dtype == values.dtype
         self.cuda.upload(np.ascontiguousarray(values), target.address)
         self.written_bytes += values.nbytes
 
-    def read(self, array: DeviceArray) -> Array:
+    def read(self, array: DeviceOrHost) -> Array:
         """Wait for the stream; the contents on the host."""
+        assert isinstance(array, DeviceArray)
         values: Array = np.empty(array.shape, dtype=array.dtype)
         self.cuda.download(array.address, values)
         self.cuda.wait()
@@ -595,15 +596,13 @@ class _Rows(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class TrtPasses:
+class TrtPasses(Passes):
     """Passes on the engines of embedding, step and head."""
 
-    sessions: StepSessions  # their memory is not used: what passes read and write is on the GPU
-    memory: TrtMemory
-    names: Sequence[str]  # of the buffers of one step
-    width: int
-    vocab_size: int
+    def __init__(self, sessions: StepSessions, manifest: Manifest, memory: TrtMemory) -> None:
+        """The sessions' own memory is not used: what passes read and write is on the GPU."""
+        super().__init__(sessions, manifest)
+        self.memory = memory
 
     def caches(self, layout: CacheLayout, lead: int) -> DeviceCaches:
         return DeviceCaches(layout, self.memory)
@@ -612,7 +611,7 @@ class TrtPasses:
         self,
         caches: Sequence[DeviceOrHost],
         tokens: IntArray,
-        past: npt.NDArray[np.int32],
+        past: PastArray,
         keep: IntArray,
     ) -> Pass:
         most = engine_of_session(self.sessions.step).max_rows
@@ -630,19 +629,12 @@ class TrtPasses:
 
 
 @final
-class _PassOfParts:
+class _PassOfParts(Pass):
     """A pass of more rows than the engines take: one part after another."""
 
     def __init__(self, tokens: IntArray, parts: Sequence["TrtPass"]) -> None:
-        self.tokens = tokens
+        self.tokens, self.steps = tokens, parts[0].steps
         self._parts = parts
-
-    @property
-    def steps(self) -> int:
-        return self._parts[0].steps
-
-    def run(self) -> FloatArray:
-        return np.concatenate([part.run() for part in self._parts])
 
     def begin(self) -> None:
         for one in self._parts:
@@ -657,7 +649,7 @@ class _PassOfParts:
 
 
 @final
-class TrtPass:
+class TrtPass(WholePass):
     """A pass through the engines; what it reads and writes stays on the GPU."""
 
     def __init__(
@@ -665,36 +657,19 @@ class TrtPass:
         passes: TrtPasses,
         caches: Sequence[DeviceArray],
         tokens: IntArray,
-        past: npt.NDArray[np.int32],
+        past: PastArray,
         keep: IntArray,
     ) -> None:
-        self.tokens, self.past = tokens, past  # (B, S), (B,)
-        self._memory = memory = passes.memory
-        self._caches = caches
-        sessions, names = passes.sessions, passes.names
-        rows, length = tokens.shape
-        self.steps = len(caches) // len(names)
-        shape = rows, length, passes.width
-        states = [memory.empty(shape, np.float32) for _ in range(2)]
-        velocities = [
-            memory.hold(np.zeros(shape, np.float32)) for _ in range(2 if sessions.history else 0)
-        ]
-        seqlens = memory.empty((rows,), np.int32)
-        self._given = [(memory.hold(values), values) for values in (tokens, past)]
+        sessions, memory = passes.sessions, passes.memory
+        self._cuda, self._caches = memory.cuda, caches
         self._embed, self._step, self._head = (
             engine_of_session(one) for one in (sessions.embed, sessions.step, sessions.head)
         )
-        self._embedded = {
-            "tokens": self._given[0][0],
-            "past": self._given[1][0],
-            "x": states[0],
-            "seqlens": seqlens,
-        }
         # The new keys and values of all steps, in the order that the caches have in memory.
-        _, _, *heads = caches[0].shape
+        (rows, length), (_, _, *heads) = tokens.shape, caches[0].shape
         self._new = memory.empty((len(caches), rows, length, *heads), caches[0].dtype)
         self._places = sorted(cache.address for cache in caches)
-        each = [
+        made = [
             DeviceArray(
                 self._new.value,
                 (rows, length, *heads),
@@ -703,45 +678,24 @@ class TrtPass:
             )
             for cache in caches
         ]
-        self._stepped: list[Mapping[str, DeviceArray]] = []
-        for step in range(self.steps):
-            now, then = step % 2, (step + 1) % 2
-            arrays = {"x": states[now], "y": states[then], "seqlens": seqlens}
-            for name, values in sessions.times(step, self.steps, rows).items():
-                arrays[name] = memory.hold(values)
-            if sessions.history:
-                arrays |= {"previous": velocities[now], "v": velocities[then]}
-            here = slice(step * len(names), (step + 1) * len(names))
-            for name, cache, new in zip(names, caches[here], each[here], strict=True):
-                arrays |= {name: cache, f"{name}_out": new}
-            self._stepped.append(arrays)
-        self._logits = memory.empty((rows, len(keep), passes.vocab_size), np.float32)  # (B, K, V)
-        self._read = {"x": states[self.steps % 2], "keep": memory.hold(keep)}
-        self._read["logits"] = self._logits
-
-    def run(self) -> FloatArray:
-        self.begin()
-        self.advance(0, self.steps)
-        return self.end()
+        super().__init__(passes, memory, caches, made, tokens, past, keep)
 
     def begin(self) -> None:
-        self._memory.cuda.use()
-        for held, values in self._given:
-            self._memory.write(held, values)
-        self._embed.launch(self._embedded)
+        self._cuda.use()
+        self.write_given()
+        self._embed.launch(self.embedded)
 
     def advance(self, first: int, end: int) -> None:
-        self._memory.cuda.use()
-        for arrays in self._stepped[first:end]:
+        self._cuda.use()
+        for arrays in self.stepped[first:end]:
             self._step.launch(arrays)
         if end == self.steps:  # a chunk of a prompt ends here, without logits
             self._keep_new()
 
     def end(self) -> FloatArray:
-        self._memory.cuda.use()
-        self._head.launch(self._read)
-        logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
-        return logits
+        self._cuda.use()
+        self._head.launch(self.read_out)
+        return self.memory.read(self.logits)  # type: ignore[return-value]  # float32
 
     def _keep_new(self) -> None:
         """Put the new keys and values of each row behind those that there are."""
@@ -750,7 +704,7 @@ class TrtPass:
         row = cache.shape[1] * position
         new_row = self._new.shape[2] * position
         for index, past in enumerate(self.past.tolist()):
-            self._memory.cuda.copy_rows(
+            self._cuda.copy_rows(
                 first + index * row + past * position,
                 second - first,
                 self._new.address + index * new_row,
@@ -943,12 +897,9 @@ class TrtModel:
         manifest, rung = self.bundle.manifest, self._rung(steps, "generate")
         if not manifest.keeps_caches:
             return OrtPrefixDecoder(self._session(rung.graph), manifest)
-        sessions, vocab_size = self._step_sessions(), manifest.text_tokenizer.vocab_size
-        names = cache_names(sessions.stages, manifest.shape.layers)
-        passes = TrtPasses(sessions, self._memory, names, manifest.shape.state_width, vocab_size)
-        kind = engine_of_session(sessions.step).kind_of(names[0])
-        layout = replace(CacheLayout.of(manifest, rung), kind=kind)
-        return CachedDecoder(passes, layout, vocab_size)
+        passes = TrtPasses(self._step_sessions(), manifest, self._memory)
+        kind = engine_of_session(passes.sessions.step).kind_of(passes.names[0])
+        return CachedDecoder(passes, replace(CacheLayout.of(manifest, rung), kind=kind))
 
     def unrolled(self, steps: int) -> Unrolled:
         """The rung in the form that there is here: of a decoder with caches, its steps."""
