@@ -30,7 +30,7 @@ from serve.engine.job import (
 )
 from serve.errors import ModelFailure, ModelGone
 from serve.metrics import Metrics
-from serve.runtime import Batches, EarlyAnswers
+from serve.runtime import Batches, Classifier, EarlyAnswers
 from serve.runtime.protocol import RowArray, largest_row, largest_tokens
 
 _log = logging.getLogger("stepdial")
@@ -233,6 +233,8 @@ class EngineModel:
         self.shedder = LoadShedder(common.limits.degrade_wait_s)  # of generations
         self.threw: LaneKey | None = None  # the lane whose last call did, until one succeeds
         self.check = FailureCheck(self)
+        self._classifiers: dict[int, Classifier] = {}  # by steps, as the runtime opened them
+        self._batches: dict[int, Batches] = {}
         self._nfe = {rung.steps: rung.nfe for rung in self.manifest.rungs}
 
     def busy(self) -> list[Turn]:
@@ -255,7 +257,9 @@ class EngineModel:
             return self.runtime.step_classifier(lane.steps).traced(rows, lane.threshold)
         if lane.threshold is not None:
             return self.runtime.step_classifier(lane.steps).early(rows, lane.threshold)
-        classifier = self.runtime.classifier(lane.steps)
+        classifier = self._classifiers.get(lane.steps)
+        if classifier is None:
+            classifier = self._classifiers[lane.steps] = self.runtime.classifier(lane.steps)
         run = classifier.embed if lane.embeds else classifier.run
         logits = run(rows)  # (B, C), or (B, N, C); of embeddings (B, D)
         spent = np.full(len(rows), self.nfe(lane.steps), dtype=np.int64)
@@ -263,9 +267,12 @@ class EngineModel:
 
     def batches(self, steps: int) -> Batches:
         """The rung that generates or translates at these steps."""
-        if self.manifest.task == "translate":
-            return self.runtime.translator(steps)
-        return self.runtime.decoder(steps)
+        batches = self._batches.get(steps)
+        if batches is None:
+            runtime, translates = self.runtime, self.manifest.task == "translate"
+            batches = runtime.translator(steps) if translates else runtime.decoder(steps)
+            self._batches[steps] = batches
+        return batches
 
     def nfe(self, steps: int) -> int:
         """Velocity evaluations of a row that takes these steps."""

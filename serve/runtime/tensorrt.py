@@ -392,7 +392,7 @@ class TrtSession:
         """Run for these outputs; more rows than the engine takes are split into parts."""
         self._cuda.use()
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
-        most = self._max_rows()
+        most = self.max_rows
         parts = [
             self._run_part(
                 outputs, {name: _rows(name, array, start, most) for name, array in feeds.items()}
@@ -498,9 +498,6 @@ class TrtSession:
     @property
     def max_rows(self) -> int:
         """The most rows of a call."""
-        return self._max_rows()
-
-    def _max_rows(self) -> int:
         name = next(one for one in self._inputs if one not in _SHARED)
         return max(profile[name].max[0] for profile in self._profiles)
 
