@@ -1,8 +1,9 @@
 """A classifier rung on onnxruntime, whole or step by step, and rows split over threads."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar, final
 
@@ -64,14 +65,10 @@ class OrtStepClassifier:
         self._name = sessions.embed.get_inputs()[0].name
 
     def run(self, rows: RowArray) -> FloatArray:
-        for state, context in self._states(rows):
-            last, beside = state, context
-        return self._read(last, beside)
+        return self._run("logits", rows)
 
     def embed(self, rows: RowArray) -> FloatArray:
-        for state, context in self._states(rows):
-            last, beside = state, context
-        return self._read(last, beside, "embedding")
+        return self._run("embedding", rows)
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         self._check_jumps()
@@ -114,12 +111,18 @@ class OrtStepClassifier:
         self._check_jumps()
         return self._readouts(rows)
 
+    def _run(self, output: str, rows: RowArray) -> FloatArray:
+        x, beside = self._embed(rows)
+        for step in range(self._steps):
+            x = self._step(step, x, beside)
+        return self._read(x, beside, output)
+
     def _readouts(self, rows: RowArray) -> FloatArray:
         logits: list[FloatArray] = []
-        states = self._states(rows)
-        x, context = next(states)
-        for step, (y, _) in enumerate(states):
-            logits.append(self._read(self._end(step, x, y), context))
+        x, beside = self._embed(rows)
+        for step in range(self._steps):
+            y = self._step(step, x, beside)
+            logits.append(self._read(self._end(step, x, y), beside))
             x = y
         return np.stack(logits)
 
@@ -140,14 +143,6 @@ class OrtStepClassifier:
                 f"{self._manifest.name} is integrated by {self._manifest.method}, whose states "
                 "are no jumps; export it with --method euler"
             )
-
-    def _states(self, rows: RowArray) -> Iterator[tuple[Array, Beside]]:
-        """The state before the first step and after each, with its context."""
-        x, beside = self._embed(rows)
-        yield x, beside
-        for step in range(self._steps):
-            x = self._step(step, x, beside)
-            yield x, beside
 
     def _embed(self, rows: RowArray) -> tuple[Array, Beside]:
         embed = self._sessions.embed
@@ -290,17 +285,12 @@ class ParallelStepClassifier(ParallelClassifier):
         self._steps = steps
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
-        def early(part: RowArray) -> EarlyAnswers:
-            return self._steps.early(part, threshold)
-
-        found = self._splitter.each(early, rows)
-        logits, evaluations, _ = zip(*found, strict=True)
+        early = partial(self._steps.early, threshold=threshold)
+        logits, evaluations, _ = zip(*self._splitter.each(early, rows), strict=True)
         return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
-        def traced(part: RowArray) -> EarlyAnswers:
-            return self._steps.traced(part, threshold)
-
+        traced = partial(self._steps.traced, threshold=threshold)
         logits, evaluations, readouts = zip(*self._splitter.each(traced, rows), strict=True)
         return EarlyAnswers(
             np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)
