@@ -39,9 +39,9 @@ from benchmarks.lab import (
 from export.run import Origin
 from serve.bundle import Bundle
 from serve.runtime import open_model
-from serve.runtime.decoder import BoundPass
+from serve.runtime.decoder import BoundPass, OrtPasses
 from serve.runtime.protocol import CacheArray, FloatArray, IntArray
-from serve.runtime.session import cache_names, open_steps
+from serve.runtime.session import open_steps
 from train.blocks import Block, BlockVelocity
 from train.model import Embedding, OTTransformer, Stepped
 
@@ -161,26 +161,23 @@ def _our_calls(
 ) -> Calls:
     """Ours of one precision: a batch, and row after row."""
     manifest, sessions = bundle.manifest, open_steps(bundle, threads=1)
-    shape, vocabulary = manifest.shape, manifest.text_tokenizer.vocab_size
-    slots = cache_names(sessions.stages, shape.layers)
+    shape, passes = manifest.shape, OrtPasses(sessions, manifest)
     most, steps = batches[-1], manifest.full_steps
     draw = np.random.default_rng(0)
     size = (most, shape.heads, context, shape.head_width)
-    floats = [draw.standard_normal(size, dtype=np.float32) for _ in range(steps * len(slots))]
+    floats = [
+        draw.standard_normal(size, dtype=np.float32) for _ in range(steps * len(passes.names))
+    ]
     caches: list[CacheArray] = [*floats]
     if manifest.cache == "kv_int8":
         caches = [(20 * each).astype(np.int8) for each in floats]
 
     def bound_pass(first: int, rows: int) -> BoundPass:
-        return BoundPass(
-            sessions,
-            slots,
+        return passes.open(
             [array[first : first + rows] for array in caches],
             np.ones((rows, 1), dtype=np.int64),
             np.full(rows, context - 1, dtype=np.int32),
             np.zeros(1, dtype=np.int64),
-            shape.width,
-            vocabulary,
         )
 
     alone = [bound_pass(row, 1) for row in range(most)]

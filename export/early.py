@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.bundle import Calibration, Level
-from serve.runtime import margins
-from serve.runtime.margins import Present
+from serve.runtime.classifier import Present, ahead
 from serve.runtime.protocol import FloatArray
 
 CONFIDENCE = 0.95
@@ -111,7 +110,7 @@ def _answered(logits: FloatArray, present: Present | None) -> _Answers:
     differs = labels != labels[-1]
     if present is not None:
         differs = (differs & present).any(axis=-1)
-    return _Answers(np.maximum.accumulate(margins.ahead(logits, present)), differs)
+    return _Answers(np.maximum.accumulate(ahead(logits, present)), differs)
 
 
 def _outcomes(answers: _Answers) -> _Outcomes:
@@ -120,11 +119,11 @@ def _outcomes(answers: _Answers) -> _Outcomes:
     differing = np.zeros(len(THRESHOLDS), np.intp)
     going_on = np.zeros(len(THRESHOLDS), np.intp)
     before = np.full(rows, -np.inf, np.float32)
-    for ahead, differs in zip(answers.ahead[: full - 1], answers.differs, strict=False):
+    for margins, differs in zip(answers.ahead[: full - 1], answers.differs, strict=False):
         # Of the rows that would differ here: those that get here, less those that go on.
-        differing += _below(before[differs]) - _below(ahead[differs])
-        going_on += _below(ahead)
-        before = ahead
+        differing += _below(before[differs]) - _below(margins[differs])
+        going_on += _below(margins)
+        before = margins
     return _Outcomes(differing, 1 + going_on / rows)
 
 

@@ -52,7 +52,7 @@ from serve.bundle import (
 )
 from serve.bundle.folder import file_entry
 from serve.runtime import OpenedModel, open_model
-from serve.runtime.margins import present_positions
+from serve.runtime.classifier import present_positions
 from serve.runtime.protocol import RowArray
 from serve.runtime.session import usable_cores
 from train.checkpoint import load_run

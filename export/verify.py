@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from serve.bundle import Manifest, Rung, Verified, steps_in_words
 from serve.runtime import OpenedModel, SteppedBatch
-from serve.runtime.margins import Present, present_positions
+from serve.runtime.classifier import Present, present_positions
 from serve.runtime.protocol import (
     Classifier,
     DecodeBatch,

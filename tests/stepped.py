@@ -15,7 +15,7 @@ from serve.bundle import Bundle, Latency
 from serve.catalog import Catalog, Served
 from serve.engine.classify import Classification
 from serve.engine.engine import Engine
-from serve.engine.generate import DecodeCall, DecodePart, GenerateLane
+from serve.engine.generate import DecodePart, GenerateLane
 from serve.engine.job import Event, Job, LaneKey, Limits, Work
 from serve.engine.loaded import Call, EngineModel
 from serve.engine.sampling import Sampling
@@ -312,8 +312,8 @@ def translation(
 
 
 def parts(call: Call | None) -> tuple[DecodePart, ...]:
-    assert call is not None and isinstance(call.what, DecodeCall)
-    return call.what.parts
+    assert call is not None and call.kind == "decode"
+    return tuple(call.what)
 
 
 def _job(lane: LaneKey, work: Work, lengths: tuple[int, ...], **fields: object) -> Job:

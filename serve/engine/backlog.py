@@ -370,33 +370,23 @@ class Backlog:
 
         Refuses them if there are none, so that `check` need not look again.
         """
-        steps = self._steps_for(key, choices, size, deadline, now_s)
-        self._check_places(now_s, size.jobs)
-        self._check_wait(now_s, size.jobs, deadline)
-        return steps
-
-    def _steps_for(
-        self,
-        key: LaneKey,
-        choices: Sequence[int],
-        size: GenerationSize,
-        deadline: Deadline | None,
-        now_s: float,
-    ) -> int:
         model = self._common.model(key)
         model_backlog = self.of_model(model)
         if deadline is None:
             share = model.shedder.share(model_backlog.wait_s(key._replace(steps=choices[-1])))
-            fitting = [steps for steps in choices if steps <= share * choices[-1]]
-            return fitting[-1] if fitting else choices[0]
-        busy = not self._jobs.idle
-        for steps in reversed(choices):
-            lane = LaneKey(key.model, key.kind, steps)
-            share = _TARGET_SHARE if busy else 1.0
-            if model_backlog.late_s(lane, size, deadline.ends_s, now_s, share) <= 0:
-                return steps
-        self._check_written(model_backlog, lane, size, deadline, now_s)
-        return choices[0]
+            fitting = [one for one in choices if one <= share * choices[-1]]
+            steps = fitting[-1] if fitting else choices[0]
+        else:
+            share = 1.0 if self._jobs.idle else _TARGET_SHARE
+            for steps in reversed(choices):
+                lane = LaneKey(key.model, key.kind, steps)
+                if model_backlog.late_s(lane, size, deadline.ends_s, now_s, share) <= 0:
+                    break
+            else:  # at the fewest, with all of its time
+                self._check_written(model_backlog, lane, size, deadline, now_s)
+        self._check_places(now_s, size.jobs)
+        self._check_wait(now_s, size.jobs, deadline)
+        return steps
 
     def _turn_s(self, now_s: float, jobs: int) -> float:
         """When clients that are refused now should come back.

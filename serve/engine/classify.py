@@ -54,9 +54,8 @@ def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | M
     """The labels of each row, or an error if its logits are not finite."""
     logits = found.logits
     if found.readouts is None and logits.ndim == 2:
-        return [
-            one if isinstance(one, ModelFailure) else Labelled(one) for one in scores_of(logits)
-        ]
+        with np.errstate(invalid="ignore"):
+            return _if_finite(logits, softmax(logits))
     answered: list[Labelled | ModelFailure] = []
     for place, row in enumerate(rows):
         read = _read(logits[place], len(row))
@@ -69,23 +68,19 @@ def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | M
     return answered
 
 
-def scores_of(logits: FloatArray) -> list[Scores | ModelFailure]:
-    """The scores of each row of logits (B, C), or an error if they are not finite."""
-    finite = np.logical_and.reduce(np.isfinite(logits), axis=1)  # (B,)
-    with np.errstate(invalid="ignore"):
-        scores: list[list[float]] = softmax(logits).tolist()
-    return [
-        tuple(row) if good else ModelFailure(_NO_NUMBERS)
-        for row, good in zip(scores, finite.tolist(), strict=True)
-    ]
-
-
 def embedded_rows(embeddings: FloatArray) -> list[Labelled | ModelFailure]:
     """The embedding of each row (B, D), or an error if it is not finite."""
-    finite = np.logical_and.reduce(np.isfinite(embeddings), axis=1)  # (B,)
+    return _if_finite(embeddings, embeddings)
+
+
+def _if_finite(
+    found: FloatArray, answers: FloatArray | ScoreArray
+) -> list[Labelled | ModelFailure]:
+    """The answer (B, C) to each row, or an error where what was found (B, C) is not finite."""
+    finite = np.logical_and.reduce(np.isfinite(found), axis=1)  # (B,)
     return [
         Labelled(tuple(row)) if good else ModelFailure(_NO_NUMBERS)
-        for row, good in zip(embeddings.tolist(), finite.tolist(), strict=True)
+        for row, good in zip(answers.tolist(), finite.tolist(), strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from serve.bundle import LatencyEntry, steps_in_words
 from serve.catalog import Catalog, Served
@@ -68,35 +68,21 @@ class EngineWaker:
     """
 
     def __init__(self, condition: threading.Condition) -> None:
+        self.soon: Soon = _deliver_here  # `soon(function)` runs it at the end of the loop's turn
         self._condition = condition
-        self._soon: Soon | None = None
         self._asked = False
-
-    def call_with(self, soon: Soon) -> None:
-        """From now on wake through `soon(function)`, which runs at the end of the loop's turn."""
-        self._soon = soon
 
     def ask(self) -> None:
         """There is work to do."""
-        if self._soon is None:
-            self._wake()
-        elif not self._asked:
+        if not self._asked:
             self._asked = True
-            self._soon(self._wake)
+            self.soon(self._wake)
 
     def _wake(self) -> None:
         self._asked = False
         with self._condition:
             self._condition.notify()
 
-
-# The watchdog: a call that takes far too long is asked to end, then given up. Its thread looks a
-# few times a second; the engine's thread only notes which call runs.
-
-
-CallT = TypeVar("CallT")
-# Calls only go in.
-WatchedT = TypeVar("WatchedT", contravariant=True)
 
 _LOOK_S = 0.1
 # Time counted between two checks, at most: more passes only if the whole process was stopped.
@@ -114,45 +100,33 @@ class StallLimits:
     stall_exit_s: float = 5.0  # how long an interrupted call may take to end
 
 
-class StallPolicy(Protocol[WatchedT]):
-    """What the watchdog knows of calls and does about late ones.
+class Watchdog:
+    """A call that takes far too long is asked to end; if it does not, the process ends.
 
-    Called on the watchdog's thread, except `ended`.
+    Its thread looks a few times a second; the engine's thread only notes which call runs. Each call
+    must be an object of its own.
     """
 
-    def usual_s(self, call: WatchedT) -> float | None:
-        """The usual time of such a call; None if unknown."""
-        ...
-
-    def interrupt(self, call: WatchedT, seconds: float) -> None:
-        """A call is late: ask it to end."""
-        ...
-
-    def ended(self, call: WatchedT) -> None:
-        """An interrupted call has ended. Called on the thread that ran it."""
-        ...
-
-    def give_up(self, call: WatchedT, seconds: float) -> None:
-        """An interrupted call does not end."""
-        ...
-
-
-class Watchdog(Generic[CallT]):
-    """Watches one call at a time. Each call must be an object of its own."""
-
     def __init__(
-        self, policy: StallPolicy[CallT], patience: StallLimits, clock: Callable[[], float]
+        self,
+        metrics: Metrics,
+        patience: StallLimits,
+        clock: Callable[[], float],
+        abort: Callable[[ServeError], None],
+        leave: Callable[[], None],
     ) -> None:
-        self._policy = policy
+        self._metrics = metrics
         self._patience = patience
         self._clock = clock
-        self._call: CallT | None = None
+        self._abort = abort
+        self._leave = leave
+        self._call: Call | None = None
         self._asked = False
         self._lock = threading.Lock()  # held to interrupt a call and to note its end
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # State of the watchdog's own thread.
-        self._seen: CallT | None = None
+        self._seen: Call | None = None
         self._spent_s = 0.0
         self._limit_s = 0.0
         self._given_up = False
@@ -163,7 +137,7 @@ class Watchdog(Generic[CallT]):
         """How long the running call has taken, if it was interrupted."""
         return self._spent_s if self._asked else None
 
-    def begin(self, call: CallT) -> None:
+    def begin(self, call: Call) -> None:
         """This call runs now."""
         self._call = call
 
@@ -174,7 +148,7 @@ class Watchdog(Generic[CallT]):
             return
         with self._lock:
             if self._asked and call is not None:
-                self._policy.ended(call)
+                self.ended(call)
             self._asked = False
 
     def start(self) -> None:
@@ -208,57 +182,52 @@ class Watchdog(Generic[CallT]):
                 self._ask(call)
         elif self._spent_s >= self._limit_s + self._patience.stall_exit_s:
             self._given_up = True
-            self._policy.give_up(call, self._spent_s)
+            self.give_up(call, self._spent_s)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
             self.look()
 
-    def _most_s(self, call: CallT) -> float:
-        usual_s = self._policy.usual_s(call)
+    def _most_s(self, call: Call) -> float:
+        usual_s = self.usual_s(call)
         if usual_s is None:
             return max(self._patience.stall_s, self._patience.stall_unknown_s)
         return max(self._patience.stall_s, _LATE_TIMES * usual_s)
 
-    def _ask(self, call: CallT) -> None:
+    def _ask(self, call: Call) -> None:
         with self._lock:
             # Set before looking whether the call still runs; `end` does it in the other order. So a
             # later call is never interrupted by mistake.
             self._asked = True
             if self._call is call:
-                self._policy.interrupt(call, self._spent_s)
+                self.interrupt(call, self._spent_s)
             else:
                 self._asked = False
 
-
-class EngineStallPolicy:
-    """Interrupts late calls of the engine through the runtime; if that fails, ends the process."""
-
-    def __init__(
-        self, metrics: Metrics, abort: Callable[[ServeError], None], leave: Callable[[], None]
-    ) -> None:
-        self._metrics = metrics
-        self._abort = abort
-        self._leave = leave
+    # What it knows of calls and does about late ones. `ended` is called on the engine's thread.
 
     def usual_s(self, call: Call) -> float | None:
+        """The usual time of such a call; None if unknown."""
         if call.by.model.runtime.opening:
             return None
         known = [seconds for seconds in call.by.usual_s(call) if seconds]
         return max(known, default=None)
 
     def interrupt(self, call: Call, seconds: float) -> None:
+        """A call is late: ask it to end."""
         problem = ": it is asked to end, and no request is taken until it has"
         self._log(logging.ERROR, call, seconds, problem)
         self._metrics.late_calls.labels(call.lane.name).inc()
         call.by.model.runtime.interrupt()
 
     def ended(self, call: Call) -> None:
+        """An interrupted call has ended."""
         call.by.model.runtime.resume()
         if call.by.model.threw is not None:  # else it ended by itself
             self._metrics.terminated_calls.labels(call.lane.name).inc()
 
     def give_up(self, call: Call, seconds: float) -> None:
+        """An interrupted call does not end."""
         problem = " and does not end: the process does, to be started again"
         self._log(logging.CRITICAL, call, seconds, problem)
         self._leave()
@@ -275,9 +244,6 @@ class EngineStallPolicy:
             *(lane.name, lane.steps, in_requests(ids), seconds, problem),
             extra={"fields": {"model": lane.name, "steps": lane.steps, "requests": ids}},
         )
-
-
-# The engine.
 
 
 _IDLE_BEAT_S = 0.25
@@ -318,8 +284,7 @@ class Engine:
         self._waker = EngineWaker(self._lock)
         self._post: Post = _deliver_here  # until it is told how to reach an event loop
         self._patience = patience
-        policy = EngineStallPolicy(metrics, self.abort, leave)
-        self._watchdog: Watchdog[Call] = Watchdog(policy, patience, clock)
+        self._watchdog = Watchdog(metrics, patience, clock, self.abort, leave)
         self._thread: threading.Thread | None = None
         self._draining_since_s: float | None = None
         self._closed = False
@@ -440,7 +405,7 @@ class Engine:
         if post is not None:
             self._post = post
         if soon is not None:
-            self._waker.call_with(soon)
+            self._waker.soon = soon
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._watchdog.start()

@@ -9,7 +9,7 @@ The life of a generation, whose rows join and leave the batch between two tokens
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -219,12 +219,6 @@ class DecodePart(NamedTuple):
         return self.begins and self.ends
 
 
-class DecodeCall(NamedTuple):
-    """Rows of several lanes of one model, or a whole token for one lane."""
-
-    parts: tuple[DecodePart, ...]
-
-
 class Decoded(NamedTuple):
     """What one decode call has given."""
 
@@ -337,21 +331,20 @@ class Decoding:
     # Plan.
 
     def plan(self, now_s: float) -> Call | None:
-        planned = self._plan()
-        if planned is None:
-            return None
-        jobs = [job for part in planned.parts for job in part.jobs]
-        return Call(self, planned.parts[0].lane.key, "decode", jobs, planned)
-
-    def _plan(self) -> DecodeCall | None:
         lanes = [lane for lane in self.lanes.values() if not lane.idle]
         self._activate(lanes)
         if not lanes:
             return None
+        parts = self._parts(lanes)
+        jobs = [job for part in parts for job in part.jobs]
+        return Call(self, parts[0].lane.key, "decode", jobs, parts)
+
+    def _parts(self, lanes: list[GenerateLane]) -> list[DecodePart]:
+        """The next call: a whole token for one lane, or parts of several."""
         if len(lanes) == 1 and lanes[0].calls == 0:
-            return DecodeCall((lanes[0].token(),))
+            return [lanes[0].token()]
         if self.most_lanes == 1:
-            return DecodeCall((self._turn(lanes),))
+            return [self._turn(lanes)]
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
         # Calls that it got because there was room do not count against a lane: none gets further
@@ -360,7 +353,7 @@ class Decoding:
         for lane in chosen:
             lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
-        return DecodeCall(tuple(lane.part() for lane in chosen))
+        return [lane.part() for lane in chosen]
 
     def _turn(self, lanes: list[GenerateLane]) -> DecodePart:
         """A whole token of the lane that is due."""
@@ -396,10 +389,9 @@ class Decoding:
 
     def run(self, call: Call) -> Decoded:
         begun_s = self.model.common.clock()
-        planned: DecodeCall = call.what
         failed: dict[GenerateLane, Exception] = {}
         parts: list[DecodePart] = []
-        for part in planned.parts:
+        for part in call.what:
             try:
                 part.lane.settle(part.jobs)
                 parts.append(part)
@@ -508,15 +500,16 @@ class Decoding:
         assert isinstance(result, Decoded), "run catches what the runtime throws"
         model, planned = self.model, call.what
         begun_s, ran_s, failed, longest, events = result
-        parts = [part for part in planned.parts if part.lane not in failed]
-        single = len(planned.parts) == len(parts) == 1 and parts[0].whole
+        parts = [part for part in planned if part.lane not in failed]
+        single = len(planned) == len(parts) == 1 and parts[0].whole
         if parts:
             model.worked()
             self._count(parts)
         deliveries: Deliveries = []
         for lane, error in failed.items():
             # The caches of its batch may be in any state, so all its jobs end.
-            deliveries += model.fail(lane.key, _jobs_of(lane, planned), error)
+            jobs = [job for part in planned if part.lane is lane for job in part.jobs]
+            deliveries += model.fail(lane.key, jobs, error)
             lane.drop_batch()
         for part in parts:
             if part.ends:
@@ -533,7 +526,7 @@ class Decoding:
 
     def usual_s(self, call: Call) -> list[float | None]:
         cost, known = self.model.cost, []
-        for part in call.what.parts:
+        for part in call.what:
             key, length = part.lane.key, max(job.positions for job in part.jobs)
             known.append(cost.usual_s((key, "decode")))
             known.append(cost.call_s(CostKey("decode", key.steps), len(part.jobs), length))
@@ -552,30 +545,26 @@ class Decoding:
 def take_in(model: EngineModel, events: Sequence[tuple[Job, Event]], now_s: float) -> Deliveries:
     """Deliver tokens and end jobs."""
     deliveries: Deliveries = []
-    counter = TokenCounter(model.common.metrics, now_s)
+    written: list[Job] = []
     for job, event in events:
         if job.state is State.ENDED:
             continue  # the client disconnected during the call
         if isinstance(event, FailedEvent):
             model.end(job, event, deliveries)
             continue
+        written.append(job)
         work = generation_of(job)
-        counter.note(job, work)
         if work.request.stream:
             deliveries.append((work.deliver, event))
         if work.finish_reason is not None:
             model.end(job, work.finished(job.span(now_s)), deliveries)
-    counter.count()
+    count_tokens(model.common.metrics, written, now_s)
     return deliveries
 
 
 def _last_tokens(part: DecodePart) -> IntArray:
     """The input token of each row (B,)."""
     return np.array([generation_of(job).last_token for job in part.jobs], np.int64)
-
-
-def _jobs_of(lane: GenerateLane, planned: DecodeCall) -> list[Job]:
-    return [job for part in planned.parts if part.lane is lane for job in part.jobs]
 
 
 def _share(calls: int, longest: int) -> float:
@@ -587,34 +576,23 @@ def _share(calls: int, longest: int) -> float:
     return tokens * calls / longest
 
 
-class TokenCounter:
-    """Counts the tokens of one call in the metrics, once for all rows that are alike."""
-
-    def __init__(self, metrics: Metrics, now_s: float) -> None:
-        self._metrics = metrics
-        self._now_s = now_s
-        # Rows by lane and time of their last token; None for the first token.
-        self._rows: Counter[tuple[LaneKey, float | None]] = Counter()
-
-    def note(self, job: Job, work: Generation) -> None:
-        """The job has one more token."""
-        self._rows[job.lane, work.last_token_s] += 1
+def count_tokens(metrics: Metrics, jobs: Iterable[Job], now_s: float) -> None:
+    """Count one more token of each job, once for all rows that are alike."""
+    # Rows by lane and time of their last token; None for the first token.
+    rows: Counter[tuple[LaneKey, float | None]] = Counter()
+    for job in jobs:
+        work = generation_of(job)
+        rows[job.lane, work.last_token_s] += 1
         if work.last_token_s is None:
-            self._note_first(job)
-        work.last_token_s = self._now_s
+            assert job.started_s is not None
+            labels = job.lane.name, str(job.lane.steps)
+            job.first_token_s = now_s
+            metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
+            metrics.first_token_seconds.labels(*labels).observe(now_s - job.queued_s)
+        work.last_token_s = now_s
         job.tokens_left -= 1
-
-    def count(self) -> None:
-        """Update the metrics, once all jobs are noted."""
-        for (lane, since_s), rows in self._rows.items():
-            self._metrics.tokens.labels(lane.name).inc(rows)
-            if since_s is not None:
-                between = self._metrics.inter_token_seconds.labels(lane.name, str(lane.steps))
-                between.observe_all(self._now_s - since_s, rows)
-
-    def _note_first(self, job: Job) -> None:
-        assert job.started_s is not None
-        labels = job.lane.name, str(job.lane.steps)
-        job.first_token_s = self._now_s
-        self._metrics.queue_seconds.labels(*labels).observe(job.started_s - job.queued_s)
-        self._metrics.first_token_seconds.labels(*labels).observe(self._now_s - job.queued_s)
+    for (lane, since_s), count in rows.items():
+        metrics.tokens.labels(lane.name).inc(count)
+        if since_s is not None:
+            between = metrics.inter_token_seconds.labels(lane.name, str(lane.steps))
+            between.observe_all(now_s - since_s, count)

@@ -1,10 +1,8 @@
 """Runs bundles. The only package that imports onnxruntime or tensorrt."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
 
+from serve.bundle import Bundle
 from serve.runtime.protocol import (
     Batches,
     Classifier,
@@ -20,36 +18,12 @@ from serve.runtime.protocol import (
     Speculation,
     StepClassifier,
     SteppedBatch,
-    Translator,
     WindowFullError,
 )
-
-if TYPE_CHECKING:
-    from serve.bundle import Bundle
 
 # onnxruntime since 1.29 reports the models it opens to its makers, unless this is set before it is
 # loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-__all__ = [
-    "Batches",
-    "Classifier",
-    "DecodeBatch",
-    "Decoder",
-    "Device",
-    "EarlyAnswers",
-    "Mix",
-    "Model",
-    "OpenedModel",
-    "Prefill",
-    "RunningTranslation",
-    "Speculation",
-    "StepClassifier",
-    "SteppedBatch",
-    "Translator",
-    "WindowFullError",
-    "open_model",
-]
 
 _CPU = Device()
 

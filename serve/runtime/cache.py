@@ -342,10 +342,6 @@ class RowCaches:
         self._memory: SharedMemory | None = None
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
-        """Make room for rows of up to this many positions; True if the buffers moved.
-
-        The first `used` rows keep their positions, which are `held` at most.
-        """
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows:
             if capacity > self.capacity:
@@ -379,26 +375,17 @@ class RowCaches:
         return True
 
     def arrange(self, lead: int, held: int) -> bool:
-        """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
         if self.rows == 1 and self.lead == lead:
             return False
         self._resize(1, held, 1, self.capacity, lead)
         return True
 
     def along(self, step: int, count: int) -> list[CacheArray]:
-        """The only row's buffers (count, heads, capacity, head_width), from this step on.
-
-        Each is `lead` steps after the one before.
-        """
         assert self.rows == 1
         first = places(self.layout.steps, self.lead)[step]
         return [block[first : first + count, 0] for block in self._blocks]
 
     def join(self, lengths: Sequence[int], other: Any, length: int, positions: int) -> None:
-        """Append the only row of other caches, which has so many positions.
-
-        The rows here have these lengths; each may grow to `positions`.
-        """
         assert isinstance(other, RowCaches)
         row = len(lengths)
         self.reserve(row, max(lengths, default=0), row + 1, positions)
@@ -406,10 +393,6 @@ class RowCaches:
             array[row, :, :length] = theirs[0, :, :length]
 
     def leave(self, row: int, lengths: Sequence[int], positions: int) -> None:
-        """Remove one of the rows of these lengths; the last takes its number.
-
-        Room for this many positions stays.
-        """
         last, length = len(lengths) - 1, lengths[-1]
         if row != last:
             for array in self.arrays:

@@ -1,20 +1,51 @@
 """A classifier rung on onnxruntime, whole or step by step, and rows split over threads."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar, final
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 
 from serve.bundle import BundleError, Manifest
 from serve.parts import cut_rows
 from serve.runtime.device import Array
-from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import EarlyAnswers, FloatArray, RowArray
 from serve.runtime.session import StepSessions, check_rows
+
+# The margin of an answer is how far its largest logit is ahead of the second; for a label at each
+# position, the smallest of the row. Padding does not count.
+
+
+Present = npt.NDArray[np.bool_]  # (B, N): positions that are not padding
+
+
+def present_positions(rows: RowArray, manifest: Manifest) -> Present | None:
+    """Where rows have tokens, for models that label positions; None for others."""
+    if manifest.task != "tag":
+        return None
+    present: Present = rows != manifest.text_tokenizer.pad_id
+    return present
+
+
+def ahead(logits: FloatArray, present: Present | None) -> FloatArray:
+    """Margins (..., B) of logits (..., B, C), or (..., B, N, C) of rows with these positions.
+
+    -inf where a logit is NaN.
+    """
+    top = np.partition(logits, -2, axis=-1)[..., -2:]  # a NaN counts as the largest
+    with np.errstate(invalid="ignore"):
+        margins: FloatArray = top[..., 1] - top[..., 0]
+    margins[np.isnan(margins)] = -np.inf
+    if present is None:
+        return margins
+    least: FloatArray = np.where(present, margins, np.inf).min(axis=-1)
+    return least
+
 
 Beside = dict[str, Array]  # the step's context, and the last velocity
 
@@ -34,14 +65,10 @@ class OrtStepClassifier:
         self._name = sessions.embed.get_inputs()[0].name
 
     def run(self, rows: RowArray) -> FloatArray:
-        for state, context in self._states(rows):
-            last, beside = state, context
-        return self._read(last, beside)
+        return self._run("logits", rows)
 
     def embed(self, rows: RowArray) -> FloatArray:
-        for state, context in self._states(rows):
-            last, beside = state, context
-        return self._read(last, beside, "embedding")
+        return self._run("embedding", rows)
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
         self._check_jumps()
@@ -84,12 +111,18 @@ class OrtStepClassifier:
         self._check_jumps()
         return self._readouts(rows)
 
+    def _run(self, output: str, rows: RowArray) -> FloatArray:
+        x, beside = self._embed(rows)
+        for step in range(self._steps):
+            x = self._step(step, x, beside)
+        return self._read(x, beside, output)
+
     def _readouts(self, rows: RowArray) -> FloatArray:
         logits: list[FloatArray] = []
-        states = self._states(rows)
-        x, context = next(states)
-        for step, (y, _) in enumerate(states):
-            logits.append(self._read(self._end(step, x, y), context))
+        x, beside = self._embed(rows)
+        for step in range(self._steps):
+            y = self._step(step, x, beside)
+            logits.append(self._read(self._end(step, x, y), beside))
             x = y
         return np.stack(logits)
 
@@ -110,14 +143,6 @@ class OrtStepClassifier:
                 f"{self._manifest.name} is integrated by {self._manifest.method}, whose states "
                 "are no jumps; export it with --method euler"
             )
-
-    def _states(self, rows: RowArray) -> Iterator[tuple[Array, Beside]]:
-        """The state before the first step and after each, with its context."""
-        x, beside = self._embed(rows)
-        yield x, beside
-        for step in range(self._steps):
-            x = self._step(step, x, beside)
-            yield x, beside
 
     def _embed(self, rows: RowArray) -> tuple[Array, Beside]:
         embed = self._sessions.embed
@@ -174,59 +199,7 @@ class OrtClassifier:
         return self.run(rows)
 
 
-ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
-
-
-@final
-class Threads:
-    """Threads that run parts of a call, the calling one included; started when first needed."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._others: ThreadPoolExecutor | None = None
-
-    def each(self, call: Callable[[ItemT], AnswerT], items: Sequence[ItemT]) -> list[AnswerT]:
-        """The answers to all items; each thread takes the next item when it is free.
-
-        If a call raises, raises after all that had begun have ended.
-        """
-        if len(items) == 1:
-            return [call(items[0])]
-        if self._others is None:
-            self._others = ThreadPoolExecutor(self.most - 1, "rows")
-        waiting = deque(range(len(items)))
-        answers: dict[int, AnswerT] = {}
-
-        def work() -> None:
-            while True:
-                try:
-                    place = waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    answers[place] = call(items[place])
-                except BaseException:
-                    waiting.clear()
-                    raise
-
-        others: list[Future[None]] = []
-        try:
-            for _ in range(min(self.most, len(items)) - 1):
-                others.append(self._others.submit(work))  # may fail to start a thread
-            work()
-        finally:
-            waiting.clear()  # empty, unless something failed
-            for other in others:
-                other.exception()  # waits for its end
-        for other in others:
-            other.result()
-        return [answers[place] for place in range(len(items))]
-
-    def close(self) -> None:
-        if self._others is not None:
-            self._others.shutdown(wait=False)
-            self._others = None
 
 
 # A session's own threads synchronise after every matrix product, often within microseconds; parts
@@ -236,26 +209,65 @@ class Threads:
 
 @final
 class RowSplitter:
-    """Splits the rows of a call over threads."""
+    """Splits the rows of a call over threads, the calling one included; started when needed."""
 
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._others: ThreadPoolExecutor | None = None
 
     def each(self, call: Callable[[RowArray], AnswerT], rows: RowArray) -> list[AnswerT]:
-        """The answers of the parts in order; raises after all have ended, if one did."""
-        sizes = cut_rows(len(rows), self._threads.most) if rows.ndim else [1]
+        """The answers of the parts in order; each thread takes the next part when it is free.
+
+        If a call raises, raises after all that had begun have ended.
+        """
+        sizes = cut_rows(len(rows), self.most) if rows.ndim else [1]
         if len(sizes) == 1:
             return [call(rows)]
+        if self._others is None:
+            self._others = ThreadPoolExecutor(self.most - 1, "rows")
         bounds = pairwise(accumulate(sizes, initial=0))
-        return self._threads.each(call, [rows[low:high] for low, high in bounds])
+        waiting = deque(enumerate(rows[low:high] for low, high in bounds))
+        answers: dict[int, AnswerT] = {}
+
+        def work() -> None:
+            while True:
+                try:
+                    place, part = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[place] = call(part)
+                except BaseException:
+                    waiting.clear()
+                    raise
+
+        others: list[Future[None]] = []
+        try:
+            for _ in range(min(self.most, len(sizes)) - 1):
+                others.append(self._others.submit(work))  # may fail to start a thread
+            work()
+        finally:
+            waiting.clear()  # empty, unless something failed
+            for other in others:
+                other.exception()  # waits for its end
+        for other in others:
+            other.result()
+        return [answers[place] for place in range(len(sizes))]
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.shutdown(wait=False)
+            self._others = None
 
 
 class ParallelClassifier:
     """A rung of a classifier, its rows split over threads."""
 
-    def __init__(self, classifier: OrtClassifier | OrtStepClassifier, parts: RowSplitter) -> None:
+    def __init__(
+        self, classifier: OrtClassifier | OrtStepClassifier, splitter: RowSplitter
+    ) -> None:
         self._classifier = classifier
-        self._splitter = parts
+        self._splitter = splitter
 
     def run(self, rows: RowArray) -> FloatArray:
         return np.concatenate(self._splitter.each(self._classifier.run, rows))
@@ -268,22 +280,17 @@ class ParallelClassifier:
 class ParallelStepClassifier(ParallelClassifier):
     """A rung that can run step by step, its rows split over threads."""
 
-    def __init__(self, steps: OrtStepClassifier, parts: RowSplitter) -> None:
-        super().__init__(steps, parts)
+    def __init__(self, steps: OrtStepClassifier, splitter: RowSplitter) -> None:
+        super().__init__(steps, splitter)
         self._steps = steps
 
     def early(self, rows: RowArray, threshold: float) -> EarlyAnswers:
-        def early(part: RowArray) -> EarlyAnswers:
-            return self._steps.early(part, threshold)
-
-        found = self._splitter.each(early, rows)
-        logits, evaluations, _ = zip(*found, strict=True)
+        early = partial(self._steps.early, threshold=threshold)
+        logits, evaluations, _ = zip(*self._splitter.each(early, rows), strict=True)
         return EarlyAnswers(np.concatenate(logits), np.concatenate(evaluations))
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
-        def traced(part: RowArray) -> EarlyAnswers:
-            return self._steps.traced(part, threshold)
-
+        traced = partial(self._steps.traced, threshold=threshold)
         logits, evaluations, readouts = zip(*self._splitter.each(traced, rows), strict=True)
         return EarlyAnswers(
             np.concatenate(logits), np.concatenate(evaluations), np.concatenate(readouts, axis=1)

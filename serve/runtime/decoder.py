@@ -1,9 +1,10 @@
 """A decoder rung on onnxruntime: prefill, and batches of rows that decode together."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,180 +12,177 @@ import onnxruntime as ort
 
 from serve.bundle import Manifest, Rung
 from serve.runtime.cache import CacheLayout, MemoryRange, RowCaches
-from serve.runtime.device import HOST, Array, Caches
+from serve.runtime.device import HOST, Array, ArrayMemory, Caches
 from serve.runtime.protocol import FloatArray, IntArray, Prefill, RowArray, WindowFullError
-from serve.runtime.session import StepSessions, cache_names, check_tokens
+from serve.runtime.session import InterruptibleSession, StepSessions, cache_names, check_tokens
+
+PastArray = npt.NDArray[np.int32]  # (B,): cached positions of each row
+Arrays = dict[str, Any]  # by name, of one kind of memory each
 
 
-class Pass(Protocol):
+class Pass(ABC):
     """A pass of tokens (B, S) behind past positions (B,) through all steps.
 
     Valid while the caches do not move; it reads `tokens` and `past` anew every time.
     """
 
-    @property
-    def tokens(self) -> IntArray: ...
-
-    @property
-    def steps(self) -> int: ...
+    tokens: IntArray
+    steps: int
 
     def run(self) -> FloatArray:
         """Logits (B, K, V); the next run overwrites them."""
-        ...
+        self.begin()
+        self.advance(0, self.steps)
+        return self.end()
 
+    @abstractmethod
     def begin(self) -> None:
         """Embed the tokens."""
-        ...
 
+    @abstractmethod
     def advance(self, first: int, end: int) -> None:
         """Run these steps, which come next."""
-        ...
 
+    @abstractmethod
     def end(self) -> FloatArray:
         """The logits after the last step; the next run overwrites them."""
-        ...
 
 
-class Passes(Protocol):
+class Passes(ABC):
     """What rows with caches run on: onnxruntime's sessions, or TensorRT's engines."""
 
+    def __init__(self, sessions: StepSessions, manifest: Manifest) -> None:
+        self.sessions = sessions
+        # Of the buffers of one step.
+        self.names = cache_names(sessions.stages, manifest.shape.layers)
+        self.width = manifest.shape.state_width
+        self.vocab_size = manifest.text_tokenizer.vocab_size
+
+    @abstractmethod
     def caches(self, layout: CacheLayout, lead: int) -> Caches:
         """Caches without rows."""
-        ...
 
+    @abstractmethod
     def open(
-        self,
-        caches: Sequence[Array],
-        tokens: IntArray,
-        past: npt.NDArray[np.int32],
-        keep: IntArray,
+        self, caches: Sequence[Array], tokens: IntArray, past: PastArray, keep: IntArray
     ) -> Pass:
         """A pass over all buffers, step by step; logits are wanted where `keep` says."""
-        ...
 
+    @abstractmethod
     def scratch(self, layout: CacheLayout, rows: int, positions: int) -> Sequence[Array]:
         """Buffers for a pass over whole rows, whose contents are not wanted."""
-        ...
 
 
-@final
-class BoundPass:
-    """A pass on onnxruntime, bound to its buffers in advance."""
+class WholePass(Pass):
+    """What every graph of a pass reads and writes, by name: embedding, each step, and head."""
 
     def __init__(
         self,
-        sessions: StepSessions,
-        names: Sequence[str],
+        passes: Passes,
+        memory: ArrayMemory,
         caches: Sequence[Array],
+        made: Sequence[Array],
         tokens: IntArray,
-        past: npt.NDArray[np.int32],
+        past: PastArray,
         keep: IntArray,
-        width: int,
-        vocab_size: int,
     ) -> None:
-        """`caches` has the buffers of one step after another; `names` are those of one step."""
+        """`caches` has the buffers of one step after another; a step writes into `made`."""
+        sessions, names = passes.sessions, passes.names
         self.tokens, self.past = tokens, past  # (B, S), (B,)
+        self.steps = len(caches) // len(names)
+        self.memory = memory
         rows, length = tokens.shape
-        memory = self._memory = sessions.memory
-        self._logits = memory.empty((rows, len(keep), vocab_size), np.float32)  # (B, K, V)
-        self._sessions = sessions
-        steps = len(caches) // len(names)
-        shape = rows, length, width
+        shape = rows, length, passes.width
         states = [memory.empty(shape, np.float32) for _ in range(2)]
         velocities = [
             memory.hold(np.zeros(shape, np.float32)) for _ in range(2 if sessions.history else 0)
         ]
         seqlens = memory.empty((rows,), np.int32)
+        self._given = [(memory.hold(values), values) for values in (tokens, past)]
+        self.embedded: Arrays = {"tokens": self._given[0][0], "past": self._given[1][0]}
+        self.embedded |= {"x": states[0], "seqlens": seqlens}
+        self.stepped: list[Arrays] = []
+        for step in range(self.steps):
+            now, then = step % 2, (step + 1) % 2
+            arrays: Arrays = {"x": states[now], "y": states[then], "seqlens": seqlens}
+            for name, values in sessions.times(step, self.steps, rows).items():
+                arrays[name] = memory.hold(values)
+            if sessions.history:
+                arrays |= {"previous": velocities[now], "v": velocities[then]}
+            here = slice(step * len(names), (step + 1) * len(names))
+            for name, cache, new in zip(names, caches[here], made[here], strict=True):
+                arrays[name], arrays[f"{name}_out"] = cache, new
+            self.stepped.append(arrays)
+        self.logits = memory.empty((rows, len(keep), passes.vocab_size), np.float32)  # (B, K, V)
+        self.read_out: Arrays = {"x": states[self.steps % 2], "keep": memory.hold(keep)}
+        self.read_out["logits"] = self.logits
+
+    def write_given(self) -> None:
+        """Have the graphs see the tokens and the past positions as they are now."""
+        for held, values in self._given:
+            self.memory.write(held, values)
+
+
+@final
+class BoundPass(WholePass):
+    """A pass on onnxruntime, bound to its buffers in advance."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        caches: Sequence[Array],
+        tokens: IntArray,
+        past: PastArray,
+        keep: IntArray,
+    ) -> None:
+        sessions = self._sessions = passes.sessions
+        super().__init__(passes, sessions.memory, caches, caches, tokens, past, keep)
         total = np.empty((), dtype=np.int32)  # attention reads it on the host, wherever it runs
-        self._given: list[tuple[Array, IntArray | npt.NDArray[np.int32]]] = [
-            (memory.hold(values), values) for values in (tokens, past)
-        ]
-        kept_positions = memory.hold(keep)
-        self._embed = sessions.embed.io_binding()
-        memory.bind_input(self._embed, "tokens", self._given[0][0])
-        memory.bind_input(self._embed, "past", self._given[1][0])
-        memory.bind_output(self._embed, "x", states[0])
-        memory.bind_output(self._embed, "seqlens", seqlens)
+        (self._embed,) = self._bound(sessions.embed, [self.embedded])
         HOST.bind_output(self._embed, "total", total)
         self._step = sessions.step_of(tokens.size)
-        self._steps: list[ort.IOBinding] = []
-        self._kept: list[object] = [*states, *velocities, seqlens, total, list(caches)]
-        self._kept.append(kept_positions)
-        for step in range(steps):
-            binding = self._step.io_binding()
-            now, then = step % 2, (step + 1) % 2
-            memory.bind_input(binding, "x", states[now])
-            memory.bind_output(binding, "y", states[then])
-            for name, values in sessions.times(step, steps, rows).items():
-                array = memory.hold(values)
-                self._kept.append(array)
-                memory.bind_input(binding, name, array)
-            if sessions.history:
-                memory.bind_input(binding, "previous", velocities[now])
-                memory.bind_output(binding, "v", velocities[then])
-            memory.bind_input(binding, "seqlens", seqlens)
+        self._steps = self._bound(self._step, self.stepped)
+        for binding in self._steps:
             HOST.bind_input(binding, "total", total)
-            here = caches[step * len(names) : (step + 1) * len(names)]
-            for name, cache in zip(names, here, strict=True):
-                memory.bind_input(binding, name, cache)
-                memory.bind_output(binding, f"{name}_out", cache)
-            self._steps.append(binding)
-        self._head = sessions.head.io_binding()
-        memory.bind_input(self._head, "x", states[steps % 2])
-        memory.bind_input(self._head, "keep", kept_positions)
-        memory.bind_output(self._head, "logits", self._logits)
-
-    @property
-    def steps(self) -> int:
-        return len(self._steps)
-
-    def run(self) -> FloatArray:
-        """A whole pass; the next run overwrites the logits."""
-        self.begin()
-        self.advance(0, self.steps)
-        return self.end()
+        (self._head,) = self._bound(sessions.head, [self.read_out])
+        self._total = total  # as long as it is bound
 
     def begin(self) -> None:
-        """Embed the tokens."""
-        for held, values in self._given:
-            self._memory.write(held, values)
+        self.write_given()
         self._sessions.embed.run_with_iobinding(self._embed)
 
     def advance(self, first: int, end: int) -> None:
-        """Run these steps, which come next."""
         for binding in self._steps[first:end]:
             self._step.run_with_iobinding(binding)
 
     def end(self) -> FloatArray:
-        """The logits after the last step; the next run overwrites them."""
         self._sessions.head.run_with_iobinding(self._head)
-        logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
-        return logits
+        return self.memory.read(self.logits)  # type: ignore[return-value]  # float32
+
+    def _bound(self, session: InterruptibleSession, calls: Sequence[Arrays]) -> list[ort.IOBinding]:
+        """The calls of a session with these arrays, to be run again and again."""
+        memory, bindings = self._sessions.memory, []
+        outputs = {node.name for node in session.get_outputs()}
+        for arrays in calls:
+            binding = session.io_binding()
+            for name, array in arrays.items():
+                bind = memory.bind_output if name in outputs else memory.bind_input
+                bind(binding, name, array)
+            bindings.append(binding)
+        return bindings
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class OrtPasses:
+class OrtPasses(Passes):
     """Passes on sessions of onnxruntime."""
-
-    sessions: StepSessions
-    names: Sequence[str]  # of the buffers of one step
-    width: int
-    vocab_size: int
 
     def caches(self, layout: CacheLayout, lead: int) -> Caches:
         return self.sessions.memory.caches(layout, lead)
 
     def open(
-        self,
-        caches: Sequence[Array],
-        tokens: IntArray,
-        past: npt.NDArray[np.int32],
-        keep: IntArray,
+        self, caches: Sequence[Array], tokens: IntArray, past: PastArray, keep: IntArray
     ) -> BoundPass:
-        return BoundPass(
-            self.sessions, self.names, caches, tokens, past, keep, self.width, self.vocab_size
-        )
+        return BoundPass(self, caches, tokens, past, keep)
 
     def scratch(self, layout: CacheLayout, rows: int, positions: int) -> Sequence[Array]:
         # All steps, stages and layers can use one pair of buffers: each writes all its positions
@@ -256,86 +254,6 @@ def last_of(tokens: IntArray) -> IntArray:
     return np.array([len(tokens) - 1], dtype=np.int64)
 
 
-_KEPT_SIZES = 64
-
-
-@final
-@dataclass(slots=True)
-class _Embed:
-    binding: ort.IOBinding
-    tokens: IntArray  # (B, 1)
-    past: npt.NDArray[np.int32]  # (B,)
-    held: tuple[Array, Array]  # both, where the graph reads them
-    total: npt.NDArray[np.int32]  # ()
-
-
-@final
-@dataclass(slots=True)
-class _Head:
-    binding: ort.IOBinding
-    keep: Array
-    logits: Array  # (B, 1, V)
-
-
-@final
-class EmbedAndHead:
-    """Embedding and head of rows with one token each, bound to buffers once for each size."""
-
-    def __init__(self, sessions: StepSessions, width: int, vocab_size: int) -> None:
-        self._sessions, self._width, self._vocab_size = sessions, width, vocab_size
-        self._memory = sessions.memory
-        self._embeds: dict[int, _Embed] = {}
-        self._heads: dict[int, _Head] = {}
-
-    def embed(
-        self, tokens: IntArray | int, past: npt.NDArray[np.int32] | int, rows: int = 1
-    ) -> tuple[Array, Array, int]:
-        """States (B, 1, D), lengths (B,) and the largest for tokens (B,) after positions (B,)."""
-        memory, call = self._memory, self._embeds.get(rows) or self._bound_embed(rows)
-        call.tokens[:, 0], call.past[:] = tokens, past
-        memory.write(call.held[0], call.tokens)
-        memory.write(call.held[1], call.past)
-        x = memory.empty((rows, 1, self._width), np.float32)
-        seqlens = memory.empty((rows,), np.int32)
-        memory.bind_output(call.binding, "x", x)
-        memory.bind_output(call.binding, "seqlens", seqlens)
-        self._sessions.embed.run_with_iobinding(call.binding)
-        return x, seqlens, int(call.total)
-
-    def head(self, x: Array) -> FloatArray:
-        """Logits (B, V) of states (B, 1, D), a copy."""
-        rows = x.shape[0]
-        call = self._heads.get(rows) or self._bound_head(rows)
-        self._memory.bind_input(call.binding, "x", x)
-        self._sessions.head.run_with_iobinding(call.binding)
-        logits: FloatArray = self._memory.read(call.logits)[:, 0].copy()  # type: ignore[assignment]  # float32
-        return logits
-
-    def _bound_embed(self, rows: int) -> _Embed:
-        memory, binding = self._memory, self._sessions.embed.io_binding()
-        tokens, past = np.zeros((rows, 1), dtype=np.int64), np.zeros(rows, dtype=np.int32)
-        held = memory.hold(tokens), memory.hold(past)
-        call = _Embed(binding, tokens, past, held, np.empty((), dtype=np.int32))
-        memory.bind_input(binding, "tokens", held[0])
-        memory.bind_input(binding, "past", held[1])
-        HOST.bind_output(binding, "total", call.total)
-        if len(self._embeds) >= _KEPT_SIZES:
-            self._embeds.clear()
-        self._embeds[rows] = call
-        return call
-
-    def _bound_head(self, rows: int) -> _Head:
-        memory, binding = self._memory, self._sessions.head.io_binding()
-        logits = memory.empty((rows, 1, self._vocab_size), np.float32)
-        call = _Head(binding, memory.hold(np.zeros(1, dtype=np.int64)), logits)
-        memory.bind_input(binding, "keep", call.keep)
-        memory.bind_output(binding, "logits", call.logits)
-        if len(self._heads) >= _KEPT_SIZES:
-            self._heads.clear()
-        self._heads[rows] = call
-        return call
-
-
 _NUMBERS = count()  # unique over all batches
 _FIRST_OF_ONE = np.zeros(1, dtype=np.int64)
 
@@ -354,13 +272,12 @@ class StepState:
 class CachedRows:
     """A batch whose rows are prefixes of shared buffers; each pass updates its caches."""
 
-    def __init__(self, passes: Passes, layout: CacheLayout, vocab_size: int) -> None:
+    def __init__(self, passes: Passes, layout: CacheLayout) -> None:
         self.step_state: StepState | None = None  # None: between two tokens
         self._passes = passes
-        self._vocab_size = vocab_size
         self._lead = 1  # of the last row that speculated
         self._caches = passes.caches(layout, self._lead)
-        self._past: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # (B,)
+        self._past: PastArray = np.zeros(0, dtype=np.int32)  # (B,)
         self._rooms: list[int] = []  # the most positions of each row
         self._bound_pass: Pass | None = None  # one token a row; until rows or buffers move
 
@@ -391,7 +308,7 @@ class CachedRows:
         return self._caches.nbytes
 
     def read(self, tokens: IntArray, positions: int = 0) -> OrtPrefill:
-        tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
+        tokens = check_tokens(tokens, 1, self._passes.vocab_size)  # (S,)
         max_tokens = self._caches.layout.max_tokens
         if len(tokens) > max_tokens:
             raise WindowFullError(
@@ -423,7 +340,7 @@ class CachedRows:
         return logits.copy()
 
     def extend(self, row: int, tokens: IntArray) -> FloatArray:
-        tokens = check_tokens(tokens, 1, self._vocab_size)  # (S,)
+        tokens = check_tokens(tokens, 1, self._passes.vocab_size)  # (S,)
         self._check_row(row)
         past, max_tokens = int(self._past[row]), self._caches.layout.max_tokens
         if past + len(tokens) > max_tokens:
@@ -470,7 +387,7 @@ class CachedRows:
         if not 0 <= row < len(self._past):
             raise IndexError(f"there is no row {row} among {len(self._past)}")
 
-    def make_room(self, tokens: IntArray) -> npt.NDArray[np.int32]:
+    def make_room(self, tokens: IntArray) -> PastArray:
         """Make room for one more token (B,) in every row; returns the positions (B,) they have."""
         assert self.step_state is None, "the rows are under way"
         rows = len(self._past)
@@ -497,16 +414,10 @@ class CachedRows:
 class OrtDecodeBatch(CachedRows):
     """Rows on onnxruntime, which also run step by step, share calls, and speculate."""
 
-    def __init__(
-        self,
-        passes: OrtPasses,
-        embed_and_head: EmbedAndHead,
-        layout: CacheLayout,
-    ) -> None:
-        super().__init__(passes, layout, passes.vocab_size)
+    def __init__(self, passes: Passes, layout: CacheLayout) -> None:
+        super().__init__(passes, layout)
         self.number = next(_NUMBERS)
         self.sessions, self.names, self.width = passes.sessions, passes.names, passes.width
-        self._embed_and_head = embed_and_head
 
     @property
     def steps(self) -> int:
@@ -527,19 +438,20 @@ class OrtDecodeBatch(CachedRows):
         self._past += 1
         return x
 
-    def embed(self, tokens: IntArray, past: npt.NDArray[np.int32]) -> StepState:
+    def embed(self, tokens: IntArray, past: PastArray) -> StepState:
         """The first state of rows with these tokens (B,), after these positions (B,)."""
-        x, seqlens, total = self._embed_and_head.embed(tokens, past, len(tokens))
+        sessions = self.sessions
+        given: dict[str, Array] = {"tokens": tokens[:, None], "past": past}
+        x, seqlens = sessions.memory.run(sessions.embed, ["x", "seqlens"], given)
         # At the first step the last velocity has no weight, so any numbers do.
-        return StepState(x, x, seqlens, total)
-
-    def state(self, token: int, past: int) -> Array:
-        """The first state (1, 1, D) of one row with this token."""
-        return self._embed_and_head.embed(token, past)[0]
+        return StepState(x, x, seqlens, int(past.max()) + 1)
 
     def read_off(self, x: Array) -> FloatArray:
         """Logits (B, V) of states (B, 1, D)."""
-        return self._embed_and_head.head(x)
+        sessions = self.sessions
+        given = {"x": x, "keep": _FIRST_OF_ONE}
+        (logits,) = sessions.memory.run(sessions.head, ["logits"], given)
+        return sessions.memory.read(logits)[:, 0]  # type: ignore[return-value]  # float32
 
     def reach(self, positions: int, lead: int) -> None:
         """Make room for this many positions in the only row, which speculates with this lead.
@@ -572,7 +484,7 @@ class OrtDecodeBatch(CachedRows):
         return self._caches.parts(step, self.rows)
 
 
-def _one(past: int) -> npt.NDArray[np.int32]:
+def _one(past: int) -> PastArray:
     return np.array([past], dtype=np.int32)
 
 
@@ -582,20 +494,19 @@ _FORWARD_TOKENS = 8192
 class CachedDecoder:
     """A rung with caches: opens batches, and runs whole sequences for verification."""
 
-    def __init__(self, passes: Passes, layout: CacheLayout, vocab_size: int) -> None:
+    def __init__(self, passes: Passes, layout: CacheLayout) -> None:
         self._passes = passes
         self._layout = layout
-        self._vocab_size = vocab_size
 
     def open_batch(self) -> CachedRows:
-        return CachedRows(self._passes, self._layout, self._vocab_size)
+        return CachedRows(self._passes, self._layout)
 
     def bytes_for(self, positions: int, rows: int = 1) -> int:
         return self._layout.bytes_for(positions, rows)
 
     def forward(self, rows: RowArray) -> FloatArray:
         """Logits (B, S, V) at every position of tokens (B, S)."""
-        tokens = check_tokens(rows, 2, self._vocab_size)
+        tokens = check_tokens(rows, 2, self._passes.vocab_size)
         count, length = tokens.shape
         if length > self._layout.max_tokens:
             raise ValueError(
@@ -622,11 +533,7 @@ class OrtDecoder(CachedDecoder):
     """A rung with caches on onnxruntime."""
 
     def __init__(self, sessions: StepSessions, manifest: Manifest, rung: Rung) -> None:
-        width, vocab_size = manifest.shape.state_width, manifest.text_tokenizer.vocab_size
-        names = cache_names(sessions.stages, manifest.shape.layers)
-        self._own = OrtPasses(sessions, names, width, vocab_size)
-        super().__init__(self._own, CacheLayout.of(manifest, rung), vocab_size)
-        self._embed_and_head = EmbedAndHead(sessions, width, vocab_size)
+        super().__init__(OrtPasses(sessions, manifest), CacheLayout.of(manifest, rung))
 
     def open_batch(self) -> OrtDecodeBatch:
-        return OrtDecodeBatch(self._own, self._embed_and_head, self._layout)
+        return OrtDecodeBatch(self._passes, self._layout)

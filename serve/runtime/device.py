@@ -6,7 +6,7 @@ of an execution provider: arrays are OrtValues, and nothing crosses to the host 
 joined, by small graphs that run on the provider.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, final
@@ -51,17 +51,6 @@ class DeviceArray:
 
 
 Array = HostArray | DeviceArray  # of one kind of memory each
-
-
-class Runs(Protocol):
-    """The part of a session that a memory needs."""
-
-    @property
-    def run(self) -> Callable[..., Any]: ...
-    @property
-    def io_binding(self) -> Callable[..., Any]: ...
-    @property
-    def run_with_iobinding(self) -> Callable[..., Any]: ...
 
 
 class Caches(Protocol):
@@ -118,8 +107,8 @@ class Caches(Protocol):
         ...
 
 
-class Memory(Protocol):
-    """Where arrays and caches of sessions are."""
+class ArrayMemory(Protocol):
+    """Where arrays are."""
 
     def empty(self, shape: Shape, kind: npt.DTypeLike) -> Array:
         """A new array, with any contents."""
@@ -137,6 +126,10 @@ class Memory(Protocol):
         """The contents of a whole array, as it was made, on the host."""
         ...
 
+
+class Memory(ArrayMemory, Protocol):
+    """Where arrays and caches of sessions of onnxruntime are."""
+
     def bind_input(self, binding: ort.IOBinding, name: str, array: Array) -> None:
         """Let the graph read this array."""
         ...
@@ -151,7 +144,7 @@ class Memory(Protocol):
 
     def run(
         self,
-        session: "Runs",
+        session: ort.InferenceSession,
         outputs: Sequence[str],
         feeds: Mapping[str, Array],
     ) -> list[Array]:
@@ -219,7 +212,9 @@ class HostMemory:
     def caches(self, layout: CacheLayout, lead: int = 1) -> RowCaches:
         return RowCaches(layout, lead)
 
-    def run(self, session: Runs, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+    def run(
+        self, session: ort.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Array]
+    ) -> list[Array]:
         made: list[Array] = session.run(outputs, feeds)
         return made
 
@@ -312,7 +307,9 @@ class ProviderMemory:
         self.bind_output(binding, "made", target)
         session.run_with_iobinding(binding)
 
-    def run(self, session: Runs, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+    def run(
+        self, session: ort.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Array]
+    ) -> list[Array]:
         binding = session.io_binding()
         held = {  # until the run has ended
             name: self.hold(array) if isinstance(array, np.ndarray) else array

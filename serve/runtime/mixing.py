@@ -66,7 +66,8 @@ class OrtSpeculation:
         assert leads > 0 and more == 0, "a position begins some leads later"
         past = self._batch.lengths[0] + self._under_way
         self._batch.reach(past + 1, self.lead)
-        x = [self._batch.state(token, past)] * leads  # (1, 1, D) each
+        state = self._batch.embed(np.array([token]), np.array([past], np.int32))
+        x = [state.x] * leads  # (1, 1, D) each
         older = [] if self._x is None else [self._x]
         self._x = self._batch.sessions.memory.joined([*x, *older])
         self._places[:0] = [token] + [None] * (leads - 1)

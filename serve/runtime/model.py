@@ -9,23 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Self, final
+from typing import Self, final
 
-import numpy as np
-
-from serve.bundle import Bundle, BundleError, Manifest, Rung
+from serve.bundle import Bundle, BundleError, Manifest, Rung, Task
 from serve.runtime.classifier import (
     OrtClassifier,
     OrtStepClassifier,
     ParallelClassifier,
     ParallelStepClassifier,
     RowSplitter,
-    Threads,
 )
 from serve.runtime.decoder import OrtDecoder
 from serve.runtime.mixing import OrtMix
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
-from serve.runtime.protocol import Device, Model, largest_in_words, largest_row, largest_tokens
+from serve.runtime.protocol import (
+    Device,
+    Model,
+    largest_in_words,
+    largest_row,
+    largest_tokens,
+    run_largest,
+    rung_for,
+)
 from serve.runtime.session import (
     Interface,
     InterruptibleSession,
@@ -40,10 +45,6 @@ from serve.runtime.session import (
     step_interface,
     usable_cores,
 )
-
-if TYPE_CHECKING:
-    from serve.bundle import Task
-
 
 # How many threads a session should have is measured on one row, since threads synchronise after
 # every product and small products are faster on one. Batches of a classifier are split over threads
@@ -127,13 +128,12 @@ class OrtModel:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
         self.threads = usable_cores() if threads is None else threads
-        self._bundle = bundle
+        self.bundle = bundle
         self._device = device
         self._classifiers: dict[int, ParallelClassifier] = {}
         self._session_threads = self.threads  # until warm-up finds that one is better
         # A GPU splits the rows itself.
-        self._row_threads = Threads(self.threads if device.name == "cpu" else 1)
-        self._splitter = RowSplitter(self._row_threads)
+        self._splitter = RowSplitter(self.threads if device.name == "cpu" else 1)
         self._decoders: dict[int, OrtDecoder | OrtPrefixDecoder] = {}
         self._translators: dict[int, OrtTranslator] = {}
         self._steps: StepSessions | None = None
@@ -143,21 +143,17 @@ class OrtModel:
         self.opening = False
 
     @property
-    def bundle(self) -> Bundle:
-        return self._bundle
-
-    @property
     def open_steps(self) -> tuple[int, ...]:
         """The rungs that can run at once."""
         return tuple(sorted({*self._classifiers, *self._decoders, *self._translators}))
 
     @property
     def most_parts(self) -> int:
-        return self._row_threads.most
+        return self._splitter.most
 
     @property
     def single_steps(self) -> bool:
-        return self._device.runs_single_steps(self._bundle.manifest)
+        return self._device.runs_single_steps(self.bundle.manifest)
 
     def classifier(self, steps: int) -> ParallelClassifier:
         rung = self._rung(steps, "classify", "tag")
@@ -171,15 +167,15 @@ class OrtModel:
 
     def step_classifier(self, steps: int) -> ParallelStepClassifier:
         self._rung(steps, "classify", "tag")
-        if self._bundle.manifest.step is None:
-            raise BundleError(f"{self._bundle.manifest.name} has no graphs of one step")
-        steps_alone = OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        if self.bundle.manifest.step is None:
+            raise BundleError(f"{self.bundle.manifest.name} has no graphs of one step")
+        steps_alone = OrtStepClassifier(self._step_sessions(), self.bundle.manifest, steps)
         return ParallelStepClassifier(steps_alone, self._splitter)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
         rung = self._rung(steps, "generate")
         if steps not in self._decoders:
-            manifest = self._bundle.manifest
+            manifest = self.bundle.manifest
             self._decoders[steps] = (
                 OrtDecoder(self._step_sessions(), manifest, rung)
                 if self._device.keeps_caches(manifest)
@@ -188,7 +184,7 @@ class OrtModel:
         return self._decoders[steps]
 
     def mix(self) -> OrtMix | None:
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         if not self._device.keeps_caches(manifest):
             return None
         if self._mix is None:
@@ -197,7 +193,7 @@ class OrtModel:
 
     def unrolled(self, steps: int) -> OrtClassifier | OrtPrefixDecoder:
         """The rung as the one graph that other runtimes run."""
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         rung = manifest.rung(steps)
         if manifest.labelled:
             return self._whole(rung)
@@ -207,45 +203,39 @@ class OrtModel:
         rung = self._rung(steps, "translate")
         if steps not in self._translators:
             assert rung.encoder is not None
-            manifest = self._bundle.manifest
+            manifest = self.bundle.manifest
             encoder = self._open(rung.encoder, encoder_interface(manifest))
             self._translators[steps] = OrtTranslator(encoder, self._open_graph(rung), manifest)
         return self._translators[steps]
 
     def warm_up(self) -> None:
-        manifest = self._bundle.manifest
-        run = {
-            "classify": self._warm_classifier,
-            "tag": self._warm_classifier,
-            "generate": self._warm_decoder,
-            "translate": self._warm_translator,
-        }[manifest.task]
+        manifest = self.bundle.manifest
         for rung in manifest.rungs:
             try:
                 if not self.open_steps and self.threads > 1 and self._device.name == "cpu":
                     self._tune_threads()
-                run(rung.steps)
+                run_largest(self, rung.steps)
             except BundleError:
                 raise
             except Exception as error:  # onnxruntime has no base class of its own
                 raise failure(
                     f"fails on {largest_in_words(manifest)}, which the manifest promises",
                     error,
-                    self._bundle.folder / self._file_of(rung),
+                    self.bundle.folder / self._file_of(rung),
                 ) from error
 
     def _tune_threads(self) -> None:
         """Use one thread where that is better than all."""
         if not self._writes:
             tune_threads(self._with_threads, self.threads)
-        elif self._bundle.manifest.keeps_caches:
+        elif self.bundle.manifest.keeps_caches:
             steps = self._step_sessions()
-            self._steps = tune_single_row(steps, self._open_alone, self._bundle.manifest)
+            self._steps = tune_single_row(steps, self._open_alone, self.bundle.manifest)
 
     @property
     def _writes(self) -> bool:
         """Whether calls follow each other closely, each waiting for the one before."""
-        return not self._bundle.manifest.labelled
+        return not self.bundle.manifest.labelled
 
     def _with_threads(self, count: int) -> Self:
         """The same model with this many threads a session; all sessions open anew."""
@@ -256,7 +246,7 @@ class OrtModel:
 
     def close(self) -> None:
         self._drop()
-        self._row_threads.close()
+        self._splitter.close()
 
     def _drop(self) -> None:
         # One by one: each holds the interpreter for milliseconds, and other threads wait.
@@ -273,41 +263,22 @@ class OrtModel:
 
     def _file_of(self, rung: Rung) -> str:
         """The graph of the rung."""
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         if manifest.step is not None and (manifest.keeps_caches or self._shares_weights()):
             return manifest.step.step
         return rung.graph
 
-    def _warm_classifier(self, steps: int) -> None:
-        manifest = self._bundle.manifest
-        rows = largest_row(manifest)[None]
-        self.classifier(steps).run(rows)
-        if manifest.calibration is not None and steps == manifest.full_steps:
-            self.step_classifier(steps).run(rows)  # early answers use it
-
-    def _warm_decoder(self, steps: int) -> None:
-        tokens = largest_tokens(self._bundle.manifest)
-        batch = self.decoder(steps).open_batch()
-        batch.add(tokens[: max(1, len(tokens) - 1)])
-        if len(tokens) > 1:
-            batch.step(tokens[-1:])
-
-    def _warm_translator(self, steps: int) -> None:
-        tokens = largest_tokens(self._bundle.manifest)
-        answer = np.full((1, self._bundle.manifest.target_max_tokens or 1), tokens[0])  # (1, N)
-        self.translator(steps).read(tokens).follow(answer)
-
     def _whole(self, rung: Rung) -> OrtClassifier:
-        return OrtClassifier(self._open_graph(rung), self._bundle.manifest)
+        return OrtClassifier(self._open_graph(rung), self.bundle.manifest)
 
     def _open_graph(self, rung: Rung) -> InterruptibleSession:
-        return self._open(rung.graph, graph_interface(self._bundle.manifest))
+        return self._open(rung.graph, graph_interface(self.bundle.manifest))
 
     def _open_alone(self) -> InterruptibleSession:
         """The step on one thread, for single rows."""
-        step = self._bundle.manifest.step
+        step = self.bundle.manifest.step
         assert step is not None
-        return self._open(step.step, step_interface(self._bundle.manifest), threads=1)
+        return self._open(step.step, step_interface(self.bundle.manifest), threads=1)
 
     def _open(
         self, file: str, interface: Interface, threads: int | None = None
@@ -315,7 +286,7 @@ class OrtModel:
         self.opening = True
         try:
             return open_session(
-                self._bundle,
+                self.bundle,
                 file,
                 interface,
                 threads or self._session_threads,
@@ -330,7 +301,7 @@ class OrtModel:
     def _step_sessions(self) -> StepSessions:
         if self._steps is None:
             self._steps = open_steps(
-                self._bundle,
+                self.bundle,
                 self._session_threads,
                 self._run_options,
                 self._lent(),
@@ -343,10 +314,10 @@ class OrtModel:
         """The weights for sessions that open now; on a GPU they are read from the file."""
         if self._device.name != "cpu":
             return None
-        if self._bundle.manifest.keeps_caches or self._shares_weights():
-            return Weights.read(self._bundle, in_place=False)
+        if self.bundle.manifest.keeps_caches or self._shares_weights():
+            return Weights.read(self.bundle, in_place=False)
         if self._weights is None:
-            self._weights = Weights.read(self._bundle, in_place=True)
+            self._weights = Weights.read(self.bundle, in_place=True)
         return self._weights
 
     def _shares_weights(self) -> bool:
@@ -354,7 +325,7 @@ class OrtModel:
 
         On a GPU a whole rung is one call, which costs less than a call a step.
         """
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         if manifest.step is None or self._device.name != "cpu":
             return False
         # With 8 bits only the step uses the runtime's own integer products; and of 16 bits the
@@ -364,10 +335,5 @@ class OrtModel:
             or manifest.files[manifest.weights].bytes > TINY_BYTES
         )
 
-    def _rung(self, steps: int, *tasks: "Task") -> Rung:
-        manifest = self._bundle.manifest
-        if manifest.task not in tasks:
-            raise BundleError(
-                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
-            )
-        return manifest.rung(steps)
+    def _rung(self, steps: int, *tasks: Task) -> Rung:
+        return rung_for(self.bundle.manifest, steps, *tasks)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import Bundle, ImageInput, Manifest, PointsInput
+from serve.bundle import Bundle, BundleError, ImageInput, Manifest, PointsInput, Rung, Task
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -278,25 +278,8 @@ class Mix(Protocol):
         ...
 
 
-class Interruptible(Protocol):
-    """A model whose calls can be ended from another thread."""
-
-    @property
-    def opening(self) -> bool:
-        """Whether the running call is opening a graph, which may take long."""
-        ...
-
-    def interrupt(self) -> None:
-        """From any thread: make the running call and all later ones throw as soon as they can."""
-        ...
-
-    def resume(self) -> None:
-        """Let calls run again."""
-        ...
-
-
-class Model(Interruptible, Protocol):
-    """A bundle opened for running. Used by one thread at a time."""
+class Model(Protocol):
+    """A bundle opened for running. Used by one thread at a time, but for `interrupt`."""
 
     @property
     def bundle(self) -> Bundle:
@@ -335,6 +318,19 @@ class Model(Interruptible, Protocol):
 
     def warm_up(self) -> None:
         """Open every rung and run it once, so that no request has to wait for that."""
+        ...
+
+    @property
+    def opening(self) -> bool:
+        """Whether the running call is opening a graph, which may take long."""
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread: make the running call and all later ones throw as soon as they can."""
+        ...
+
+    def resume(self) -> None:
+        """Let calls run again."""
         ...
 
     def close(self) -> None:
@@ -417,3 +413,34 @@ def largest_in_words(manifest: Manifest) -> str:
                 f"{manifest.text_input.max_tokens} tokens of a vocabulary of "
                 f"{manifest.text_tokenizer.vocab_size}"
             )
+
+
+def run_largest(model: Model, steps: int) -> None:
+    """Open a rung and run it once on its largest input, for warm-up."""
+    manifest = model.bundle.manifest
+    if manifest.labelled:
+        rows = largest_row(manifest)[None]
+        model.classifier(steps).run(rows)
+        if manifest.calibration is not None and steps == manifest.full_steps:
+            model.step_classifier(steps).run(rows)  # early answers use it
+        return
+    tokens = largest_tokens(manifest)
+    if manifest.task == "translate":
+        answer = np.full((1, manifest.target_max_tokens or 1), tokens[0])  # (1, N)
+        model.translator(steps).read(tokens).follow(answer)
+        return
+    batch = model.decoder(steps).open_batch()
+    if manifest.keeps_caches and len(tokens) > 1:
+        batch.add(tokens[:-1])
+        batch.step(tokens[-1:])
+    else:
+        batch.add(tokens)
+
+
+def rung_for(manifest: Manifest, steps: int, *tasks: Task) -> Rung:
+    """The rung of this many steps; BundleError unless the model has it and one of these tasks."""
+    if manifest.task not in tasks:
+        raise BundleError(
+            f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
+        )
+    return manifest.rung(steps)

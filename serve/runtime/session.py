@@ -571,16 +571,7 @@ def open_steps(
         device = replace(device, name="cuda")
 
     def opened(file: str, interface: Interface, threads: int, spins: bool) -> InterruptibleSession:
-        return open_session(
-            bundle,
-            file,
-            interface,
-            threads,
-            device,
-            run_options,
-            weights,
-            spins,
-        )
+        return open_session(bundle, file, interface, threads, device, run_options, weights, spins)
 
     # Between two tokens other sessions' threads would slow the step.
     ends = 1 if _small_ends(manifest) else threads

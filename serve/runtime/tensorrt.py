@@ -15,12 +15,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Rung, Task
+from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Manifest, Rung, Task
 from serve.bundle.folder import check_file, file_entry
 from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
 from serve.runtime.cache import CacheLayout
 from serve.runtime.classifier import OrtClassifier, OrtStepClassifier
-from serve.runtime.decoder import CachedDecoder, Pass
+from serve.runtime.decoder import CachedDecoder, Pass, Passes, PastArray, WholePass
 from serve.runtime.device import Array as DeviceOrHost
 from serve.runtime.device import DeviceArray, DeviceCaches, KeptRows
 from serve.runtime.prefix import OrtPrefixDecoder, OrtTranslator
@@ -29,8 +29,8 @@ from serve.runtime.protocol import (
     FloatArray,
     IntArray,
     Unrolled,
-    largest_row,
-    largest_tokens,
+    run_largest,
+    rung_for,
 )
 from serve.runtime.session import (
     INSTALL,
@@ -38,7 +38,6 @@ from serve.runtime.session import (
     InterruptibleSession,
     Profile,
     StepSessions,
-    cache_names,
     step_sessions,
 )
 
@@ -393,7 +392,7 @@ class TrtSession:
         """Run for these outputs; more rows than the engine takes are split into parts."""
         self._cuda.use()
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
-        most = self._max_rows()
+        most = self.max_rows
         parts = [
             self._run_part(
                 outputs, {name: _rows(name, array, start, most) for name, array in feeds.items()}
@@ -499,9 +498,6 @@ class TrtSession:
     @property
     def max_rows(self) -> int:
         """The most rows of a call."""
-        return self._max_rows()
-
-    def _max_rows(self) -> int:
         name = next(one for one in self._inputs if one not in _SHARED)
         return max(profile[name].max[0] for profile in self._profiles)
 
@@ -541,14 +537,16 @@ class TrtMemory:
         self.write(held, array)
         return held
 
-    def write(self, target: DeviceArray, values: Array) -> None:
+    def write(self, target: DeviceOrHost, values: Array) -> None:
         """Start copying to the GPU."""
-        assert target.shape == values.shape and target.dtype == values.dtype
+        assert isinstance(target, DeviceArray) and target.shape == values.shape
+        assert target.dtype == values.dtype
         self.cuda.upload(np.ascontiguousarray(values), target.address)
         self.written_bytes += values.nbytes
 
-    def read(self, array: DeviceArray) -> Array:
+    def read(self, array: DeviceOrHost) -> Array:
         """Wait for the stream; the contents on the host."""
+        assert isinstance(array, DeviceArray)
         values: Array = np.empty(array.shape, dtype=array.dtype)
         self.cuda.download(array.address, values)
         self.cuda.wait()
@@ -595,15 +593,13 @@ class _Rows(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class TrtPasses:
+class TrtPasses(Passes):
     """Passes on the engines of embedding, step and head."""
 
-    sessions: StepSessions  # their memory is not used: what passes read and write is on the GPU
-    memory: TrtMemory
-    names: Sequence[str]  # of the buffers of one step
-    width: int
-    vocab_size: int
+    def __init__(self, sessions: StepSessions, manifest: Manifest, memory: TrtMemory) -> None:
+        """The sessions' own memory is not used: what passes read and write is on the GPU."""
+        super().__init__(sessions, manifest)
+        self.memory = memory
 
     def caches(self, layout: CacheLayout, lead: int) -> DeviceCaches:
         return DeviceCaches(layout, self.memory)
@@ -612,7 +608,7 @@ class TrtPasses:
         self,
         caches: Sequence[DeviceOrHost],
         tokens: IntArray,
-        past: npt.NDArray[np.int32],
+        past: PastArray,
         keep: IntArray,
     ) -> Pass:
         most = engine_of_session(self.sessions.step).max_rows
@@ -630,19 +626,12 @@ class TrtPasses:
 
 
 @final
-class _PassOfParts:
+class _PassOfParts(Pass):
     """A pass of more rows than the engines take: one part after another."""
 
     def __init__(self, tokens: IntArray, parts: Sequence["TrtPass"]) -> None:
-        self.tokens = tokens
+        self.tokens, self.steps = tokens, parts[0].steps
         self._parts = parts
-
-    @property
-    def steps(self) -> int:
-        return self._parts[0].steps
-
-    def run(self) -> FloatArray:
-        return np.concatenate([part.run() for part in self._parts])
 
     def begin(self) -> None:
         for one in self._parts:
@@ -657,7 +646,7 @@ class _PassOfParts:
 
 
 @final
-class TrtPass:
+class TrtPass(WholePass):
     """A pass through the engines; what it reads and writes stays on the GPU."""
 
     def __init__(
@@ -665,36 +654,19 @@ class TrtPass:
         passes: TrtPasses,
         caches: Sequence[DeviceArray],
         tokens: IntArray,
-        past: npt.NDArray[np.int32],
+        past: PastArray,
         keep: IntArray,
     ) -> None:
-        self.tokens, self.past = tokens, past  # (B, S), (B,)
-        self._memory = memory = passes.memory
-        self._caches = caches
-        sessions, names = passes.sessions, passes.names
-        rows, length = tokens.shape
-        self.steps = len(caches) // len(names)
-        shape = rows, length, passes.width
-        states = [memory.empty(shape, np.float32) for _ in range(2)]
-        velocities = [
-            memory.hold(np.zeros(shape, np.float32)) for _ in range(2 if sessions.history else 0)
-        ]
-        seqlens = memory.empty((rows,), np.int32)
-        self._given = [(memory.hold(values), values) for values in (tokens, past)]
+        sessions, memory = passes.sessions, passes.memory
+        self._cuda, self._caches = memory.cuda, caches
         self._embed, self._step, self._head = (
             engine_of_session(one) for one in (sessions.embed, sessions.step, sessions.head)
         )
-        self._embedded = {
-            "tokens": self._given[0][0],
-            "past": self._given[1][0],
-            "x": states[0],
-            "seqlens": seqlens,
-        }
         # The new keys and values of all steps, in the order that the caches have in memory.
-        _, _, *heads = caches[0].shape
+        (rows, length), (_, _, *heads) = tokens.shape, caches[0].shape
         self._new = memory.empty((len(caches), rows, length, *heads), caches[0].dtype)
         self._places = sorted(cache.address for cache in caches)
-        each = [
+        made = [
             DeviceArray(
                 self._new.value,
                 (rows, length, *heads),
@@ -703,45 +675,24 @@ class TrtPass:
             )
             for cache in caches
         ]
-        self._stepped: list[Mapping[str, DeviceArray]] = []
-        for step in range(self.steps):
-            now, then = step % 2, (step + 1) % 2
-            arrays = {"x": states[now], "y": states[then], "seqlens": seqlens}
-            for name, values in sessions.times(step, self.steps, rows).items():
-                arrays[name] = memory.hold(values)
-            if sessions.history:
-                arrays |= {"previous": velocities[now], "v": velocities[then]}
-            here = slice(step * len(names), (step + 1) * len(names))
-            for name, cache, new in zip(names, caches[here], each[here], strict=True):
-                arrays |= {name: cache, f"{name}_out": new}
-            self._stepped.append(arrays)
-        self._logits = memory.empty((rows, len(keep), passes.vocab_size), np.float32)  # (B, K, V)
-        self._read = {"x": states[self.steps % 2], "keep": memory.hold(keep)}
-        self._read["logits"] = self._logits
-
-    def run(self) -> FloatArray:
-        self.begin()
-        self.advance(0, self.steps)
-        return self.end()
+        super().__init__(passes, memory, caches, made, tokens, past, keep)
 
     def begin(self) -> None:
-        self._memory.cuda.use()
-        for held, values in self._given:
-            self._memory.write(held, values)
-        self._embed.launch(self._embedded)
+        self._cuda.use()
+        self.write_given()
+        self._embed.launch(self.embedded)
 
     def advance(self, first: int, end: int) -> None:
-        self._memory.cuda.use()
-        for arrays in self._stepped[first:end]:
+        self._cuda.use()
+        for arrays in self.stepped[first:end]:
             self._step.launch(arrays)
         if end == self.steps:  # a chunk of a prompt ends here, without logits
             self._keep_new()
 
     def end(self) -> FloatArray:
-        self._memory.cuda.use()
-        self._head.launch(self._read)
-        logits: FloatArray = self._memory.read(self._logits)  # type: ignore[assignment]  # float32
-        return logits
+        self._cuda.use()
+        self._head.launch(self.read_out)
+        return self.memory.read(self.logits)  # type: ignore[return-value]  # float32
 
     def _keep_new(self) -> None:
         """Put the new keys and values of each row behind those that there are."""
@@ -750,7 +701,7 @@ class TrtPass:
         row = cache.shape[1] * position
         new_row = self._new.shape[2] * position
         for index, past in enumerate(self.past.tolist()):
-            self._memory.cuda.copy_rows(
+            self._cuda.copy_rows(
                 first + index * row + past * position,
                 second - first,
                 self._new.address + index * new_row,
@@ -906,16 +857,12 @@ class TrtModel:
         self._library = load_tensorrt()
         self._cuda = open_cuda(number)
         self._device = Device(engines=folder, number=number)
-        self._bundle = bundle
+        self.bundle = bundle
         self._folder = folder
         self._engines = read_engines(folder, bundle, this_host(self._cuda))
         self._pool = ContextPool(self._library, self._cuda)
         self._sessions: dict[str, TrtSession] = {}
         self._memory = TrtMemory(self._cuda)
-
-    @property
-    def bundle(self) -> Bundle:
-        return self._bundle
 
     @property
     def precision(self) -> Precision:
@@ -928,35 +875,32 @@ class TrtModel:
 
     @property
     def single_steps(self) -> bool:
-        return self._device.runs_single_steps(self._bundle.manifest)
+        return self._device.runs_single_steps(self.bundle.manifest)
 
     def classifier(self, steps: int) -> OrtClassifier:
         rung = self._rung(steps, "classify", "tag")
-        return OrtClassifier(self._session(rung.graph), self._bundle.manifest)
+        return OrtClassifier(self._session(rung.graph), self.bundle.manifest)
 
     def step_classifier(self, steps: int) -> OrtStepClassifier:
         self._rung(steps, "classify", "tag")
         if not self.single_steps:
             raise BundleError(
-                f"{self._bundle.manifest.name} has one engine for each step count, which cannot "
+                f"{self.bundle.manifest.name} has one engine for each step count, which cannot "
                 "stop early: export the run with calibration, and build engines of that bundle"
             )
-        return OrtStepClassifier(self._step_sessions(), self._bundle.manifest, steps)
+        return OrtStepClassifier(self._step_sessions(), self.bundle.manifest, steps)
 
     def decoder(self, steps: int) -> CachedDecoder | OrtPrefixDecoder:
-        manifest, rung = self._bundle.manifest, self._rung(steps, "generate")
+        manifest, rung = self.bundle.manifest, self._rung(steps, "generate")
         if not manifest.keeps_caches:
             return OrtPrefixDecoder(self._session(rung.graph), manifest)
-        sessions, vocab_size = self._step_sessions(), manifest.text_tokenizer.vocab_size
-        names = cache_names(sessions.stages, manifest.shape.layers)
-        passes = TrtPasses(sessions, self._memory, names, manifest.shape.state_width, vocab_size)
-        kind = engine_of_session(sessions.step).kind_of(names[0])
-        layout = replace(CacheLayout.of(manifest, rung), kind=kind)
-        return CachedDecoder(passes, layout, vocab_size)
+        passes = TrtPasses(self._step_sessions(), manifest, self._memory)
+        kind = engine_of_session(passes.sessions.step).kind_of(passes.names[0])
+        return CachedDecoder(passes, replace(CacheLayout.of(manifest, rung), kind=kind))
 
     def unrolled(self, steps: int) -> Unrolled:
         """The rung in the form that there is here: of a decoder with caches, its steps."""
-        if self._bundle.manifest.labelled:
+        if self.bundle.manifest.labelled:
             return self.classifier(steps)
         return self.decoder(steps)
 
@@ -964,31 +908,15 @@ class TrtModel:
         rung = self._rung(steps, "translate")
         assert rung.encoder is not None
         return OrtTranslator(
-            self._session(rung.encoder), self._session(rung.graph), self._bundle.manifest
+            self._session(rung.encoder), self._session(rung.graph), self.bundle.manifest
         )
 
     def mix(self) -> None:
         return None
 
     def warm_up(self) -> None:
-        manifest = self._bundle.manifest
-        for steps in manifest.steps:
-            if manifest.labelled:
-                self.classifier(steps).run(largest_row(manifest)[None])
-                if self.single_steps and steps == manifest.full_steps:
-                    self.step_classifier(steps).run(largest_row(manifest)[None])
-            elif manifest.task == "generate":
-                batch = self.decoder(steps).open_batch()
-                batch.add(
-                    largest_tokens(manifest)[:-1]
-                    if manifest.keeps_caches
-                    else largest_tokens(manifest)
-                )
-                if manifest.keeps_caches:
-                    batch.step(largest_tokens(manifest)[:1])
-            else:
-                answer = np.full((1, manifest.target_max_tokens or 1), largest_tokens(manifest)[0])
-                self.translator(steps).read(largest_tokens(manifest)).follow(answer)
+        for steps in self.bundle.manifest.steps:
+            run_largest(self, steps)
 
     def close(self) -> None:
         """Free the GPU's memory."""
@@ -1010,7 +938,7 @@ class TrtModel:
 
     def _step_sessions(self) -> StepSessions:
         """The engines of embedding, step and head."""
-        manifest = self._bundle.manifest
+        manifest = self.bundle.manifest
         assert manifest.step is not None
         embed, step, head = (
             cast("InterruptibleSession", self._session(graph))
@@ -1030,9 +958,4 @@ class TrtModel:
         return self._sessions[graph]
 
     def _rung(self, steps: int, *tasks: Task) -> Rung:
-        manifest = self._bundle.manifest
-        if manifest.task not in tasks:
-            raise BundleError(
-                f"{manifest.name} is a bundle of the task {manifest.task}, which cannot {tasks[0]}"
-            )
-        return manifest.rung(steps)
+        return rung_for(self.bundle.manifest, steps, *tasks)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from serve.bundle import Bundle, Cache, read_bundle
 from serve.local import LocalModel
 from serve.runtime import open_model
 from serve.runtime.cache import CacheLayout
-from serve.runtime.classifier import OrtStepClassifier, ParallelStepClassifier
+from serve.runtime.classifier import (
+    OrtStepClassifier,
+    ParallelStepClassifier,
+    ahead,
+    present_positions,
+)
 from serve.runtime.decoder import OrtDecodeBatch, OrtDecoder
 from serve.runtime.device import (
     HOST,
@@ -36,7 +42,6 @@ from serve.runtime.device import (
     memory_for,
     pick_graph,
 )
-from serve.runtime.margins import ahead, present_positions
 from serve.runtime.protocol import Device, EarlyAnswers, FloatArray, IntArray, Speculation
 from serve.runtime.session import open_steps
 from tests.fixtures.tiny_bundles import build_classify, build_generate
@@ -181,14 +186,15 @@ def counted(monkeypatch: pytest.MonkeyPatch, batch: OrtDecodeBatch) -> Iterator[
     """Counts the calls of a batch's sessions."""
     count = {"calls": 0}
     sessions = batch.sessions
-    for session in {sessions.embed, sessions.step, sessions.single, sessions.head}:
-        run = session.run_with_iobinding
+    each = {sessions.embed, sessions.step, sessions.single, sessions.head}
+    for session, way in product(each, ("run", "run_with_iobinding")):
+        run = getattr(session, way)
 
-        def counting(*arguments: Any, run: Any = run, **named: Any) -> None:
+        def counting(*arguments: Any, run: Any = run, **named: Any) -> Any:
             count["calls"] += 1
-            run(*arguments, **named)
+            return run(*arguments, **named)
 
-        monkeypatch.setattr(session, "run_with_iobinding", counting)
+        monkeypatch.setattr(session, way, counting)
     yield count
 
 

@@ -30,7 +30,7 @@ def test_it_wakes_once_for_what_comes_before_the_turn_ends() -> None:
     condition = Counted()
     turn: list[Callable[[], None]] = []
     waker = EngineWaker(condition)
-    waker.call_with(turn.append)
+    waker.soon = turn.append
     waker.ask()
     waker.ask()
     assert condition.wakes == 0 and len(turn) == 1

@@ -44,7 +44,7 @@ def test_the_thread_setting_is_honoured(generate_bundle: Bundle, threads: int | 
     model = OrtModel(generate_bundle, threads)
     decoder = model.decoder(1)
     assert isinstance(decoder, OrtDecoder)
-    options = decoder._own.sessions.step.get_session_options()
+    options = decoder._passes.sessions.step.get_session_options()
     assert options.intra_op_num_threads == (threads or usable_cores())
     assert options.inter_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"

@@ -9,7 +9,7 @@ import pytest
 from serve.bundle import Bundle
 from serve.parts import cut_rows
 from serve.runtime import open_model
-from serve.runtime.classifier import RowSplitter, Threads
+from serve.runtime.classifier import RowSplitter
 from serve.runtime.protocol import FloatArray, RowArray
 from tests.fixtures.tiny_bundles import build_classify
 
@@ -31,9 +31,9 @@ def numbered(rows: int) -> FloatArray:
     ],
 )
 def test_every_row_is_in_one_part_in_its_place(most: int, rows: int, sizes: list[int]) -> None:
-    threads = Threads(most)
-    found = RowSplitter(threads).each(np.copy, numbered(rows))
-    threads.close()
+    splitter = RowSplitter(most)
+    found = splitter.each(np.copy, numbered(rows))
+    splitter.close()
     assert [len(one) for one in found] == sizes
     assert (np.concatenate(found) == numbered(rows)).all()
 
@@ -56,9 +56,9 @@ def test_a_thread_that_is_held_up_leaves_what_is_left_to_the_others() -> None:
         if len(ran) == 3:
             others_ran.set()
 
-    threads = Threads(2)
-    RowSplitter(threads).each(hold_up, numbered(16))
-    threads.close()
+    splitter = RowSplitter(2)
+    splitter.each(hold_up, numbered(16))
+    splitter.close()
     slow = ran[-1][0]
     assert [size for thread, size in ran if thread == slow] == [6]
     assert [size for thread, size in ran if thread != slow] == [6, 2, 2]
@@ -70,9 +70,9 @@ def test_parts_run_at_the_same_time() -> None:
     def meet(rows: RowArray) -> int:
         return meeting.wait(timeout=10)
 
-    threads = Threads(3)
-    assert sorted(RowSplitter(threads).each(meet, numbered(6))) == [0, 1, 2]
-    threads.close()
+    splitter = RowSplitter(3)
+    assert sorted(splitter.each(meet, numbered(6))) == [0, 1, 2]
+    splitter.close()
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, IndexError])
@@ -88,11 +88,11 @@ def test_a_failure_is_told_when_nothing_runs_any_more(failing: int, kind: type[E
         time.sleep(0.1)
         ended.append(rows)
 
-    threads = Threads(2)
+    splitter = RowSplitter(2)
     with pytest.raises(kind, match="of this part"):
-        RowSplitter(threads).each(fail, numbered(6))
+        splitter.each(fail, numbered(6))
     assert len(ended) == 1
-    threads.close()
+    splitter.close()
 
 
 def test_answers_are_those_of_the_whole_batch(
@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_whole_batch(
     high, most = labels.manifest.text_tokenizer.vocab_size, labels.manifest.text_input.max_tokens
     tokens = np.random.default_rng(0).integers(1, high, (7, most))
     shared = open_model(labels, 2)
-    monkeypatch.setattr("serve.runtime.model.RowSplitter", lambda threads: RowSplitter(Threads(1)))
+    monkeypatch.setattr("serve.runtime.model.RowSplitter", lambda most: RowSplitter(1))
     whole = open_model(labels, 2)
     for steps in labels.manifest.steps:
         wanted = whole.classifier(steps).run(tokens)

@@ -99,7 +99,7 @@ def test_a_generation_has_all_threads_which_wait_awake_for_its_next_step(
     model.warm_up()
     decoder = model.decoder(1)
     assert isinstance(decoder, OrtDecoder)
-    sessions = decoder._own.sessions
+    sessions = decoder._passes.sessions
     found = [threads_of(one) for one in (sessions.embed, sessions.step, sessions.head)]
     assert found == [ends, MOST, ends]
     assert [spins(one) for one in (sessions.embed, sessions.step, sessions.head)] == [0, 1, 0]

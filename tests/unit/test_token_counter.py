@@ -1,12 +1,11 @@
 """What the metrics are told of tokens: rows that are alike at once, and each as if alone."""
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from serve.engine.generate import TokenCounter
-from serve.engine.job import Job, LaneKey, Work
+from serve.engine.generate import count_tokens
+from serve.engine.job import Job, LaneKey
 from serve.engine.writing import Generation
 from serve.metrics import SECONDS, Metrics
 
@@ -14,11 +13,11 @@ LANE = LaneKey("writer@2", "generate", 4)
 LABELS = {"model": "writer", "steps": "4"}
 
 
-@dataclass
-class Text:
+class Text(Generation):
     """What of a generation the metrics look at."""
 
-    last_token_s: float | None
+    def __init__(self, last_token_s: float | None) -> None:
+        self.last_token_s = last_token_s
 
 
 def sample(metrics: Metrics, name: str, **more: str) -> float:
@@ -27,13 +26,10 @@ def sample(metrics: Metrics, name: str, **more: str) -> float:
 
 def test_every_row_counts_with_the_time_since_its_own_token_before() -> None:
     metrics = Metrics()
-    counter = TokenCounter(metrics, now_s=10.0)
     texts = [Text(9.98), Text(9.98), Text(9.98), Text(9.0), Text(None)]
-    jobs = [Job(LANE, cast(Work, text), (3,), tokens_left=5) for text in texts]
+    jobs = [Job(LANE, text, (3,), tokens_left=5) for text in texts]
     jobs[-1].queued_s, jobs[-1].started_s = 7.0, 9.5
-    for job, text in zip(jobs, texts, strict=True):
-        counter.note(job, cast(Generation, text))
-    counter.count()
+    count_tokens(metrics, jobs, now_s=10.0)
     assert [job.tokens_left for job in jobs] == [4] * 5
     assert {text.last_token_s for text in texts} == {10.0} and jobs[-1].first_token_s == 10.0
     counted = metrics.registry.get_sample_value("stepdial_tokens_total", {"model": "writer"})
@@ -47,7 +43,7 @@ def test_every_row_counts_with_the_time_since_its_own_token_before() -> None:
 
 def test_nothing_written_is_nothing_counted() -> None:
     metrics = Metrics()
-    TokenCounter(metrics, now_s=1.0).count()
+    count_tokens(metrics, [], now_s=1.0)
     assert sample(metrics, "inter_token_seconds_count") == 0
 
 
