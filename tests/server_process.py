@@ -1,4 +1,4 @@
-"""The real server, `python -m serve`, as a process of its own on a free port.
+"""The real server, as `python -m serve` starts it, in a process of its own on a free port.
 
 Knows how to start, reach and stop it; deliberately nothing of what it answers.
 """
@@ -12,9 +12,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
+
+from tests.warm import ROOT, Nest
 
 START_S = 30.0
 _URL = re.compile(r"on (http://\S+) ")
@@ -66,21 +69,32 @@ def run_to_end(
 
 @contextmanager
 def server_process(
-    bundles: Sequence[Path], *flags: str, environment: Mapping[str, str] | None = None
+    bundles: Sequence[Path],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> Iterator[ServerProcess]:
-    """A server of these bundles; it must end well when it is told to."""
-    process = subprocess.Popen(
-        _command([*bundles, "--port", "0", *flags]),
-        env=_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """A server of these bundles; it must end well when it is told to.
+
+    A `cold` one is started as a user starts it; others have imported what they need.
+    """
+    arguments = [*map(str, bundles), "--port", "0", *flags]
+    (out, written), (err, complained) = os.pipe(), os.pipe()
+    if cold:
+        process = subprocess.Popen(
+            _command(arguments),
+            env=_environment(environment),
+            stdout=written,
+            stderr=complained,
+            text=True,
+        )
+    else:
+        process = _nest().start(arguments, _environment(environment), written, complained)
+    os.close(written)
+    os.close(complained)
+    streams = [open(out, encoding="utf-8"), open(err, encoding="utf-8")]
     lines: Queue[str] = Queue()
-    readers = [
-        Thread(target=_read, args=(stream, lines), daemon=True)
-        for stream in (process.stdout, process.stderr)
-    ]
+    readers = [Thread(target=_read, args=(stream, lines), daemon=True) for stream in streams]
     for reader in readers:
         reader.start()
     try:
@@ -96,8 +110,7 @@ def server_process(
                 process.wait()
         for reader in readers:
             reader.join()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
+        for stream in streams:
             stream.close()
 
 
@@ -117,10 +130,15 @@ def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[
     raise AssertionError(f"the server did not start within {START_S} s: {banner}")
 
 
-def _read(stream: Iterable[str] | None, lines: "Queue[str]") -> None:
-    assert stream is not None
+def _read(stream: Iterable[str], lines: "Queue[str]") -> None:
     for line in stream:
         lines.put(line)
+
+
+@cache
+def _nest() -> Nest:
+    used = ("serve.command", "serve.runtime.decoder", "onnxruntime", "uvloop", "pydantic.v1")
+    return Nest(_environment(None), "serve.__main__", *used)
 
 
 def _command(arguments: Sequence[str | Path]) -> list[str]:
@@ -129,5 +147,4 @@ def _command(arguments: Sequence[str | Path]) -> list[str]:
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
-    root = Path(__file__).resolve().parent.parent
-    return own | {"PYTHONPATH": str(root), "PYTHONWARNINGS": "error"} | dict(extra or {})
+    return own | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"} | dict(extra or {})

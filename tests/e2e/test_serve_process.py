@@ -34,7 +34,7 @@ FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 
 def test_it_starts_within_seconds_and_says_what_to_try() -> None:
     began_s = time.monotonic()
-    with server_process(FOLDERS) as server:
+    with server_process(FOLDERS, cold=True) as server:
         assert time.monotonic() - began_s < 10
         assert "tiny-classify  classify  steps 1, 2, 4" in server.banner
         assert "tiny-generate  generate  steps 1, 2, 4" in server.banner

@@ -53,8 +53,9 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
     build_generate(folder / "two", seed=1)
     build_classify(folder / "classify")
     flags = ("--admin-folders", str(folder), "--max-tokens", "1000000")
+    own = {"STEPDIAL_ADMIN_KEY": KEY}
     with (
-        server_process([folder / "one"], *flags, environment={"STEPDIAL_ADMIN_KEY": KEY}) as server,
+        server_process([folder / "one"], *flags, environment=own, cold=True) as server,
         httpx.Client(base_url=server.url, timeout=30, headers=BEARER) as client,
     ):
         yield Admin(server, client, folder)

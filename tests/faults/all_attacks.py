@@ -197,7 +197,7 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
     found, over = Found(), threading.Event()
     folders = [classify_bundle().folder, generate_bundle().folder]
     flags = ("--health-port", "0", "--trusted-proxies", "127.0.0.1")
-    with server_process(folders, *flags) as server:
+    with server_process(folders, *flags, cold=True) as server:
         health = re.findall(r"metrics also on (http://\S+)", server.banner)[0]
         threads = [
             threading.Thread(target=_ask, args=(server.url, found, over, number))

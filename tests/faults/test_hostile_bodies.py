@@ -212,7 +212,8 @@ def measured() -> Iterator[Measured]:
             *(classify_bundle, generate_bundle, image_bundle, points_bundle, translate_bundle),
         )
     ]
-    with server_process(folders, environment={"STEPDIAL_ADMIN_KEY": ADMIN_KEY}) as running:
+    own = {"STEPDIAL_ADMIN_KEY": ADMIN_KEY}
+    with server_process(folders, environment=own, cold=True) as running:
         found = Measured(running)
         yield found
         found.close()

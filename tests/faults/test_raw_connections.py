@@ -24,7 +24,7 @@ LAST = "connection: close"
 def server() -> Iterator[ServerProcess]:
     folders = [classify_bundle().folder, generate_bundle().folder]
     flags = ("--max-connections", str(CONNECTIONS), "--send-timeout-s", str(SEND_TIMEOUT_S))
-    with server_process(folders, *flags, "--header-timeout-s", "5") as running:
+    with server_process(folders, *flags, "--header-timeout-s", "5", cold=True) as running:
         yield running
         assert 'code="500"' not in httpx.get(f"{running.url}/metrics").text
 
