@@ -102,7 +102,7 @@ def _wait_for_job(name: str) -> list[str]:
         listener.bind(f"\0{name}")
         listener.listen(64)
         print("warm", flush=True)
-        while sys.stdin.fileno() not in select([listener, sys.stdin], [], [])[0]:
+        while sys.stdin not in select([listener, sys.stdin], [], [])[0]:
             job, _ = listener.accept()
             if os.fork() == 0:
                 break
