@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from queue import Empty, Queue
+from tempfile import TemporaryFile
 from threading import Thread
 
 from tests.warm import ROOT, Nest
@@ -57,14 +58,16 @@ def run_to_end(
     arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The command, when it is expected to end by itself."""
-    return subprocess.run(
-        _command(arguments),
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
+    words, own = [*map(str, arguments)], _environment(environment)
+    with TemporaryFile("w+", encoding="utf-8") as out, TemporaryFile("w+", encoding="utf-8") as err:
+        process = _nest().start(words, own, out.fileno(), err.fileno())
+        try:
+            status = process.wait(START_S)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read(), err.read())
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def server_process(
     (out, written), (err, complained) = os.pipe(), os.pipe()
     if cold:
         process = subprocess.Popen(
-            _command(arguments),
+            [sys.executable, "-m", "serve", *arguments],
             env=_environment(environment),
             stdout=written,
             stderr=complained,
@@ -92,9 +95,8 @@ def server_process(
         process = _nest().start(arguments, _environment(environment), written, complained)
     os.close(written)
     os.close(complained)
-    streams = [open(out, encoding="utf-8"), open(err, encoding="utf-8")]
     lines: Queue[str] = Queue()
-    readers = [Thread(target=_read, args=(stream, lines), daemon=True) for stream in streams]
+    readers = [Thread(target=_read, args=(stream, lines), daemon=True) for stream in (out, err)]
     for reader in readers:
         reader.start()
     try:
@@ -110,8 +112,6 @@ def server_process(
                 process.wait()
         for reader in readers:
             reader.join()
-        for stream in streams:
-            stream.close()
 
 
 def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[str, str]:
@@ -130,19 +130,16 @@ def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[
     raise AssertionError(f"the server did not start within {START_S} s: {banner}")
 
 
-def _read(stream: Iterable[str], lines: "Queue[str]") -> None:
-    for line in stream:
-        lines.put(line)
+def _read(stream: int, lines: "Queue[str]") -> None:
+    with open(stream, encoding="utf-8") as text:
+        for line in text:
+            lines.put(line)
 
 
 @cache
 def _nest() -> Nest:
     used = ("serve.command", "serve.runtime.decoder", "onnxruntime", "uvloop", "pydantic.v1")
     return Nest(_environment(None), "serve.__main__", *used)
-
-
-def _command(arguments: Sequence[str | Path]) -> list[str]:
-    return [sys.executable, "-m", "serve", *map(str, arguments)]
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
