@@ -33,6 +33,7 @@ class ServerProcess:
     banner: str
     lines: "Queue[str]"
     readers: Sequence[Thread]
+    said: str = ""
 
     @property
     def port(self) -> int:
@@ -44,14 +45,32 @@ class ServerProcess:
     def wait(self, timeout_s: float = 15.0) -> int:
         return self.process.wait(timeout_s)
 
+    def wait_until_it_has_read(self) -> None:
+        """All that clients have sent; with it, whoever has connected is accepted."""
+        end_s = time.monotonic() + START_S
+        while self._unread():
+            assert time.monotonic() < end_s, "it does not read"
+            time.sleep(0.01)
+
+    def _unread(self) -> int:
+        shown = Path(f"/proc/{self.process.pid}/net/tcp").read_text().splitlines()[1:]
+        port, waiting = f":{self.port:04X}", 0
+        for _, local, remote, _, queues, *_ in map(str.split, shown):
+            sending, unread = (int(one, 16) for one in queues.split(":"))
+            waiting += sending * remote.endswith(port) + unread * local.endswith(port)
+        return waiting
+
+    def wait_until_it_says(self, text: str) -> None:
+        while text not in self.said:
+            self.said += self.lines.get(timeout=20)
+
     def rest_of_output(self) -> str:
         """What it wrote since it started; for a process that has ended."""
         for reader in self.readers:
             reader.join()
-        text = ""
         while not self.lines.empty():
-            text += self.lines.get()
-        return text
+            self.said += self.lines.get()
+        return self.said
 
 
 def run_to_end(

@@ -134,7 +134,7 @@ def test_a_request_that_is_still_arriving_gets_its_answer() -> None:
             for server, cut in zip(servers, cuts, strict=True)
         ]
         for server in servers:
-            read_by(server)
+            server.wait_until_it_has_read()
             server.terminate()
         for server in servers:
             while httpx.get(f"{server.url}/health/ready").status_code == 200:
@@ -155,29 +155,11 @@ def test_inputs_that_are_being_read_are_answered() -> None:
     sent = head(len(body), "connection: close") + body
     with server_process([image_bundle().folder]) as server, ExitStack() as held:
         asked = [held.enter_context(begun(server, sent)) for _ in range(12)]
-        read_by(server)
+        server.wait_until_it_has_read()
         server.terminate()
         assert [status_of(until_closed(one, 60)) for one in asked] == [200] * 12
         assert server.wait(30) == 0
         assert "Traceback" not in server.rest_of_output()
-
-
-def read_by(server: ServerProcess) -> None:
-    """Until the server has read all that clients have sent."""
-    end_s = time.monotonic() + 20
-    while unread_bytes(server):
-        assert time.monotonic() < end_s, "it does not read"
-        time.sleep(0.01)
-
-
-def unread_bytes(server: ServerProcess) -> int:
-    """What clients have sent and the server has not read."""
-    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
-    port, waiting = f":{server.port:04X}", 0
-    for _, local, remote, _, queues, *_ in map(str.split, shown):
-        sending, unread = (int(one, 16) for one in queues.split(":"))
-        waiting += sending * remote.endswith(port) + unread * local.endswith(port)
-    return waiting
 
 
 def test_requests_that_come_later_do_not_keep_the_server() -> None:
@@ -206,7 +188,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
     sent = head(len(GOOD)) + GOOD
     with server_process(FOLDERS, "--drain-s", "0.5") as server:
         with begun(server, sent[:-1]) as body, begun(server, sent[:20]) as start:
-            read_by(server)
+            server.wait_until_it_has_read()
             server.terminate()
             sent_s = time.monotonic()
             for connection in (body, start):
@@ -221,7 +203,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
 def test_a_second_signal_ends_the_grace() -> None:
     sent = head(len(GOOD)) + GOOD
     with server_process(FOLDERS) as server, begun(server, sent[:-1]) as connection:
-        read_by(server)
+        server.wait_until_it_has_read()
         server.terminate()
         time.sleep(0.5)
         sent_s = time.monotonic()
