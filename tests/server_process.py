@@ -114,12 +114,9 @@ def server_process(
         process = _nest().start(arguments, _environment(environment), written, complained)
     os.close(written)
     os.close(complained)
-    lines: Queue[str] = Queue()
-    readers = [Thread(target=_read, args=(stream, lines), daemon=True) for stream in (out, err)]
-    for reader in readers:
-        reader.start()
+    lines, readers = listen_to(out, err)
     try:
-        banner, url = _await_banner(process, lines)
+        banner, url = await_banner(process, lines)
         yield ServerProcess(process, url, banner, lines, readers)
     finally:
         if process.poll() is None:
@@ -133,8 +130,20 @@ def server_process(
             reader.join()
 
 
-def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[str, str]:
-    banner, end_s = "", time.monotonic() + START_S
+def listen_to(*files: int) -> tuple["Queue[str]", list[Thread]]:
+    """The lines that come from these pipes, and who reads them to their ends."""
+    lines: Queue[str] = Queue()
+    readers = [Thread(target=_read, args=(file, lines), daemon=True) for file in files]
+    for reader in readers:
+        reader.start()
+    return lines, readers
+
+
+def await_banner(
+    process: subprocess.Popen[str], lines: "Queue[str]", patience_s: float = START_S
+) -> tuple[str, str]:
+    """What a server says when it serves, and its URL."""
+    banner, end_s = "", time.monotonic() + patience_s
     while time.monotonic() < end_s:
         try:
             banner += lines.get(timeout=0.1)
@@ -146,7 +155,7 @@ def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[
         found = _URL.search(banner)
         if found and "Ctrl-C" in banner:
             return banner, found.group(1)
-    raise AssertionError(f"the server did not start within {START_S} s: {banner}")
+    raise AssertionError(f"the server did not start within {patience_s} s: {banner}")
 
 
 def _read(stream: int, lines: "Queue[str]") -> None:

@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

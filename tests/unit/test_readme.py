@@ -53,8 +53,10 @@ train|evaluate|export|inspect|predict) exec "{python}" -I -c '{client}' {nest} "
 *) exec "{stepdial}" "$@" ;;
 esac
 """
-_IMPORTED = ("train.loop", "train.evaluate", "train.classifier_report", "lightning_fabric")
-_IMPORTED += ("export.run", "serve.predict", "matplotlib.figure", "matplotlib.backends.backend_agg")
+_IMPORTED = (
+    *("train.loop", "train.evaluate", "train.classifier_report", "lightning_fabric"),
+    *("export.run", "serve.predict", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
 
 
 @pytest.fixture(scope="module")
