@@ -127,7 +127,7 @@ def served(block: Block, folder: Path, programs: Sequence[Path] = ()) -> Iterato
     os.close(written)
     lines, readers = listen_to(out)
     try:
-        _, url = await_banner(process, lines, _PATIENCE_S)
+        _, url = await_banner(process, lines)
         yield url.removeprefix("http://")
     finally:
         if process.poll() is None:

@@ -20,7 +20,7 @@ from threading import Thread
 
 from tests.warm import ROOT, Nest
 
-START_S = 30.0
+START_S = 60.0  # a busy machine may take so long
 _URL = re.compile(r"on (http://\S+) ")
 
 
@@ -139,11 +139,9 @@ def listen_to(*files: int) -> tuple["Queue[str]", list[Thread]]:
     return lines, readers
 
 
-def await_banner(
-    process: subprocess.Popen[str], lines: "Queue[str]", patience_s: float = START_S
-) -> tuple[str, str]:
+def await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[str, str]:
     """What a server says when it serves, and its URL."""
-    banner, end_s = "", time.monotonic() + patience_s
+    banner, end_s = "", time.monotonic() + START_S
     while time.monotonic() < end_s:
         try:
             banner += lines.get(timeout=0.1)
@@ -155,7 +153,7 @@ def await_banner(
         found = _URL.search(banner)
         if found and "Ctrl-C" in banner:
             return banner, found.group(1)
-    raise AssertionError(f"the server did not start within {patience_s} s: {banner}")
+    raise AssertionError(f"the server did not start within {START_S} s: {banner}")
 
 
 def _read(stream: int, lines: "Queue[str]") -> None:
