@@ -19,16 +19,15 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.server_process import await_banner, listen_to
 
 README_ADDRESS = "127.0.0.1:8000"
 _PATIENCE_S = 60.0
@@ -109,36 +108,33 @@ def run_block(
 @contextmanager
 def served(block: Block, folder: Path, programs: Sequence[Path] = ()) -> Iterator[str]:
     """Run a block that starts a server; gives its address, which is on a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     environment = _environment(programs) | {
-        "STEPDIAL_PORT": str(port),
-        "MAKEFLAGS": f"PORT={port}",
+        "STEPDIAL_PORT": "0",
+        "MAKEFLAGS": "PORT=0",
         "PIP_DRY_RUN": "1",  # whatever a page starts, it installs nothing here
     }
     command = ["bash", "-euo", "pipefail", "-c", block.text]
-    # A group of its own: a shell does not pass on the signal that ends it.
-    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    out, written = os.pipe()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=written,
+        stderr=written,
+        text=True,
+        start_new_session=True,  # a group: a shell does not pass on the signal that ends it
+    )
+    os.close(written)
+    lines, readers = listen_to(out)
     try:
-        wait_until_ready(f"http://127.0.0.1:{port}/health/ready", process)
-        yield f"127.0.0.1:{port}"
+        _, url = await_banner(process, lines)
+        yield url.removeprefix("http://")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=_PATIENCE_S)
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while True:
-        assert server.poll() is None, "the server ended before it was ready"
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline_s, f"{url} was not ready in {_PATIENCE_S:.0f} s"
-            time.sleep(0.1)
+        for reader in readers:
+            reader.join()
 
 
 def _environment(programs: Sequence[Path]) -> dict[str, str]:

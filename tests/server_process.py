@@ -1,4 +1,4 @@
-"""The real server, `python -m serve`, as a process of its own on a free port.
+"""The real server, as `python -m serve` starts it, in a process of its own on a free port.
 
 Knows how to start, reach and stop it; deliberately nothing of what it answers.
 """
@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import Empty, Queue
+from tempfile import TemporaryFile
 from threading import Thread
 
-START_S = 30.0
+from tests.warm import ROOT, Nest
+
+START_S = 60.0  # a busy machine may take so long
 _URL = re.compile(r"on (http://\S+) ")
 
 
@@ -29,6 +33,7 @@ class ServerProcess:
     banner: str
     lines: "Queue[str]"
     readers: Sequence[Thread]
+    said: str = ""
 
     @property
     def port(self) -> int:
@@ -40,51 +45,78 @@ class ServerProcess:
     def wait(self, timeout_s: float = 15.0) -> int:
         return self.process.wait(timeout_s)
 
+    def wait_until_it_has_read(self) -> None:
+        """All that clients have sent; with it, whoever has connected is accepted."""
+        end_s = time.monotonic() + START_S
+        while self._unread():
+            assert time.monotonic() < end_s, "it does not read"
+            time.sleep(0.01)
+
+    def _unread(self) -> int:
+        shown = Path(f"/proc/{self.process.pid}/net/tcp").read_text().splitlines()[1:]
+        port, waiting = f":{self.port:04X}", 0
+        for _, local, remote, _, queues, *_ in map(str.split, shown):
+            sending, unread = (int(one, 16) for one in queues.split(":"))
+            waiting += sending * remote.endswith(port) + unread * local.endswith(port)
+        return waiting
+
+    def wait_until_it_says(self, text: str) -> None:
+        while text not in self.said:
+            self.said += self.lines.get(timeout=20)
+
     def rest_of_output(self) -> str:
         """What it wrote since it started; for a process that has ended."""
         for reader in self.readers:
             reader.join()
-        text = ""
         while not self.lines.empty():
-            text += self.lines.get()
-        return text
+            self.said += self.lines.get()
+        return self.said
 
 
 def run_to_end(
     arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The command, when it is expected to end by itself."""
-    return subprocess.run(
-        _command(arguments),
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
+    words, own = [*map(str, arguments)], _environment(environment)
+    with TemporaryFile("w+", encoding="utf-8") as out, TemporaryFile("w+", encoding="utf-8") as err:
+        process = _nest().start(words, own, out.fileno(), err.fileno())
+        try:
+            status = process.wait(START_S)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read(), err.read())
 
 
 @contextmanager
 def server_process(
-    bundles: Sequence[Path], *flags: str, environment: Mapping[str, str] | None = None
+    bundles: Sequence[Path],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> Iterator[ServerProcess]:
-    """A server of these bundles; it must end well when it is told to."""
-    process = subprocess.Popen(
-        _command([*bundles, "--port", "0", *flags]),
-        env=_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines: Queue[str] = Queue()
-    readers = [
-        Thread(target=_read, args=(stream, lines), daemon=True)
-        for stream in (process.stdout, process.stderr)
-    ]
-    for reader in readers:
-        reader.start()
+    """A server of these bundles; it must end well when it is told to.
+
+    A `cold` one is started as a user starts it; others have imported what they need.
+    """
+    arguments = [*map(str, bundles), "--port", "0", *flags]
+    (out, written), (err, complained) = os.pipe(), os.pipe()
+    if cold:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "serve", *arguments],
+            env=_environment(environment),
+            stdout=written,
+            stderr=complained,
+            text=True,
+        )
+    else:
+        process = _nest().start(arguments, _environment(environment), written, complained)
+    os.close(written)
+    os.close(complained)
+    lines, readers = listen_to(out, err)
     try:
-        banner, url = _await_banner(process, lines)
+        banner, url = await_banner(process, lines)
         yield ServerProcess(process, url, banner, lines, readers)
     finally:
         if process.poll() is None:
@@ -96,12 +128,19 @@ def server_process(
                 process.wait()
         for reader in readers:
             reader.join()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
 
 
-def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[str, str]:
+def listen_to(*files: int) -> tuple["Queue[str]", list[Thread]]:
+    """The lines that come from these pipes, and who reads them to their ends."""
+    lines: Queue[str] = Queue()
+    readers = [Thread(target=_read, args=(file, lines), daemon=True) for file in files]
+    for reader in readers:
+        reader.start()
+    return lines, readers
+
+
+def await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[str, str]:
+    """What a server says when it serves, and its URL."""
     banner, end_s = "", time.monotonic() + START_S
     while time.monotonic() < end_s:
         try:
@@ -117,17 +156,18 @@ def _await_banner(process: subprocess.Popen[str], lines: "Queue[str]") -> tuple[
     raise AssertionError(f"the server did not start within {START_S} s: {banner}")
 
 
-def _read(stream: Iterable[str] | None, lines: "Queue[str]") -> None:
-    assert stream is not None
-    for line in stream:
-        lines.put(line)
+def _read(stream: int, lines: "Queue[str]") -> None:
+    with open(stream, encoding="utf-8") as text:
+        for line in text:
+            lines.put(line)
 
 
-def _command(arguments: Sequence[str | Path]) -> list[str]:
-    return [sys.executable, "-m", "serve", *map(str, arguments)]
+@cache
+def _nest() -> Nest:
+    used = ("serve.command", "serve.runtime.decoder", "onnxruntime", "uvloop", "pydantic.v1")
+    return Nest(_environment(None), "serve.__main__", *used)
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     own = {name: text for name, text in os.environ.items() if not name.startswith("STEPDIAL_")}
-    root = Path(__file__).resolve().parent.parent
-    return own | {"PYTHONPATH": str(root), "PYTHONWARNINGS": "error"} | dict(extra or {})
+    return own | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"} | dict(extra or {})

@@ -4,20 +4,15 @@ It knows where the page is served, how to turn to a model, what the browser comp
 which rules of looks and access a page can be measured against; deliberately not what it answers.
 """
 
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+from tests.server_process import server_process
 
 CHROMIUM_ARGS = (
     "--no-sandbox",
@@ -28,26 +23,14 @@ CHROMIUM_ARGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-START_LIMIT_S = 60.0
-STOP_LIMIT_S = 20.0
-REPOSITORY = Path(__file__).resolve().parents[2]
 AUDIT = Path(__file__).with_name("page_audit.js").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server process that answered ready."""
+    """A server, by the address of its page."""
 
     url: str
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 @dataclass
@@ -71,39 +54,9 @@ class Complaints:
 def served(
     bundles: Sequence[Path], environment: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """`python -m serve` on a free port, ready to answer; where it is not, its log says why."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "serve", *map(str, bundles), "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            stdout=log,
-            stderr=log,
-            env=os.environ | (environment or {}),
-        )
-        server = Served(f"http://127.0.0.1:{port}/", process)
-        try:
-            if not _becomes_ready(server):
-                log.seek(0)
-                raise RuntimeError(f"the server did not start:\n{log.read().decode()}")
-            yield server
-        finally:
-            server.stop()
-
-
-def _becomes_ready(server: Served) -> bool:
-    give_up_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < give_up_s and server.process.poll() is None:
-        try:
-            if httpx.get(f"{server.url}health/ready").status_code == 200:
-                return True
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    return False
+    """The server of these bundles, ready to answer."""
+    with server_process(bundles, environment=environment) as server:
+        yield Served(f"{server.url}/")
 
 
 @contextmanager

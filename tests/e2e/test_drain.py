@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 from PIL import Image
 
 from benchmarks import drains
@@ -125,21 +124,29 @@ def begun(server: ServerProcess, sent: bytes) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("cut", [20, -len(GOOD), -1], ids=["head", "no body", "half a body"])
-def test_a_request_that_is_still_arriving_gets_its_answer(cut: int) -> None:
+def test_a_request_that_is_still_arriving_gets_its_answer() -> None:
     sent = head(len(GOOD)) + GOOD
-    with server_process(FOLDERS) as server, begun(server, sent[:cut]) as connection:
-        time.sleep(0.2)
-        server.terminate()
-        while httpx.get(f"{server.url}/health/ready").status_code == 200:
-            pass
-        with begun(server, sent) as late:
-            refused = until_closed(late, 5)
-            assert (status_of(refused), error_code(refused)) == (503, "draining")
+    cuts = (20, -len(GOOD), -1)  # in the head, before the body, in the body
+    with ExitStack() as held:  # a server for each, which waits for nothing else
+        servers = [held.enter_context(server_process(FOLDERS)) for _ in cuts]
+        arriving = [
+            held.enter_context(begun(server, sent[:cut]))
+            for server, cut in zip(servers, cuts, strict=True)
+        ]
+        for server in servers:
+            server.wait_until_it_has_read()
+            server.terminate()
+        for server in servers:
+            while httpx.get(f"{server.url}/health/ready").status_code == 200:
+                pass
+            with begun(server, sent) as late:
+                refused = until_closed(late, 5)
+                assert (status_of(refused), error_code(refused)) == (503, "draining")
         time.sleep(2.5)  # longer than uvicorn would have waited
-        connection.sendall(sent[cut:])
-        assert status_of(until_closed(connection, 10)) == 200
-        assert server.wait() == 0
+        for server, connection, cut in zip(servers, arriving, cuts, strict=True):
+            connection.sendall(sent[cut:])
+            assert status_of(until_closed(connection, 10)) == 200
+            assert server.wait() == 0
 
 
 def test_inputs_that_are_being_read_are_answered() -> None:
@@ -148,22 +155,11 @@ def test_inputs_that_are_being_read_are_answered() -> None:
     sent = head(len(body), "connection: close") + body
     with server_process([image_bundle().folder]) as server, ExitStack() as held:
         asked = [held.enter_context(begun(server, sent)) for _ in range(12)]
-        while unread_bytes(server):
-            time.sleep(0.01)
+        server.wait_until_it_has_read()
         server.terminate()
         assert [status_of(until_closed(one, 60)) for one in asked] == [200] * 12
         assert server.wait(30) == 0
         assert "Traceback" not in server.rest_of_output()
-
-
-def unread_bytes(server: ServerProcess) -> int:
-    """What clients have sent and the server has not read."""
-    shown = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
-    port, waiting = f":{server.port:04X}", 0
-    for _, local, remote, _, queues, *_ in map(str.split, shown):
-        sending, unread = (int(one, 16) for one in queues.split(":"))
-        waiting += sending * remote.endswith(port) + unread * local.endswith(port)
-    return waiting
 
 
 def test_requests_that_come_later_do_not_keep_the_server() -> None:
@@ -192,7 +188,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
     sent = head(len(GOOD)) + GOOD
     with server_process(FOLDERS, "--drain-s", "0.5") as server:
         with begun(server, sent[:-1]) as body, begun(server, sent[:20]) as start:
-            time.sleep(0.2)
+            server.wait_until_it_has_read()
             server.terminate()
             sent_s = time.monotonic()
             for connection in (body, start):
@@ -207,7 +203,7 @@ def test_what_is_left_after_the_grace_gets_its_error() -> None:
 def test_a_second_signal_ends_the_grace() -> None:
     sent = head(len(GOOD)) + GOOD
     with server_process(FOLDERS) as server, begun(server, sent[:-1]) as connection:
-        time.sleep(0.2)
+        server.wait_until_it_has_read()
         server.terminate()
         time.sleep(0.5)
         sent_s = time.monotonic()

@@ -59,9 +59,9 @@ def test_the_real_server_answers_every_rung_rightly(tmp_path: Path) -> None:
     mix = ",".join(f"{name}:*" for name in ("classify", *writing))
     with served(folders) as server:
         flags = ("--mix", mix, "--prompts", str(prompts), "--max-tokens", "4")
-        done = run(server.url, *flags, "--out", str(tmp_path / "report"), duration="3s")
+        done = run(server.url, *flags, "--out", str(tmp_path / "report.json"), duration="3s")
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "report" / "report.json").read_text())
+    record = json.loads((tmp_path / "report.json").read_text())
     measured = {(row["endpoint"], row["steps"]): row for row in record["rows"] if row["requests"]}
     assert measured.keys() == {(name, step) for name in ("classify", *writing) for step in STEPS}
     assert record["errors"] == 0

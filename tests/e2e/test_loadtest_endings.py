@@ -101,10 +101,16 @@ def test_a_second_interrupt_waits_for_no_answer(
     flags = ("--duration", "10m", "--users", "2", "--out", str(file), *workers, *rate)
     with running_stub(HANGING) as stub, started(stub.url, *flags) as test:
         wait_until(lambda: len(stub.bodies) > 1)
+        assert test.stderr is not None
         test.send_signal(signal.SIGINT)
-        time.sleep(1.0)
+        said = ""
+        while "Interrupted: waiting for answers" not in said:
+            line = test.stderr.readline()
+            assert line, said
+            said += line
         test.send_signal(signal.SIGINT)
-        _, said = test.communicate(timeout=20)  # less than the answers would take
+        test.wait(timeout=20)  # less than the answers would take
+        said += test.stderr.read()
         sent = len(stub.bodies)
     assert kept(file)["requests"] == kept(file)["errors"] == sent
     assert "Traceback" not in said, said

@@ -18,17 +18,18 @@ ROOT = Path(__file__).parents[2]
 LENIENT = ("--max-lag-ms", "2000")  # other processes of a busy machine may delay a sender
 
 
-def report(stub: Stub, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+def report(stub: Stub, kept: Path, *options: str) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "stepdial", "loadtest", "--url", stub.url]
     done = subprocess.run(
-        [*command, "--mix", "classify:1", *LENIENT, *options, "--out", str(folder)],
+        [*command, "--mix", "classify:1", *LENIENT, *options, "--out", str(kept)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    record: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    file = kept if kept.is_file() else kept / "report.json"
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record, done.stdout
 
 
@@ -38,7 +39,7 @@ def test_a_closed_loop_ends_after_so_many_requests(
 ) -> None:
     flags = ("--requests", "25", "--users", "3", "--warm-up", "0.3", *workers)
     with running_stub(service_s=0.02) as stub:
-        record, said = report(stub, tmp_path / "report", *flags)
+        record, said = report(stub, tmp_path / "report.json", *flags)
         sent = len(stub.bodies)
     assert record["requests"] == 25
     assert sent > 25, "the warm-up comes before"
@@ -46,10 +47,10 @@ def test_a_closed_loop_ends_after_so_many_requests(
 
 
 def test_callers_think_between_an_answer_and_the_next_question(tmp_path: Path) -> None:
-    flags = ("--requests", "9", "--users", "3", "--think-time", "0.5", "--keep-requests")
+    flags = ("--requests", "9", "--users", "3", "--think-time", "0.5")
     began_s = time.monotonic()
     with running_stub() as stub:
-        record, said = report(stub, tmp_path / "report", *flags)
+        record, said = report(stub, tmp_path / "report.json", *flags)
     assert record["requests"] == 9
     # Three each: nobody thinks after the last.
     assert 1.0 <= record["elapsed_s"] < time.monotonic() - began_s

@@ -53,8 +53,9 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
     build_generate(folder / "two", seed=1)
     build_classify(folder / "classify")
     flags = ("--admin-folders", str(folder), "--max-tokens", "1000000")
+    own = {"STEPDIAL_ADMIN_KEY": KEY}
     with (
-        server_process([folder / "one"], *flags, environment={"STEPDIAL_ADMIN_KEY": KEY}) as server,
+        server_process([folder / "one"], *flags, environment=own, cold=True) as server,
         httpx.Client(base_url=server.url, timeout=30, headers=BEARER) as client,
     ):
         yield Admin(server, client, folder)
@@ -231,12 +232,11 @@ def test_sighup_loads_what_has_changed(tmp_path: Path) -> None:
         assert models["tiny-classify", "serving"]["edition"] == 0, "it has not changed"
         shutil.rmtree(zoo / "new")
         server.process.send_signal(signal.SIGHUP)
-        time.sleep(0.5)
+        server.wait_until_it_says("has vanished; the model loaded from it stays")
         assert ("new-one", "serving") in admin.models()
         server.terminate()
         assert server.wait() == 0
         said = server.rest_of_output()
-    assert "has vanished; the model loaded from it stays" in said
     assert "is named tiny-classify, like" in said
     assert str(zoo / "broken") in said
     assert said.count("Stepdial serves") == 2, "after each change it says what it serves"

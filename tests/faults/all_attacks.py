@@ -20,12 +20,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-
-import httpx
+from typing import TYPE_CHECKING
 
 from tests.faults.raw_http import GOOD, get, head
-from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
-from tests.server_process import ServerProcess, server_process
+
+if TYPE_CHECKING:
+    from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MIB = 20
@@ -194,10 +194,16 @@ class Found:
 
 def run(seconds: float, attacks: Sequence[str]) -> Found:
     """All of these attacks on a server of its own, for so long."""
+    # Here, since they take seconds to load, which the attackers need not spend.
+    import httpx
+
+    from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
+    from tests.server_process import server_process
+
     found, over = Found(), threading.Event()
     folders = [classify_bundle().folder, generate_bundle().folder]
     flags = ("--health-port", "0", "--trusted-proxies", "127.0.0.1")
-    with server_process(folders, *flags) as server:
+    with server_process(folders, *flags, cold=True) as server:
         health = re.findall(r"metrics also on (http://\S+)", server.banner)[0]
         threads = [
             threading.Thread(target=_ask, args=(server.url, found, over, number))
@@ -243,6 +249,8 @@ def run(seconds: float, attacks: Sequence[str]) -> Found:
 
 def _ask(url: str, found: Found, over: threading.Event, number: int) -> None:
     """A client that behaves: one request after another on its connection."""
+    import httpx
+
     with httpx.Client(base_url=url, timeout=60) as client:
         while not over.is_set():
             try:
@@ -285,7 +293,7 @@ def _probe(url: str, found: Found, over: threading.Event) -> None:
         over.wait(_PROBE_EVERY_S)
 
 
-def _mib(server: ServerProcess, what: str) -> float:
+def _mib(server: "ServerProcess", what: str) -> float:
     shown = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(re.findall(rf"{what}:\s+(\d+)", shown)[0]) / 1024
 

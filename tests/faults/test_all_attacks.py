@@ -4,4 +4,4 @@ from tests.faults.all_attacks import OF_CONNECTIONS, run
 
 
 def test_clients_that_behave_lose_nothing() -> None:
-    assert run(20, list(OF_CONNECTIONS)).problems() == []
+    assert run(10, list(OF_CONNECTIONS)).problems() == []

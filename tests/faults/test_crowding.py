@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -91,7 +90,7 @@ def test_those_idle_longest_go_first_and_half_a_head_is_told_why() -> None:
         answered.sendall(WHOLE)
         assert status(one_answer(answered)) == 200
         working.sendall(HALF)
-        time.sleep(0.2)
+        server.wait_until_it_has_read()
         held.enter_context(connect(server.port))
         told = until_closed(heads, 5)
         assert (status(told), error_code(told)) == (503, "too_many_connections")
@@ -112,7 +111,7 @@ def test_an_address_has_its_share_and_a_proxy_all() -> None:
         greedy = [held.enter_context(connect(server.port, "127.0.0.2")) for _ in range(4)]
         for one in greedy:
             one.sendall(HALF)
-        time.sleep(0.2)
+        server.wait_until_it_has_read()
         with connect(server.port, "127.0.0.2") as more:
             more.sendall(WHOLE)
             told = until_closed(more, 5)
@@ -143,7 +142,7 @@ def test_the_port_of_probes_has_these_and_no_client_fills_it() -> None:
         health = health_url(server)
         for _ in range(10):
             held.enter_context(connect(server.port)).sendall(HALF)
-        time.sleep(0.3)
+        server.wait_until_it_has_read()
         with connect(server.port) as more:  # the other port answers nobody any more
             more.sendall(WHOLE)
             assert status(until_closed(more, 5)) == 503

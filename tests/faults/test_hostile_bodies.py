@@ -111,7 +111,10 @@ def many(before: str, item: str, after: str, size: int) -> str:
 
 def members(key: str, value: str, size: int) -> str:
     count = max(1, size // (len(key) + len(value) + 10))
-    return "{" + ",".join(f'"{key.format(number)}":{value}' for number in range(count)) + "}"
+    start, number, end = f'"{key}":'.partition("{}")
+    if not number:
+        return "{" + ",".join([start + value] * count) + "}"
+    return "{" + ",".join([f"{start}{i}{end}{value}" for i in range(count)]) + "}"
 
 
 def nested(opening: str, closing: str, depth: int) -> str:
@@ -212,7 +215,8 @@ def measured() -> Iterator[Measured]:
             *(classify_bundle, generate_bundle, image_bundle, points_bundle, translate_bundle),
         )
     ]
-    with server_process(folders, environment={"STEPDIAL_ADMIN_KEY": ADMIN_KEY}) as running:
+    own = {"STEPDIAL_ADMIN_KEY": ADMIN_KEY}
+    with server_process(folders, environment=own, cold=True) as running:
         found = Measured(running)
         yield found
         found.close()

@@ -23,7 +23,7 @@ GROWTH_MB = 150
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     folders = [classify_bundle().folder, generate_bundle().folder]
-    with server_process(folders, "--body-timeout-s", "5") as running:
+    with server_process(folders, "--body-timeout-s", "5", cold=True) as running:
         yield running
 
 

@@ -24,7 +24,7 @@ LAST = "connection: close"
 def server() -> Iterator[ServerProcess]:
     folders = [classify_bundle().folder, generate_bundle().folder]
     flags = ("--max-connections", str(CONNECTIONS), "--send-timeout-s", str(SEND_TIMEOUT_S))
-    with server_process(folders, *flags, "--header-timeout-s", "5") as running:
+    with server_process(folders, *flags, "--header-timeout-s", "5", cold=True) as running:
         yield running
         assert 'code="500"' not in httpx.get(f"{running.url}/metrics").text
 
@@ -65,7 +65,7 @@ def test_connections_beyond_the_limit_get_503_but_probes_are_answered(
         # Requests that have begun make room for nobody.
         for _ in range(CONNECTIONS):
             held.enter_context(connect(server)).sendall(head(len(GOOD)) + GOOD[:-1])
-        time.sleep(0.1)
+        server.wait_until_it_has_read()
         received = exchange(server, head(len(GOOD)) + GOOD)
         assert (status(received), error_code(received)) == (503, "too_many_connections")
         assert b"retry-after: 1\r\n" in received and b"connection: close\r\n" in received
@@ -73,7 +73,7 @@ def test_connections_beyond_the_limit_get_503_but_probes_are_answered(
             assert status(exchange(server, get(path))) == 200
         for _ in range(70):
             held.enter_context(connect(server))
-        time.sleep(0.1)
+        server.wait_until_it_has_read()
         assert status(exchange(server, get("/health/live"))) == 200  # one that is idle went
     wait_for(server, 'stepdial_rejected_total{reason="too_many_connections"}')
 

@@ -58,8 +58,9 @@ def test_a_server_short_of_memory_refuses_loads_and_requests_and_recovers(tmp_pa
     wide = build_generate(tmp_path / "wide", name="wide", max_tokens=2048, shape=WIDE).folder
     large = build_generate(tmp_path / "large", name="large", max_tokens=64, shape=LARGE).folder
     flags = ("--threads", "1", "--cache-mb", "4096", "--admin-folders", str(tmp_path))
+    own = {"STEPDIAL_ADMIN_KEY": KEY}
     with (
-        server_process([wide], *flags, environment={"STEPDIAL_ADMIN_KEY": KEY}) as server,
+        server_process([wide], *flags, environment=own, cold=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         sound = asked(client, "To be", 10).raise_for_status().json()["text"]
@@ -209,7 +210,7 @@ def test_clocks_that_jump_end_no_request(tmp_path: Path) -> None:
     folders = [classify_bundle().folder, generate_bundle().folder]
     stream = {"prompt": "a", "max_tokens": 40, "stream": True, "deadline_ms": 30_000}
     with (
-        server_process(folders, "--threads", "1", environment=environment) as server,
+        server_process(folders, "--threads", "1", environment=environment, cold=True) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
     ):
         created = []

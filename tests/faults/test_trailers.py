@@ -30,7 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, key: NewKey) -> Iterator[Se
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(key.block)
     path.chmod(0o600)
-    with server_process([classify_bundle().folder], "--api-keys-file", str(path)) as running:
+    with server_process(
+        [classify_bundle().folder], "--api-keys-file", str(path), cold=True
+    ) as running:
         yield running
         metrics = httpx.get(f"{running.url}/metrics", headers={"x-api-key": key.secret}).text
         assert 'code="500"' not in metrics and "stepdial_in_flight 0.0" in metrics

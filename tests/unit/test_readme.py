@@ -8,16 +8,19 @@ the zoo that runs here.
 """
 
 import csv
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.page_blocks import Block, prints_like, read_blocks, run_block, served
+from tests.warm import CLIENT, Nest
 from train.recipe import ModelConfig, StepsConfig
 
 pytestmark = pytest.mark.long
@@ -34,22 +37,38 @@ PAGES = (
 EVERY_PAGE = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
 _ZOO = Block("bash", "stepdial serve\n", "serve", "zoo")
 _RUNNABLE = {"bash", "sh", "shell", "python"}
-# The same commands as on the page, made short: few iterations of a narrow model, two rungs.
-_SHORT = """#!/bin/sh
-case "$1" in
-train) set -- "$@" --set optim.iterations=4 --set model.width=32 --set model.layers=1 \\
-    --set run.evaluate_every=4 --set run.threads=1 ;;
+# The same commands as on the page, made short: few rows and iterations, a narrow model, two rungs.
+_SHORT = """case "$1" in
+train) set -- "$@" --set data.rows=500 --set optim.iterations=4 --set model.width=32 \\
+    --set model.layers=1 --set run.evaluate_every=4 --set run.threads=1 ;;
 evaluate) set -- "$@" --steps 1,2 ;;
 export) set -- "$@" --steps 1,2 --no-calibrate ;;
 esac
-exec "{stepdial}" "$@"
 """
+# The command, in a process that need not import torch first.
+_COMMAND = """#!/bin/sh
+{short}
+case "$1" in
+train|evaluate|export|inspect|predict) exec "{python}" -I -c '{client}' {nest} "$@" ;;
+*) exec "{stepdial}" "$@" ;;
+esac
+"""
+_IMPORTED = (
+    *("train.loop", "train.evaluate", "train.classifier_report", "lightning_fabric"),
+    *("export.run", "serve.predict", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+)
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served(_ZOO, tmp_path_factory.mktemp("zoo")) as found:
         yield found
+
+
+@cache
+def nest() -> str:
+    """The name of a process that has imported what commands need."""
+    return Nest(os.environ | {"PYTHONPATH": str(ROOT)}, "stepdial", *_IMPORTED).name
 
 
 def prepare(page: str, folder: Path) -> list[Path]:
@@ -63,12 +82,21 @@ def prepare(page: str, folder: Path) -> list[Path]:
         (environment / name).symlink_to(Path(sys.prefix) / name)
     for stamp in (".created", ".installed-serve"):
         (environment / stamp).touch()
-    if page not in ("README.md", "docs/own-data.md"):
-        return []
-    short = folder / "programs" / "stepdial"
-    short.parent.mkdir()
-    short.write_text(_SHORT.format(stepdial=Path(sys.executable).with_name("stepdial")))
-    short.chmod(0o755)
+    short = page in ("README.md", "docs/own-data.md")
+    program = folder / "programs" / "stepdial"
+    program.parent.mkdir()
+    program.write_text(
+        _COMMAND.format(
+            short=_SHORT if short else "",
+            python=sys.executable,
+            client=CLIENT,
+            nest=nest(),
+            stepdial=Path(sys.executable).with_name("stepdial"),
+        )
+    )
+    program.chmod(0o755)
+    if not short:
+        return [program.parent]
     subjects = {"Sports": "the team won its match", "Business": "shares of the firm fell"}
     with (folder / "news.csv").open("w", encoding="utf-8", newline="") as file:
         rows = [
@@ -76,7 +104,7 @@ def prepare(page: str, folder: Path) -> list[Path]:
         ]
         csv.writer(file).writerows([("label", "text"), *rows])
     (folder / "book.txt").write_text("It is a truth that all men know.\n" * 400, encoding="utf-8")
-    return [short.parent]
+    return [program.parent]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,6 +3,7 @@ anywhere.
 """
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -88,8 +89,12 @@ def _labelled_rows(data: DataConfig, seed: int) -> tuple[Rows, Rows | None]:
     return read_table(data, name), read_table(data, data.test) if data.test else None
 
 
+# Seconds of work, for a training and once more for its report.
+_drawn = lru_cache(1)(generators.listops)
+
+
 def _listops(data: DataConfig, seed: int) -> tuple[Rows, Rows]:
-    return generators.listops(data.longest, data.rows, seed, data.shortest, data.nesting)
+    return _drawn(data.longest, data.rows, seed, data.shortest, data.nesting)
 
 
 def check_same_meaning(dataset: Dataset, recipe: Recipe, facts: dict[str, Any]) -> None:
