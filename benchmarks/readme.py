@@ -194,20 +194,20 @@ def why() -> str:
     lines = [
         "**More steps buy accuracy where a task needs several.** A sudoku model of "
         f"{logic.shape.parameters:,} parameters gets {_percent(_quality('logic', 1))} of the empty "
-        f"cells right after 1 step and {_percent(_quality('logic', logic.full_steps))} after "
+        f"cells right at 1 step and {_percent(_quality('logic', logic.full_steps))} at "
         f"{logic.full_steps}. A plain transformer of {small:,} parameters gets "
-        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}{_in_time_of_plain()}.",
+        f"{_percent(at_small)}, one of {large:,} {_percent(at_large)}.{_in_time_of_plain()}",
         _overload(),
         "**You know what you get.** Every answer says how many steps it took, why, and the "
         "quality that this step count has on held-out data.",
-        "**Not for easy tasks.** On film reviews one step has "
+        "**Not for easy tasks.** On film reviews one step gets "
         f"{_percent(ours)}{_in_ms('sentiment')}, a plain transformer of the same size "
-        f"{_percent(plain)}{_in_ms('sentiment-plain')}, and a bag of words {_percent(words)}. Take "
-        "the bag of words, or a plain model behind any server.",
-        "**Why not Triton with a small model?** Take it for a model that exists, as it is. It "
-        "serves each model at one quality and one cost, and under load requests wait or are "
-        "refused; here the same weights answer sooner with fewer steps. `stepdial convert` trains "
-        "a small encoder or decoder further, so that it has the choice.",
+        f"{_percent(plain)}{_in_ms('sentiment-plain')}, a bag of words {_percent(words)}. So take "
+        "the bag of words.",
+        "**Why not Triton with a small model?** If you have a model and want it served as it is, "
+        "take Triton. It runs a model at one cost: under load requests wait or are refused. Here "
+        "the same weights answer sooner with fewer steps. `stepdial convert` gives a small "
+        "pretrained encoder or decoder that choice, by training it further.",
         "**Not for large language models**: take vLLM.",
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
     ]
@@ -230,8 +230,8 @@ def _in_time_of_plain() -> str:
         return ""
     steps = max(within)
     return (
-        f" in {plain_ms:.1f} ms, where {steps} steps of the first take {timed[steps]:.1f} ms "
-        f"and get {_percent(_quality('logic', steps))}"
+        f" That one takes {plain_ms:.1f} ms; {steps} steps of ours take {timed[steps]:.1f} ms and "
+        f"get {_percent(_quality('logic', steps))}."
     )
 
 
@@ -241,12 +241,11 @@ def _overload() -> str:
     if kept is not None:
         twice, four = _right_at(kept, "2 x"), _right_at(kept, "4 x")
         return (
-            "**Right answers under overload.** At twice the requests that it sustains at 16 steps, "
-            f"`logic` with deadlines gets {twice[0]} cells a second right in time, and "
-            f"{twice[1]} if it always takes 16. The plain transformer of its size gets "
-            f"{twice[2]}, the larger one {twice[3]}. At four times there is time for little more "
-            f"than one step, and the dial wins nothing: {four[0]}, against {four[2]} and "
-            f"{four[3]} ([all figures](#a-deadline), also of whole grids)."
+            "**More right answers under overload.** At twice the load that it sustains at 16 "
+            f"steps, `logic` with deadlines gets {twice[0]} cells a second right in time; always "
+            f"at 16 steps {twice[1]}; the plain transformers {twice[2]} and {twice[3]}. At four "
+            f"times the load the dial wins nothing: {four[0]}, the plain ones {four[2]} and "
+            f"{four[3]} ([all figures](#a-deadline))."
         )
     chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
     return (

@@ -233,8 +233,8 @@ def describe(bundle: Bundle, plain: Sequence[Manifest] = ()) -> str:
     else:
         machine = bundle.latency.machine
         lines.append(
-            f"  latency: {machine.cpu}, {machine.threads} of {machine.cores} cores, "
-            f"{machine.runtime}, {bundle.latency.measured_at}"
+            f"  latency: {_typical_length(bundle)}{machine.cpu}, {machine.threads} of "
+            f"{machine.cores} cores, {machine.runtime}, {bundle.latency.measured_at}"
         )
     return "\n".join(lines)
 
@@ -419,6 +419,16 @@ def _typical(latency: Latency | None, steps: int) -> tuple[float, int] | None:
     if not wanted:
         return None
     return sorted(wanted, key=lambda pair: pair[1])[len(wanted) // 2]
+
+
+def _typical_length(bundle: Bundle) -> str:
+    """How long the input was whose time is shown, where inputs differ in length."""
+    found = _typical(bundle.latency, bundle.manifest.steps[0])
+    match bundle.manifest.input:
+        case ImageInput() | PointsInput():
+            return ""
+        case _:
+            return "" if found is None else f"at {found[1]} tokens, "
 
 
 # `stepdial inspect A B`: two bundles side by side, rung by rung.
