@@ -26,7 +26,7 @@ from train.blocks import Attention
 
 OPSET = 21
 _KNOWN = "2.13."  # the versions of torch whose insides are as below
-_EXPORTER = "torch.onnx._internal.exporter"
+EXPORTER = "torch.onnx._internal.exporter"
 
 
 def load_exporter() -> None:
@@ -80,7 +80,7 @@ def _by_parts(
 
 def _translated(program: ExportedProgram) -> onnx.ModelProto:
     forms = _forms()
-    core, passes = (import_module(f"{_EXPORTER}.{name}") for name in ("_core", "_fx_passes"))
+    core, passes = (import_module(f"{EXPORTER}.{name}") for name in ("_core", "_fx_passes"))
     graph = passes.remove_assertion_nodes(program.graph_module)
     if all(forms.is_registered(op) for op in _ops(graph)):
         for each in _graphs(graph):
@@ -127,8 +127,8 @@ def _graphs(graph: GraphModule) -> Iterator[GraphModule]:
 @cache
 def _forms() -> Any:
     """The forms that torch's ops have in ONNX; listing them takes most of a second."""
-    registration = import_module(f"{_EXPORTER}._registration")
-    import_module(f"{_EXPORTER}._core")
+    registration = import_module(f"{EXPORTER}._registration")
+    import_module(f"{EXPORTER}._core")
     return registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
 
 

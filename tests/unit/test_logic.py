@@ -173,7 +173,9 @@ def test_every_seed_has_the_same_puzzles() -> None:
     found = []
     for seed in (0, 5):
         make_puzzles.cache_clear()
-        found.append(open_dataset(load_recipe("logic", ["data.rows=40", f"run.seed={seed}"])).digest)
+        found.append(
+            open_dataset(load_recipe("logic", ["data.rows=40", f"run.seed={seed}"])).digest
+        )
     assert found[0] == found[1]
 
 
