@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab import BASELINES, Provenance
-from train.checkpoint import METRICS, MODEL, load_run
+from train.checkpoint import MODEL, load_run
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
+from train.metrics import METRICS
 from train.recipe import load_recipe
 from train.tally import wilson
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
-from train.checkpoint import METRICS, load_run
+from train.checkpoint import load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once
+from train.metrics import METRICS
 from train.quality import Tally
 from train.recipe import data_at, steps_of
 from train.tally import Gain, PerRow, Quality, gain

@@ -48,9 +48,10 @@ from export.trace import trace
 from export.verify import samples_of
 from serve.bundle import MANIFEST_FILE, Bundle
 from serve.keys import NewKey
-from train.checkpoint import METRICS, MODEL, STATE, RunError, load_run
+from train.checkpoint import MODEL, STATE, RunError, load_run
 from train.data import open_dataset
-from train.loop import read_metrics, train
+from train.loop import train
+from train.metrics import METRICS, read_metrics
 from train.recipe import Recipe, load_recipe
 
 # Kills: a random moment, what was seen afterwards, and processes that are forked to be killed. A

@@ -19,14 +19,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as tracing
 
 from train.blocks import Attention
 
 OPSET = 21
 _KNOWN = "2.13."  # the versions of torch whose insides are as below
-_EXPORTER = "torch.onnx._internal.exporter"
+EXPORTER = "torch.onnx._internal.exporter"
 
 
 def load_exporter() -> None:
@@ -67,18 +67,24 @@ def _as_a_whole(
 def _by_parts(
     module: nn.Module, arguments: tuple[Tensor, ...], shapes: tuple[Any, ...]
 ) -> onnx.ModelProto:
-    # An example of size 1 stands for any size; torch adds `patch` when it is loaded.
-    with tracing.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    dynamo = import_module("torch._dynamo.config")
+    # An example of size 1 stands for any size; torch adds `patch` when it is loaded. To look up
+    # what an op gives for open sizes takes longer than to derive it.
+    with (
+        tracing.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        dynamo.patch(fake_tensor_cache_enabled=False),
+    ):
         program = torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
-    return _translated(program)
+        return _translated(program)
 
 
 def _translated(program: ExportedProgram) -> onnx.ModelProto:
     forms = _forms()
-    core, passes = (import_module(f"{_EXPORTER}.{name}") for name in ("_core", "_fx_passes"))
+    core, passes = (import_module(f"{EXPORTER}.{name}") for name in ("_core", "_fx_passes"))
     graph = passes.remove_assertion_nodes(program.graph_module)
     if all(forms.is_registered(op) for op in _ops(graph)):
-        passes.insert_type_promotion_nodes(graph)
+        for each in _graphs(graph):
+            _insert_casts(each)
     else:
         program = core._prepare_exported_program_for_export(program, registry=forms)
     made = core._exported_program_to_onnx_program(program, registry=forms)
@@ -88,18 +94,41 @@ def _translated(program: ExportedProgram) -> onnx.ModelProto:
     return model
 
 
+def _insert_casts(graph: GraphModule) -> None:
+    """Where an op takes several types at once; what each node gives is known from its tracing."""
+    types = import_module("torch.onnx._internal.fx.passes.type_promotion")
+    insertion = types.InsertTypePromotion(graph)
+    walk = insertion.interpreter
+    computed = walk.run_node
+
+    def known(node: Node) -> Any:
+        if node.op != "call_function":
+            return computed(node)
+        rule = types.get_type_promotion_rule(node, walk.type_promotion_table)
+        if rule is not None:
+            with walk._set_current_node(node):
+                walk._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    walk.run_node = known
+    insertion.run()
+
+
 def _ops(graph: GraphModule) -> Iterator[Any]:
     """What is called, in the graphs within this one too."""
-    for each in graph.modules():
-        if isinstance(each, GraphModule):
-            yield from (node.target for node in each.graph.nodes if node.op == "call_function")
+    for each in _graphs(graph):
+        yield from (node.target for node in each.graph.nodes if node.op == "call_function")
+
+
+def _graphs(graph: GraphModule) -> Iterator[GraphModule]:
+    return (each for each in graph.modules() if isinstance(each, GraphModule))
 
 
 @cache
 def _forms() -> Any:
     """The forms that torch's ops have in ONNX; listing them takes most of a second."""
-    registration = import_module(f"{_EXPORTER}._registration")
-    import_module(f"{_EXPORTER}._core")
+    registration = import_module(f"{EXPORTER}._registration")
+    import_module(f"{EXPORTER}._core")
     return registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
 
 

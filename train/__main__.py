@@ -244,9 +244,6 @@ def _train(arguments: argparse.Namespace) -> int:
     overrides = [*_columns(arguments), *_overrides(arguments)]
     if arguments.pretrained:
         return _train_from(arguments, overrides)
-    from train.classifier_report import Baseline
-    from train.loop import train  # with torch, which takes seconds: after the flags are read
-
     if (arguments.epochs, arguments.teacher_epochs) != (None, None):
         raise RecipeError(
             "--epochs and --teacher-epochs are for --from; a recipe has --set optim.iterations, "
@@ -256,6 +253,10 @@ def _train(arguments: argparse.Namespace) -> int:
         overrides.append(f"teacher.run={json.dumps(str(arguments.teacher))}")
     recipe = load_recipe(arguments.recipe, overrides, arguments.data)
     folder = arguments.out or Path("runs") / recipe.name
+
+    from train.classifier_report import Baseline
+    from train.loop import train  # with torch, which takes seconds: after all is read
+
     baseline = Baseline()
     train(recipe, folder, begin=baseline.say)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of these

@@ -129,7 +129,7 @@ class RelativeAttention(nn.Module):
         at = torch.arange(N, device=x.device)
         apart = at[None] - at[:, None]  # (N, N): how far a key is to the right of a query
         place = apart.clamp(-self.reach, self.reach) + self.reach
-        by_distance = q @ self.far_keys.T  # (B, H, N, 2 reach + 1)
+        by_distance = q @ self.far_keys.mT  # (B, H, N, 2 reach + 1)
         scores = q @ k.transpose(-1, -2)  # (B, H, N, N)
         scores = scores + by_distance.gather(-1, place.expand_as(scores))
         scores = scores * self.head_width**-0.5
@@ -195,7 +195,7 @@ class RootNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 class Block(nn.Module):
@@ -328,7 +328,8 @@ class Conditioned(nn.Module):
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         *context, t, h = rest  # each for all rows, or (B, 1, 1)
-        seen = torch.as_tensor(t if self.by_time else h, dtype=x.dtype, device=x.device)
+        seen = t if self.by_time else h
+        seen = seen.type_as(x) if isinstance(seen, Tensor) else x.new_tensor(seen)
         seen = torch.log2(1 + seen if self.by_time else seen).reshape(-1, 1, 1)
         scale, shift, gain = self.down(torch.tanh(self.up(seen))).chunk(3, -1)  # (R, 1, D) each
         out: Tensor = self.velocity(x * (1 + scale) + shift, *context) * (1 + gain)

@@ -26,7 +26,7 @@ from train.otify import otified_from
 from train.pretrained import converted_from
 from train.recipe import Recipe, recipe_from
 
-RECIPE, TOKENIZER, METRICS = "recipe.json", "tokenizer.json", "metrics.jsonl"
+RECIPE, TOKENIZER = "recipe.json", "tokenizer.json"
 MODEL, STATE, TEACHER = "model.safetensors", "state.safetensors", "teacher.safetensors"
 AVERAGED = "averaged"  # a folder of weights, by iteration
 BEST, TAUGHT = "best.safetensors", "taught.safetensors"

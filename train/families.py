@@ -49,8 +49,8 @@ class EvolvingLogits(nn.Module):
 
     def begin(self, x: Tensor, y: Tensor, allowed: Tensor | None) -> Origin:
         """From inputs x (B, N, D) and y (B, M, D), with attention where it is allowed."""
-        query = self.drop(x @ self.query.weight[:, : self.width].T)  # (B, N, D + T)
-        key = self.drop(y @ self.key.weight[:, : self.width].T)  # (B, M, D + T)
+        query = self.drop(x @ self.query.weight[:, : self.width].mT)  # (B, N, D + T)
+        key = self.drop(y @ self.key.weight[:, : self.width].mT)  # (B, M, D + T)
         queries, keys = self._heads(query), self._heads(key)  # (B, H, N or M, E)
         logits = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         if allowed is not None:

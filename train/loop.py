@@ -21,7 +21,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from train.checkpoint import (
-    METRICS,
     STATE,
     Reached,
     average_checkpoints,
@@ -47,6 +46,7 @@ from train.data.labelled import LabelledDataset
 from train.devices import Devices, move_state
 from train.distil import Teacher, check_teacher, kept_logits
 from train.interrupt import Diverged, listen
+from train.metrics import METRICS, read_metrics
 from train.model import Stepped, count_parameters
 from train.objective import Objective
 from train.otify import OtifiedTransformer
@@ -113,20 +113,6 @@ class MetricsLog:
     def close(self) -> None:
         self._file.close()
         self._writer.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a log; a line that a killed run left unfinished is none."""
-    records: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "iteration" in record:
-                records.append(record)
-    return records
 
 
 def train(

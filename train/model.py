@@ -168,9 +168,9 @@ class PooledHead(nn.Module):
         elif mask is None:
             pooled = x.amax(1) if self.pool == "max" else x.mean(1)
         else:
-            present = mask[..., None].to(x.dtype)
+            present = mask[..., None].type_as(x)
             if self.pool == "max":
-                pooled = (x * present - (1 - present) * 1e4).amax(1)
+                pooled = (x * present + (present - 1) * 1e4).amax(1)
             else:
                 pooled = (x * present).sum(1) / present.sum(1)
         normed: Tensor = self.norm_pooled(pooled)

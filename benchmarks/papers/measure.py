@@ -18,9 +18,10 @@ from torch import Tensor
 
 from benchmarks.lab import clocked, command_line, commit, this_machine, today
 from benchmarks.papers.measured import FOLDER, Measured, Moment, Point
-from train.checkpoint import METRICS, Run, RunError, load_run
+from train.checkpoint import Run, RunError, load_run
 from train.data import open_dataset
 from train.evaluate import Report, evaluate_run, methods_named
+from train.metrics import METRICS
 from train.recipe import data_at
 from train.text_quality import bleu_of, open_translator
 

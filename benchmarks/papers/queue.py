@@ -34,8 +34,7 @@ from typing import IO, Any
 
 from benchmarks.lab import ROOT, Busy
 from benchmarks.papers.measured import FOLDER, Measured
-from train.checkpoint import METRICS
-from train.loop import read_metrics
+from train.metrics import METRICS, read_metrics
 from train.recipe import Recipe, RecipeError, load_recipe, recipe_from
 
 PLAN = Path(__file__).parent / "plan.toml"

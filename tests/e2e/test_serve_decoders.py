@@ -39,7 +39,10 @@ WHOLE = Conversion(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of each family a pretrained folder, a run and a bundle; of some all layers too."""
+    """Of each family a pretrained folder, a run and a bundle; of some all layers too.
+
+    And one that ends its texts early.
+    """
     folder: Path = tmp_path_factory.mktemp("decoders")
     corpus = write_corpus(folder / "corpus.txt")
     for family in DECODERS:
@@ -52,7 +55,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = folder / "runs" / f"whole-{family}"
         convert(str(folder / "hub" / family), run, WHOLE, str(corpus), quiet=True)
         export(folder, f"whole-{family}", (1,))
+    end_early(folder)
     return folder
+
+
+def end_early(folder: Path) -> None:
+    """The run of all layers of Llama whose end is half as likely again as the fifth token."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
+    text, _ = greedy(folder, "whole-llama", 1)
+    fifth = tokenizer(text, add_special_tokens=False).input_ids[4]
+    run = folder / "runs/ending"
+    shutil.copytree(folder / "runs/whole-llama", run)
+    weights = load_file(run / "model.safetensors")
+    with safe_open(run / "model.safetensors", "pt") as file:
+        noted = file.metadata()
+    readout = weights["head.linear.weight"]
+    readout[tokenizer.eos_token_id] = 1.5 * readout[fifth]
+    save_file(weights, run / "model.safetensors", noted)
+    export(folder, "ending", (1,))
 
 
 def export(folder: Path, name: str, steps: tuple[int, ...], **changes: Any) -> Path:
@@ -64,7 +84,7 @@ def export(folder: Path, name: str, steps: tuple[int, ...], **changes: Any) -> P
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    names = (*DECODERS, "whole-gpt2", "whole-llama")
+    names = (*DECODERS, "whole-gpt2", "whole-llama", "ending")
     with server_process([folder / name for name in names]) as served:
         yield served
 
@@ -83,7 +103,8 @@ def greedy(folder: Path, family: str, steps: int) -> tuple[str, int]:
     Padding is never written.
     """
     run = load_run(folder / "runs" / family)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
+    hub = folder / "hub" / family.removeprefix("whole-")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hub)
     kept = read_bundle(folder / family).manifest.text_tokenizer
     prompt = tokenizer(PROMPT).input_ids
     tokens = torch.tensor([prompt])
@@ -158,26 +179,12 @@ def test_rows_of_several_rungs_decode_together_as_alone(server: ServerProcess) -
     assert found == {steps: {text} for steps, text in alone.items()}
 
 
-def test_an_answer_ends_where_the_model_ends_its_text(
-    server: ServerProcess, folder: Path, tmp_path: Path
-) -> None:
+def test_an_answer_ends_where_the_model_ends_its_text(server: ServerProcess, folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
+    eos_id = read_bundle(folder / "ending").manifest.text_tokenizer.eos_id
+    assert eos_id == tokenizer.eos_token_id
     text = written(server, model="whole-llama", steps=1)["text"]
-    fifth = tokenizer(text, add_special_tokens=False).input_ids[4]
-    # Its end is now half as likely again as the fifth token that it wrote.
-    run = tmp_path / "ending"
-    shutil.copytree(folder / "runs/whole-llama", run)
-    weights = load_file(run / "model.safetensors")
-    with safe_open(run / "model.safetensors", "pt") as file:
-        noted = file.metadata()
-    readout = weights["head.linear.weight"]
-    readout[tokenizer.eos_token_id] = 1.5 * readout[fifth]
-    save_file(weights, run / "model.safetensors", noted)
-    asked = ExportRequest(tmp_path / "bundle", (1,), name="ending", samples=16, latency=False)
-    bundle = export_run(run, asked, say=lambda _: None)
-    assert bundle.manifest.text_tokenizer.eos_id == tokenizer.eos_token_id
-    with server_process([tmp_path / "bundle"]) as served:
-        answer = written(served)
+    answer = written(server, model="ending")
     assert answer["finish_reason"] == "stop"
     assert 1 <= answer["usage"]["completion_tokens"] <= 5
     assert text.startswith(answer["text"]) and "</s>" not in answer["text"]

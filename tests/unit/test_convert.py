@@ -19,7 +19,7 @@ from train import distil
 from train.checkpoint import BEST, MODEL, STATE, TAUGHT, RunError, load_run, read_facts
 from train.convert import Conversion, convert
 from train.data import open_dataset
-from train.loop import read_metrics
+from train.metrics import read_metrics
 from train.pretrained import converted, read_original
 from train.recipe import load_recipe
 

@@ -11,7 +11,7 @@ from torch.onnx._internal.exporter import _core
 
 from export import pieces
 from export.pieces import OPSET, to_onnx
-from train.blocks import FeedForward
+from train.blocks import FeedForward, RootNorm
 
 
 class _Scaled(nn.Module):
@@ -19,11 +19,12 @@ class _Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.feedforward = FeedForward(8, 16)
+        self.norm, self.feedforward = RootNorm(8, 1e-6), FeedForward(8, 16)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs  # (B, N, 8)
-        y: Tensor = self.feedforward(x) * x.shape[1] + x.split(4, dim=-1)[0].sum(-1, keepdim=True)
+        y: Tensor = self.feedforward(self.norm(x)) * x.shape[1]
+        y = y + x.split(4, dim=-1)[0].sum(-1, keepdim=True)
         return y
 
 

@@ -16,7 +16,7 @@ from train.data.labelled import LabelledDataset
 from train.data.tables import DataError, read_table
 from train.data.text import train_tokenizer
 from train.evaluate import evaluate_run
-from train.loop import read_metrics
+from train.metrics import read_metrics
 from train.recipe import DataConfig, load_recipe
 
 

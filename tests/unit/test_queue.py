@@ -17,7 +17,7 @@ from benchmarks.papers import queue as papers_queue
 from benchmarks.papers.measured import Measured
 from benchmarks.papers.queue import PLAN, Job, Place, main, read_plan, state
 from train.checkpoint import load_run
-from train.loop import read_metrics
+from train.metrics import read_metrics
 from train.recipe import RecipeError, load_recipe
 
 SMALL = [
@@ -115,7 +115,7 @@ def test_some_runs_of_a_plan_may_be_named(
 def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     tmp_path: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = plan(tmp_path, 400, "[0]")
+    path = plan(tmp_path, 200, "[0]")
     first = started(arguments("run", path, "--nice", "0"))
     metrics = tmp_path / "runs" / "tiny-0" / "metrics.jsonl"
     until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1)
@@ -132,7 +132,7 @@ def test_a_killed_queue_takes_its_trainings_along_and_goes_on(
     assert second.wait(timeout=300) == 0
     kept = {one.name: one for one in map(Measured.read, (tmp_path / "kept").glob("*.json"))}
     assert set(kept) == {"tiny-0", "tiny-lambda0-0"}
-    assert kept["tiny-0"].iterations == 400
+    assert kept["tiny-0"].iterations == 200
     assert kept["tiny-lambda0-0"].recipe["optim"]["transport"] == 0
     log = (tmp_path / "runs" / "tiny-0.log").read_text()
     assert log.count("train train parity") == 2 and log.count("papers.measure") == 1

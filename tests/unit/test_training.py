@@ -26,7 +26,8 @@ from train.blocks import Conditioned
 from train.checkpoint import RunError, load_run, lock_run
 from train.data.batch import Sizes
 from train.interrupt import Diverged
-from train.loop import MetricsLog, TrainingLoop, learning_rate, read_metrics, train
+from train.loop import MetricsLog, TrainingLoop, learning_rate, train
+from train.metrics import read_metrics
 from train.model import OTTransformer, build_model
 from train.recipe import ModelConfig, turn_for
 

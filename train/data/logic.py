@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class Splits:
     test: Puzzles
 
 
+@lru_cache(maxsize=1)  # a run, its export and its evaluation ask for the same
 def make_puzzles(
     side: int,
     givens: tuple[int, ...],
