@@ -206,8 +206,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits; `limited` makes a subclass that sets them."""
 
     settings: ClassVar[Settings]
-    count_refusal: ClassVar[Callable[[str], None]]  # called with the code of the error
-    count_eviction: ClassVar[Callable[[], None]]
+    count_refusal: ClassVar["staticmethod[[str], None]"]  # called with the code of the error
+    count_eviction: ClassVar["staticmethod[[], None]"]
     everybody: ClassVar[ConnectionTable]
     probing: ClassVar[ConnectionTable]  # on the port for probes
     health_port: ClassVar[int | None] = None
