@@ -205,10 +205,11 @@ def why() -> str:
         f"{_percent(plain)}{_in_ms('sentiment-plain')}, a bag of words {_percent(words)}. So take "
         "the bag of words.",
         "**Why not Triton with a small model?** If you have a model and want it served as it is, "
-        "take Triton. It runs a model at one cost: under load requests wait or are refused. Here "
-        "the same weights answer sooner with fewer steps. `stepdial convert` gives a small "
-        "pretrained encoder or decoder that choice, by training it further.",
-        "**Not for large language models**: take vLLM.",
+        "take Triton. It runs a model at one cost: under load requests wait or are refused, unless "
+        "you train two sizes and your clients choose. Here one model has all sizes, and the server "
+        "chooses by its queue. `stepdial convert` adds steps to a small pretrained encoder or "
+        "decoder, by training it further.",
+        "**Not for large language models**: take vLLM, which spreads them over GPUs.",
         "**Young.** Version 0.1, measured on CPUs; there are no GPU figures yet.",
     ]
     return "\n".join(f"* {line}" for line in lines) + "\n"
@@ -230,8 +231,8 @@ def _in_time_of_plain() -> str:
         return ""
     steps = max(within)
     return (
-        f" That one takes {plain_ms:.1f} ms; {steps} steps of ours take {timed[steps]:.1f} ms and "
-        f"get {_percent(_quality('logic', steps))}."
+        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) in less time "
+        f"({timed[steps]:.1f} ms, against {plain_ms:.1f})."
     )
 
 
@@ -241,11 +242,12 @@ def _overload() -> str:
     if kept is not None:
         twice, four = _right_at(kept, "2 x"), _right_at(kept, "4 x")
         return (
-            "**More right answers under overload.** At twice the load that it sustains at 16 "
-            f"steps, `logic` with deadlines gets {twice[0]} cells a second right in time; always "
-            f"at 16 steps {twice[1]}; the plain transformers {twice[2]} and {twice[3]}. At four "
-            f"times the load the dial wins nothing: {four[0]}, the plain ones {four[2]} and "
-            f"{four[3]} ([all figures](#a-deadline))."
+            "**More right answers under overload.** At twice the load that the sudoku model "
+            f"sustains at 16 steps, requests with a deadline give {twice[0]} right cells a second "
+            f"in time, the better plain transformer {max(twice[2:], key=_number)}. At four times "
+            f"the load the plain one is ahead, {max(four[2:], key=_number)} to {four[0]}. Counted "
+            "in whole grids, always 16 steps is best ([all figures]"
+            "(docs/budgets.md#under-overload))."
         )
     chosen, fixed, unmanaged = (row["in time"] for row in _deadline_rows("2 x"))
     return (
@@ -261,6 +263,10 @@ def _right_at(kept: Result, load: str) -> list[str]:
     return [
         f"{float(row['right positions a second'] or 0):,.0f}" for row in rows if row["load"] == load
     ]
+
+
+def _number(shown: str) -> float:
+    return float(shown.replace(",", ""))
 
 
 def _deadline_rows(load: str) -> list[dict[str, Cell]]:
