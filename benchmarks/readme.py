@@ -231,8 +231,8 @@ def _in_time_of_plain() -> str:
         return ""
     steps = max(within)
     return (
-        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) in less time "
-        f"({timed[steps]:.1f} ms, against {plain_ms:.1f})."
+        f" {steps} steps beat that one ({_percent(_quality('logic', steps))}) and take no longer "
+        f"({timed[steps]:.2f} ms, against {plain_ms:.2f})."
     )
 
 
