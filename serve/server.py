@@ -256,7 +256,7 @@ def _address_error(host: str, port: int, error: OSError, flags: str) -> AddressE
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # from glibc's malloc.h
 MAPPED_BYTES = 256 * 1024
 ARENAS = 2
-GIVE_BACK_S = 10.0  # between two rounds; each takes a millisecond or two
+GIVE_BACK_S = 10.0  # between two rounds; each may hold up a request by some milliseconds
 
 
 def keep_memory_low() -> bool:
