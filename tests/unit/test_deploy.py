@@ -118,9 +118,10 @@ def test_the_image_is_built_from_what_is_served_and_nothing_else() -> None:
         assert not in_context(PurePosixPath(path), ignored)
 
 
-def test_the_runtime_reports_to_nobody() -> None:
+@pytest.mark.parametrize("module", ["serve.runtime.model", "export.int8"])
+def test_the_runtime_reports_to_nobody(module: str) -> None:
     # With no place to write to, onnxruntime complains that it cannot keep an id for its reports.
-    program = "import os, serve.runtime.model; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    program = f"import os, {module}; print(os.environ['ORT_DISABLE_TELEMETRY'])"
     nowhere = {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=nowhere, capture_output=True, text=True, timeout=60
