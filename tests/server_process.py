@@ -18,7 +18,7 @@ from queue import Empty, Queue
 from tempfile import TemporaryFile
 from threading import Thread
 
-from tests.warm import ROOT, Nest
+from tests.warm import ROOT, ForkServer
 
 START_S = 60.0  # a busy machine may take so long
 _URL = re.compile(r"on (http://\S+) ")
@@ -46,7 +46,7 @@ class ServerProcess:
         return self.process.wait(timeout_s)
 
     def wait_until_it_has_read(self) -> None:
-        """All that clients have sent; with it, whoever has connected is accepted."""
+        """Until it has accepted every connection and read all that clients have sent."""
         end_s = time.monotonic() + START_S
         while self._unread():
             assert time.monotonic() < end_s, "it does not read"
@@ -79,7 +79,7 @@ def run_to_end(
     """The command, when it is expected to end by itself."""
     words, own = [*map(str, arguments)], _environment(environment)
     with TemporaryFile("w+", encoding="utf-8") as out, TemporaryFile("w+", encoding="utf-8") as err:
-        process = _nest().start(words, own, out.fileno(), err.fileno())
+        process = _fork_server().start(words, own, out.fileno(), err.fileno())
         try:
             status = process.wait(START_S)
         finally:
@@ -111,7 +111,7 @@ def server_process(
             text=True,
         )
     else:
-        process = _nest().start(arguments, _environment(environment), written, complained)
+        process = _fork_server().start(arguments, _environment(environment), written, complained)
     os.close(written)
     os.close(complained)
     lines, readers = listen_to(out, err)
@@ -163,9 +163,9 @@ def _read(stream: int, lines: "Queue[str]") -> None:
 
 
 @cache
-def _nest() -> Nest:
+def _fork_server() -> ForkServer:
     used = ("serve.command", "serve.runtime.decoder", "onnxruntime", "uvloop", "pydantic.v1")
-    return Nest(_environment(None), "serve.__main__", *used)
+    return ForkServer(_environment(None), "serve.__main__", *used)
 
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:

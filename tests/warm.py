@@ -43,7 +43,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as job:
 """
 
 
-class Nest:
+class ForkServer:
     """A process to fork from. It ends when this one does."""
 
     def __init__(self, environment: Mapping[str, str], *modules: str) -> None:

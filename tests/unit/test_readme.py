@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.page_blocks import Block, prints_like, read_blocks, run_block, served
-from tests.warm import CLIENT, Nest
+from tests.warm import CLIENT, ForkServer
 from train.recipe import ModelConfig, StepsConfig
 
 pytestmark = pytest.mark.long
@@ -49,7 +49,7 @@ esac
 _COMMAND = """#!/bin/sh
 {short}
 case "$1" in
-train|evaluate|export|inspect|predict) exec "{python}" -I -c '{client}' {nest} "$@" ;;
+train|evaluate|export|inspect|predict) exec "{python}" -I -c '{client}' {fork_server} "$@" ;;
 *) exec "{stepdial}" "$@" ;;
 esac
 """
@@ -66,9 +66,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @cache
-def nest() -> str:
+def fork_server() -> str:
     """The name of a process that has imported what commands need."""
-    return Nest(os.environ | {"PYTHONPATH": str(ROOT)}, "stepdial", *_IMPORTED).name
+    return ForkServer(os.environ | {"PYTHONPATH": str(ROOT)}, "stepdial", *_IMPORTED).name
 
 
 def prepare(page: str, folder: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def prepare(page: str, folder: Path) -> list[Path]:
             short=_SHORT if short else "",
             python=sys.executable,
             client=CLIENT,
-            nest=nest(),
+            fork_server=fork_server(),
             stepdial=Path(sys.executable).with_name("stepdial"),
         )
     )
