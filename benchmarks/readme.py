@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/budgets.md from the zoo and from kept results.
+"""Writes the figures of README.md and of two pages of docs from the zoo and from kept results.
 
     python -m benchmarks.readme                       # write the pages again
     python -m benchmarks.readme --check               # status 1 if one differs
@@ -15,20 +15,23 @@ whose measurement is missing says so.
 """
 
 import argparse
+import io
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import capacity
 from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result, Table
 from serve.bundle import Bundle, read_bundle
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "budgets.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "budgets.md", ROOT / "docs" / "deploying.md")
 NOT_TIMED = "not timed"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MODELS = {
@@ -398,12 +401,32 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def _replicas(steps: int) -> str:
+    """How many replicas a load needs: the command, and what it prints."""
+    asked = [f"sentiment, a text of 100 tokens, {steps} steps=500"]
+    asked += [f"topics, a text of 128 tokens, {steps} steps=200"]
+    given = ["--p99-ms", "100", "--price-per-hour", "0.10"]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        capacity.main([*given, *(word for text in asked for word in ("--ask", text))])
+    lines = [f"python -m benchmarks.capacity {' '.join(given)}"]
+    lines += [f"    --ask '{text}'" for text in asked]
+    name = f"replicas-{steps}-steps"
+    command = " \\\n".join(lines)
+    return (
+        f"<!-- test: {name} -->\n```bash\n{command}\n```\n\n"
+        f"<!-- output: {name} -->\n```text\n{printed.getvalue()}```\n"
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "why": why,
     "overload": overload,
     "deadline": deadline,
     "models": models,
     "saved": saved,
+    "replicas": lambda: _replicas(8),
+    "cheaper": lambda: _replicas(2),
 }
 
 

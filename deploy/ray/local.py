@@ -85,7 +85,8 @@ def local_cluster(
     replace_s: float,
 ) -> Iterator[tuple[str, Nodes]]:
     """A cluster that serves at the address it gives."""
-    port = _free_port(port)
+    held = _held_port(port)
+    port = held.getsockname()[1]
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -109,6 +110,7 @@ def local_cluster(
             http_options=HTTPOptions(host=_ADDRESS, port=port),
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )
+        held.close()
         serve.run(
             build(arguments),
             name="stepdial",
@@ -160,12 +162,16 @@ def _raylet(node: Any) -> Any:
     return node.all_processes["raylet"][0].process
 
 
-def _free_port(wanted: int) -> int:
-    """This one, if nobody has it; any for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((_ADDRESS, wanted))
-        return int(probe.getsockname()[1])
+def _held_port(wanted: int) -> socket.socket:
+    """A socket that keeps this port, any for 0, until the proxy listens there as well.
+
+    The cluster takes seconds to start; meanwhile the port could be given to another program.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((_ADDRESS, wanted))  # if somebody listens there, this says so
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return held
 
 
 if __name__ == "__main__":
