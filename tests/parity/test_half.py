@@ -21,6 +21,7 @@ from serve.runtime.protocol import IntArray, largest_row
 from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
 from train.data.batch import Batch
 
+pytestmark = pytest.mark.long
 HALVES = pytest.mark.parametrize("half", ["fp16", "bf16"])
 ZOO = Path(__file__).parents[2] / "zoo" / "shakespeare"
 STEPS = (1, 2, 3)
