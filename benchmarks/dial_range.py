@@ -8,7 +8,6 @@ the held-out data of the task. Intervals are of paired rows: the same puzzle at 
 """
 
 import itertools
-import json
 import math
 import re
 import sys
@@ -23,7 +22,7 @@ from benchmarks.lab import Cell, Provenance, Result, Table, parser, run
 from train.checkpoint import load_run
 from train.data import open_dataset
 from train.evaluate import rows_at_once
-from train.metrics import METRICS
+from train.metrics import METRICS, read_metrics
 from train.quality import Tally
 from train.recipe import data_at, steps_of
 from train.tally import Gain, PerRow, Quality, gain
@@ -92,8 +91,9 @@ def runs_of(folder: Path, task: str) -> tuple[list[Path], dict[int, list[Path]]]
         found = re.fullmatch(rf"{re.escape(task)}-(?:plain(\d+)-)?s\d+", path.name)
         if found is None or not (path / METRICS).is_file():
             continue
-        _, recipe, _, facts = load_run(path)
-        if facts["iteration"] < recipe.optim.iterations:
+        _, recipe, _, _ = load_run(path)
+        # Not the iteration of its weights: they may be the best ones, of earlier.
+        if _last(read_metrics(path / METRICS)).get("iteration", 0) < recipe.optim.iterations:
             print(f"left out, still in training: {path.name}", file=sys.stderr)
         elif found[1] is None:
             dials.append(path)
@@ -127,8 +127,11 @@ def measured(folder: Path, counts: Sequence[int], data: str = "") -> Measured:
 
 
 def _spent(folder: Path) -> dict[str, Any]:
-    records = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
-    return next((r for r in reversed(list(records)) if "cpu_s" in r), {})
+    return _last([record for record in read_metrics(folder / METRICS) if "cpu_s" in record])
+
+
+def _last(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return records[-1] if records else {}
 
 
 def paired(found: Sequence[Measured], first: int, other: int) -> Gain:
