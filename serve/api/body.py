@@ -114,7 +114,7 @@ def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
     rung, full = decision.rung, decision.full
     nfe = rung.nfe if evaluations is None else evaluations
     budget: Budget = {
-        "steps": rung.steps * nfe // rung.nfe,
+        "steps": decision.steps_of(nfe),
         "method": rung.method,
         "nfe": nfe,
         "reason": decision.reason,
