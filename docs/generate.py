@@ -54,12 +54,12 @@ Labels take few values: what is served, never what a client sends.
 """
 _METRIC_LABELS = {
     "`model`": "a served model; empty where a request ended before one was found",
-    "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` where "
-    "there is no such path",
-    "`code`": "the HTTP status; of a stream that failed, that of its error; 499 where the client left before "
-    "its answer was complete",
-    "`steps`": "the step count that answered; of times by steps and route, the fewest that an input took; "
-    "empty where no model answered",
+    "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` of "
+    "files of the page and where there is no such path",
+    "`code`": "the HTTP status; of a stream that failed, that of its error; 499 where the client "
+    "left before its answer was complete",
+    "`steps`": "the step count that was chosen; of `stepdial_request_seconds` the fewest that an "
+    "input took; empty where no model answered",
     "`kind`": "the work of a call: `classify`, `prefill` (reads a prompt), `decode` (writes a "
     "token), `search` (beams of a translation), `recheck`",
     "`reason`": "of a decision, `budget.reason` in [budgets.md](budgets.md#what-the-answer-says); "

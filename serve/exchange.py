@@ -198,6 +198,8 @@ def _allowed(scope: Scope) -> list[str]:
     for context in iter_route_contexts(scope["app"].routes):
         if context.original_route.matches(scope)[0] is Match.PARTIAL:
             methods |= set(context.methods or ())
+    if "GET" in methods:
+        methods.add("HEAD")  # which the middleware makes a GET
     return sorted(methods)
 
 
