@@ -54,14 +54,16 @@ Labels take few values: what is served, never what a client sends.
 """
 _METRIC_LABELS = {
     "`model`": "a served model; empty where a request ended before one was found",
-    "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` where "
-    "there is no such path",
-    "`code`": "the HTTP status; 499 where the client had gone before its answer began",
-    "`steps`": "the step count that answered; empty where no model did",
+    "`route`": "the path as [api.md](api.md) writes it, such as `/v1/models/{name}`; `none` of "
+    "files of the page and where there is no such path",
+    "`code`": "the HTTP status; of a stream that failed, that of its error; 499 where the client "
+    "left before its answer was complete",
+    "`steps`": "the step count that was chosen; of `stepdial_request_seconds` the fewest that an "
+    "input took; empty where no model answered",
     "`kind`": "the work of a call: `classify`, `prefill` (reads a prompt), `decode` (writes a "
     "token), `search` (beams of a translation), `recheck`",
     "`reason`": "of a decision, `budget.reason` in [budgets.md](budgets.md#what-the-answer-says); "
-    "of a refusal, the error code in [errors.md](errors.md)",
+    "of an error, its code in [errors.md](errors.md)",
     "`max_disagreement`": "a calibrated level, as `stepdial inspect` lists them",
     "`task`, `method`, `precision`, `full_steps`": "facts of a bundle ([bundle.md](bundle.md))",
 }
@@ -113,7 +115,7 @@ _REQUESTS = {
     ),
     "stepdial_rejected_total": Use(
         "requests",
-        "refusals a second by error code",
+        "errors a second by their code",
         "sum by (reason) (rate(stepdial_rejected_total[5m]))",
     ),
 }

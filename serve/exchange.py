@@ -84,11 +84,12 @@ class Exchange:
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     header_list: Sequence[Header] = ()
     receive: Receive | None = None
-    admitted: bool = False  # the checks let it in
     holder: Holder | None = None  # of the API key
     own_headers: HeaderList = ()  # of the answer, besides those of every answer
     always: HeaderList = ()  # those of every answer
     status: int = 0  # of the answer, once it has begun
+    error: str | None = None  # the code of the error that ended it
+    failed_as: int = 0  # the status of what ended an answer that had begun
     # From the route.
     weight: int = 0  # bytes of memory until it has been read
     users: list[ModelUsers] = field(default_factory=list)  # the models that it uses
@@ -197,6 +198,8 @@ def _allowed(scope: Scope) -> list[str]:
     for context in iter_route_contexts(scope["app"].routes):
         if context.original_route.matches(scope)[0] is Match.PARTIAL:
             methods |= set(context.methods or ())
+    if "GET" in methods:
+        methods.add("HEAD")  # which the middleware makes a GET
     return sorted(methods)
 
 

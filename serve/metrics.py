@@ -148,7 +148,9 @@ class Metrics:
         self.degraded = self._counter(
             "degraded", "Requests that got fewer steps because of load.", "model"
         )
-        self.rejected = self._counter("rejected", "Requests refused, by error code.", "reason")
+        self.rejected = self._counter(
+            "rejected", "Requests that ended with an error, by its code.", "reason"
+        )
         self.deadlines = self._counter(
             "deadlines", "Accepted requests that had a deadline.", "model"
         )

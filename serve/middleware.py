@@ -299,6 +299,7 @@ class RequestMiddleware:
         try:
             await self._answer(exchange, scope, receive, send_with_headers)
         except ClientGone:
+            exchange.failed_as = CLIENT_GONE
             if not exchange.status:
                 gone = Response(status_code=CLIENT_GONE)
                 await gone(scope, receive, send_with_headers)
@@ -310,10 +311,11 @@ class RequestMiddleware:
             _log.exception(
                 "%s in request %s", "out of memory" if short else "internal error", request_id
             )
-            if exchange.status:
-                raise  # the response has started: only closing the connection tells the client
             bug = InternalError(f"this is our bug; please report it with the id {request_id}")
             shown = OutOfMemory() if short else bug
+            if exchange.status:
+                exchange.error, exchange.failed_as = shown.code, shown.status
+                raise  # the response has started: only closing the connection tells the client
             await self._refuse(exchange, shown, scope, receive, send_with_headers)
         finally:
             if exchange.holder is not None:
@@ -341,13 +343,12 @@ class RequestMiddleware:
             return
         if exchange.status:
             raise shown  # too late: the response has started
-        if not exchange.admitted or shown.status in (429, 503):
-            self._metrics.rejected.labels(shown.code).inc()
         await self._refuse(exchange, shown, scope, receive, send)
 
     async def _refuse(
         self, exchange: Exchange, error: ServeError, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        exchange.error = error.code
         response = error_response(error, exchange.path)
         if not exchange.write(response):
             await response(scope, receive, send)
@@ -367,10 +368,11 @@ class RequestMiddleware:
                 raise refusal
         if self._keys.in_use:
             exchange.holder = authenticate(exchange, self._keys)
-        exchange.admitted = True
 
     def _count(self, exchange: Exchange, scope: Scope) -> None:
-        ended_s, status = time.perf_counter(), exchange.status or CLIENT_GONE
+        # Of an answer that had begun, the status that what ended it would have had.
+        status = exchange.failed_as or exchange.status or CLIENT_GONE
+        ended_s = time.perf_counter()
         route, model = getattr(scope.get("route"), "path", None), exchange.model
         labels = route or "none", model
         taken_s = ended_s - exchange.arrived_s
@@ -380,6 +382,8 @@ class RequestMiddleware:
             self._metrics.request_seconds.labels(*labels, rung).observe(taken_s)
         else:  # errors have no step count
             self._metrics.refused_seconds.labels(*labels, str(status)).observe(taken_s)
+        if exchange.error is not None:
+            self._metrics.rejected.labels(exchange.error).inc()
         if self._access_log or self._traces is not None:
             self._write_down(exchange, scope, route, status, ended_s)
 
@@ -395,10 +399,12 @@ class RequestMiddleware:
                 fields["steps"] = exchange.steps
         if exchange.reason is not None:
             fields["reason"] = exchange.reason
+        if exchange.error is not None:
+            fields["error"] = exchange.error
         if self._traces is not None and exchange.path not in PROBE_PORT_PATHS:
             attributes = {
                 "http.request.method": method,
-                "http.response.status_code": status,
+                "http.response.status_code": exchange.status or status,
                 "url.path": path,
                 "url.scheme": scope["scheme"],
                 **({"http.route": route} if route else {}),

@@ -114,7 +114,7 @@ def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
     rung, full = decision.rung, decision.full
     nfe = rung.nfe if evaluations is None else evaluations
     budget: Budget = {
-        "steps": rung.steps * nfe // rung.nfe,
+        "steps": decision.steps_of(nfe),
         "method": rung.method,
         "nfe": nfe,
         "reason": decision.reason,
@@ -442,6 +442,8 @@ _HALF = (
     "a \\u escape is cut short, or is one half of a character (\\ud800 to \\udfff): send both "
     "halves, or the character itself in UTF-8"
 )
+_NOT_UTF8 = "it is not in UTF-8, or begins with a byte order mark: save it as UTF-8 without one"
+_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")  # of UTF-8 and UTF-16
 
 
 def describe_problem(problem: ErrorDetails) -> str:
@@ -452,8 +454,10 @@ def describe_problem(problem: ErrorDetails) -> str:
     return words.format_map(problem.get("ctx", {}))
 
 
-def describe_json_problem(reason: str) -> str:
+def describe_json_problem(body: bytes, reason: str) -> str:
     """Why a body is not valid JSON."""
+    if body.startswith(_MARKS) or "invalid unicode" in reason:
+        return f"{_NOT_UTF8} ({reason})"
     return f"{_HALF} ({reason})" if "hex escape" in reason or "surrogate" in reason else reason
 
 
@@ -711,7 +715,7 @@ def _parsed(
         value = from_json(body, cache_strings="none")
     except ValueError as error:
         raise BadRequest(
-            f"the body is not JSON that can be read: {describe_json_problem(str(error))}"
+            f"the body is not JSON that can be read: {describe_json_problem(body, str(error))}"
         ) from None
     if not isinstance(value, dict):
         del value  # a traceback keeps the variables of its frames

@@ -233,7 +233,7 @@ class StreamChunk:
 
 
 class EventStream(Response):
-    """Sends events from a queue, until the terminal event or a disconnect."""
+    """Sends events from a queue, until the terminal event; ClientGone after a disconnect."""
 
     media_type = "text/event-stream"
 
@@ -254,6 +254,7 @@ class EventStream(Response):
         self._write_events = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE_KEY]
         async with self._work:
             await send(
                 {
@@ -263,27 +264,27 @@ class EventStream(Response):
                 }
             )
             events = self._first
-            try:
-                while True:
-                    # Events that arrived together are sent together, but only so many at a time
-                    # that other requests get their turn.
-                    written = self._write_events(events[:_EVENTS])
-                    await send(
-                        {
-                            "type": "http.response.body",
-                            "body": written.body,
-                            "more_body": not written.over,
-                        }
-                    )
-                    if written.over:
-                        return
-                    events = events[_EVENTS:]
-                    if events:
-                        await asyncio.sleep(0)
-                    else:
-                        events = await self._queue.take()
-            except ClientGone:
-                return
+            while True:
+                # Events that arrived together are sent together, but only so many at a time that
+                # other requests get their turn.
+                some, events = events[:_EVENTS], events[_EVENTS:]
+                written = self._write_events(some)
+                failed = [event.error for _, event in some if isinstance(event, FailedEvent)]
+                if failed:
+                    exchange.error, exchange.failed_as = failed[0].code, failed[0].status
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": written.body,
+                        "more_body": not written.over,
+                    }
+                )
+                if written.over:
+                    return
+                if events:
+                    await asyncio.sleep(0)
+                else:
+                    events = await self._queue.take()
 
 
 def event_of(data: Mapping[str, object], name: bytes = b"") -> bytes:
@@ -450,6 +451,8 @@ class Submission:
             raise event.error
         assert isinstance(event, ClassifiedEvent)
         self._note(self.decision.served_at(min(event.steps)))
+        if self.decision.threshold is not None:  # rows that were sure stopped before these steps
+            self.exchange.steps = self.decision.steps_of(min(event.evaluations))
         return inputs, event
 
     def _lane(self) -> LaneKey:
@@ -675,12 +678,12 @@ class PiecewiseAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE_KEY]
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        # Stops when the client disconnects.
         while not exchange.gone:
             piece = await asyncio.to_thread(self._piece)
             await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
             if not piece:
                 return
+        raise ClientGone
 
     def _piece(self) -> bytes:
         """The next piece; empty at the end."""

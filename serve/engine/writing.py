@@ -111,10 +111,10 @@ class Generation(Work):
             self.finish_reason = "length"
         if not self._by_pieces:
             return TokenEvent(index, "")
-        logprob = self._logprob(logits, token)
+        begun = self._characters
         text = self._push(token)
         self._pieces.append(text)
-        return TokenEvent(index, text, logprob)
+        return TokenEvent(index, text, self._logprob(logits, token, begun))
 
     def _push(self, token: int) -> str:
         """The text that may be sent now."""
@@ -122,7 +122,9 @@ class Generation(Work):
         self._characters += len(completed)
         text, stopped = self._filter.push(completed)
         if not stopped and self.finish_reason is not None:
-            rest, stopped = self._filter.push(self._written.flush())
+            unfinished = self._written.flush()
+            self._characters += len(unfinished)
+            rest, stopped = self._filter.push(unfinished)
             text += rest + self._filter.flush()
         if stopped:
             self.finish_reason = "stop"
@@ -139,15 +141,19 @@ class Generation(Work):
             span=span,
         )
 
-    def _logprob(self, logits: FloatArray, token: int) -> ScoredToken | None:
+    def _logprob(self, logits: FloatArray, token: int, begun: int) -> ScoredToken | None:
+        """Of a token that was written behind so many characters, or behind bytes of a broken one,
+        which its own bytes completed.
+        """
         if self.request.logprobs is None:
             return None
+        text = self._codec.decode([token])
         found = likelihood(logits, token, self.request.logprobs)
         logprob = ScoredToken(
-            token=self._codec.decode([token]),
+            token=text,
             logprob=found.chosen,
             top=tuple((self._codec.decode([other]), value) for other, value in found.top),
-            offset=self._characters,
+            offset=max(begun, self._characters - len(text)),
         )
         self._logprobs.append(logprob)
         return logprob

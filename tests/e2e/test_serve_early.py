@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         build_classify(folder / "plain", name="plain"),
         build_generate(folder / "writer", name="writer"),
     ]
-    with server_process([bundle.folder for bundle in bundles]) as served:
+    with server_process([bundle.folder for bundle in bundles], "--access-log") as served:
         yield served
 
 
@@ -59,6 +59,16 @@ def test_the_loosest_level_stops_at_once_and_the_strictest_never(server: ServerP
     strict = classify(server, max_disagreement=0.02).json()["results"]
     assert {result["budget"]["steps"] for result in strict} == {4}
     assert not any("max_disagreement" in result["budget"] for result in strict)
+
+
+def test_log_and_times_have_the_steps_that_were_taken(server: ServerProcess) -> None:
+    named = {"x-request-id": "one-step"}
+    body = {"model": "sure", "input": TEXTS, "max_disagreement": 0.5}
+    answer = httpx.post(f"{server.url}/v1/classify", json=body, headers=named, timeout=30)
+    assert {result["budget"]["steps"] for result in answer.json()["results"]} == {1}
+    server.wait_until_it_says("one-step model=sure steps=1 reason=disagreement")
+    name = 'stepdial_request_seconds_count{model="sure",route="/v1/classify",steps="1"}'
+    assert name in httpx.get(f"{server.url}/metrics").text
 
 
 def test_the_metrics_count_what_was_evaluated(server: ServerProcess) -> None:

@@ -256,8 +256,8 @@ def test_paths_and_methods_that_are_not_there(client: httpx.Client) -> None:
     for method, path, allowed in (
         ("GET", CLASSIFY, "POST"),
         ("DELETE", GENERATE, "POST"),
-        ("POST", "/v1/models", "GET"),
-        ("PUT", "/health/live", "GET"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("PUT", "/health/live", "GET, HEAD"),
     ):
         response = client.request(method, path)
         error = refused(response, 405, "method_not_allowed")

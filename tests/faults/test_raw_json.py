@@ -11,6 +11,7 @@ from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 
 ADMIN_KEY = "an-admin-key-of-the-tests"
+MARKED = [b"\xef\xbb\xbf{}", '{"input": "x"}'.encode("utf-16"), '{"input": "é"}'.encode("latin-1")]
 LAST = "connection: close"
 NOT_JSON = [
     b"\xff\xfe\x00",
@@ -75,6 +76,12 @@ def answered(server: ServerProcess, path: str, body: bytes) -> int:
 def test_what_is_not_json_is_refused(server: ServerProcess, paths: list[str], body: bytes) -> None:
     assert {answered(server, path, body) for path in paths} <= {400, 422}
     assert answered(server, "/v1/classify", b'{"input": "x"}') == 200
+
+
+@pytest.mark.parametrize("body", MARKED, ids=["mark", "utf-16", "latin-1"])
+def test_what_is_not_utf_8_is_told_to_be_saved_so(server: ServerProcess, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/classify", content=body)
+    assert answer.status_code == 400 and "save it as UTF-8 without one" in answer.text
 
 
 @pytest.mark.parametrize("body", STRANGE, ids=lambda body: repr(body[:50]))

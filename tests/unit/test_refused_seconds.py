@@ -1,4 +1,7 @@
-"""Times of requests by steps are of those that were answered; refusals have times of their own."""
+"""Times of requests by steps are of those that were answered; refusals have times of their own.
+
+What fails when its answer has begun counts as failed too.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +11,8 @@ import httpx
 import pytest
 
 from tests.fake_server import FakeServer, fake_server
+
+KNOWN_ERRORS = {"invalid_field", "invalid_json", "unknown_model", "not_found"}
 
 PATH = "/v1/generate"
 MODEL = "tiny-generate"
@@ -80,3 +85,44 @@ def test_work_that_fails_counts_under_no_rung(server: FakeServer) -> None:
     server.mood.fail = fail
     assert ask(server, steps=4).status_code == 503
     assert all_answered(server) == 0 and refused(server, 503) == 1
+
+
+def after_the_first_token(server: FakeServer, kind: str) -> None:
+    """Hold up what decodes."""
+    if kind == "decode":
+        server.mood.gate.clear()
+
+
+def counted(server: FakeServer, code: int) -> float:
+    labels = {"route": PATH, "model": MODEL, "code": str(code)}
+    return server.metric("stepdial_requests_total", **labels)
+
+
+def test_a_stream_that_fails_counts_as_failed(server: FakeServer) -> None:
+    server.mood.fail = lambda kind, _: after_the_first_token(server, kind)
+    answer = ask(server, stream=True, deadline_ms=300)
+    assert answer.status_code == 200 and "deadline_lapsed" in answer.text
+    server.mood.gate.set()
+    assert all_answered(server) == counted(server, 200) == 0
+    assert refused(server, 504) == counted(server, 504) == 1
+    assert server.metric("stepdial_rejected_total", reason="deadline_lapsed") == 1
+
+
+def test_a_stream_whose_client_leaves_counts_as_left(server: FakeServer) -> None:
+    server.mood.fail = lambda kind, _: after_the_first_token(server, kind)
+    asked = {"model": MODEL, "prompt": "abc", "max_tokens": 9, "stream": True}
+    with httpx.stream("POST", f"{server.url}{PATH}", json=asked) as answer:
+        next(answer.iter_lines())
+    server.mood.gate.set()
+    server.wait_for(running=0)
+    assert all_answered(server) == counted(server, 200) == 0
+    assert refused(server, 499) == counted(server, 499) == 1
+
+
+def test_every_error_counts_by_its_code(server: FakeServer) -> None:
+    ask(server, n=1)
+    ask(server, model="nobody")
+    httpx.post(f"{server.url}{PATH}", content=b"{")
+    httpx.get(f"{server.url}/nowhere")
+    for code in KNOWN_ERRORS:
+        assert server.metric("stepdial_rejected_total", reason=code) == 1

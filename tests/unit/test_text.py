@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from serve.bundle import Bundle, BundleError, TextInput
+from serve.engine.sampling import Sampling
+from serve.engine.writing import Generation, GenerationRequest
 from serve.errors import Unprocessable
 from serve.inputs.text import Encoder, TextCodec, TextStream
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
@@ -83,6 +86,17 @@ def test_an_unfinished_character_ends_as_a_replacement() -> None:
     first, _ = BPE.encode_input("é", True).tokens
     stream = TextStream(BPE)
     assert (stream.push(first), stream.flush(), stream.flush()) == ("", "\ufffd", "")
+
+
+def test_every_token_has_the_place_of_its_text_also_behind_broken_characters() -> None:
+    first, second = BPE.encode_input("é", True).tokens
+    a, b = (BPE.encode_input(letter, True).tokens[0] for letter in "ab")
+    tokens = [a, first, b, first, second, a, first]
+    wanted = GenerationRequest([a], len(tokens), 99, Sampling(temperature=0.0), logprobs=0)
+    work = Generation(wanted, BPE, lambda event: None)
+    scores = [work.accept(one, np.zeros(BPE.vocab_size, np.float32)).logprob for one in tokens]
+    assert work.text == "a\ufffdbéa\ufffd"
+    assert [one and one.offset for one in scores] == [0, 1, 2, 3, 3, 4, 5]
 
 
 @pytest.mark.parametrize("text_codec", [CHARS, BPE], ids=["chars", "bpe"])
