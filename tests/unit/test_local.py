@@ -175,7 +175,10 @@ def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     ("table", "flags", "said"),
     [
         ("text\na\n", ("--steps", "16"), "does not offer 16 steps"),
-        ("text\na\nb,c\n", (), "in.csv, row 2: not as many cells as the header has"),
+        ("text\na\nb,c\n", (), "in.csv, row 2: 2 cells, but the first line has 1"),
+        ("text,id,id\na,1,2\n", (), "two columns are called 'id': rename one"),
+        ("text;id\na;1\n", (), "semicolons seem to separate its columns (text;id)"),
+        ('text\na\n"b" c\n', (), "line 3: "),
         ('text\na\n"b\n', (), "is a quote of a text never closed?"),
         ("text\na\n\xe4\n", (), "not UTF-8"),
     ],
@@ -195,6 +198,41 @@ def test_an_older_output_is_kept_if_prediction_fails(
     assert said in capsys.readouterr().err
     assert out.read_text() == "dear\n"
     assert {path.name for path in tmp_path.iterdir()} == {"in.csv", "out.csv"}
+
+
+def predicted(table: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "1", *flags]
+    assert main(words) == 0
+    return capsys.readouterr().out.split("\n")
+
+
+def test_a_table_is_read_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("\n text ,id\r\n\nStocks fell,1\r\n")  # spaces and empty lines
+    lines = predicted(table, "--text", "text", capsys=capsys)
+    assert lines[0] == "text,id,predicted_label,predicted_score,predicted_steps"
+    assert lines[1].startswith("Stocks fell,1,Business,") and lines[1].endswith(",1")
+    assert lines[2:] == [""]
+
+
+def test_a_table_without_a_header_gets_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("1,Stocks fell\n2,The striker scored twice\n")
+    lines = predicted(table, "--text", "1", capsys=capsys)
+    assert [line.split(",")[:3] for line in lines[:2]] == [
+        ["1", "Stocks fell", "Business"],
+        ["2", "The striker scored twice", "Sports"],
+    ]
+    assert lines[2:] == [""]
+
+
+def test_a_file_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(ZOO / "topics"), "--input", str(tmp_path / "no.csv")]) == 2
+    assert capsys.readouterr().err == f"stepdial predict: there is no file {tmp_path / 'no.csv'}\n"
 
 
 def test_a_row_without_a_text_has_no_label(
