@@ -5,11 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import serve
-from serve.errors import ImpossibleBudget, Unprocessable
+from serve.errors import ImpossibleBudget, InvalidField, Unprocessable
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -54,12 +55,36 @@ def test_a_generator_writes_and_other_tasks_are_refused() -> None:
         assert one == model.generate("ROMEO:", max_tokens=20, steps=2, seed=3)
         assert 0 < len(one) <= 20
         assert "\n" not in model.generate("ROMEO:", max_tokens=60, seed=3, stop=["\n"])
+        word = one[4:8]  # of a text alone, which is one stop and not its characters
+        assert model.generate("ROMEO:", max_tokens=20, steps=2, seed=3, stop=word) == one[:4]
         with pytest.raises(ValueError, match="is for the task generate"):
             model.classify(["a"])
         with pytest.raises(ImpossibleBudget, match="does not offer 3 steps"):
             model.generate("ROMEO:", steps=3)
         with pytest.raises(Unprocessable, match="outside the vocabulary"):
             model.generate("ROMEO: \N{SNOWMAN}")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "said"),
+    [
+        ("Stocks fell", {}, "must be a list: for one text"),
+        (["a", 5], {}, r"inputs\[1\] must be a text, not int"),
+        ([["a"]], {}, r"inputs\[0\] must be a text, not list"),
+        (["a"], {"effort": "most"}, "effort must be 'low'"),
+        (["a"], {"steps": "2"}, "steps must be an integer"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(
+    inputs: Any, options: dict[str, Any], said: str
+) -> None:
+    with (
+        serve.load(ZOO / "topics", threads=1) as model,
+        pytest.raises(InvalidField, match=said),
+    ):
+        model.classify(inputs, **options)
+    with pytest.raises(ValueError, match="topics is closed"):
+        model.classify(["a"])
 
 
 def write_rows(path: Path) -> Path:
