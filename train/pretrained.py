@@ -274,6 +274,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             raise PretrainedError(f"{file} is damaged or missing ({error})") from None
+    packed = next((n for n, w in weights.items() if n.endswith("weight") and w.itemsize == 1), None)
+    if packed is not None:
+        raise PretrainedError(
+            f"{folder}: {packed} is {weights[packed].dtype}, without its scales: convert takes "
+            "weights of 16 or 32 bits, so give the model from before it was quantised"
+        )
     return {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.pretrained_folders import FAMILIES, texts, transformers, write_folder
 from train.convert import find_original
@@ -156,6 +157,11 @@ def spoil_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def spoil_precision(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
+
+
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -170,6 +176,7 @@ def change(folder: Path, **changes: Any) -> None:
         (spoil_tokenizer, "has no tokenizer.json"),
         (spoil_activation, "hidden_act = 'silu' is not supported"),
         (spoil_config, "not valid JSON"),
+        (spoil_precision, r"weight is torch\.int8, without its scales"),
     ],
 )
 def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> None:
