@@ -297,7 +297,7 @@ def test_what_is_wrong_is_said_before_the_teacher_is_trained(
 @pytest.mark.parametrize("overrides", [REQUEST.overrides, ()])
 def test_a_decoder_is_not_given_a_table(overrides: tuple[str, ...], tmp_path: Path) -> None:
     folder, table, request = made(tmp_path, "gpt2", overrides=overrides)
-    with pytest.raises(ValueError, match="gpt2 is a decoder, .* or convert an encoder"):
+    with pytest.raises(ValueError, match=r"gpt2 is a decoder, .* or convert an encoder"):
         convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
 
 
