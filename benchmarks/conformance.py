@@ -25,7 +25,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.lab import Cell, Provenance, Result, Table, Target, parser, run
+from benchmarks.lab import ROOT, Cell, Provenance, Result, Table, Target, parser, run
 from benchmarks.server import Server, running_server
 from serve.bundle import Bundle, Calibration, ImageInput, Level, PointsInput
 from serve.keys import NewKey
@@ -39,6 +39,8 @@ Description = dict[str, Any]
 Report = Mapping[str, Any]
 
 _RUN_S = 3600.0
+# Where Hypothesis keeps its tables of characters, which take long to make.
+_TABLES = {"HYPOTHESIS_STORAGE_DIRECTORY": str(ROOT / ".hypothesis")}
 
 
 def run_schemathesis(
@@ -58,7 +60,7 @@ def run_schemathesis(
         ended = subprocess.run(
             [*command, *flags],
             cwd=folder,
-            env={**os.environ, "PYTHONWARNINGS": "default"},
+            env={**os.environ, "PYTHONWARNINGS": "default", **_TABLES},
             capture_output=True,
             text=True,
             timeout=_RUN_S,

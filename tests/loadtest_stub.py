@@ -14,6 +14,7 @@ from typing import Any
 LADDER = (1, 4)
 NO_FAULTS: Mapping[int, str] = {}
 NO_HEADERS: Mapping[str, str] = {}
+UNHURRIED_S = 0.005  # of service, so that callers who never rest do not keep two processors busy
 CHOSEN_STEPS = 2  # where a request leaves the choice to the server
 MODELS = (
     {"id": "talker", "task": "generate", "max_tokens": 64},

@@ -108,7 +108,7 @@ def write_table(path: Path, rows: int = 160) -> Path:
     return path
 
 
-def write_corpus(path: Path, rows: int = 2000) -> Path:
+def write_corpus(path: Path, rows: int = 500) -> Path:
     path.write_text("\n".join(text for text, _ in texts(rows)), encoding="utf-8")
     return path
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 from PIL import Image
 
 from benchmarks import drains
@@ -22,6 +23,7 @@ from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, image_
 from tests.server_process import ServerProcess, server_process
 from tests.sse import parse_events
 
+pytestmark = pytest.mark.long
 FOLDERS = [classify_bundle().folder, generate_bundle().folder]
 STREAMS = 6
 READY_S = 0.1

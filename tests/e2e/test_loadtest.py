@@ -16,7 +16,7 @@ import pytest
 from loadtest.target import ENDPOINTS
 from tests.e2e.browser import served
 from tests.fixtures.tiny_bundles import STEPS, build_classify, build_generate
-from tests.loadtest_stub import LADDER, running_stub
+from tests.loadtest_stub import LADDER, UNHURRIED_S, running_stub
 
 pytestmark = pytest.mark.long
 
@@ -30,12 +30,12 @@ def run(url: str, *options: str, duration: str = "2s") -> subprocess.CompletedPr
 
 
 def test_every_rung_is_loaded_measured_and_reported(tmp_path: Path) -> None:
-    with running_stub() as stub:
-        done = run(stub.url, "--out", str(tmp_path / "report"))
+    with running_stub(service_s=UNHURRIED_S) as stub:
+        done = run(stub.url, "--out", str(tmp_path / "report.json"))
         asked = {(body["model"], body["steps"]) for body in stub.bodies}
     assert done.returncode == 0, done.stdout + done.stderr
     assert asked == {(model, steps) for model in ("talker", "judge") for steps in LADDER}
-    record = json.loads((tmp_path / "report" / "report.json").read_text())
+    record = json.loads((tmp_path / "report.json").read_text())
     assert record["errors"] == 0
     assert record["requests"] == len(stub.bodies)
     assert len(record["rows"]) == 4
@@ -125,7 +125,7 @@ def test_an_interrupt_still_reports() -> None:
 
 
 def test_locust_runs_the_file_by_itself_in_several_processes() -> None:
-    with running_stub() as stub:
+    with running_stub(service_s=UNHURRIED_S) as stub:
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless"]
         command += ["--host", stub.url, "-u", "4", "-r", "4", "-t", "2s", "--processes", "2"]
         done = subprocess.run(

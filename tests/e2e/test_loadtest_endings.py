@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.loadtest_stub import LADDER, running_stub
+from tests.loadtest_stub import LADDER, UNHURRIED_S, running_stub
 
 pytestmark = pytest.mark.long
 
@@ -145,7 +145,7 @@ def test_an_open_loop_ends_though_workers_were_killed(tmp_path: Path, killed: in
 
 def test_refused_callers_come_back_when_they_were_told_to(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    with running_stub({1: "refuse_for_a_second"}) as stub:
+    with running_stub({1: "refuse_for_a_second"}, UNHURRIED_S) as stub:
         for rest, most in (("10", 9), ("0.01", 10_000)):
             flags = ("--users", "3", "--duration", "3s", "--max-rest", rest, "--out", str(file))
             with started(stub.url, *flags) as test:
@@ -178,14 +178,14 @@ def test_a_server_that_was_away_is_told_by_kind_and_met_again(
 ) -> None:
     file = tmp_path / "report.json"
     with ExitStack() as first:
-        gone = first.enter_context(running_stub())
+        gone = first.enter_context(running_stub(service_s=UNHURRIED_S))
         port = gone.server_address[1]
         with started(gone.url, *flags, "--duration", "6s", "--out", str(file)) as test:
             wait_until(lambda: len(gone.bodies) > 20)
             gone.dead = True
             first.close()
             time.sleep(2.0)
-            with running_stub(port=port) as back:
+            with running_stub(service_s=UNHURRIED_S, port=port) as back:
                 printed, said = test.communicate(timeout=60)
                 assert len(back.bodies) > 10, printed + said
     record = kept(file)
@@ -210,7 +210,8 @@ def test_a_report_that_cannot_be_kept_is_refused_before_anything_is_sent(tmp_pat
 
 def test_a_reader_who_leaves_does_not_lose_the_report(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    with running_stub() as stub, started(stub.url, "--duration", "1s", "--out", str(file)) as test:
+    flags = ("--duration", "1s", "--out", str(file))
+    with running_stub(service_s=UNHURRIED_S) as stub, started(stub.url, *flags) as test:
         assert test.stdout is not None
         test.stdout.close()
         assert test.wait(timeout=60) == 0

@@ -21,6 +21,7 @@ from tests.ray_cluster import RayCluster, running_cluster
 from tests.server_process import server_process
 from tests.sse import parse_events
 
+pytestmark = pytest.mark.long
 BUNDLES = [generate_bundle(), classify_bundle(), points_bundle()]
 GENERATE: dict[str, Any] = {"model": "tiny-generate", "prompt": "the story ", "seed": 7}
 STREAMS, TOKENS = 8, 1000

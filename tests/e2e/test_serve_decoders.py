@@ -1,6 +1,5 @@
 """Pretrained decoders that have become dials, over HTTP: each rung writes what torch writes."""
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,19 +9,19 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from export.run import ExportRequest, export_run
 from serve.bundle import read_bundle
 from serve.runtime import open_model
 from tests.pretrained_folders import DECODERS, transformers, write_corpus, write_folder
 from tests.server_process import ServerProcess, server_process
+from tests.tracing import trace_once
 from train.checkpoint import load_run
 from train.convert import Conversion, convert
 
 pytestmark = pytest.mark.long
 STEPS, WINDOW, WRITTEN = (1, 2, 3), 48, 16
+WHOLES = ("whole-gpt2", "whole-llama")
 PROMPT = "the film was very"
 SETTINGS = ("optim.precision=fp32", "run.threads=1", "data.held_out=0.2")
 REQUEST = Conversion(
@@ -41,51 +40,48 @@ WHOLE = Conversion(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of each family a pretrained folder, a run and a bundle; of some all layers too.
 
-    And one that ends its texts early.
+    All layers of Llama end their texts early.
     """
     folder: Path = tmp_path_factory.mktemp("decoders")
-    corpus = write_corpus(folder / "corpus.txt")
+    corpus = str(write_corpus(folder / "corpus.txt"))
     for family in DECODERS:
         write_folder(folder / "hub" / family, family)
-        convert(
-            str(folder / "hub" / family), folder / "runs" / family, REQUEST, str(corpus), quiet=True
-        )
+        convert(str(folder / "hub" / family), folder / "runs" / family, REQUEST, corpus, quiet=True)
         export(folder, family, STEPS)
-    for family in ("gpt2", "llama"):
-        run = folder / "runs" / f"whole-{family}"
-        convert(str(folder / "hub" / family), run, WHOLE, str(corpus), quiet=True)
-        export(folder, f"whole-{family}", (1,))
-    end_early(folder)
+    write_folder(folder / "hub/whole-gpt2", "gpt2")
+    write_ending(folder / "hub/whole-llama")
+    for name in WHOLES:
+        convert(str(folder / "hub" / name), folder / "runs" / name, WHOLE, corpus, quiet=True)
+        export(folder, name, (1,))
     return folder
 
 
-def end_early(folder: Path) -> None:
-    """The run of all layers of Llama whose end is half as likely again as the fifth token."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
-    text, _ = greedy(folder, "whole-llama", 1)
-    fifth = tokenizer(text, add_special_tokens=False).input_ids[4]
-    run = folder / "runs/ending"
-    shutil.copytree(folder / "runs/whole-llama", run)
-    weights = load_file(run / "model.safetensors")
-    with safe_open(run / "model.safetensors", "pt") as file:
-        noted = file.metadata()
-    readout = weights["head.linear.weight"]
-    readout[tokenizer.eos_token_id] = 1.5 * readout[fifth]
-    save_file(weights, run / "model.safetensors", noted)
-    export(folder, "ending", (1,))
+def write_ending(folder: Path) -> None:
+    """A Llama whose end is half as likely again as the fifth token that it would write."""
+    model = write_folder(folder, "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    written = [*tokenizer(PROMPT).input_ids]
+    readout = model.lm_head.weight
+    with torch.no_grad():
+        for _ in range(5):
+            logits = model(torch.tensor([written])).logits[0, -1, : len(tokenizer)]
+            written.append(int(logits.argmax()))
+        readout[tokenizer.eos_token_id] = 1.5 * readout[written[-1]]
+    model.save_pretrained(folder)
 
 
 def export(folder: Path, name: str, steps: tuple[int, ...], **changes: Any) -> Path:
     target = folder / "".join((name, *changes.values()))
     asked = ExportRequest(target, steps, name=target.name, samples=16, latency=False, **changes)
-    export_run(folder / "runs" / name, asked, say=lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once(patch)
+        export_run(folder / "runs" / name, asked, say=lambda _: None)
     return target
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    names = (*DECODERS, "whole-gpt2", "whole-llama", "ending")
-    with server_process([folder / name for name in names]) as served:
+    with server_process([folder / name for name in (*DECODERS, *WHOLES)]) as served:
         yield served
 
 
@@ -103,8 +99,7 @@ def greedy(folder: Path, family: str, steps: int) -> tuple[str, int]:
     Padding is never written.
     """
     run = load_run(folder / "runs" / family)
-    hub = folder / "hub" / family.removeprefix("whole-")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hub)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
     kept = read_bundle(folder / family).manifest.text_tokenizer
     prompt = tokenizer(PROMPT).input_ids
     tokens = torch.tensor([prompt])
@@ -133,12 +128,12 @@ def test_every_rung_writes_what_torch_does(
     assert answer["usage"]["completion_tokens"] == tokens + ended  # the end is a token too
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_all_layers_give_the_logits_of_transformers(folder: Path, family: str) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hub" / family).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / family)
+@pytest.mark.parametrize("name", WHOLES)
+def test_all_layers_give_the_logits_of_transformers(folder: Path, name: str) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hub" / name).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub" / name)
     tokens = np.array(tokenizer(PROMPT + " long and lovely story").input_ids)
-    bundle = read_bundle(folder / f"whole-{family}")
+    bundle = read_bundle(folder / name)
     assert bundle.manifest.keeps_caches and bundle.manifest.shape.layers == 4
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)[None]).logits[0].numpy()
@@ -180,11 +175,11 @@ def test_rows_of_several_rungs_decode_together_as_alone(server: ServerProcess) -
 
 
 def test_an_answer_ends_where_the_model_ends_its_text(server: ServerProcess, folder: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/llama")
-    eos_id = read_bundle(folder / "ending").manifest.text_tokenizer.eos_id
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hub/whole-llama")
+    eos_id = read_bundle(folder / "whole-llama").manifest.text_tokenizer.eos_id
     assert eos_id == tokenizer.eos_token_id
-    text = written(server, model="whole-llama", steps=1)["text"]
-    answer = written(server, model="ending")
+    answer = written(server, model="whole-llama")
     assert answer["finish_reason"] == "stop"
     assert 1 <= answer["usage"]["completion_tokens"] <= 5
-    assert text.startswith(answer["text"]) and "</s>" not in answer["text"]
+    text, _ = greedy(folder, "whole-llama", 1)
+    assert answer["text"] == text and "</s>" not in text

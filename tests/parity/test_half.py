@@ -19,8 +19,10 @@ from serve.bundle import Bundle, read_bundle
 from serve.runtime import open_model
 from serve.runtime.protocol import IntArray, largest_row
 from tests.fixtures.tiny_runs import tiny_label_run, tiny_text_run
+from tests.tracing import trace_once
 from train.data.batch import Batch
 
+pytestmark = pytest.mark.long
 HALVES = pytest.mark.parametrize("half", ["fp16", "bf16"])
 ZOO = Path(__file__).parents[2] / "zoo" / "shakespeare"
 STEPS = (1, 2, 3)
@@ -31,6 +33,35 @@ ROWS = 6
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_text_run(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text_run(
+        tmp_path_factory.mktemp("large"),
+        *("model.width=320", "model.hidden=1280", "model.heads=5", "model.layers=5"),
+        "optim.iterations=1",
+        "run.evaluate_every=1",
+    )
+
+
+@pytest.fixture(scope="module")
+def label_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("labels")
+    return tiny_label_run(folder, "model.width=64", "model.hidden=128")
+
+
+@pytest.fixture(scope="module")
+def label_floats(label_run: Path) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once(patch)
+        return export(label_run, label_run.with_name("floats"))
+
+
+@pytest.fixture(scope="module")
+def written() -> Batch:
+    """What the decoder of the zoo wrote."""
+    return written_by(read_bundle(ZOO), ROWS)
 
 
 def export(run: Path, target: Path, half: Half | None = None, method: str = "euler") -> Bundle:
@@ -64,12 +95,13 @@ def test_every_rung_of_a_decoder_is_verified_and_compared(
 
 
 @HALVES
-def test_a_classifier_too_in_half_the_file(tmp_path: Path, half: Half) -> None:
-    run = tiny_label_run(tmp_path, "model.width=64", "model.hidden=128")
-    bundle, floats = export(run, tmp_path / "b", half), export(run, tmp_path / "f")
+def test_a_classifier_too_in_half_the_file(
+    label_run: Path, label_floats: Bundle, tmp_path: Path, half: Half
+) -> None:
+    bundle = export(label_run, tmp_path / "b", half)
     check_quality(bundle)
     assert bundle.manifest.cache == "none"
-    sizes = [one.weights_path.stat().st_size for one in (bundle, floats)]
+    sizes = [one.weights_path.stat().st_size for one in (bundle, label_floats)]
     assert sizes[0] < 0.65 * sizes[1]
     for rung in bundle.manifest.rungs:
         graph = onnx.load(str(bundle.graph_path(rung.steps)), load_external_data=False).graph
@@ -78,11 +110,10 @@ def test_a_classifier_too_in_half_the_file(tmp_path: Path, half: Half) -> None:
 
 @HALVES
 def test_the_decoder_of_the_zoo_answers_as_in_float32_at_every_rung(
-    tmp_path: Path, half: Half
+    written: Batch, tmp_path: Path, half: Half
 ) -> None:
     """On text that the model wrote itself; and one that goes on greedily goes the same way."""
     floats = read_bundle(ZOO)
-    written = written_by(floats, ROWS)
     bundle = halve_bundle(floats, tmp_path / "b", half, lambda: iter([written]), lambda line: None)
     check_quality(bundle)
     same = counted = 0
@@ -113,15 +144,11 @@ def written_by(bundle: Bundle, rows: int) -> Batch:
 
 
 @HALVES
-def test_a_decoder_of_six_million_weights_answers_as_in_float32(tmp_path: Path, half: Half) -> None:
-    run = tiny_text_run(
-        tmp_path,
-        *("model.width=320", "model.hidden=1280", "model.heads=5", "model.layers=5"),
-        "optim.iterations=1",
-        "run.evaluate_every=1",
-    )
+def test_a_decoder_of_six_million_weights_answers_as_in_float32(
+    large_run: Path, tmp_path: Path, half: Half
+) -> None:
     request = ExportRequest(tmp_path / "b", (1, 2, 4), precision=half, samples=64, latency=False)
-    bundle = export_run(run, request, say=lambda line: None)
+    bundle = export_run(large_run, request, say=lambda line: None)
     assert 6e6 < bundle.manifest.shape.parameters < 7e6
     check_quality(bundle)
 

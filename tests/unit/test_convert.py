@@ -47,25 +47,39 @@ def made(tmp_path: Path, family: str = "bert", **changes: Any) -> tuple[Path, Pa
     return folder, table, dataclasses.replace(REQUEST, **changes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_converts_exports_verifies_and_answers(family: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def converted_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with BERT, its table, and the run that the request makes of it."""
+    return convert_all(tmp_path_factory.mktemp("bert"), "bert")
+
+
+def convert_all(tmp_path: Path, family: str) -> Path:
     folder, table, request = made(tmp_path, family)
     convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_converts_exports_verifies_and_answers(
+    family: str, converted_bert: Path, tmp_path: Path
+) -> None:
+    made_in = converted_bert if family == "bert" else convert_all(tmp_path, family)
     bundle = export_run(
-        tmp_path / "run",
+        made_in / "run",
         ExportRequest(tmp_path / "bundle", (1, 2, 3), samples=16, latency=False),
         say=lambda _: None,
     )
     manifest = bundle.manifest
     assert manifest.labels == ("bad", "good")
     assert f"Layers of {family}" in (tmp_path / "bundle/README.md").read_text()
-    codec, tokenizer = TextCodec(bundle), transformers.AutoTokenizer.from_pretrained(folder)
+    codec = TextCodec(bundle)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made_in / family)
     # A text that is too long is cut as the original cuts it, its last special token kept.
     for text in ("the film was lovely", "a very long story " * 9, "Ünknown wörds"):
         expected = tokenizer(text, truncation=True, max_length=12).input_ids
         encoded = codec.encode_input(text, truncate=True)
         assert encoded.tokens == expected
-    model, run = open_model(bundle, 1), load_run(tmp_path / "run")
+    model, run = open_model(bundle, 1), load_run(made_in / "run")
     rows = [
         codec.encode_input(t, True).tokens for t in ("the film was lovely", "an awful scene, it's")
     ]
@@ -132,15 +146,12 @@ def test_embeddings_of_all_of_minilm_are_those_of_transformers(
 
 
 def test_a_killed_conversion_goes_on_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, table, request = made(tmp_path)
-    whole = tmp_path / "whole"
-    convert(str(folder), whole, request, str(table), quiet=True)
-
     from train.loop import TrainingLoop
 
-    cut = tmp_path / "cut"
+    cut, table = tmp_path / "cut", str(converted_bert / "table.csv")
+    again = (str(converted_bert / "bert"), cut, REQUEST, table, True)
     iterate, count = TrainingLoop.iterate, 0
 
     def killed(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
@@ -153,24 +164,22 @@ def test_a_killed_conversion_goes_on_to_the_same_weights(
     monkeypatch.setattr(TrainingLoop, "iterate", killed)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="killed"):
-            convert(str(folder), cut, request, str(table), quiet=True)
+            convert(*again)
     assert count == 14
-    convert(str(folder), cut, request, str(table), quiet=True)
+    convert(*again)
     for run in (Path(), Path("teacher")):
-        one, other = (load_run(at / run).model.state_dict() for at in (whole, cut))
+        one, other = (load_run(at / run).model.state_dict() for at in (converted_bert / "run", cut))
         assert one.keys() == other.keys()
         for name, weight in one.items():
             assert torch.equal(weight, other[name]), name
 
 
 def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, table, request = made(tmp_path)
-    convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
-    teacher = tmp_path / "run/teacher"
+    teacher = converted_bert / "run/teacher"
     assert (teacher / TAUGHT).is_file()
-    run = load_run(tmp_path / "run")
+    run = load_run(converted_bert / "run")
     dataset: Any = open_dataset(run.recipe, run.tokenizer)
     original = load_run(teacher).model
     monkeypatch.setattr(distil, "Teacher", None)  # its answers are there
@@ -183,21 +192,20 @@ def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
 
 
 def test_states_along_the_way_and_a_shallow_stack_are_learnt_from_the_teacher(
-    tmp_path: Path,
+    converted_bert: Path, tmp_path: Path
 ) -> None:
-    folder, table, request = made(tmp_path)
-    far = dataclasses.replace(request, overrides=(*request.overrides, "teacher.states=1.0"))
-    convert(str(folder), tmp_path / "dial", far, str(table), quiet=True)
-    teacher = tmp_path / "dial/teacher"
-    stack = dataclasses.replace(far, steps=(1,), teacher=teacher)
-    convert(str(folder), tmp_path / "stack", stack, str(table), quiet=True)
-    plain = dataclasses.replace(request, teacher=teacher)
-    convert(str(folder), tmp_path / "plain", plain, str(table), quiet=True)
+    folder, table = str(converted_bert / "bert"), str(converted_bert / "table.csv")
+    teacher = converted_bert / "run/teacher"
+    overrides = (*REQUEST.overrides, "teacher.states=1.0")
+    dial = dataclasses.replace(REQUEST, overrides=overrides, teacher=teacher)
+    convert(folder, tmp_path / "dial", dial, table, quiet=True)
+    stack = dataclasses.replace(dial, steps=(1,))
+    convert(folder, tmp_path / "stack", stack, table, quiet=True)
     assert load_run(tmp_path / "stack").model.discrete
 
-    def apart(run: str) -> float:
+    def apart(run: Path) -> float:
         """How far the states of a run are from the teacher's."""
-        model, recipe, tokenizer, _ = load_run(tmp_path / run)
+        model, recipe, tokenizer, _ = load_run(run)
         batch = next(iter(open_dataset(recipe, tokenizer).validation(16)))
         with torch.no_grad(), distil.Waypoints(model) as points:
             output = model(*batch.inputs, steps=2, observe=points)
@@ -207,7 +215,7 @@ def test_states_along_the_way_and_a_shallow_stack_are_learnt_from_the_teacher(
         assert len(mine) == 2 and len(aim) == 4
         return float(distil.distance(mine, aim, output.legs[-1].present))
 
-    assert apart("dial") < 0.8 * apart("plain")
+    assert apart(tmp_path / "dial") < 0.8 * apart(converted_bert / "run")
 
 
 def test_a_teacher_of_other_rows_or_classes_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from train.checkpoint import load_run
 from train.metrics import read_metrics
 from train.recipe import RecipeError, load_recipe
 
+pytestmark = pytest.mark.long
 SMALL = [
     *("data.rows=400", "model.width=16", "model.hidden=32", "model.heads=2", "optim.batch=8"),
     *("steps.full=2", "steps.short=[1]", "run.checkpoint_every=5", "run.evaluate_every=20"),

@@ -55,7 +55,9 @@ esac
 """
 _IMPORTED = (
     *("train.loop", "train.evaluate", "train.classifier_report", "lightning_fabric"),
-    *("export.run", "serve.predict", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+    *("export.run", "tests.exporter", "serve.predict"),
+    *("sklearn.feature_extraction.text", "sklearn.linear_model"),
+    *("matplotlib.pyplot", "matplotlib.backends.backend_agg"),
 )
 
 
