@@ -108,7 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run_command=_evaluate)
     evaluate.add_argument("bundle", type=Path, metavar="BUNDLE")
     evaluate.add_argument("--steps", help="step counts to measure (default: all)")
-    evaluate.add_argument("--data", default="", metavar="PATH", help="where the data is")
+    evaluate.add_argument(
+        "--data",
+        default="",
+        metavar="PATH",
+        help="where the data is; or another table to measure, whole",
+    )
     evaluate.add_argument(
         "--samples", type=int, help="use about this many held-out rows (default: all)"
     )

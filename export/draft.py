@@ -63,6 +63,7 @@ def draft_manifest(
     card: dict[str, Any],
     iteration: int,
     cache: Cache = "none",
+    digest: str | None = None,  # of the data it was trained on
 ) -> Manifest:
     """The manifest with quality and verification still open."""
     c, classifies = recipe.model, traced.task in LABELLING
@@ -92,6 +93,7 @@ def draft_manifest(
         card=card,
         provenance={
             "recipe": kept.to_json(),
+            "data_sha256": digest,
             "iteration": iteration,
             "torch": torch.__version__,
         },

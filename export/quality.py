@@ -26,7 +26,7 @@ from serve.bundle import (
 )
 from serve.runtime import Model, open_model
 from serve.runtime.protocol import FloatArray
-from train.data import check_same_meaning, open_dataset
+from train.data import open_measured
 from train.data.batch import IGNORED, Batch, Dataset
 from train.recipe import RecipeError, data_at, recipe_from
 from train.tally import Z95, PerRow, Sums
@@ -231,10 +231,11 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
             file=str(bundle.folder),
         ) from None
     tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path)) if manifest.tokenizer else None
-    dataset = open_dataset(data_at(recipe, data), tokenizer)
-    labels = None if manifest.labels is None else list(manifest.labels)
-    check_same_meaning(dataset, recipe, {"labels": labels})
-    return dataset
+    facts = {
+        "labels": None if manifest.labels is None else list(manifest.labels),
+        "data_sha256": manifest.provenance.get("data_sha256"),
+    }
+    return open_measured(data_at(recipe, data), tokenizer, facts)
 
 
 def print_beside_manifest(bundle: Bundle, rows: dict[int, Measured]) -> None:

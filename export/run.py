@@ -344,6 +344,7 @@ def export_model(origin: Origin, request: ExportRequest, say: Say = print) -> Bu
             card,
             origin.iteration,
             cache=cache,
+            digest=dataset.digest if origin.same_data else None,
         )
         if request.chat_template is not None:
             draft = _with_chat_template(draft, request.chat_template, staging)

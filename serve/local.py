@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from serve.api.body import GenerateRequest, TokenLabel, validated
+from serve.api.body import BudgetFields, GenerateRequest, TokenLabel, validated
 from serve.api.submission import (
     classification_job,
     drawn_seed,
@@ -21,7 +21,7 @@ from serve.api.submission import (
     generation_request,
     token_labels,
 )
-from serve.budget import BudgetRequest, decide
+from serve.budget import decide
 from serve.bundle import Effort
 from serve.catalog import Catalog, Served, open_catalog
 from serve.engine.engine import Engine
@@ -77,6 +77,7 @@ class LocalModel:
         self._served: Served = next(iter(self._catalog))
         self._engine = Engine(self._catalog, Settings.read(environ={}).limits, Metrics())
         self._engine.start()
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +87,7 @@ class LocalModel:
 
     def close(self) -> None:
         """Stop the engine and release the model."""
+        self._closed = True
         self._engine.stop()
         self._served.model.close()
 
@@ -150,12 +152,20 @@ class LocalModel:
         self, inputs: Sequence[Any], steps: int | None, effort: Effort | None, truncate: bool
     ) -> list[tuple[Scores | Tags, int, InputRow]]:
         """What the model finds in each input, the steps that it took, and the input as read."""
-        decision = decide(BudgetRequest(steps=steps, effort=effort), self._served.manifest)
         manifest = self._served.manifest
+        asked = validated(BudgetFields, {"steps": steps, "effort": effort})
+        decision = decide(asked.budget_request, manifest)
+        if isinstance(inputs, str):  # whose items are its characters
+            raise InvalidField("inputs must be a list: for one text, [text]", param="inputs")
         items = tuple(
             Input(manifest.input.kind, value, f"inputs[{i}]") for i, value in enumerate(inputs)
         )
         for item in items:
+            if manifest.input.kind == "text" and not isinstance(item.value, str):
+                raise InvalidField(
+                    f"{item.param} must be a text, not {type(item.value).__name__}",
+                    param=item.param,
+                )
             if isinstance(item.value, str) and _HALF_A_PAIR.search(item.value):
                 raise InvalidField(
                     f"{item.param} has half a character (a lone surrogate): repair it",
@@ -185,7 +195,7 @@ class LocalModel:
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
     ) -> str:
         """The continuation of a prompt, or the translation of a text."""
         self._check_task("generate", "translate")
@@ -200,7 +210,7 @@ class LocalModel:
                 "top_k": top_k,
                 "top_p": top_p,
                 "seed": drawn_seed() if seed is None else seed,
-                "stop": list(stop),
+                "stop": stop if stop is None or isinstance(stop, str) else list(stop),
             },
         )
         decision = decide(asked.budget_request, self._served.manifest)
@@ -218,6 +228,8 @@ class LocalModel:
         return Label(self.labels[best], scores[best], every, steps, row.truncated)
 
     def _check_task(self, *tasks: str) -> None:
+        if self._closed:
+            raise ValueError(f"{self.name} is closed: load it again")
         if self.task not in tasks:
             raise ValueError(f"{self.name} is for the task {self.task}, not {' or '.join(tasks)}")
 

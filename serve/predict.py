@@ -34,10 +34,16 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (BundleError, ServeError, ValueError, OSError) as error:
-        print(f"stepdial {arguments.command}: {error}", file=sys.stderr)
+        print(f"stepdial {arguments.command}: {_in_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +104,8 @@ def _predict(arguments: argparse.Namespace) -> int:
     from serve.local import load
 
     separator = _separator(arguments.input)
+    if not arguments.input.exists():
+        raise ValueError(f"there is no file {arguments.input}")
     if arguments.output is not None and _separator(arguments.output) != separator:
         raise ValueError(
             f"--output {arguments.output}: end it like --input, {arguments.input.suffix}"
@@ -105,8 +113,10 @@ def _predict(arguments: argparse.Namespace) -> int:
     with (
         load(arguments.bundle, arguments.threads) as model,
         arguments.input.open(encoding="utf-8-sig", newline="") as source,
+        _reading(arguments.input),
     ):
-        rows = _rows(source, separator, arguments.input)
+        by_number = all(column.isdigit() for column in arguments.text or [""])
+        header, rows = _rows(source, separator, arguments.input, by_number)
         first = next(rows, None)
         if first is None:
             raise ValueError(f"{arguments.input} has no rows")
@@ -119,7 +129,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             )
         names = _added_columns(model)
         with _output(arguments.output) as target:
-            write = _Writer(target, separator, names[0])
+            write = _Writer(target, separator, header, names)
             waiting = [first]
             for row in rows:
                 waiting.append(row)
@@ -193,7 +203,8 @@ def _words(row: dict[str, Any], columns: list[str], where: str) -> list[str]:
     cells = [row[column] for column in columns]
     if len(cells) == 1 and isinstance(cells[0], list):
         return [str(word) for word in cells[0]]
-    return " ".join("" if cell is None else str(cell) for cell in cells).split(" ")
+    # What is missing is null or NaN, the only value that does not equal itself.
+    return " ".join(str(cell) for cell in cells if cell is not None and cell == cell).split(" ")
 
 
 def _naming_the_row(error: ServeError, places: list[str]) -> str:
@@ -239,25 +250,60 @@ def _separator(path: Path) -> str:
     return separators[path.suffix.lower()]
 
 
-def _rows(source: IO[str], separator: str, path: Path) -> Iterator[_Row]:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say of which table it is that it cannot be read."""
     try:
-        yield from _cells(source, separator, path) if separator else _objects(source, path)
+        yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+
+
+def _rows(
+    source: IO[str], separator: str, path: Path, by_number: bool
+) -> tuple[list[str], Iterator[_Row]]:
+    """The header, [] where columns have numbers or lines are JSON; and the rows."""
+    if not separator:
+        return [], _objects(source, path)
+    lines = _cells(source, separator, path)
+    header = next(lines, [])
+    if by_number:
+        names, lines = list(map(str, range(len(header)))), itertools.chain([header], lines)
+        return [], _named(names, lines, path) if header else iter(())
+    names = [name.strip() for name in header]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: two columns are called {twice!r}: rename one")
+    if len(names) == 1 and ";" in names[0]:
+        raise ValueError(
+            f"{path}: semicolons seem to separate its columns ({names[0]}): save it with commas"
+        )
+    return names, _named(names, lines, path)
+
+
+def _cells(source: IO[str], separator: str, path: Path) -> Iterator[list[str]]:
+    """The rows, the header with them, without empty lines."""
+    csv.field_size_limit(1 << 24)
+    reader = csv.reader(source, delimiter=separator, strict=True)
+    read = 0  # lines
+    try:
+        for cells in reader:
+            read = reader.line_num
+            if cells:
+                yield cells
     except csv.Error as error:
         raise ValueError(
-            f"{path} cannot be read: {error}; is a quote of a text never closed?"
+            f"{path} cannot be read: line {read + 1}: {error}; is a quote inside a text not "
+            "doubled, or is a quote of a text never closed?"
         ) from None
 
 
-def _cells(source: IO[str], separator: str, path: Path) -> Iterator[_Row]:
-    csv.field_size_limit(1 << 24)
-    reader = csv.DictReader(source, delimiter=separator, strict=True)
-    for number, row in enumerate(reader, 1):
+def _named(names: list[str], lines: Iterator[list[str]], path: Path) -> Iterator[_Row]:
+    for number, cells in enumerate(lines, 1):
         where = f"{path}, row {number}"
-        if None in row or None in row.values():
-            raise ValueError(f"{where}: not as many cells as the header has")
-        yield where, row
+        if len(cells) != len(names):
+            raise ValueError(f"{where}: {len(cells)} cells, but the first line has {len(names)}")
+        yield where, dict(zip(names, cells, strict=True))
 
 
 def _objects(source: IO[str], path: Path) -> Iterator[_Row]:
@@ -301,9 +347,13 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
 class _Writer:
     """Rows of the kind of table that was read."""
 
-    def __init__(self, target: IO[str], separator: str, added: str) -> None:
-        self._target, self._separator, self._added = target, separator, added
-        self._csv: csv.DictWriter[str] | None = None
+    def __init__(
+        self, target: IO[str], separator: str, header: list[str], added: tuple[str, ...]
+    ) -> None:
+        self._target, self._separator, self._added = target, separator, added[0]
+        self._csv = csv.writer(target, delimiter=separator or ",", lineterminator="\n")
+        if header:
+            self._csv.writerow(dict.fromkeys((*header, *added)))
         self.count = self.empty = 0
 
     def all(self, rows: Iterator[dict[str, Any]]) -> None:
@@ -313,9 +363,6 @@ class _Writer:
             if not self._separator:
                 self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
                 continue
-            if self._csv is None:
-                self._csv = csv.DictWriter(self._target, list(row), delimiter=self._separator)
-                self._csv.writeheader()
             if isinstance(row[self._added], list):
                 row[self._added] = " ".join(label or "-" for label in row[self._added])
-            self._csv.writerow(row)
+            self._csv.writerow(row.values())

@@ -105,7 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument(
         "--method", help="integration methods, or `all` (default: the one it was trained with)"
     )
-    look.add_argument("--data", default="", metavar="PATH", help="where the data is now")
+    look.add_argument(
+        "--data",
+        default="",
+        metavar="PATH",
+        help="where the data is now; or a table to measure instead, whole",
+    )
     look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
     look.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to this file"

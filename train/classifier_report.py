@@ -86,10 +86,10 @@ class Baseline:
         """Measure it on the data of a recipe, and print it or why there is none."""
         if recipe.data.kind != "table":
             return
+        train, test = _rows_of(recipe)
         if find_spec("sklearn") is None:
             why = "that needs scikit-learn (pip install scikit-learn)"
         else:
-            train, test = _rows_of(recipe)
             self.accuracy = bag_of_words(train, test)
             why = "no word is in two texts"
         if self.accuracy is None:
@@ -101,6 +101,14 @@ class Baseline:
                 "should do better."
             )
         print(said, flush=True)
+        texts = {text for text, _ in train}
+        known = sum(text in texts for text, _ in test)
+        if known:
+            print(
+                f"WARNING: {known:,} of the {len(test):,} held-out rows have a text that is also "
+                "trained on, so expect less on new texts: remove rows that repeat others",
+                flush=True,
+            )
 
 
 def bag_of_words(train: Rows, test: Rows) -> float | None:

@@ -17,6 +17,7 @@ from train.checkpoint import STATE, RunError, load_run, read_facts
 from train.data import open_dataset, training_texts
 from train.data.batch import Dataset
 from train.data.labelled import LabelledDataset
+from train.data.tables import KINDS, plain_name
 from train.data.text import TextDataset
 from train.loop import train
 from train.pretrained import (
@@ -24,6 +25,7 @@ from train.pretrained import (
     Original,
     PretrainedError,
     apart,
+    check_layers,
     converted,
     kind_of,
     read_original,
@@ -87,6 +89,10 @@ def convert(
     teacher = request.teacher
     if teacher is None and not whole:
         teacher = folder / TEACHER
+        # What is wrong with the second run is said before the first, which may take hours.
+        check_layers(original, layers)
+        table = _table_of_run(original, base, layers, teacher, request)
+        overridden(table, list(request.overrides), f"convert {original.name}")
         _train_whole(original, base, teacher, request, quiet, begin)
         begin = None
     if not quiet and not whole:
@@ -168,6 +174,12 @@ def _labelled_base(original: Original, request: Conversion, data: str) -> dict[s
 
 def _text_base(original: Original, request: Conversion, data: str) -> dict[str, Any]:
     """A recipe's table with its corpus in tokens of the original."""
+    columns = any(one.startswith(("data.text=", "data.label=")) for one in request.overrides)
+    if columns or plain_name(Path(data)).suffix.lower() in KINDS:
+        raise PretrainedError(
+            f"{original.name} is a decoder, which learns to go on with a text and not the labels "
+            "of a table: give it a file of text, without --text and --label, or convert an encoder"
+        )
     recipe = load_recipe(request.recipe or "text", [], data)
     if recipe.data.kind not in ("text", "stdlib"):
         raise PretrainedError(
@@ -251,21 +263,8 @@ def _train(
     begin: Begin | None,
 ) -> Recipe:
     """One run of some layers of the original."""
-    full, depth = max(request.steps), "discrete" if request.steps == (1,) else "ode"
-    taught = teacher is not None
-    table = base | {
-        "model": base["model"]
-        | {"layers": len(layers), "depth": depth, "dropout": 0.0 if taught else 0.1},
-        "steps": {
-            "full": full,
-            "short": sorted(set(request.steps) - {full}) or [1],
-            "schedule": "any" if depth == "ode" else "fixed",
-            "full_probability": 0.5,
-            "grow": 0.0,
-        },
-        "optim": base["optim"] | {"lr": 1e-4 if taught else 5e-5},
-        "teacher": {"run": str(teacher) if taught else ""},
-    }
+    table = _table_of_run(original, base, layers, teacher, request)
+    depth = table["model"]["depth"]
     where = f"convert {original.name}"
     first = overridden(table, list(request.overrides), where)
     dataset = open_dataset(first, original.tokenizer)
@@ -278,6 +277,31 @@ def _train(
     model = _model(original, recipe, dataset, layers, gain if depth == "ode" else 0.0, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)
     return recipe
+
+
+def _table_of_run(
+    original: Original,
+    base: dict[str, Any],
+    layers: tuple[int, ...],
+    teacher: Path | None,
+    request: Conversion,
+) -> dict[str, Any]:
+    """The recipe of one run, without how long it takes."""
+    full, depth = max(request.steps), "discrete" if request.steps == (1,) else "ode"
+    taught = teacher is not None
+    return base | {
+        "model": base["model"]
+        | {"layers": len(layers), "depth": depth, "dropout": 0.0 if taught else 0.1},
+        "steps": {
+            "full": full,
+            "short": sorted(set(request.steps) - {full}) or [1],
+            "schedule": "any" if depth == "ode" else "fixed",
+            "full_probability": 0.5,
+            "grow": 0.0,
+        },
+        "optim": base["optim"] | {"lr": 1e-4 if taught else 5e-5},
+        "teacher": {"run": str(teacher) if taught else ""},
+    }
 
 
 def _rows(dataset: Dataset, window: int) -> int:

@@ -1,7 +1,6 @@
 """Quality and straightness of a run at each step count, on the held-out split of its data."""
 
 import itertools
-import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoint import load_run
-from train.data import check_same_meaning, open_dataset
+from train.data import open_measured
 from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
 from train.objective import straightness_gap
@@ -19,7 +18,6 @@ from train.quality import Stability, Tally, Trail, agreement, stability
 from train.recipe import Recipe, data_at, ladder_of, steps_of
 from train.tally import Gain, Quality, gain
 
-_log = logging.getLogger("stepdial")
 ADAPTIVE = "adaptive"
 JUMPS = (1, 2, 4)  # evaluations spent before a jump
 POSITIONS, LOGITS = 8192, 1 << 26  # of one batch
@@ -87,12 +85,7 @@ def evaluate_run(
     methods = list(dict.fromkeys(methods or [recipe.steps.method]))
     if model.discrete:
         steps, methods = [1], ["discrete"]
-    dataset = open_dataset(recipe, tokenizer)
-    check_same_meaning(dataset, recipe, facts)
-    if facts.get("data_sha256") not in (None, dataset.digest):
-        _log.warning(
-            "not the data it was trained on: training may have seen the rows held out here"
-        )
+    dataset = open_measured(recipe, tokenizer, facts)
     asked = _Evaluation(model, recipe, steps, methods)
     size = rows_at_once(recipe, dataset.sizes)
     batches = -(-rows // size) if rows else None

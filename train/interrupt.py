@@ -55,9 +55,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def in_words(error: Exception) -> str:
     """The error as the user reads it."""
-    if not isinstance(error, OSError) or error.errno not in _FULL:
+    if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     where = f"{error.filename}: " if error.filename else ""
+    if error.errno not in _FULL:
+        return f"{where}{error.strerror}"
     return (
         f"{where}{error.strerror}: free some space and give the same command again; what was "
         "finished before is kept, and nothing unfinished is"

@@ -144,6 +144,8 @@ def train(
         elif (trained := origin or master) is not None:
             tokenizer = read_tokenizer(trained)
         dataset = open_dataset(recipe, tokenizer)
+        if devices.main and isinstance(dataset, LabelledDataset):
+            dataset.warn_of_unseen()
         torch.manual_seed(recipe.run.seed)
         own = model is not None
         if model is None:
@@ -461,8 +463,8 @@ class TrainingLoop:
     def _diverged(self, iteration: int, loss: float, norm: float) -> str:
         return (
             f"iteration {iteration}: loss {loss}, gradient norm {norm}. The last good checkpoint "
-            f"is {self.folder / STATE}, iteration {self.saved}. Train again with a lower optim.lr "
-            f"(now {self.recipe.optim.lr}), a larger optim.transport (now "
+            f"is {self.folder / STATE}, iteration {self.saved}. Train again, with another --out "
+            f"and a lower optim.lr (now {self.recipe.optim.lr}), a larger optim.transport (now "
             f'{self.recipe.optim.transport}), optim.precision "fp32", or model.norm "pre".'
         )
 

@@ -17,7 +17,8 @@ one after another, without skips; fewer steps go the same way in longer strides.
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -274,6 +275,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             raise PretrainedError(f"{file} is damaged or missing ({error})") from None
+    packed = next((n for n, w in weights.items() if n.endswith("weight") and w.itemsize == 1), None)
+    if packed is not None:
+        raise PretrainedError(
+            f"{folder}: {packed} is {weights[packed].dtype}, without its scales: convert takes "
+            "weights of 16 or 32 bits, so give the model from before it was quantised"
+        )
     return {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
 
 
@@ -620,10 +627,7 @@ def converted(
     if window > sizes.positions:
         raise PretrainedError(f"{original.name} reads at most {sizes.positions} tokens")
     layers = layers or tuple(range(sizes.layers))
-    if not all(0 <= layer < sizes.layers for layer in layers):
-        raise PretrainedError(
-            f"{original.name} has the layers 0 to {sizes.layers - 1}, not {list(layers)}"
-        )
+    check_layers(original, layers)
     if isinstance(sizes, Decoder):
         model = converted_from(
             {
@@ -635,7 +639,7 @@ def converted(
                 "source": original.facts(),
             }
         )
-        with torch.no_grad():
+        with _loading(original):
             _load_decoder(model, original, sizes, layers)
         return model
     encoder = sizes
@@ -653,9 +657,20 @@ def converted(
             "source": original.facts(),
         }
     )
-    with torch.no_grad():
+    with _loading(original):
         _load(model, original, layers, own_head)
     return model
+
+
+@contextmanager
+def _loading(original: Original) -> Iterator[None]:
+    try:
+        with torch.no_grad():
+            yield
+    except RuntimeError as error:
+        raise PretrainedError(
+            f"the weights of {original.name} do not have the sizes that its {CONFIG} says: {error}"
+        ) from None
 
 
 def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
@@ -883,6 +898,12 @@ class _Taking:
         """Weights and biases, if the module has them: of several, one below the other."""
         for part, parameter in module.named_parameters():
             parameter.copy_(torch.cat([self(f"{name}.{part}") for name in names]))
+
+
+def check_layers(original: Original, layers: tuple[int, ...]) -> None:
+    last = original.sizes.layers - 1
+    if not all(0 <= layer <= last for layer in layers):
+        raise PretrainedError(f"{original.name} has the layers 0 to {last}, not {list(layers)}")
 
 
 def apart(blocks: int, layers: int) -> tuple[int, ...]:

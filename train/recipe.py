@@ -336,6 +336,9 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         or model.family != "translator",
         'model.block must be "transformer" for a set': model.block == "transformer"
         or model.family != "set",
+        'data.validation needs data.kind "text" or "pairs"; a table has data.test': (
+            not data.validation or data.kind in ("text", "pairs")
+        ),
         "data.held_out must be in (0, 1)": 0 < data.held_out < 1,
         "data.longest must be at least 1 and data.rows at least 20": not made
         or ((data.longest >= 1 or data.kind == "logic") and data.rows >= 20),

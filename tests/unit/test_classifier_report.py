@@ -99,6 +99,18 @@ def test_where_no_word_is_in_two_texts_it_says_so(
     assert "no word is in two texts" in capsys.readouterr().out
 
 
+def test_held_out_texts_that_are_trained_on_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("text,label\n" + "".join(f"text {i % 4},{'ab'[i % 2]}\n" for i in range(40)))
+    Baseline().say(load_recipe("classifier", data=str(table)))
+    assert "WARNING: 4 of the 4 held-out rows have a text that is also" in capsys.readouterr().out
+    table.write_text("text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(40)))
+    Baseline().say(load_recipe("classifier", data=str(table)))
+    assert "WARNING" not in capsys.readouterr().out
+
+
 def test_figures_of_a_confusion_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     report = ClassifierReport(("no", "yes"), {1: 70, 2: 75}, ((45, 15), (10, 30)), 0.6, 0.8)
     assert confusion_lines(report)[1].split() == [

@@ -286,6 +286,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "are for --from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": (0, 77)}, "has the layers 0 to 3"),
+        ({"overrides": (*REQUEST.overrides, "model.width=7")}, "model.width must be a multiple"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_teacher_is_trained(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder, table, request = made(tmp_path, **changes)
+    with pytest.raises(ValueError, match=said):
+        convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("overrides", [REQUEST.overrides, ()])
+def test_a_decoder_is_not_given_a_table(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path, "gpt2", overrides=overrides)
+    with pytest.raises(ValueError, match=r"gpt2 is a decoder, .* or convert an encoder"):
+        convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+
+
 def test_a_tokenizer_of_a_pretrained_model_is_not_learnt(tmp_path: Path) -> None:
     table = write_table(tmp_path / "table.csv")
     overrides = ["data.tokenizer=wordpiece", "data.text=body", "data.label=topic"]

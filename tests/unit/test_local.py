@@ -5,11 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import serve
-from serve.errors import ImpossibleBudget, Unprocessable
+from serve.errors import ImpossibleBudget, InvalidField, Unprocessable
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -54,12 +55,36 @@ def test_a_generator_writes_and_other_tasks_are_refused() -> None:
         assert one == model.generate("ROMEO:", max_tokens=20, steps=2, seed=3)
         assert 0 < len(one) <= 20
         assert "\n" not in model.generate("ROMEO:", max_tokens=60, seed=3, stop=["\n"])
+        word = one[4:8]  # of a text alone, which is one stop and not its characters
+        assert model.generate("ROMEO:", max_tokens=20, steps=2, seed=3, stop=word) == one[:4]
         with pytest.raises(ValueError, match="is for the task generate"):
             model.classify(["a"])
         with pytest.raises(ImpossibleBudget, match="does not offer 3 steps"):
             model.generate("ROMEO:", steps=3)
         with pytest.raises(Unprocessable, match="outside the vocabulary"):
             model.generate("ROMEO: \N{SNOWMAN}")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "said"),
+    [
+        ("Stocks fell", {}, "must be a list: for one text"),
+        (["a", 5], {}, r"inputs\[1\] must be a text, not int"),
+        ([["a"]], {}, r"inputs\[0\] must be a text, not list"),
+        (["a"], {"effort": "most"}, "effort must be 'low'"),
+        (["a"], {"steps": "2"}, "steps must be an integer"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(
+    inputs: Any, options: dict[str, Any], said: str
+) -> None:
+    with (
+        serve.load(ZOO / "topics", threads=1) as model,
+        pytest.raises(InvalidField, match=said),
+    ):
+        model.classify(inputs, **options)
+    with pytest.raises(ValueError, match="topics is closed"):
+        model.classify(["a"])
 
 
 def write_rows(path: Path) -> Path:
@@ -175,7 +200,10 @@ def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     ("table", "flags", "said"),
     [
         ("text\na\n", ("--steps", "16"), "does not offer 16 steps"),
-        ("text\na\nb,c\n", (), "in.csv, row 2: not as many cells as the header has"),
+        ("text\na\nb,c\n", (), "in.csv, row 2: 2 cells, but the first line has 1"),
+        ("text,id,id\na,1,2\n", (), "two columns are called 'id': rename one"),
+        ("text;id\na;1\n", (), "semicolons seem to separate its columns (text;id)"),
+        ('text\na\n"b" c\n', (), "line 3: "),
         ('text\na\n"b\n', (), "is a quote of a text never closed?"),
         ("text\na\n\xe4\n", (), "not UTF-8"),
     ],
@@ -195,6 +223,41 @@ def test_an_older_output_is_kept_if_prediction_fails(
     assert said in capsys.readouterr().err
     assert out.read_text() == "dear\n"
     assert {path.name for path in tmp_path.iterdir()} == {"in.csv", "out.csv"}
+
+
+def predicted(table: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "1", *flags]
+    assert main(words) == 0
+    return capsys.readouterr().out.split("\n")
+
+
+def test_a_table_is_read_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("\n text ,id\r\n\nStocks fell,1\r\n")  # spaces and empty lines
+    lines = predicted(table, "--text", "text", capsys=capsys)
+    assert lines[0] == "text,id,predicted_label,predicted_score,predicted_steps"
+    assert lines[1].startswith("Stocks fell,1,Business,") and lines[1].endswith(",1")
+    assert lines[2:] == [""]
+
+
+def test_a_table_without_a_header_gets_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("1,Stocks fell\n2,The striker scored twice\n")
+    lines = predicted(table, "--text", "1", capsys=capsys)
+    assert [line.split(",")[:3] for line in lines[:2]] == [
+        ["1", "Stocks fell", "Business"],
+        ["2", "The striker scored twice", "Sports"],
+    ]
+    assert lines[2:] == [""]
+
+
+def test_a_file_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(ZOO / "topics"), "--input", str(tmp_path / "no.csv")]) == 2
+    assert capsys.readouterr().err == f"stepdial predict: there is no file {tmp_path / 'no.csv'}\n"
 
 
 def test_a_row_without_a_text_has_no_label(

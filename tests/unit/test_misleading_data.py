@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from export.quality import measure_bundle
+from export.run import ExportRequest, export_run
 from tests.fixtures.tiny_runs import tiny_image_recipe, tiny_label_run, tiny_text_run, trained
 from tests.unit.test_training_data import pieces, rows, table
 from train.__main__ import main
@@ -17,7 +19,7 @@ from train.data.tables import DataError, read_table
 from train.data.text import train_tokenizer
 from train.evaluate import evaluate_run
 from train.metrics import read_metrics
-from train.recipe import DataConfig, load_recipe
+from train.recipe import DataConfig, RecipeError, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,8 @@ from train.recipe import DataConfig, load_recipe
         (b"text,label\ngood,pos\nbad, \n", "row 2: label is empty"),
         (b"text,text,label\ngood,bad,pos\n", "two columns are called text"),
         (b'text,label\n"good,pos\nbad,neg\nfine,pos\n', "is a quote of a text never closed"),
+        (b'text,label\na\n\n"good" one,pos\n', "row 1: 1 cells"),
+        (b'text,label\na,pos\n\n"good" one,pos\n', "line 4: .*expected.*inside a text not doubled"),
     ],
 )
 def test_tables_that_would_mislead_are_refused(tmp_path: Path, data: bytes, sentence: str) -> None:
@@ -46,6 +50,58 @@ def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no archive")
         with pytest.raises(DataError, match="cannot be read"):
             read_table(table(str(tmp_path)), name)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"good,pos\nso, so,pos\nbad,neg\n", "row 2: 3 cells, but the first row has 2"),
+        (b"text,label\ngood,pos\nbad,neg\n", "no other row has the label .* 'label'.*a header"),
+    ],
+)
+def test_columns_by_number_that_would_mislead(tmp_path: Path, data: bytes, sentence: str) -> None:
+    (tmp_path / "t.csv").write_bytes(data)
+    with pytest.raises(DataError, match=sentence):
+        read_table(table(str(tmp_path), text=("0",), label="1"), "t.csv")
+
+
+def test_not_a_number_is_no_label(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": NaN}')
+    with pytest.raises(DataError, match="line 1: label is NaN"):
+        read_table(table(str(tmp_path)), "t.jsonl")
+
+
+def test_empty_lines_above_the_header_are_no_header(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\n\ntext,label\n\ngood,pos\n")
+    assert read_table(table(str(tmp_path)), "t.csv") == [("good", "pos")]
+
+
+def test_a_missing_column_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"text,topic\ngood,pos\n")
+    with pytest.raises(DataError, match="row 1: no column label; there are text, topic"):
+        read_table(table(str(tmp_path)), "t.csv")
+
+
+def test_a_validation_table_is_refused_not_ignored() -> None:
+    with pytest.raises(RecipeError, match=r"data\.validation needs .* has data\.test"):
+        load_recipe("classifier", ["data.validation=held.csv"])
+
+
+def test_another_table_is_measured_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"word {i % 7} {i},{'abc'[i % 3]}\n" for i in range(60)]
+    own, other = tmp_path / "own.csv", tmp_path / "other.csv"
+    own.write_text("text,label\n" + "".join(lines))
+    other.write_text("text,label\nword 1,a\nword 2,c\nword 3,c\n")  # no row of a class
+    small = ["model.width=16", "model.heads=2", "model.layers=1", "model.hidden=16"]
+    short = ["optim.iterations=1", "steps.full=2", "steps.short=[1]", "optim.precision=fp32"]
+    run = trained(load_recipe("classifier", [*small, *short], str(own)), tmp_path)
+    assert evaluate_run(run, [1]).rows[0].quality.samples == 6
+    assert "not the data" not in caplog.text
+    assert evaluate_run(run, [1], data=str(other)).rows[0].quality.samples == 3
+    assert "not the data it was trained on: all its rows are measured" in caplog.text
+    bundle = export_run(run, ExportRequest(tmp_path / "b", (1,), latency=False), say=lambda _: None)
+    assert measure_bundle(bundle, [1], str(own), None)[1].quality.samples == 6
+    assert measure_bundle(bundle, [1], str(other), None)[1].quality.samples == 3
 
 
 def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_a_label_that_only_the_held_out_rows_have_is_said(caplog: pytest.LogCapt
     for count, said in ((30, False), (1, True)):
         rows = [("good", "pos")] * 30 + [("bad", "neg")] * count
         # A seed that holds the only row of `neg` out.
-        LabelledDataset(rows, None, DataConfig("table", held_out=0.5), 16, None, seed=1)
+        data = LabelledDataset(rows, None, DataConfig("table", held_out=0.5), 16, None, seed=1)
+        data.warn_of_unseen()
         assert ("has the label neg: it will not be learnt" in caplog.text) == said
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.pretrained_folders import FAMILIES, texts, transformers, write_folder
 from train.convert import find_original
@@ -156,6 +157,11 @@ def spoil_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def spoil_precision(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
+
+
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -170,6 +176,7 @@ def change(folder: Path, **changes: Any) -> None:
         (spoil_tokenizer, "has no tokenizer.json"),
         (spoil_activation, "hidden_act = 'silu' is not supported"),
         (spoil_config, "not valid JSON"),
+        (spoil_precision, r"weight is torch\.int8, without its scales"),
     ],
 )
 def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> None:
@@ -177,6 +184,16 @@ def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> N
     spoil(tmp_path)
     with pytest.raises(PretrainedError, match=said):
         read_original(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_weights_of_other_sizes_than_the_config_says_are_refused(
+    family: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family)
+    change(tmp_path, **{"intermediate_size": 8} if family == "bert" else {"n_inner": 8})
+    with pytest.raises(PretrainedError, match=r"do not have the sizes that its config\.json says"):
+        converted(read_original(tmp_path), 2)
 
 
 def test_a_name_of_the_hub_without_a_network_is_a_clear_error(tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl, line 2: not valid JSON"):
         read_table(table(str(tmp_path)), "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"words": "a", "label": 1}\n')
-    with pytest.raises(
-        DataError, match=r"line 1: no columns text and label; there are words, label"
-    ):
+    with pytest.raises(DataError, match=r"line 1: no column text; there are words, label"):
         read_table(table(str(tmp_path)), "t.jsonl")
     (tmp_path / "t.csv").write_text("text;label\na;b\n")
     with pytest.raises(DataError, match=r"t\.csv: semicolons seem to separate its columns"):

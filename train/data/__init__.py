@@ -3,7 +3,9 @@ anywhere.
 """
 
 import dataclasses
+import logging
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,6 +27,8 @@ from train.data.text import (
     read_corpus,
 )
 from train.recipe import DataConfig, ModelConfig, Recipe
+
+_log = logging.getLogger("stepdial")
 
 
 def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -55,6 +59,30 @@ def open_dataset(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Dataset:
         )
     train, test = _labelled_rows(data, recipe.run.seed)
     return LabelledDataset(train, test, data, model.window, tokenizer, recipe.run.seed)
+
+
+def open_measured(recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, Any]) -> Dataset:
+    """The data that a trained model is measured on: of another table than its own, all rows."""
+    data, labels = recipe.data, facts.get("labels")
+    if data.kind == "table" and not data.values and labels:
+        data = dataclasses.replace(data, values=data.labels or tuple(labels))
+    try:  # with its classes: another table need not have a row of each
+        dataset = open_dataset(dataclasses.replace(recipe, data=data), tokenizer)
+    except DataError:
+        dataset = open_dataset(recipe, tokenizer)
+    check_same_meaning(dataset, recipe, facts)
+    if facts.get("data_sha256") in (None, dataset.digest):
+        return dataset
+    if data.kind != "table" or data.test or not Path(data.path).is_file():
+        _log.warning(
+            "not the data it was trained on: training may have seen the rows held out here"
+        )
+        return dataset
+    _log.warning(
+        "not the data it was trained on: all its rows are measured; training may have seen some"
+    )
+    whole = dataclasses.replace(data, test=Path(data.path).name)
+    return open_dataset(dataclasses.replace(recipe, data=whole), tokenizer)
 
 
 def training_texts(recipe: Recipe) -> list[str]:

@@ -199,19 +199,14 @@ class LabelledDataset:
                 f"a label of {len(longest)} characters: {LONGEST_LABEL} at most. Is --label "
                 f"{config.label} the right column?"
             )
-        if len(values) > max(2, len(train) / 2):
+        found = not (config.values or config.labels)  # else they may be more than this table has
+        if found and len(values) > max(2, len(train) / 2):
             raise DataError(
                 f"{len(values)} different labels in {len(train)} rows: is --label {config.label} "
                 "the right column?"
             )
         if len(used) == 0:
             raise DataError("no rows are left to train on: lower data.held_out or give more rows")
-        unseen = set(values).difference(train[i][1] for i in used)
-        if unseen:
-            _log.warning(
-                "no row to train on has the label %s: it will not be learnt; give more rows of it",
-                ", ".join(sorted(unseen)),
-            )
         learn_from = [train[i][0] for i in used]
         if config.tokenizer == "chars":  # what it does not know would be read as padding
             learn_from = [text for text, _ in (*train, *(test or ()))]
@@ -235,6 +230,17 @@ class LabelledDataset:
         """Rows to train on of each class."""
         counts = np.bincount([label for _, label in self._used], minlength=len(self.labels))
         return [int(count) for count in counts]
+
+    def warn_of_unseen(self) -> None:
+        """Say which classes a training on this will not learn."""
+        unseen = [
+            label for label, rows in zip(self.labels, self.class_counts, strict=True) if not rows
+        ]
+        if unseen:
+            _log.warning(
+                "no row to train on has the label %s: it will not be learnt; give more rows of it",
+                ", ".join(unseen),
+            )
 
     @property
     def sizes(self) -> Sizes:

@@ -44,10 +44,6 @@ def read_table(config: DataConfig, name: str) -> Rows:
             ]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
-    except csv.Error as error:
-        raise DataError(
-            f"{path} cannot be read: {error}; is a quote of a text never closed?"
-        ) from None
     except (OSError, EOFError, lzma.LZMAError, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     kept = [row for row in rows if row[0].strip()]
@@ -55,6 +51,13 @@ def read_table(config: DataConfig, name: str) -> Rows:
         _log.warning("%s: left out %d rows without text", path, len(rows) - len(kept))
     if not kept:
         raise DataError(f"{path}: no rows")
+    label, others = kept[0][1], kept[1:]
+    by_number = all(column.isdigit() for column in (*config.text, config.label))
+    if by_number and others and not config.values and all(label != one for _, one in others):
+        raise DataError(
+            f"{path}: no other row has the label of the first one, {label!r}. If that is a header, "
+            "pass the names of its columns as --text and --label; if not, remove the row"
+        )
     return kept
 
 
@@ -102,9 +105,9 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(file, delimiter=separator, strict=True)
+    rows = _cells(csv.reader(file, delimiter=separator, strict=True), path)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
-    header = None if by_number else [name.strip() for name in next(reader, [])]
+    header = None if by_number else [name.strip() for name in next(rows, [])]
     for column in (*config.text, config.label):
         if header is not None and header.count(column) > 1:
             raise DataError(f"{path}: two columns are called {column}: rename one")
@@ -112,17 +115,34 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
         raise DataError(
             f"{path}: semicolons seem to separate its columns ({header[0]}): save it with commas"
         )
-    for number, cells in enumerate(reader, 1):
-        if header is not None and cells and len(cells) != len(header):
+    width = None if header is None else len(header)
+    for number, cells in enumerate(rows, 1):
+        width = width or len(cells)
+        if len(cells) != width:
+            first = "first row" if header is None else "header"
             raise DataError(
-                f"{path}, row {number}: {len(cells)} cells, but the header has {len(header)}: "
-                "put a text that holds commas, tabs or line ends in quotes"
+                f"{path}, row {number}: {len(cells)} cells, but the {first} has {width}: put a "
+                "text that holds commas, tabs or line ends in quotes"
             )
-        if cells:
-            yield (
-                f"row {number}",
-                cells if header is None else dict(zip(header, cells, strict=True)),
-            )
+        yield (
+            f"row {number}",
+            cells if header is None else dict(zip(header, cells, strict=True)),
+        )
+
+
+def _cells(reader: Any, path: Path) -> Iterator[list[str]]:
+    """The rows of a table, the header with them, without empty lines."""
+    read = 0  # lines
+    try:
+        for cells in reader:
+            read = reader.line_num
+            if cells:
+                yield cells
+    except csv.Error as error:
+        raise DataError(
+            f"{path} cannot be read: line {read + 1}: {error}; is a quote inside a text not "
+            "doubled, or is a quote of a text never closed?"
+        ) from None
 
 
 def _json_line(line: str, where: str) -> dict[str, Any]:
@@ -142,9 +162,11 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
         texts = [_cell(record, column, where) for column in config.text]
         label = _cell(record, config.label, where).strip()
     except (KeyError, IndexError):
-        known = ", ".join(record) if isinstance(record, dict) else f"0 to {len(record) - 1}"
+        known = list(record) if isinstance(record, dict) else list(map(str, range(len(record))))
+        wanted = dict.fromkeys((*config.text, config.label))
+        missing = " and ".join(column for column in wanted if column not in known)
         raise DataError(
-            f"{where}: no columns {', '.join(config.text)} and {config.label}; there are {known}. "
+            f"{where}: no column {missing}; there are {', '.join(known)}. "
             "Name yours with --text COLUMN --label COLUMN. Commas separate columns, tabs in .tsv."
         ) from None
     if not label:
@@ -154,8 +176,9 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
 
 def _cell(record: Any, column: str, where: str) -> str:
     value = record[column] if isinstance(record, dict) else record[int(column)]
-    if value is None:
-        raise DataError(f"{where}: {column} is null; give it a value or remove the row")
+    if value is None or value != value:
+        said = "null" if value is None else "NaN"
+        raise DataError(f"{where}: {column} is {said}; give it a value or remove the row")
     if isinstance(value, list | dict):
         raise DataError(f"{where}: {column} is a {type(value).__name__}; give a text or a number")
     cell = str(value)
