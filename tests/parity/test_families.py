@@ -29,7 +29,7 @@ from tests.fixtures.tiny_runs import (
 )
 from tests.server_process import server_process
 from train.checkpoint import load_run
-from train.data import open_dataset
+from train.data import open_dataset, open_measured
 from train.data.batch import Sizes
 from train.model import Embedding, OTTransformer, PooledHead, Stepped, TokenHead, build_model
 from train.recipe import Recipe, Scheme
@@ -195,10 +195,10 @@ def test_images_are_prepared_as_those_of_the_training_whatever_they_are(
     opened: list[Any] = []
 
     def recorded(*given: Any) -> Any:
-        opened.append(open_dataset(*given))
+        opened.append(open_measured(*given))
         return opened[-1]
 
-    monkeypatch.setattr("export.quality.open_dataset", recorded)
+    monkeypatch.setattr("export.quality.open_measured", recorded)
     measure_bundle(bundle, [1], str(tmp_path), None)
     spec = bundle.manifest.input
     assert isinstance(spec, ImageInput)
