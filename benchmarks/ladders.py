@@ -50,6 +50,7 @@ ROWS = 16  # texts, one after another
 def main(arguments: Sequence[str]) -> int:
     read = parser(__doc__.partition("\n")[0])
     read.add_argument("--draw", action="store_true", help="measure nothing: only draw the picture")
+    read.add_argument("--data", default="", metavar="PATH", help="where the dial's data is now")
     read.add_argument("--seconds", type=float, default=20.0, help="of rounds")
     parsed = read.parse_args(arguments)
     if parsed.draw:
@@ -57,16 +58,18 @@ def main(arguments: Sequence[str]) -> int:
         print(f"drawn: {PICTURE.relative_to(ROOT)}")
         return 0
     seconds = 0.5 if parsed.quick else parsed.seconds
-    status = run("ladders", arguments, parsed, partial(measure, options(parsed), seconds))
+    status = run(
+        "ladders", arguments, parsed, partial(measure, options(parsed), seconds, parsed.data)
+    )
     if not parsed.quick and parsed.results is None:
         draw(kept(RESULTS), PICTURE)
     return status
 
 
-def measure(chosen: Options, seconds: float, provenance: Provenance) -> Result:
+def measure(chosen: Options, seconds: float, data: str, provenance: Provenance) -> Result:
     dial, *plain = bundles = chosen.read("tag")
     check_same_data(dial, plain)
-    texts = [one.text for one in tagged_texts(dial)[:ROWS]]
+    texts = [one.text for one in tagged_texts(dial, data)[:ROWS]]
     calls: dict[tuple[str, int], Callable[[], Times]] = {}
     for bundle in bundles:
         model, codec = open_model(bundle, 1), TextCodec(bundle)

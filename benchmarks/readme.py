@@ -149,16 +149,14 @@ def _baseline(name: str, kind: str) -> float | None:
     return None if found is None else float(found["value"])
 
 
-def _plain_logic() -> dict[str, tuple[int, float]]:
-    """Parameters and accuracy of the plain models of `logic`, by their blocks."""
+def _plain_logic() -> list[tuple[int, float]]:
+    """Parameters and accuracy of plain models of one and four blocks, on the puzzles of `logic`."""
     result = _result("dial_range_logic")
     assert result is not None
     rows = [_row(result.tables[0], row) for row in result.tables[0].rows]
-    return {
-        str(row["what"]): (int(row["parameters"] or 0), float(row["value"] or 0))
-        for row in rows
-        if str(row["what"]).startswith("plain")
-    }
+    found = {str(row["run"]): row for row in rows}
+    beside = [found[f"logic-plain{blocks}-s0"] for blocks in (1, 4)]
+    return [(int(row["parameters"] or 0), float(row["value"] or 0)) for row in beside]
 
 
 def _row(table: Table, row: Sequence[Cell]) -> dict[str, Cell]:
@@ -186,7 +184,7 @@ def _source(name: str) -> str:
 
 def why() -> str:
     """The lines, each figure beside its opponent."""
-    (small, at_small), (large, at_large) = _plain_logic().values()
+    (small, at_small), (large, at_large) = _plain_logic()
     logic = _bundle("logic").manifest
     ours, plain, words = (
         _quality("sentiment", 1),
@@ -373,7 +371,7 @@ def _ladder(name: str) -> str:
 
 def _plain(name: str) -> str:
     if name == "logic":
-        (_, at_small), (_, at_large) = _plain_logic().values()
+        (_, at_small), (_, at_large) = _plain_logic()
         return f"{_percent(at_small)}; four times the size: {_percent(at_large)}"
     found = _baseline(name, "discrete")
     return "not measured" if found is None else _values(name, [found])

@@ -106,15 +106,15 @@ class TaggedText:
         return sum(found), all(found)
 
 
-def tagged_texts(bundle: Bundle) -> list[TaggedText]:
-    """The held-out rows of a tagger whose tokens are characters or words."""
+def tagged_texts(bundle: Bundle, data: str = "") -> list[TaggedText]:
+    """The held-out rows of a tagger whose tokens are characters or words, in the data given."""
     from export.quality import dataset_of
     from train.data.batch import IGNORED
 
     kind, pad_id = bundle.manifest.text_tokenizer.kind, bundle.manifest.text_tokenizer.pad_id
     if kind not in ("chars", "words"):
         raise SystemExit(f"{bundle.folder} has tokens of {kind}, not a label for each")
-    dataset = dataset_of(bundle, "")
+    dataset = dataset_of(bundle, data)
     tokenizer, labels = dataset.tokenizer, dataset.labels
     assert tokenizer is not None and labels is not None
     found = []
