@@ -278,7 +278,7 @@ def _panel(axes: Any, points: Sequence[Point], x: str, label: str) -> None:
             )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(_ticks())
-    axes.xaxis.set_major_formatter("{x:,g}" if x == "parameters" else "{x:g}")
+    axes.xaxis.set_major_formatter("{x:,.0f}" if x == "parameters" else "{x:g}")
     axes.xaxis.set_minor_formatter("")
     axes.set_xlabel(label)
     metric = points[0].metric
