@@ -163,9 +163,9 @@ def _raylet(node: Any) -> Any:
 
 
 def _held_port(wanted: int) -> socket.socket:
-    """A socket that keeps this port, any for 0, until the proxy listens there as well.
+    """A socket on this port, or on a free one for 0.
 
-    The cluster takes seconds to start; meanwhile the port could be given to another program.
+    The cluster takes seconds to start; until its proxy listens there, nobody else gets the port.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

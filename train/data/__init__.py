@@ -68,7 +68,7 @@ def open_measured(recipe: Recipe, tokenizer: Tokenizer | None, facts: dict[str, 
         data = dataclasses.replace(data, values=data.labels or tuple(labels))
     try:  # with its classes: another table need not have a row of each
         dataset = open_dataset(dataclasses.replace(recipe, data=data), tokenizer)
-    except DataError:
+    except DataError:  # it has others: the check below says which
         dataset = open_dataset(recipe, tokenizer)
     check_same_meaning(dataset, recipe, facts)
     if facts.get("data_sha256") in (None, dataset.digest):
