@@ -29,11 +29,12 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := stepdial.py $(wildcard train export serve loadtest benchmarks deploy docs tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types audit e2e fuzz lock bench load image clean
+.PHONY: help setup demo test test-all check lint types audit e2e fuzz lock bench load image clean
 
 help:
 	@echo 'make demo    serve the zoo on http://$(HOST):$(PORT) (installs only what serving needs)'
-	@echo 'make test    run every test (installs the development extras first)'
+	@echo 'make test    run all tests but the long ones (installs the development extras first)'
+	@echo 'make test-all  run every test, as .ci/run does'
 	@echo 'make check   ruff, mypy --strict and the import rules'
 	@echo 'make audit   look up known vulnerabilities of what is installed (needs a network)'
 	@echo 'make e2e     only the tests that start the real server'
@@ -113,7 +114,11 @@ types: $(VENV)/.installed-dev
 audit: $(VENV)/.installed-dev
 	@PYTHON=$(PY) .ci/audit $(ARGS)
 
+# What one runs between two edits: nine of ten tests. Before a change is merged, .ci/run runs them all.
 test: $(VENV)/.installed-dev
+	$(PY) -m pytest $(PARALLEL) -m 'not long' $(ARGS)
+
+test-all: $(VENV)/.installed-dev
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 e2e: $(VENV)/.installed-dev

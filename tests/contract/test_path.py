@@ -100,6 +100,7 @@ def drawn(heading: str) -> set[str]:
     return set(re.findall(r"`([a-z_/]+\.py)`", section))
 
 
+@pytest.mark.long
 def test_the_path_of_a_classification_is_short_and_drawn(asking: Asking) -> None:
     some = asking.files("/v1/classify", {"input": "a film"})
     exact = asking.files("/v1/classify", {"input": ["a film", "a long film"], "steps": 2})

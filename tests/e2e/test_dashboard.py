@@ -194,6 +194,7 @@ def wait_for(client: httpx.Client, query: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_prometheus_answers_every_query(server: ServerProcess, tmp_path: Path) -> None:
     with prometheus(tmp_path, f"127.0.0.1:{server.port}") as client:
         wait_for(client, 'count_over_time(up{job="stepdial"}[1m]) >= 1')

@@ -72,6 +72,7 @@ def turn(page: Page, way: str) -> None:
     page.get_by_role("radio", name=way).check(force=True)
 
 
+@pytest.mark.long
 def test_generation_streams_with_each_token_shaded_by_its_steps(page: Page) -> None:
     pick(page, "writer")
     page.get_by_role("textbox", name="Prompt", exact=True).fill("To be")
@@ -205,6 +206,7 @@ def predictions(route: Route, milliseconds: float, caution: float = 1.0) -> None
     route.fulfill(response=answer, json=body)
 
 
+@pytest.mark.long
 def test_the_deadline_shows_the_rung_that_the_present_load_allows(page: Page) -> None:
     pick(page, "critic")
     page.route("**/ladder", lambda route: predictions(route, 1))

@@ -35,6 +35,7 @@ def server() -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.long
 def test_a_drawing_is_labelled(page: Page) -> None:
     pick(page, "tiny-image")
     expect(page.locator("#input")).to_be_hidden()

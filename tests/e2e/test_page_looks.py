@@ -74,6 +74,7 @@ def check_looks(page: Page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("model", ["writer", "critic"])
+@pytest.mark.long
 def test_looks_and_access(browser: Browser, server: Served, model: str, scheme: str) -> None:
     looks: dict[str, Any] = {"viewport": viewport(360), "color_scheme": scheme}
     with opened(browser, server.url, **looks) as (page, complaints):
@@ -90,6 +91,7 @@ def test_looks_and_access(browser: Browser, server: Served, model: str, scheme: 
 
 
 @pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.long
 def test_names_of_near_points_stand_apart(browser: Browser, server: Served, width: int) -> None:
     """Rungs that differ by less than their names are wide, the last two by nothing at all."""
     places = [(1, 0.0), (1.1, 0.4), (1.15, 0.41), (3, 0.5), (3.1, 0.5), (8, 0.51), (8, 0.51)]

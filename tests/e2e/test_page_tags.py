@@ -25,6 +25,7 @@ def traced(response: Response) -> bool:
     return '"trace":true' in (response.request.post_data or "")
 
 
+@pytest.mark.long
 def test_the_answer_forms_step_by_step(page: Page) -> None:
     page.emulate_media(reduced_motion="reduce")
     pick(page, "tiny-tag")
@@ -61,6 +62,7 @@ def test_the_answer_forms_step_by_step(page: Page) -> None:
     assert sound(page)
 
 
+@pytest.mark.long
 def test_the_steps_are_played_once_for_an_input_and_again_when_asked(page: Page) -> None:
     pick(page, "tiny-tag")
     page.get_by_role("textbox", name="Text").fill(PUZZLE)

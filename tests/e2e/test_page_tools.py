@@ -52,6 +52,7 @@ def logged(page: Page, program: str) -> list[object]:
     return [argument.json_value() for argument in message.value.args]
 
 
+@pytest.mark.long
 def test_examples_fill_the_text(page: Page) -> None:
     pick(page, "tiny-classify")
     second = page.locator("#examples button").nth(1)
@@ -160,6 +161,7 @@ def with_key(route: Route) -> None:
     route.continue_(headers=route.request.headers | {"authorization": f"Bearer {KEY}"})
 
 
+@pytest.mark.long
 def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(browser: Browser) -> None:
     folders = [generate_bundle().folder]
     with (

@@ -54,6 +54,7 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.long
 def test_the_reference_looks_right_at_every_width(
     browser: Browser, server: Served, scheme: str
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_measure_of_broken_words_can_fail(page: Page) -> None:
     assert page.evaluate(BROKEN) == ["required"]
 
 
+@pytest.mark.long
 def test_contents_lead_to_every_route_and_shape(page: Page, server: Served) -> None:
     document = page.request.get(f"{server.url}openapi.json").json()
     routes = sum(len(methods) for methods in document["paths"].values())

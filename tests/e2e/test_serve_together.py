@@ -48,6 +48,7 @@ def classify(client: httpx.Client, number: int) -> float:
     return float(response.json()["results"][0]["score"])
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_text_in_any_company(client: httpx.Client) -> None:
     alone = [generate(client, number) for number in range(24)]
     assert len(set(alone)) == 24

@@ -227,6 +227,7 @@ def test_all_streams_end_when_the_grace_limit_of_a_signal_is_over() -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.long
 def test_all_streams_end_before_a_process_that_hangs_does(tmp_path: Path) -> None:
     folders = [pooling(tmp_path / "pooling").folder, generate_bundle().folder]
     with server_process(folders, "--stall-exit-s", "1", *REAL) as server:

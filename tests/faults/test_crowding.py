@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import httpx
+import pytest
 
 from tests.faults.raw_http import GOOD, error_code, get, head, one_answer, status, until_closed
 from tests.fixtures.tiny_folders import classify_bundle
@@ -78,6 +79,7 @@ def test_silent_connections_keep_nobody_out() -> None:
         assert 'reason="too_many_connections"' not in shown
 
 
+@pytest.mark.long
 def test_those_idle_longest_go_first_and_half_a_head_is_told_why() -> None:
     with (
         server_process(FOLDERS, "--max-connections", "4") as server,
@@ -102,6 +104,7 @@ def test_those_idle_longest_go_first_and_half_a_head_is_told_why() -> None:
         assert status(one_answer(working)) == 200
 
 
+@pytest.mark.long
 def test_an_address_has_its_share_and_a_proxy_all() -> None:
     flags = ("--max-connections", "40", "--max-address-connections", "4")
     with (
@@ -136,6 +139,7 @@ def test_an_address_has_its_share_and_a_proxy_all() -> None:
             assert until_closed(greedy[0], 5) == b""
 
 
+@pytest.mark.long
 def test_the_port_of_probes_has_these_and_no_client_fills_it() -> None:
     flags = ("--max-connections", "10", "--health-port", "0")
     with server_process(FOLDERS, *flags) as server, ExitStack() as held:

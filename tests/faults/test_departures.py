@@ -131,6 +131,7 @@ def test_a_client_that_never_reads_holds_up_nobody(server: FakeServer) -> None:
     left_nothing(server)
 
 
+@pytest.mark.long
 def test_hundreds_of_random_departures_leave_nothing(server: FakeServer) -> None:
     chance = random.Random(5)
     held: list[socket.socket] = []

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from serve.bundle import read_bundle
 from tests.fixtures.tiny_bundles import build_classify
 from tests.fixtures.tiny_runs import SHORT, TINY, tiny_label_recipe, tiny_label_run
@@ -29,6 +31,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.long
 def test_a_training_keeps_its_last_checkpoint_and_goes_on(tmp_path: Path) -> None:
     overrides = ("optim.iterations=12", "run.checkpoint_every=4")
     recipe = tiny_label_recipe(*overrides)
@@ -47,6 +50,7 @@ def test_a_training_keeps_its_last_checkpoint_and_goes_on(tmp_path: Path) -> Non
         assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_an_export_leaves_the_older_bundle_and_nothing_else(tmp_path: Path) -> None:
     run = tiny_label_run(tmp_path)
     target = tmp_path / "bundles" / "one"

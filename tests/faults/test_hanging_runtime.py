@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from serve.server import HUNG
 from tests.fixtures.tiny_folders import generate_bundle
@@ -38,6 +39,7 @@ def failed(asked: "Future[httpx.Response]") -> dict[str, Any]:
     return error
 
 
+@pytest.mark.long
 def test_a_call_that_hangs_is_ended_and_the_server_goes_on(tmp_path: Path) -> None:
     folder = looping(tmp_path / "looping").folder
     with server_process([folder]) as server, ThreadPoolExecutor() as pool:
@@ -56,6 +58,7 @@ def test_a_call_that_hangs_is_ended_and_the_server_goes_on(tmp_path: Path) -> No
         assert server.wait() == 0
 
 
+@pytest.mark.long
 def test_a_call_that_cannot_be_ended_ends_the_process(tmp_path: Path) -> None:
     folders = [pooling(tmp_path / "pooling").folder, generate_bundle().folder]
     flags = ("--stall-exit-s", "1", "--max-tokens", "1000000", "--threads", "1")

@@ -115,6 +115,7 @@ def test_half_a_latency_is_removed_by_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["the first weights", "the last weights"])
+@pytest.mark.long
 def test_a_training_that_ends_between_the_files_of_its_checkpoint_goes_on(
     tmp_path: Path, written: str
 ) -> None:

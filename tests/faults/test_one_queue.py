@@ -119,6 +119,7 @@ def test_a_deadline_counts_while_its_own_input_is_read(server: FakeServer, slow:
     assert "idle" not in response.text
 
 
+@pytest.mark.long
 def test_behind_slow_inputs_a_deadline_is_refused_at_once(
     server: FakeServer, slow: Slow, pool: ThreadPoolExecutor
 ) -> None:

@@ -44,6 +44,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.long
 def test_bundles_that_are_changed_while_they_are_served_change_no_answer(tmp_path: Path) -> None:
     folders = {
         name: build_generate(tmp_path / name, name=name, steps=STEPS, seed=seed).folder

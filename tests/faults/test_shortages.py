@@ -54,6 +54,7 @@ def asked(client: httpx.Client, prompt: str, tokens: int) -> httpx.Response:
     return client.post("/v1/generate", json=body)
 
 
+@pytest.mark.long
 def test_a_server_short_of_memory_refuses_loads_and_requests_and_recovers(tmp_path: Path) -> None:
     wide = build_generate(tmp_path / "wide", name="wide", max_tokens=2048, shape=WIDE).folder
     large = build_generate(tmp_path / "large", name="large", max_tokens=64, shape=LARGE).folder

@@ -9,12 +9,14 @@ import sys
 import time
 
 import httpx
+import pytest
 
 from tests.fixtures.tiny_folders import classify_bundle
 
 REQUESTS = 300
 
 
+@pytest.mark.long
 def test_a_pipe_that_nobody_reads_loses_lines_and_nothing_else() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -72,6 +72,7 @@ def test_every_rung_of_a_decoder_agrees_with_torch(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long
 def test_every_rung_of_a_classifier_agrees_with_torch(
     label_run: Path, tmp_path: Path, method: str
 ) -> None:

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_early_answers_are_certified_on_its_own_data_alone(folder: Path, tmp_path: Path) -> None:
     run, said = folder / "run", list[str]()
     own = ExportRequest(tmp_path / "own", (1, 2), latency=False)

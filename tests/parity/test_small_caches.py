@@ -47,6 +47,7 @@ def test_every_rung_is_verified_and_compared_with_float32(
         assert rung.against_fp32 is not None and rung.against_fp32.top1_agreement >= 0.98
 
 
+@pytest.mark.long
 def test_decoding_gives_what_reading_does_in_a_quarter_of_the_memory(tmp_path: Path) -> None:
     """Of a head whose bytes are whole pages: one of a width of 64, and of 64 positions."""
     run = tiny_text_run(tmp_path, "model.heads=1", "model.width=64", "model.window=64")

@@ -18,6 +18,7 @@ def exported(run: Path, target: Path) -> str:
     return describe(bundle) + (bundle.folder / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_missing_validation_rows_are_told_everywhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -235,6 +236,7 @@ def paths(value: object) -> list[tuple[Any, ...]]:
 
 
 @given(manifests())
+@pytest.mark.long
 def test_a_manifest_survives_json(manifest: Manifest) -> None:
     text = json.dumps(manifest.to_json(), allow_nan=False, ensure_ascii=False)
     again = Manifest.from_json(parse_json(text.encode()))

@@ -181,6 +181,7 @@ def test_weights_of_classes_are_for_tables(capsys: pytest.CaptureFixture[str]) -
     assert 'needs data.kind "table"' in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_conversion_names_its_bars_and_its_bundle_after_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

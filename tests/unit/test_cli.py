@@ -328,6 +328,7 @@ def test_bundles_are_calibrated_where_only_the_server_is_installed(tmp_path: Pat
     assert "1 of " in done.stdout and (folder / "latency.json").read_text() != before
 
 
+@pytest.mark.long
 def test_bundles_are_evaluated_where_only_the_server_is_installed(tmp_path: Path) -> None:
     rows = [f'{1 + i % 4},"Title {i}","Oil and football and phones, story {i}"' for i in range(80)]
     for name in ("train_subset.csv.gz", "test.csv.gz"):

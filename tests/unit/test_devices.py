@@ -42,6 +42,7 @@ def together(recipe: Recipe, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_two_processes_train_the_weights_of_one(tmp_path: Path) -> None:
     """Rows of each batch are shared. Without the bias of keys, whose gradient is but rounding."""
     exact = ["model.dropout=0", "model.embed_dropout=0", "model.bias=false", "optim.lr=0.0001"]
@@ -126,6 +127,7 @@ def test_the_device_is_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_the_library_below_prints_nothing_of_its_own() -> None:
     # In a process of its own: the library takes standard error when it is imported.
     program = "from train.devices import Devices; Devices('cpu', 'bf16')"

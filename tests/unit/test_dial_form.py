@@ -376,6 +376,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_a_small_training_shows_range(trained: Path) -> None:
     report = evaluate_run(trained, [1, 2, 4, 8])
     one, two, four, _ = (row.quality for row in report.rows)

@@ -225,6 +225,7 @@ class Traced(nn.Module):
         return (self.stack(*inputs),)
 
 
+@pytest.mark.long
 def test_a_block_exports() -> None:
     def inputs(B: int, N: int, S: int) -> tuple[Tensor, ...]:
         mask = torch.ones(B, S).bool()

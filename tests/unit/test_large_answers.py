@@ -209,6 +209,7 @@ def test_the_largest_request_to_a_server_never_holds_its_loop_for_long() -> None
     )
 
 
+@pytest.mark.long
 def test_the_memory_of_the_largest_answer_is_what_the_document_says() -> None:
     """At most 14 MiB (docs/security.md), and 2 for what else a server does meanwhile."""
     settings = Settings(max_tokens=100_000)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,6 +22,7 @@ def run_tests(of: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_without_a_browser_the_page_tests_are_named(tmp_path: Path) -> None:
     done = run_tests("tests/e2e/test_page.py", PATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

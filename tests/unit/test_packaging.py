@@ -199,6 +199,7 @@ def test_the_image_takes_the_tensorrt_that_the_extra_asks_for(
     assert f"'{asked}'" in (ROOT / "Dockerfile").read_text()
 
 
+@pytest.mark.long
 def test_the_bill_of_materials_names_all_that_is_installed() -> None:
     written = [
         subprocess.run(

@@ -39,6 +39,7 @@ SPEED = Speed(
 )
 
 
+@pytest.mark.long
 def test_servers_that_are_installed_here_are_compared() -> None:
     bundle, cores = classify_bundle(), Cores.of_machine()
     founds = [Found(BY_NAME[STEPDIAL]), Found(BY_NAME["FastAPI"])]

@@ -192,6 +192,7 @@ def test_engines_run_on_the_gpu_that_is_asked_for(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.long
 def test_a_decoder_keeps_its_caches_on_the_gpu(
     tmp_path: Path, library: FakeTensorrt, cuda: FakeCuda, precision: Precision, rows: int
 ) -> None:

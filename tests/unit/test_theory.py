@@ -118,12 +118,14 @@ def test_rows_are_pulled_up_their_gradient_and_no_farther_than_allowed() -> None
     assert 0.4 < moved.max().item() <= 0.5 + 1e-5
 
 
+@pytest.mark.long
 def test_a_larger_lambda_moves_states_less() -> None:
     far, near = (train_and_measure(Setting(ratio, 0, 60)) for ratio in (0.01, 3.0))
     assert near.cost < far.cost and near.bound == pytest.approx(1.5) and far.bound == math.inf
     assert far.gap == far.test_loss - far.training_loss
 
 
+@pytest.mark.long
 def test_what_breaks_the_bound_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--quick", "--seeds", "0", "--ratios", "0", "2", "--results", str(tmp_path)]
     command += ["--out", str(tmp_path / "runs" / "theory.jsonl")]

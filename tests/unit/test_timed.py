@@ -171,6 +171,7 @@ class Traced(nn.Module):
         return (self.velocity(x, mask, t, 0.1),)
 
 
+@pytest.mark.long
 def test_a_velocity_exports_with_time_as_an_input() -> None:
     mask = torch.tensor([[True] * 4 + [False], [True] * 5])
     traced_with = torch.randn(2, 5, WIDTH), mask, torch.tensor(0.5)

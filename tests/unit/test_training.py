@@ -65,6 +65,7 @@ def test_the_rate_warms_up_and_decays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "label"])
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle, then the same command again: byte for byte the uninterrupted run."""
     overrides = ["optim.iterations=60", "model.dropout=0.1"]
