@@ -29,8 +29,7 @@ from serve.bundle import Bundle
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
-from serve.engine.sampling import Sampling
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.session import usable_cores

@@ -19,9 +19,8 @@ from serve.engine.job import (
     Limits,
     TokenEvent,
 )
-from serve.engine.sampling import Sampling
 from serve.engine.search import Translation
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.errors import ServeError
 from serve.metrics import Metrics
 from tests.fake_model import Mood, fake_catalog

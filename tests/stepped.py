@@ -18,9 +18,8 @@ from serve.engine.engine import Engine
 from serve.engine.generate import DecodePart, GenerateLane
 from serve.engine.job import Event, Job, LaneKey, Limits, Work
 from serve.engine.loaded import Call, EngineModel
-from serve.engine.sampling import Sampling
 from serve.engine.search import Translation
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import DecodeBatch, EarlyAnswers, Model, Prefill, Speculation

@@ -33,7 +33,7 @@ from serve.budget import BudgetRequest, Decision, Reason
 from serve.bundle import Method, Metric
 from serve.engine.engine import Engine
 from serve.engine.job import Deadline
-from serve.engine.sampling import MAX_SEED
+from serve.engine.writing import MAX_SEED
 from serve.errors import (
     BadRequest,
     DeadlineLapsed,

@@ -45,9 +45,8 @@ from serve.engine.job import (
     Span,
     Tags,
 )
-from serve.engine.sampling import MAX_SEED, Sampling
 from serve.engine.search import Translation
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import MAX_SEED, Generation, GenerationRequest, Sampling
 from serve.errors import InvalidField, Unprocessable
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, ReadyAnswer
 from serve.inputs.rows import Input, InputRow, greatest_length, row_length

@@ -32,7 +32,7 @@ from serve.engine.job import (
     Work,
 )
 from serve.engine.loaded import Call, EngineModel, LoadShedder
-from serve.engine.sampling import ScoreArray
+from serve.engine.writing import ScoreArray
 from serve.errors import DeadlineLapsed, ModelFailure, ServeError
 from serve.runtime import EarlyAnswers
 from serve.runtime.protocol import FloatArray, Row, RowArray

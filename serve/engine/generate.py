@@ -10,6 +10,7 @@ The life of a generation, whose rows join and leave the batch between two tokens
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +27,83 @@ from serve.engine.job import (
     Waiting,
 )
 from serve.engine.loaded import Call, EngineModel
-from serve.engine.tuner import lead_tuner
 from serve.engine.writing import Generation, accept_tokens, generation_of
 from serve.metrics import Metrics
 from serve.runtime import Batches, DecodeBatch, Prefill, Speculation
-from serve.runtime.protocol import FloatArray, IntArray
+from serve.runtime.protocol import MOST_AHEAD, FloatArray, IntArray
+
+# How far a row that is alone runs ahead is tried while it is in use.
+_TRIAL = 64  # tokens that each lead is tried for
+_SETTLING = 16  # of them, not counted: switching has a cost of its own
+_CHOSEN = 1024  # tokens with the best lead between two rounds,
+_PATIENCE = 8  # or at most this many times as many, where the others are far behind,
+_LOSS = 0.002  # so that trials cost this share of all time
+_ROUNDS, _FEW = 9, 3  # the choice is made from so many; while few are known the next comes sooner
+_WORTH = 0.08  # the share that running ahead must gain over plain decoding
+
+
+def leads_of(steps: int) -> tuple[int, ...]:
+    """The leads worth a trial, in steps before a draft; 0 is no speculation.
+
+    With fewer positions under way, a position takes more steps before it drafts.
+    """
+    most_under_way = (MOST_AHEAD, MOST_AHEAD // 2)
+    return (0, *sorted({-(-steps // most) for most in most_under_way})) if steps > 1 else (0,)
+
+
+class LeadTuner:
+    """Finds the fastest of several leads while they are in use.
+
+    Now and then all leads are tried one right after the other, since other load on the machine
+    changes times more than the leads differ. In between, the lead that was fastest in most of the
+    last rounds is used. The more a round costs, the later the next one comes.
+    """
+
+    def __init__(self, leads: tuple[int, ...]) -> None:
+        self.best = leads[0]
+        self._leads = leads
+        self._rounds: deque[dict[int, float]] = deque(maxlen=_ROUNDS)
+        self._round: dict[int, float] = {}  # seconds of each trial
+        self._tokens = 0  # with the present lead
+        self._spent_s = 0.0
+        self._until_next = 0.0  # tokens until the next round
+
+    @property
+    def lead(self) -> int:
+        """The lead to use now."""
+        return self.best if self._all_tried else self._leads[len(self._round)]
+
+    def observe(self, seconds: float) -> None:
+        """A token was decoded with the present lead in this time."""
+        self._tokens += 1
+        if self._all_tried:
+            if self._tokens >= self._until_next:
+                self._round, self._tokens = {}, 0
+            return
+        if self._tokens > _SETTLING:
+            self._spent_s += seconds
+        if self._tokens == _TRIAL:
+            self._round[self.lead] = self._spent_s
+            self._tokens, self._spent_s = 0, 0.0
+            if self._all_tried:
+                self._choose()
+
+    @property
+    def _all_tried(self) -> bool:
+        return len(self._round) == len(self._leads)
+
+    def _choose(self) -> None:
+        mean_s = sum(self._round.values()) / len(self._leads)
+        self._rounds.append({lead: seconds / mean_s for lead, seconds in self._round.items()})
+        shares = {lead: median(one[lead] for one in self._rounds) for lead in self._leads}
+        fastest = min(shares, key=shares.__getitem__)
+        worth = shares[fastest] < (1 - _WORTH) * shares[self._leads[0]]
+        self.best = fastest if worth else self._leads[0]
+        self._until_next = _CHOSEN * len(self._rounds) / _FEW
+        if len(self._rounds) >= _FEW:
+            lost = _TRIAL * sum(share / shares[fastest] - 1 for share in shares.values())
+            most = _PATIENCE * self._until_next
+            self._until_next = max(self._until_next, min(lost / _LOSS, most))
 
 
 class GenerateLane:
@@ -51,7 +124,7 @@ class GenerateLane:
         self.rows: list[Job] = []
         self.batch: DecodeBatch | None = None
         self.speculation: Speculation | None = None  # of the only row
-        self.leads = lead_tuner(key.steps)
+        self.leads = LeadTuner(leads_of(key.steps))
         self.calls = 0  # made for the present token
         self.due = 0.0  # the call from which the lane may take part again
         self.begun_s = 0.0  # when the present token was begun
@@ -430,7 +503,7 @@ class Decoding:
     def _token(self, part: DecodePart) -> FloatArray:
         """Logits (B, V) after the last tokens of all rows; a row that is alone may speculate."""
         lane = part.lane
-        if self._may_speculate(part) and (lead := lane.leads.option):
+        if self._may_speculate(part) and (lead := lane.leads.lead):
             return self._speculate(lane, generation_of(part.jobs[0]), lead)
         lane.speculation = None
         return lane.open().step(_last_tokens(part))
@@ -521,7 +594,7 @@ class Decoding:
             cost_key = CostKey("decode", part.lane.key.steps)
             model.cost.observe(cost_key, len(part.jobs), longest, spent_s)
             if self._may_speculate(part):
-                part.lane.leads.observe(1, spent_s)
+                part.lane.leads.observe(spent_s)
         return deliveries
 
     def usual_s(self, call: Call) -> list[float | None]:

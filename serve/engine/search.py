@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,90 @@ from serve.engine.job import (
     Work,
 )
 from serve.engine.loaded import Call, EngineModel
-from serve.engine.sampling import Beams
-from serve.engine.writing import GenerationRequest, error_for_client
+from serve.engine.writing import GenerationRequest, ScoreArray, error_for_client, log_softmax
 from serve.errors import ModelFailure
 from serve.inputs.text import StopFilter, TextCodec
 from serve.runtime import RunningTranslation
 from serve.runtime.protocol import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A translation so far; its tokens are without bos, and with eos."""
+
+    tokens: tuple[int, ...]
+    total: float  # sum of log-probabilities
+
+    @property
+    def score(self) -> float:
+        return self.total / len(self.tokens)
+
+
+class Beams:
+    """One beam search: its live hypotheses, all of one length, and the finished ones.
+
+    Each round ranks all continuations by the sum of log-probabilities over allowed tokens; equal
+    ones by the rank of what they continue, then by the lower token. Of the first W, those that end
+    are finished, up to W of them; the first W that do not end stay live. The answer is the finished
+    hypothesis with the greatest mean log-probability a token, eos included, or the first live one.
+    """
+
+    def __init__(
+        self, width: int, max_tokens: int, bos_id: int, eos_id: int, banned: tuple[int, ...] = ()
+    ) -> None:
+        self._width = width
+        self._max_tokens = max_tokens
+        self._bos_id = bos_id
+        self._eos_id = eos_id
+        self._banned = list(banned)
+        self._live = [Hypothesis((), 0.0)]
+        self._finished: list[Hypothesis] = []
+
+    @property
+    def prefixes(self) -> npt.NDArray[np.int64]:
+        """The prefixes to run next (B, N), with bos."""
+        return np.array([(self._bos_id, *one.tokens) for one in self._live], dtype=np.int64)
+
+    @property
+    def over(self) -> bool:
+        """Whether the search is over."""
+        return (
+            not self._live
+            or len(self._finished) >= self._width
+            or len(self._live[0].tokens) >= self._max_tokens
+        )
+
+    @property
+    def best(self) -> Hypothesis:
+        """The answer, once the search is over."""
+        if self._finished:
+            return max(self._finished, key=lambda one: one.score)  # the first of equal ones
+        return self._live[0]
+
+    def grow(self, logits: FloatArray) -> None:
+        """Take the logits (B, V) after each prefix, and keep the likeliest continuations."""
+        allowed = logits.astype(np.float64)  # (B, V)
+        allowed[:, self._banned] = -np.inf
+        # Each live hypothesis ends in one way only, so twice the width leaves enough live ones.
+        ranked = self._ranked(log_softmax(allowed), 2 * self._width)
+        for one in ranked[: self._width]:
+            if one.tokens[-1] == self._eos_id and len(self._finished) < self._width:
+                self._finished.append(one)
+        self._live = [one for one in ranked if one.tokens[-1] != self._eos_id][: self._width]
+
+    def _ranked(self, scores: ScoreArray, count: int) -> list[Hypothesis]:
+        """The best `count` continuations, from log-probabilities (B, V) of the next token."""
+        totals = (scores + np.array([[one.total] for one in self._live])).ravel()  # (B * V,)
+        count = min(count, len(totals))
+        least = np.partition(totals, len(totals) - count)[len(totals) - count]
+        places = np.flatnonzero(totals >= least)  # ascending: the order of equal ones
+        order = places[np.argsort(-totals[places], kind="stable")][:count]
+        return [
+            Hypothesis((*self._live[row].tokens, token), float(totals[place]))
+            for place in order.tolist()
+            if totals[place] > -np.inf
+            for row, token in [divmod(place, scores.shape[1])]
+        ]
 
 
 class Translation(Work):

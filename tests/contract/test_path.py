@@ -25,7 +25,7 @@ from serve.server import Server, bind, listen
 from serve.settings import Settings
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 
-CLASSIFY, STREAM = 20, 24
+CLASSIFY, STREAM = 20, 22
 THREADS = ("server", "engine")
 _SERVE = Path(serve.__file__).parent
 _DRAWN = Path(serve.__file__).parent.parent / "docs" / "architecture.md"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.engine.sampling import Beams
+from serve.engine.search import Beams
 from train.search import Hypothesis, Target, beam
 
 VOCABULARY, LONGEST = 12, 9

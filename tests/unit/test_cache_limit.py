@@ -11,8 +11,7 @@ from serve.engine.engine import Engine
 from serve.engine.generate import GenerateLane
 from serve.engine.job import Event, GeneratedEvent, Job, LaneKey, Limits, TokenEvent
 from serve.engine.loaded import Call
-from serve.engine.sampling import Sampling
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.inputs.text import TextCodec
 from serve.metrics import Metrics
 from serve.runtime import open_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve.engine.classify import softmax
-from serve.engine.sampling import Sampler, Sampling, choose_tokens, likelihood
+from serve.engine.writing import Sampler, Sampling, choose_tokens, likelihood
 from serve.runtime.protocol import FloatArray
 
 
@@ -15,14 +15,19 @@ def logits(*values: float) -> FloatArray:
 PLAIN = logits(2.0, 1.0, 0.0, -1.0, -2.0)
 
 
+def chosen(sampler: Sampler, given: FloatArray, number: int) -> int:
+    """The token for logits (V,), as token of this number of the answer."""
+    return choose_tokens([sampler], given[None], [number])[0]
+
+
 def tokens(sampling: Sampling, count: int = 4000, given: FloatArray = PLAIN) -> list[int]:
     sampler = Sampler(sampling)
-    return [sampler.choose(given, number) for number in range(count)]
+    return [chosen(sampler, given, number) for number in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest_and_of_equals_the_first() -> None:
     sampler = Sampler(Sampling(temperature=0.0, seed=3))
-    assert sampler.choose(logits(0.0, 2.0, 2.0), 0) == 1
+    assert chosen(sampler, logits(0.0, 2.0, 2.0), 0) == 1
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -68,7 +73,7 @@ def test_ties_at_the_border_keep_k() -> None:
 def test_the_same_seed_gives_the_same_tokens_in_any_order() -> None:
     ahead = tokens(Sampling(seed=7), 50)
     sampler = Sampler(Sampling(seed=7))
-    assert [sampler.choose(PLAIN, number) for number in reversed(range(50))] == ahead[::-1]
+    assert [chosen(sampler, PLAIN, number) for number in reversed(range(50))] == ahead[::-1]
     assert tokens(Sampling(seed=8), 50) != ahead
 
 
@@ -83,13 +88,13 @@ def test_the_greatest_seed_works() -> None:
 
 def test_banned_tokens_never_come() -> None:
     sampler = Sampler(Sampling(seed=1), banned_tokens=(0,))
-    assert 0 not in {sampler.choose(PLAIN, number) for number in range(2000)}
-    assert Sampler(Sampling(temperature=0.0), (0,)).choose(PLAIN, 0) == 1
+    assert 0 not in {chosen(sampler, PLAIN, number) for number in range(2000)}
+    assert chosen(Sampler(Sampling(temperature=0.0), (0,)), PLAIN, 0) == 1
 
 
 def test_the_logits_are_left_as_they_are() -> None:
     given = PLAIN.copy()
-    Sampler(Sampling(top_k=2, top_p=0.5, seed=1), (1,)).choose(given, 0)
+    chosen(Sampler(Sampling(top_k=2, top_p=0.5, seed=1), (1,)), given, 0)
     assert np.array_equal(given, PLAIN)
 
 
@@ -109,17 +114,17 @@ def test_a_row_gets_the_token_that_it_gets_alone(vocabulary: int) -> None:
         many = chance.normal(0, 3, (len(samplers), vocabulary)).astype(np.float32)
         numbers = [int(one) for one in chance.integers(0, 5000, len(samplers))]
         together = choose_tokens(samplers, many, numbers)
-        alone = [one.choose(row, at) for one, row, at in zip(samplers, many, numbers, strict=True)]
+        alone = [chosen(one, row, at) for one, row, at in zip(samplers, many, numbers, strict=True)]
         assert together == alone, number
 
 
 def test_likelihood_is_the_models_own() -> None:
-    found = likelihood(PLAIN, token=3, alternatives=2)
+    own, top = likelihood(PLAIN, token=3, alternatives=2)
     log_probabilities = np.log(softmax(PLAIN))
-    assert found.chosen == pytest.approx(log_probabilities[3])
-    assert [token for token, _ in found.top] == [0, 1]
-    assert [value for _, value in found.top] == pytest.approx(log_probabilities[:2])
-    assert likelihood(PLAIN, 3, 0).top == ()
+    assert own == pytest.approx(log_probabilities[3])
+    assert [token for token, _ in top] == [0, 1]
+    assert [value for _, value in top] == pytest.approx(log_probabilities[:2])
+    assert likelihood(PLAIN, 3, 0)[1] == []
 
 
 def test_softmax_of_large_logits_is_finite() -> None:
@@ -147,7 +152,8 @@ def test_following_tokens_are_those_of_each_number_however_they_are_asked_for(
         first = max(0, first + int(draw.choice([0, 1, 1, -1, 20, -20])))
         given = draw.normal(size=(draw.integers(1, 9), 17)).astype(np.float32)
         alone = [
-            Sampler(sampling, banned).choose(row, number) for number, row in enumerate(given, first)
+            chosen(Sampler(sampling, banned), row, number)
+            for number, row in enumerate(given, first)
         ]
         assert sampler.choose_following(given, first) == alone
         assert 3 not in alone
@@ -168,4 +174,4 @@ def test_without_rows_there_are_no_tokens() -> None:
 def test_the_largest_logits_at_the_lowest_temperature_are_still_numbers() -> None:
     largest = float(np.finfo(np.float32).max)
     sampler = Sampler(Sampling(temperature=5e-324, seed=3), banned_tokens=(4,))
-    assert sampler.choose(logits(-largest, 0.0, largest, 1.0, largest), 0) == 2
+    assert chosen(sampler, logits(-largest, 0.0, largest, 1.0, largest), 0) == 2

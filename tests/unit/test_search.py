@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve.engine.sampling import Beams
+from serve.engine.search import Beams
 from tests.unit.test_translator import small
 from train.search import Hypothesis, Target, beam, greedy
 

@@ -10,7 +10,7 @@ import pytest
 
 from serve.engine.cost import CostKey
 from serve.engine.job import TokenEvent
-from serve.engine.sampling import Beams
+from serve.engine.search import Beams
 from serve.errors import Unprocessable
 from tests.engine_bench import generated, running
 from tests.fake_model import ROW_BYTES_A_POSITION

@@ -5,10 +5,9 @@ import pytest
 
 from serve.catalog import Catalog, Served
 from serve.engine.engine import Engine
+from serve.engine.generate import LeadTuner, leads_of
 from serve.engine.job import GeneratedEvent, Job, LaneKey, Limits
-from serve.engine.sampling import Sampling
-from serve.engine.tuner import Tuner, leads_of
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.metrics import Metrics
 from serve.runtime import open_model
 from serve.runtime.protocol import MOST_AHEAD
@@ -36,7 +35,7 @@ def test_no_token_depends_on_the_lead(
     texts, drafted = set(), []
     for lead in (0, 1, 2, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(Tuner, "option", lead)
+            patch.setattr(LeadTuner, "lead", lead)
             metrics = Metrics()
             engine = Engine(Catalog([served]), Limits(), metrics)
             engine.start()

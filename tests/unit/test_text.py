@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from serve.bundle import Bundle, BundleError, TextInput
-from serve.engine.sampling import Sampling
-from serve.engine.writing import Generation, GenerationRequest
+from serve.engine.writing import Generation, GenerationRequest, Sampling
 from serve.errors import Unprocessable
 from serve.inputs.text import Encoder, TextCodec, TextStream
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
