@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 from serve.budget import BudgetRequest, Decision, Reason
 from serve.bundle import Method, Metric
 from serve.engine.engine import Engine
-from serve.engine.job import Deadline
+from serve.engine.job import Deadline, Unread
 from serve.engine.writing import MAX_SEED
 from serve.errors import (
     BadRequest,
@@ -493,19 +493,12 @@ class _Waiting:
 class _ReaderThread:
     """A thread, and the requests that wait for it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, unread: Unread) -> None:
+        self._unread = unread  # of all threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._turns: deque[_Waiting] = deque()
         self._current: _Waiting | None = None
         self._usual_s = 0.0
-
-    @property
-    def waiting(self) -> int:
-        return len(self._turns)
-
-    @property
-    def running(self) -> int:
-        return int(self._current is not None)
 
     @property
     def weight(self) -> int:
@@ -516,16 +509,18 @@ class _ReaderThread:
     @property
     def wait_s(self) -> float:
         """How long all requests here will take."""
-        return (self.waiting + self.running) * self._usual_s
+        return (len(self._turns) + (self._current is not None)) * self._usual_s
 
     def add(self, turn: _Waiting) -> None:
         self._turns.append(turn)
+        self._unread.waiting += 1
         self._begin()
 
     def drop(self, turn: _Waiting) -> None:
         """Stop waiting for this request. If it runs already, its result is ignored."""
         if turn in self._turns:  # the error of `remove` would hold the whole body as text
             self._turns.remove(turn)
+            self._unread.waiting -= 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -534,6 +529,8 @@ class _ReaderThread:
         if self._current is not None or not self._turns:
             return
         turn = self._current = self._turns.popleft()
+        self._unread.waiting -= 1
+        self._unread.running += 1
         loop, began_s = asyncio.get_running_loop(), time.perf_counter()
 
         def end(done: "Future[Any]") -> None:
@@ -544,6 +541,7 @@ class _ReaderThread:
 
     def _end(self, turn: _Waiting, done: "Future[Any]", seconds: float) -> None:
         self._current = None
+        self._unread.running -= 1
         self._usual_s += _NEWEST * (seconds - self._usual_s)
         if not turn.outcome.done() and not done.cancelled():
             error = done.exception()
@@ -561,19 +559,8 @@ class Reader:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self._engine = engine
-        self._checks = _ReaderThread("check")
-        self._reads = _ReaderThread("read")
-        engine.unread = self
-
-    @property
-    def waiting(self) -> int:
-        """Requests waiting to be checked or read."""
-        return self._checks.waiting + self._reads.waiting
-
-    @property
-    def running(self) -> int:
-        """Requests being checked or read."""
-        return self._checks.running + self._reads.running
+        self._checks = _ReaderThread("check", engine.unread)
+        self._reads = _ReaderThread("read", engine.unread)
 
     async def checked(self, exchange: Exchange, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work` on a body."""

@@ -58,7 +58,7 @@ from serve.engine.job import (
     Tags,
     TokenEvent,
 )
-from serve.errors import InternalError, InvalidField
+from serve.errors import InvalidField
 from serve.exchange import Route, ThisExchange
 from serve.inputs.rows import InputRow, check_kinds, read_items
 from serve.settings import Settings
@@ -248,11 +248,8 @@ class AnswerWriter:
                 return event_of(self._chunk(event))
             case GeneratedEvent():
                 return event_of(self._done(event), b"event: done\n")
-            case FailedEvent():
-                body = event.error.body()
-            case _:
-                body = InternalError("an event that no generation has").body()
-        return event_of(body, b"event: error\n")
+        assert isinstance(event, FailedEvent), "an event that no generation has"
+        return event_of(event.error.body(), b"event: error\n")
 
     def _chunk(self, event: TokenEvent) -> dict[str, object]:
         """The fields of TokenChunk."""

@@ -72,10 +72,8 @@ from serve.engine.job import (
 from serve.engine.writing import GenerationRequest
 from serve.errors import (
     ImpossibleBudget,
-    InternalError,
     InvalidField,
     NoEmbeddings,
-    ServeError,
     WrongTask,
 )
 from serve.exchange import Exchange, Route, ThisExchange
@@ -879,16 +877,15 @@ class ChunkWriter:
         """The bytes for these events. Nothing follows an error."""
         body = b""
         for index, event in events:
-            match event:
-                case TokenEvent():
-                    body += self._open(index) + self._token(index, event)
-                case GeneratedEvent():
-                    body += self._open(index) + self._end(index, event)
-                case FailedEvent():
-                    return StreamChunk(body + self._error(event.error), over=True)
-                case _:
-                    bug = InternalError("an event that no generation has")
-                    return StreamChunk(body + self._error(bug), over=True)
+            if isinstance(event, FailedEvent):
+                failure = event_of(error_body(event.error, self._path))
+                return StreamChunk(body + failure, over=True)
+            assert not isinstance(event, ClassifiedEvent), "an event that no generation has"
+            body += self._open(index)
+            if isinstance(event, TokenEvent):
+                body += self._token(index, event)
+            else:
+                body += self._end(index, event)
         return StreamChunk(body, over=len(self._ends) == self._answers)
 
     def _open(self, index: int) -> bytes:
@@ -934,9 +931,6 @@ class ChunkWriter:
         if report is not None:
             chunk["stepdial"] = report
         return event_of(chunk)
-
-    def _error(self, error: ServeError) -> bytes:
-        return event_of(error_body(error, self._path))
 
 
 # From a request to its response, for both routes.

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serve.bundle.manifest import LatencyEntry
 from serve.engine.classify import ClassifyLane
@@ -273,22 +273,6 @@ _TARGET_SHARE = 0.6
 _USUAL_S = 0.01
 
 
-class Unread(Protocol):
-    """Requests that are not in a lane yet, because their input is still being parsed."""
-
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def running(self) -> int: ...
-
-
-class NothingUnread:
-    """Used where requests are never parsed apart from the engine."""
-
-    waiting = 0
-    running = 0
-
-
 class Backlog:
     """Everything that waits and runs, in seconds: which requests may queue, and at how many steps.
 
@@ -300,7 +284,6 @@ class Backlog:
         self._limits, self._jobs = common.limits, common.jobs
         self._retry_after = RetryAfter(common.limits.queue_requests)
         self._busy_until_s = 0.0
-        self.unread: Unread = NothingUnread()
 
     def begin(self, call: Call, now_s: float) -> None:
         """A call begins."""
@@ -400,7 +383,7 @@ class Backlog:
         return min(turn_s, max(wait_s, self._limits.queue_wait_s))
 
     def _check_places(self, now_s: float, jobs: int) -> None:
-        queued = self._jobs.queued + self.unread.waiting
+        queued = self._jobs.queued + self._common.unread.waiting
         if queued + jobs > self._limits.queue_requests:
             raise QueueFull(
                 f"the queue is full ({queued} requests): try again later",

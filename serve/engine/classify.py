@@ -68,11 +68,6 @@ def labelled_rows(found: EarlyAnswers, rows: Sequence[Row]) -> list[Labelled | M
     return answered
 
 
-def embedded_rows(embeddings: FloatArray) -> list[Labelled | ModelFailure]:
-    """The embedding of each row (B, D), or an error if it is not finite."""
-    return _if_finite(embeddings, embeddings)
-
-
 def _if_finite(
     found: FloatArray, answers: FloatArray | ScoreArray
 ) -> list[Labelled | ModelFailure]:
@@ -247,7 +242,8 @@ class ClassifyLane:
         rows = [classification_of(job).rows[place] for job, place in batch.rows]
         rung = self.key._replace(steps=batch.steps, late=False)
         found = self.model.classify(rung, stack_rows(rows, self.model.manifest))
-        answers = embedded_rows(found.logits) if rung.embeds else labelled_rows(found, rows)
+        logits = found.logits  # of embeddings the states (B, D)
+        answers = _if_finite(logits, logits) if rung.embeds else labelled_rows(found, rows)
         return Classified(begun_s, self.model.common.clock(), rung, found, answers)
 
     def apply(self, call: Call, result: "Classified | Exception") -> Deliveries:

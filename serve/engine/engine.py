@@ -15,7 +15,7 @@ from typing import Any
 
 from serve.bundle import LatencyEntry, steps_in_words
 from serve.catalog import Catalog, Served
-from serve.engine.backlog import Backlog, GenerationSize, Unread
+from serve.engine.backlog import Backlog, GenerationSize
 from serve.engine.classify import ClassifyLane
 from serve.engine.cost import Cost
 from serve.engine.generate import Decoding, Prefilling
@@ -273,7 +273,7 @@ class Engine:
         self.clock = clock
         self.cache_bytes = 0
         self._common = Common(limits, metrics, clock, recheck_share)
-        self._jobs = self._common.jobs
+        self._jobs, self.unread = self._common.jobs, self._common.unread
         self._models = self._common.models  # by key, those that leave included
         self._leaving: list[Served] = []
         self._rested_s = 0.0  # when checks may run that nobody waits for
@@ -305,20 +305,6 @@ class Engine:
     def running(self) -> int:
         """Requests that run: in a model, or while they are parsed."""
         return self._jobs.running + self.unread.running
-
-    @property
-    def unread(self) -> Unread:
-        """Requests that are still to be parsed before they come here."""
-        return self._backlog.unread
-
-    @unread.setter
-    def unread(self, unread: Unread) -> None:
-        self._backlog.unread = unread
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread is not None and self._thread.is_alive() and not self._dead
 
     @property
     def dead(self) -> bool:

@@ -150,6 +150,14 @@ class Limits:
             raise ValueError("degrade_wait_s must be greater than 0, or None")
 
 
+@dataclass(slots=True)
+class Unread:
+    """How many requests are not in a lane yet, because their input is still to be parsed."""
+
+    waiting: int = 0
+    running: int = 0
+
+
 class Waiting(deque[Job]):
     """Jobs that wait, oldest first, and the tokens that they have to prefill and to generate."""
 

@@ -24,6 +24,7 @@ from serve.engine.job import (
     Limits,
     Queue,
     Turn,
+    Unread,
     Waiting,
     in_requests,
     request_ids,
@@ -113,6 +114,7 @@ class Common:
     recheck_share: float = 0.0  # of early answers, compared with those of all steps
     models: dict[str, "EngineModel"] = field(default_factory=dict)
     jobs: Jobs = field(default_factory=Jobs)
+    unread: Unread = field(default_factory=Unread)
     answer: AnswerTime = field(default_factory=AnswerTime)
 
     def model(self, key: LaneKey) -> "EngineModel":

@@ -251,10 +251,6 @@ class ContextPool:
         self.runtime = library.Runtime(library.Logger(library.Logger.WARNING))
 
     @property
-    def contexts(self) -> int:
-        return len(self._contexts) + len(self._captured)
-
-    @property
     def full(self) -> bool:
         """Whether no more shapes can be captured."""
         return len(self._captured) >= MAX_GRAPHS
@@ -263,7 +259,7 @@ class ContextPool:
         """Have this much working memory; if it moves, contexts and graphs are made anew."""
         if size <= self._size:
             return
-        self._forget(None)
+        self.forget()
         if self._memory:
             self._cuda.free(self._memory)
         self._memory = self._size = 0
@@ -294,35 +290,25 @@ class ContextPool:
     def keep(self, engine: Any, key: Key, captured: _Captured) -> None:
         self._captured[id(engine), key] = captured
 
-    def count(self, engine: Any) -> int:
-        """The captured shapes of an engine."""
-        return sum(owner == id(engine) for owner, _ in self._captured)
-
-    def discard_graphs(self, engine: Any) -> None:
-        """Free the captured graphs of an engine, whose buffers move."""
+    def discard_graphs(self, engine: Any = None) -> None:
+        """Free the captured graphs of an engine, whose buffers move; of all if none is given."""
         self._cuda.wait()
-        for key in [one for one in self._captured if one[0] == id(engine)]:
+        for key in [one for one in self._captured if engine is None or one[0] == id(engine)]:
             self._cuda.discard(self._captured.pop(key).executable)
 
-    def forget(self, engine: Any) -> None:
-        """Free all contexts and graphs of an engine, which must not outlive it."""
-        self._forget(id(engine))
+    def forget(self, engine: Any = None) -> None:
+        """Free the graphs and contexts of an engine, which must not outlive it; or of all."""
+        self.discard_graphs(engine)
+        for key in [one for one in self._contexts if engine is None or one[0] == id(engine)]:
+            del self._contexts[key]
 
     def close(self) -> None:
         """Free all of it."""
-        self._forget(None)
+        self.forget()
         if self._memory:
             self._cuda.free(self._memory)
             self._memory = self._size = 0
         self.runtime = None
-
-    def _forget(self, owner: int | None) -> None:
-        if self._captured:
-            self._cuda.wait()
-        for key in [one for one in self._captured if owner in (None, one[0])]:
-            self._cuda.discard(self._captured.pop(key).executable)
-        for context in [one for one in self._contexts if owner in (None, one[0])]:
-            del self._contexts[context]
 
 
 @final
@@ -351,11 +337,6 @@ class TrtSession:
         self._buffers: dict[str, tuple[int, int]] = {}  # name: (address, bytes)
         self._seen: set[Key] = set()
         pool.grow(max(1, self._engine.device_memory_size_v2))
-
-    @property
-    def graphs(self) -> int:
-        """The number of captured shapes."""
-        return self._pool.count(self._engine)
 
     def get_inputs(self) -> list[PortName]:
         """As on a session of onnxruntime."""
@@ -520,10 +501,9 @@ class _Block:
 
 @final
 class TrtMemory:
-    """Arrays and caches in the memory of a GPU; counts what crosses."""
+    """Arrays and caches in the memory of a GPU."""
 
     def __init__(self, cuda: Cuda) -> None:
-        self.written_bytes = self.read_bytes = 0
         self.cuda = cuda
 
     def empty(self, shape: Dims, kind: npt.DTypeLike) -> DeviceArray:
@@ -542,7 +522,6 @@ class TrtMemory:
         assert isinstance(target, DeviceArray) and target.shape == values.shape
         assert target.dtype == values.dtype
         self.cuda.upload(np.ascontiguousarray(values), target.address)
-        self.written_bytes += values.nbytes
 
     def read(self, array: DeviceOrHost) -> Array:
         """Wait for the stream; the contents on the host."""
@@ -550,7 +529,6 @@ class TrtMemory:
         values: Array = np.empty(array.shape, dtype=array.dtype)
         self.cuda.download(array.address, values)
         self.cuda.wait()
-        self.read_bytes += values.nbytes
         return values
 
     def cache_block(self, layout: CacheLayout, rows: int, capacity: int) -> DeviceArray:

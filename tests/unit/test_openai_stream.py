@@ -20,7 +20,6 @@ from serve.api.openai import (
 )
 from serve.api.submission import written
 from serve.engine.job import (
-    ClassifiedEvent,
     FailedEvent,
     GeneratedEvent,
     ScoredToken,
@@ -147,10 +146,8 @@ def test_the_last_of_several_answers_ends_the_stream(counts: bool) -> None:
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * 4 + [0] * counts
 
 
-@pytest.mark.parametrize(
-    "event", [FailedEvent(InternalError("a bug")), ClassifiedEvent((), (), (), SPAN)]
-)
-def test_nothing_comes_behind_an_error(event: FailedEvent | ClassifiedEvent) -> None:
+def test_nothing_comes_behind_an_error() -> None:
+    event = FailedEvent(InternalError("a bug"))
     written = writer(2).write([(0, TokenEvent(0, "a")), (0, event), (1, TokenEvent(0, "b"))])
     chunks, ended = parse_chunks(written.body.decode())
     assert written.over and ended == "error" and len(chunks) == 2

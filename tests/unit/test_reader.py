@@ -3,6 +3,7 @@
 import asyncio
 
 from serve.api.body import _ReaderThread, _Waiting
+from serve.engine.job import Unread
 
 
 class Body:
@@ -15,7 +16,7 @@ class Body:
 
 def test_leaving_the_queue_writes_no_body() -> None:
     async def leave() -> int:
-        worker = _ReaderThread("test")
+        worker = _ReaderThread("test", Unread())
         turn = _Waiting(Body(), 1, asyncio.get_running_loop().create_future())
         worker.add(turn)
         worker.drop(turn)  # it runs already, or has ended

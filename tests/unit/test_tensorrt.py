@@ -129,7 +129,7 @@ def test_a_shape_that_repeats_is_captured_and_survives_larger_ones(
         got: Any = session.run(["logits"], {"points": rows})[0]
         np.testing.assert_allclose(got, reference.unrolled(1).forward(rows), atol=1e-6)
     # The larger buffer took the first graph with it; the shape was then captured again.
-    assert session.graphs == 1 and cuda.launches == 3
+    assert len(cuda.graphs) == 1 and cuda.launches == 3
 
 
 @pytest.mark.parametrize("family", ["text", "decoder", "translator"])
@@ -169,7 +169,7 @@ def test_engines_of_a_model_share_contexts_memory_and_the_limit_of_graphs(
                 got = model.classifier(steps).run(rows)
                 np.testing.assert_allclose(got, reference.unrolled(steps).forward(rows), atol=1e-6)
     assert model._pool.full and len(cuda.graphs) == 3
-    assert model._pool.contexts <= 3 + len(ladder)  # one profile of each ran besides
+    assert len(model._pool._contexts) <= len(ladder)  # one profile of each ran besides
     buffers = sum(len(session._buffers) for session in model._sessions.values())
     assert len(cuda.memory) == buffers + 1  # one block of working memory for all engines
     model.close()
