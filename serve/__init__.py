@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 def load(folder: "Path | str", threads: int | None = None) -> "LocalModel":
     """Open a bundle to use in this process, without HTTP: `classify` and `generate`."""
-    from serve import local  # imported late: it brings the runtime and the engine
+    from serve.local import LocalModel  # imported late: it brings the runtime and the engine
 
-    return local.load(folder, threads)
+    return LocalModel(folder, threads)

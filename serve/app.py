@@ -36,10 +36,10 @@ from serve.middleware import (
     ADMIN_PREFIX,
     PROBES,
     RequestMiddleware,
+    open_traces,
     speaks_oip,
 )
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
-from serve.tracing import open_traces
 
 
 class Application(FastAPI):
@@ -154,7 +154,11 @@ def create_app(settings: Settings, engine: Engine, loading: Loading | None = Non
         docs_url=None,  # FastAPI's page loads scripts from another host: see serve.api.page
         redoc_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # serve.tracing has its own
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+        },  # the middleware makes ours
     )
     app.state.keys, app.state.admin_keys = keys, admin_keys
     app.include_router(native_routes(settings, engine, reader))

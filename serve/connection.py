@@ -622,8 +622,7 @@ def refusal(problem: ServeError, path: str) -> bytes:
         for name, value in problem.headers().items()
         if name != "connection"
     ]
-    lines = [name + b": " + value for name, value in headers]
-    return STATUS_LINE[problem.status] + b"\r\n".join([*lines, b"", body])
+    return b"".join((STATUS_LINE[problem.status], _lines(headers), b"\r\n", body))
 
 
 def _lines(headers: Sequence[Header]) -> bytes:

@@ -30,7 +30,6 @@ class ServeError(Exception):
         return {"error": public | self.details}
 
     def headers(self) -> dict[str, str]:
-        """Headers of this error."""
         return {}
 
 
@@ -232,8 +231,7 @@ class DeadlineLapsed(ServeError):
 
 
 class InternalError(ServeError):
-    status = 500
-    code = "internal_error"
+    """A bug of ours."""
 
 
 class Unavailable(ServeError):

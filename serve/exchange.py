@@ -106,11 +106,6 @@ class Exchange:
         exchange: Exchange = request.scope[EXCHANGE_KEY]
         return exchange
 
-    def use(self, users: ModelUsers) -> None:
-        """Count the request as a user of a model until it ends, even if the model is replaced."""
-        users.count += 1
-        self.users.append(users)
-
     # The client.
 
     def leave(self) -> None:

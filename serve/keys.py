@@ -95,7 +95,13 @@ class Holder:
                 retry_after_s=_TRY_AGAIN_S,
             )
         if self.key.requests_per_s is not None:
-            self._spend(self.key.requests_per_s)
+            wait_s = self._requests.take(1, float(self.key.burst), self.key.requests_per_s)
+            if wait_s:
+                raise RateLimited(
+                    f"this API key may send {self.key.requests_per_s:g} requests a second: wait as "
+                    "long as Retry-After says",
+                    retry_after_s=wait_s,
+                )
         self._running += 1
 
     def leave(self) -> None:
@@ -125,15 +131,6 @@ class Holder:
         """Return reserved tokens that were not used."""
         if self.key.tokens_per_min is not None:
             self._tokens.give_back(tokens)
-
-    def _spend(self, requests_per_s: float) -> None:
-        wait_s = self._requests.take(1, float(self.key.burst), requests_per_s)
-        if wait_s:
-            raise RateLimited(
-                f"this API key may send {requests_per_s:g} requests a second: wait as long as "
-                "Retry-After says",
-                retry_after_s=wait_s,
-            )
 
 
 class Keys:
@@ -226,7 +223,9 @@ def _from_file(path: Path) -> list[Key]:
     except OSError as error:
         raise KeysError(f"cannot read the API keys in {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or not TOML
-        raise KeysError(f"the API keys in {path} are not TOML: {_first_line(error)}") from None
+        # Only where the TOML error is: the line itself may hold a key.
+        where = str(error).splitlines()[0]
+        raise KeysError(f"the API keys in {path} are not TOML: {where}") from None
     listed = document.pop("key", None)
     if document or not isinstance(listed, list) or not listed:
         raise KeysError(
@@ -259,8 +258,3 @@ def _check_alike(keys: list[Key]) -> None:
                     "each needs its own"
                 )
             seen[value] = key.name
-
-
-def _first_line(error: ValueError) -> str:
-    # Only where the TOML error is: the line itself may hold a key.
-    return str(error).splitlines()[0]

@@ -111,7 +111,6 @@ class LocalModel:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of a classifier."""
         return self._served.manifest.labels or ()
 
     def classify(
@@ -242,8 +241,3 @@ class LocalModel:
         if isinstance(event, FailedEvent):
             raise event.error
         return event
-
-
-def load(folder: Path | str, threads: int | None = None) -> LocalModel:
-    """Open a bundle to use in this process."""
-    return LocalModel(folder, threads)

@@ -88,13 +88,9 @@ class LineWriter:
                     self._failed(error)
 
 
-def _standard_output_failed(error: OSError) -> None:
-    _log.warning("cannot write to standard output: %s", error)
-
-
 # If standard error fails there is nowhere to report it.
 _errors = LineWriter(2, lambda error: None)
-_output = LineWriter(1, _standard_output_failed)
+_output = LineWriter(1, lambda error: _log.warning("cannot write to standard output: %s", error))
 _tell_dropped: Callable[[int], None] | None = None
 
 

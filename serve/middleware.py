@@ -1,4 +1,4 @@
-"""What happens around every request: origin check, API key, id, headers, errors, access log.
+"""What happens around every request: origin check, API key, id, headers, errors, log and traces.
 
 Plain ASGI, for speed.
 """
@@ -10,9 +10,12 @@ import json
 import logging
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.engine.job import Job
 from serve.errors import (
     BadRequest,
     CrossOrigin,
@@ -36,7 +40,12 @@ from serve.errors import (
 from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
-from serve.tracing import Traces
+from serve.settings import SettingsError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 # Cross-origin requests. Any web page that a browser shows could send one, so only the origins of
 # the settings may (CORS). Programs send no Origin header and are not affected.
@@ -179,13 +188,7 @@ def _authorized(value: bytes) -> bytes | None:
 # Errors in the format of the protocol that the request used.
 
 
-def error_status(error: ServeError, path: str) -> int:
-    """The status for a request to this path. The Open Inference Protocol uses 400 for every client
-    error.
-    """
-    if speaks_oip(path) and isinstance(error, Unprocessable):
-        return 400
-    return error.status
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_body(error: ServeError, path: str) -> dict[str, Any]:
@@ -194,7 +197,8 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
         return {"error": error.message}
     if path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings")):
         body = error.body()
-        body["error"]["type"] = _openai_type(error.status)
+        others = "server_error" if error.status >= 500 else "invalid_request_error"
+        body["error"]["type"] = _OPENAI_TYPES.get(error.status, others)
         return body
     return error.body()
 
@@ -204,18 +208,138 @@ def speaks_oip(path: str) -> bool:
     return path == "/v2" or path.startswith("/v2/")
 
 
-def _openai_type(status: int) -> str:
-    match status:
-        case 401:
-            return "authentication_error"
-        case 403:
-            return "permission_error"
-        case 429:
-            return "rate_limit_error"
-        case _ if status >= 500:
-            return "server_error"
-        case _:
-            return "invalid_request_error"
+# OpenTelemetry traces: one span per request, with its wait and its computation inside. Off, and no
+# SDK is imported, unless OpenTelemetry's standard variables name an endpoint. Spans are made when a
+# request is over, from times that are recorded anyway.
+
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+_TRACER = "stepdial"
+_FLUSH_S = 2.0
+
+
+class Traces:
+    """Where spans go."""
+
+    def __init__(self, provider: "TracerProvider", exporter: "SpanExporter") -> None:
+        self._provider = provider
+        self._exporter = exporter
+        self._tracer = provider.get_tracer(_TRACER)
+
+    def record(
+        self,
+        exchange: Exchange,
+        name: str,
+        status: int,
+        attributes: Mapping[str, str | int],
+        ended_s: float,
+    ) -> str:
+        """Make the spans of a finished request; returns the trace id."""
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+
+        clock = _Clock()
+        headers = {
+            str(key, "latin-1"): str(value, "latin-1") for key, value in exchange.header_list
+        }
+        span = self._tracer.start_span(
+            name,
+            extract(headers),  # the client's span is the parent
+            SpanKind.SERVER,
+            attributes,
+            start_time=clock.ns(exchange.arrived_s),
+        )
+        if span.is_recording():
+            inside = set_span_in_context(span)
+            for job in exchange.jobs:
+                self._record_job(job, exchange.computed_s or ended_s, inside, clock)
+        if status >= 500:
+            span.set_status(StatusCode.ERROR)
+        span.end(clock.ns(ended_s))
+        return f"{span.get_span_context().trace_id:032x}"
+
+    def close(self) -> None:
+        """Send what is left, within a time limit."""
+        # Otherwise it is tried again and again if nobody listens.
+        timer = threading.Timer(_FLUSH_S, self._exporter.shutdown)
+        timer.start()
+        self._provider.shutdown()
+        timer.cancel()
+
+    def _record_job(self, job: Job, ended_s: float, inside: "Context", clock: "_Clock") -> None:
+        begun_s, first_s = job.started_s, job.first_token_s
+        parts: list[tuple[str, float | None, float | None]] = [("queue", job.queued_s, begun_s)]
+        if begun_s is not None and job.lane.kind == "generate":
+            parts += [("reading", begun_s, first_s), ("decoding", first_s, ended_s)]
+        else:
+            parts += [("steps", begun_s, ended_s)]
+        for name, from_s, to_s in parts:
+            if from_s is None:
+                break
+            child = self._tracer.start_span(
+                name,
+                inside,
+                attributes={"stepdial.steps": job.lane.steps},
+                start_time=clock.ns(from_s),
+            )
+            child.end(clock.ns(ended_s if to_s is None else to_s))
+
+
+class _Clock:
+    """Converts the performance counter to nanoseconds since 1970."""
+
+    def __init__(self) -> None:
+        self._now_ns, self._now_s = time.time_ns(), time.perf_counter()
+
+    def ns(self, at_s: float) -> int:
+        return self._now_ns - int((self._now_s - at_s) * 1e9)
+
+
+def open_traces(environ: Mapping[str, str]) -> Traces | None:
+    """Traces as the variables ask; None if they name no endpoint or switch it off."""
+    if (
+        not any(environ.get(name) for name in _ENDPOINTS)
+        or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
+    ):
+        return None
+    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise SettingsError(
+            f"traces are sent as http/protobuf only, not {protocol}: unset {_PROTOCOLS[-1]}, and "
+            "name an HTTP port of the collector, usually 4318"
+        )
+    if not all(map(_installed, _PACKAGES)):
+        _log.warning(
+            "%s is set, but OpenTelemetry is not installed, so there are no traces: install "
+            "stepdial[otel]",
+            next(name for name in _ENDPOINTS if environ.get(name)),
+        )
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    given = environ.get("OTEL_RESOURCE_ATTRIBUTES", "") + "," + environ.get("OTEL_SERVICE_NAME", "")
+    named = "service.name=" in given or not given.endswith(",")
+    resource = Resource.create({} if named else {SERVICE_NAME: _TRACER})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Traces(provider, exporter)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+# The middleware itself.
 
 
 CLIENT_GONE = 499  # only counted: there is no client to read it
@@ -246,31 +370,21 @@ _access = logging.getLogger("stepdial.access")
 _ids = random.Random()
 
 
+@dataclass(frozen=True, slots=True)
 class RequestMiddleware:
     """Checks every request, sets its headers, and counts and logs it."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: Metrics,
-        keys: Keys,
-        origins: Collection[str] = (),
-        access_log: bool = False,
-        traces: Traces | None = None,
-        takes: Callable[[float], bool] = lambda _: True,
-    ) -> None:
-        """`takes` tells whether a request that arrived at this time is still accepted."""
-        self._app = app
-        self._takes = takes
-        self._metrics = metrics
-        self._keys = keys
-        self._origins = frozenset(origins)
-        self._access_log = access_log
-        self._traces = traces
+    app: ASGIApp
+    metrics: Metrics
+    keys: Keys
+    origins: Collection[str] = ()
+    access_log: bool = False
+    traces: Traces | None = None
+    takes: Callable[[float], bool] = lambda _: True  # whether what arrived then is still accepted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         exchange: Exchange | None = scope.get(EXCHANGE_KEY)
         if exchange is None:  # behind another server than ours
@@ -282,8 +396,8 @@ class RequestMiddleware:
         exchange.id = request_id = _request_id(headers)
         exchange.own_headers = ((b"x-request-id", request_id.encode()),)
         exchange.always = SECURITY_HEADERS
-        if self._origins:
-            exchange.own_headers += cross_origin_headers(scope, self._origins)
+        if self.origins:
+            exchange.own_headers += cross_origin_headers(scope, self.origins)
         if exchange.method == "HEAD":  # the same answer as for GET, without the body
             scope = {**scope, "method": "GET"}
 
@@ -327,14 +441,14 @@ class RequestMiddleware:
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or say why not."""
-        preflight = preflight_headers(scope, self._origins) if self._origins else None
+        preflight = preflight_headers(scope, self.origins) if self.origins else None
         if preflight is not None:  # before the key check: browsers send no key with it
             await send({"type": "http.response.start", "status": 204, "headers": list(preflight)})
             await send({"type": "http.response.body", "body": b""})
             return
         try:
             self._admit(exchange, scope)
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         except ServeError as error:
             shown = error
         except HTTPException as error:
@@ -360,14 +474,14 @@ class RequestMiddleware:
             raise Crowded("too many connections are open to this server: try again in a moment")
         if exchange.probing and path not in PROBE_PORT_PATHS:
             raise NotFound("this port has the probes and /metrics only")
-        if exchange.method not in _LOOKING and not self._takes(exchange.arrived_s):
+        if exchange.method not in _LOOKING and not self.takes(exchange.arrived_s):
             raise Draining("the server is shutting down: send the request to another")
         if b"origin" in exchange.headers:  # not in requests of programs
-            refusal = check_origin(scope, self._origins)
+            refusal = check_origin(scope, self.origins)
             if refusal is not None:
                 raise refusal
-        if self._keys.in_use:
-            exchange.holder = authenticate(exchange, self._keys)
+        if self.keys.in_use:
+            exchange.holder = authenticate(exchange, self.keys)
 
     def _count(self, exchange: Exchange, scope: Scope) -> None:
         # Of an answer that had begun, the status that what ended it would have had.
@@ -376,15 +490,15 @@ class RequestMiddleware:
         route, model = getattr(scope.get("route"), "path", None), exchange.model
         labels = route or "none", model
         taken_s = ended_s - exchange.arrived_s
-        self._metrics.requests.labels(*labels, str(status)).inc()
+        self.metrics.requests.labels(*labels, str(status)).inc()
         if status < 400:
             rung = "" if exchange.steps is None else str(exchange.steps)
-            self._metrics.request_seconds.labels(*labels, rung).observe(taken_s)
+            self.metrics.request_seconds.labels(*labels, rung).observe(taken_s)
         else:  # errors have no step count
-            self._metrics.refused_seconds.labels(*labels, str(status)).observe(taken_s)
+            self.metrics.refused_seconds.labels(*labels, str(status)).observe(taken_s)
         if exchange.error is not None:
-            self._metrics.rejected.labels(exchange.error).inc()
-        if self._access_log or self._traces is not None:
+            self.metrics.rejected.labels(exchange.error).inc()
+        if self.access_log or self.traces is not None:
             self._write_down(exchange, scope, route, status, ended_s)
 
     def _write_down(
@@ -401,7 +515,7 @@ class RequestMiddleware:
             fields["reason"] = exchange.reason
         if exchange.error is not None:
             fields["error"] = exchange.error
-        if self._traces is not None and exchange.path not in PROBE_PORT_PATHS:
+        if self.traces is not None and exchange.path not in PROBE_PORT_PATHS:
             attributes = {
                 "http.request.method": method,
                 "http.response.status_code": exchange.status or status,
@@ -411,8 +525,8 @@ class RequestMiddleware:
                 **{f"stepdial.{key}": value for key, value in fields.items()},
             }
             name = f"{method} {route}" if route else method
-            fields["trace_id"] = self._traces.record(exchange, name, status, attributes, ended_s)
-        if self._access_log:
+            fields["trace_id"] = self.traces.record(exchange, name, status, attributes, ended_s)
+        if self.access_log:
             milliseconds = (ended_s - exchange.arrived_s) * 1000
             of_http = {"method": method, "path": path, "status": status}
             noted = [f" {key}={value}" for key, value in fields.items() if key != "id"]
@@ -438,9 +552,11 @@ def _path_as_sent(scope: Scope) -> str:
 
 def error_response(error: ServeError, path: str) -> Response:
     """The answer to a request to this path that ends with an error."""
+    # The Open Inference Protocol has 400 for every error of a client.
+    status = 400 if speaks_oip(path) and isinstance(error, Unprocessable) else error.status
     return Response(
         json.dumps(error_body(error, path)),
-        status_code=error_status(error, path),
+        status_code=status,
         headers=error.headers(),
         media_type="application/json",
     )

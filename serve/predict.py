@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from serve.local import load
+    from serve.local import LocalModel
 
     separator = _separator(arguments.input)
     if not arguments.input.exists():
@@ -111,7 +111,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             f"--output {arguments.output}: end it like --input, {arguments.input.suffix}"
         )
     with (
-        load(arguments.bundle, arguments.threads) as model,
+        LocalModel(arguments.bundle, arguments.threads) as model,
         arguments.input.open(encoding="utf-8-sig", newline="") as source,
         _reading(arguments.input),
     ):
@@ -215,9 +215,9 @@ def _naming_the_row(error: ServeError, places: list[str]) -> str:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    from serve.local import load
+    from serve.local import LocalModel
 
-    with load(arguments.bundle, arguments.threads) as model:
+    with LocalModel(arguments.bundle, arguments.threads) as model:
         print(
             model.generate(
                 arguments.prompt,

@@ -657,7 +657,7 @@ _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 
 async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> BodyT:
     """The body, checked against the schema, whatever content type the client claims."""
-    body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    body = await read_body(exchange, reader.settings)
     return await checked_json(exchange, body, schema, reader, explain)
 
 
@@ -777,9 +777,9 @@ def _check_inside(value: object, where: str) -> None:
                 _check_inside(item, f"{where}[{place}]")
 
 
-async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body; PayloadTooLarge or RequestTimeout beyond these limits."""
-    headers = exchange.headers
+async def read_body(exchange: Exchange, settings: Settings) -> bytes:
+    """The whole body; PayloadTooLarge or RequestTimeout beyond the limits."""
+    headers, max_bytes = exchange.headers, settings.max_body_bytes
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise BadRequest("the body is compressed: send it without content-encoding")
     declared = headers.get(b"content-length", b"")
@@ -788,11 +788,11 @@ async def read_body(exchange: Exchange, max_bytes: int, timeout_s: float) -> byt
     if exchange.connection is not None and exchange.has_body:
         return _fitting(exchange.connection.take_body(), max_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(settings.body_timeout_s):
             return await _chunks(exchange, max_bytes)
     except TimeoutError:
         raise RequestTimeout(
-            f"the body did not arrive within {timeout_s:g} s: send it at once"
+            f"the body did not arrive within {settings.body_timeout_s:g} s: send it at once"
         ) from None
 
 

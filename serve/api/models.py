@@ -216,7 +216,6 @@ _UNKNOWN = problems(e404="No model with this name is served.")
 
 
 def model_routes(engine: Engine) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["models"], route_class=Route)
 
     @router.get(
@@ -261,7 +260,7 @@ def model_routes(engine: Engine) -> APIRouter:
                 full_steps=manifest.full_steps,
                 default_steps=manifest.default_steps,
                 caution=round(engine.cost(served).caution * COST_MARGIN, 3),
-                answer_ms=round(engine.answer_s * 1000, 3),
+                answer_ms=round(engine.answer.seconds * 1000, 3),
                 rungs=[_rung(served, rung, engine) for rung in manifest.rungs],
             )
         )
@@ -410,7 +409,6 @@ _LOAD_PROBLEMS = problems(
 
 
 def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["admin"], route_class=Route)
 
     @router.get(
@@ -495,7 +493,6 @@ _READINESS: dict[str, Any] = {
 
 
 def health_routes(engine: Engine) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["operations"], route_class=Route)
 
     @router.get(

@@ -225,7 +225,7 @@ class AnswerWriter:
         submission, (request,) = self.submission, self.submission.requests
         spent = submission.timing(event.span)
         body = {
-            "id": submission.id,
+            "id": submission.exchange.id,
             "model": submission.served.name,
             "text": event.text,
             "finish_reason": event.finish_reason,
@@ -261,7 +261,7 @@ class AnswerWriter:
         """The fields of DoneChunk."""
         submission, (request,) = self.submission, self.submission.requests
         return {
-            "id": submission.id,
+            "id": submission.exchange.id,
             "model": submission.served.name,
             "finish_reason": event.finish_reason,
             "seed": request.sampling.seed,
@@ -305,16 +305,6 @@ def _check_trace(asked: ClassifyRequest, served: Served) -> None:
             "trace out",
             param="trace",
         )
-
-
-def _characters(asked: ClassifyRequest) -> int | None:
-    """The length of the texts to encode; None for other inputs."""
-    total = 0
-    for item in asked.input:
-        if item.characters is None:
-            return None
-        total += item.characters
-    return total
 
 
 def _results(
@@ -395,7 +385,6 @@ def _readout(step: int, tags: Tags, one: InputRow, manifest: Manifest) -> Readou
 
 
 def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["inference"], route_class=Route)
 
     @router.post(
@@ -415,22 +404,23 @@ def native_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         _check_trace(asked, served)
         check_count(asked.input, settings.max_inputs)
         check_kinds(asked.input, manifest)
+        texts = manifest.input.kind == "text"
         inputs, event = await submission.classify(
             reader,
             len(asked.input),
-            _characters(asked),
+            sum(len(item.value) for item in asked.input) if texts else None,
             lambda: read_items(asked.input, manifest, served.text, asked.truncate is not False),
             traced=asked.trace is True,
         )
         spent = submission.timing(event.span)
         response: ClassifyResponse = {
-            "id": submission.id,
+            "id": submission.exchange.id,
             "model": served.name,
             "results": _results(event, inputs, manifest, top, submission.decision),
             "timing": spent,
         }
         answered = answer(response, server_timing(spent))
-        engine.observe_answer(engine.clock() - event.span.ended_s)
+        engine.answer.observe(engine.clock() - event.span.ended_s)
         return answered
 
     @router.post(

@@ -517,7 +517,7 @@ async def read_inference(
     exchange: Exchange, reader: Reader
 ) -> tuple[InferRequest, list[memoryview | None]]:
     """The JSON of a request, and the bytes of each input that was sent as bytes."""
-    body = await read_body(exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s)
+    body = await read_body(exchange, reader.settings)
     length = _header_length(exchange, len(body))
     text = body if length is None else body[:length]
     asked = await checked_json(exchange, text, InferRequest, reader, explain_request)
@@ -655,7 +655,7 @@ class InputSpec:
         for index, tensor in enumerate(tensors):
             if tensor.name != self.name:
                 raise InvalidField(
-                    f"inputs[{index}].name is {_quoted(tensor.name)}, but {model} takes "
+                    f"inputs[{index}].name is {shown(repr(tensor.name))}, but {model} takes "
                     f"{self.name!r} only"
                 )
         if len(tensors) > 1:
@@ -665,8 +665,8 @@ class InputSpec:
         (tensor,) = tensors
         if tensor.datatype not in self.datatypes:
             raise InvalidField(
-                f"inputs[0].datatype is {_quoted(tensor.datatype)}, but {self.name} of {model} is "
-                + " or ".join(self.datatypes)
+                f"inputs[0].datatype is {shown(repr(tensor.datatype))}, but {self.name} of {model} "
+                f"is {' or '.join(self.datatypes)}"
             )
         self._check_shape(tensor.shape, model, max_rows)
 
@@ -677,7 +677,7 @@ class InputSpec:
         )
         if not fits:
             raise InvalidField(
-                f"inputs[0].shape is {_quoted(list(shape))}, but {self.name} of {model} is "
+                f"inputs[0].shape is {shown(repr(list(shape)))}, but {self.name} of {model} is "
                 f"{list(self.shape)}, where -1 is any size from 1"
             )
         if shape[0] > max_rows:
@@ -700,7 +700,6 @@ def outputs_of(manifest: Manifest) -> dict[str, Datatype]:
 
 
 def metadata_of(manifest: Manifest) -> ModelMetadata:
-    """The metadata of a model."""
     spec = InputSpec.of(manifest)
     calibrated = () if manifest.calibration is None else manifest.calibration.levels
     return ModelMetadata(
@@ -731,11 +730,6 @@ def metadata_of(manifest: Manifest) -> ModelMetadata:
             request=list(parameter_names(manifest.task)),
         ),
     )
-
-
-def _quoted(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "…"
 
 
 # The server and its models.
@@ -922,7 +916,7 @@ class Inference:
         worst = min(budgets, key=lambda budget: budget["steps"])
         spent = submission.timing(event.span)
         response = self._answer(facts_of(worst, spent, truncated=truncated), spent, columns)
-        self.engine.observe_answer(self.engine.clock() - event.span.ended_s)
+        self.engine.answer.observe(self.engine.clock() - event.span.ended_s)
         return response
 
     def _labels(self, event: ClassifiedEvent, inputs: Sequence[InputRow]) -> dict[str, Values]:
@@ -1058,7 +1052,6 @@ class Inference:
 
 
 def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["open inference protocol"], route_class=Route)
 
     @router.get("/v2/", include_in_schema=False)
@@ -1145,9 +1138,7 @@ def oip_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
         openapi_extra=takes(IndexRequest, required=False),
     )
     async def index(exchange: ThisExchange) -> Response:
-        body = await read_body(
-            exchange, reader.settings.max_body_bytes, reader.settings.body_timeout_s
-        )
+        body = await read_body(exchange, reader.settings)
         only_ready = False
         if body.strip():
             asked = await checked_json(exchange, body, IndexRequest, reader, explain_request)

@@ -4,7 +4,7 @@ import base64
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import numpy as np
@@ -77,8 +77,8 @@ from serve.errors import (
     WrongTask,
 )
 from serve.exchange import Exchange, Route, ThisExchange
-from serve.inputs.chat import Messages
-from serve.inputs.rows import MAX_INPUTS, InputRow, Text, Texts, read_items
+from serve.inputs.chat import ChatTemplate, Messages
+from serve.inputs.rows import MAX_INPUTS, Text, Texts, read_items
 from serve.inputs.text import TextCodec
 from serve.middleware import error_body
 from serve.runtime.protocol import FloatArray
@@ -645,10 +645,10 @@ class OpenAIFields(SamplingFields):
                 "stream_options are for streams: leave them out, or send stream: true",
                 param="stream_options",
             )
-        for field, given in (("steps", self.steps), ("effort", self.effort)):
+        for name, given in (("steps", self.steps), ("effort", self.effort)):
             if self.reasoning_effort is not None and given is not None:
                 raise InvalidField(
-                    f"reasoning_effort and {field} both name a step count: send one of them",
+                    f"reasoning_effort and {name} both name a step count: send one of them",
                     param="reasoning_effort",
                 )
         return self
@@ -822,7 +822,6 @@ class ChatRequest(OpenAIFields):
 
     @property
     def limit_field(self) -> str:
-        """The field that set the limit."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -851,27 +850,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 @final
+@dataclass(slots=True)
 class ChunkWriter:
     """Writes the events of all answers to one request, in the order in which they arrive."""
 
-    def __init__(
-        self,
-        response_format: ResponseFormat,
-        head: Fields,
-        answers: int,
-        tail: Callable[[Sequence[GeneratedEvent]], Tail],
-        path: str,
-        counts: bool,
-    ) -> None:
-        """`head` is in every chunk; with `counts` a last chunk has the usage."""
-        self._format = response_format
-        self._head = head
-        self._answers = answers
-        self._tail = tail
-        self._path = path
-        self._counts = counts
-        self._opened: set[int] = set()
-        self._ends: dict[int, GeneratedEvent] = {}
+    _format: ResponseFormat
+    _head: Fields  # of every chunk
+    _answers: int
+    _tail: Callable[[Sequence[GeneratedEvent]], Tail]
+    _path: str
+    _counts: bool  # whether a last chunk has the usage
+    _opened: set[int] = field(default_factory=set)
+    _ends: dict[int, GeneratedEvent] = field(default_factory=dict)
 
     def write(self, events: Sequence[tuple[int, Event]]) -> StreamChunk:
         """The bytes for these events. Nothing follows an error."""
@@ -962,7 +952,7 @@ class OpenAIAnswer:
         submission.generate(self._requests(max_tokens, logprobs))
         streams = self.asked.streams
         head: Fields = {
-            "id": response_format.prefix + submission.id,
+            "id": response_format.prefix + submission.exchange.id,
             "object": response_format.chunk_kind if streams else response_format.whole_kind,
             "created": int(time.time()),
             "model": submission.served.name,
@@ -1056,7 +1046,7 @@ def _likelihood(event: GeneratedEvent) -> float:
     return sum(one.logprob for one in event.logprobs) / len(event.logprobs)
 
 
-def _check_chats(served: Served) -> None:
+def _chats_of(served: Served) -> ChatTemplate:
     if served.chat is None:
         raise WrongTask(
             f"{served.name} translates, and takes no chats: send the text as prompt to "
@@ -1064,11 +1054,7 @@ def _check_chats(served: Served) -> None:
             param="model",
             endpoint="/v1/completions",
         )
-
-
-def _prompt(asked: ChatRequest, served: Served) -> list[int]:
-    assert served.chat is not None
-    return served.codec.encode_prompt(served.chat.prompt(asked.messages), "messages")
+    return served.chat
 
 
 def _echoes(asked: CompletionRequest, served: Served) -> list[str]:
@@ -1220,11 +1206,6 @@ def _embedding_items(
         yield {"object": "embedding", "index": index, "embedding": shown, "steps": taken}
 
 
-def _embedding_usage(inputs: Sequence[InputRow]) -> EmbeddingUsage:
-    tokens = sum(len(one.row) for one in inputs)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
 # The routes.
 
 
@@ -1234,7 +1215,6 @@ def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
 
 
 def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
-    """The routes, for an engine."""
     router = APIRouter(tags=["openai"], route_class=Route)
 
     @router.post(
@@ -1272,7 +1252,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
     async def chat(exchange: ThisExchange) -> Response:
         asked = await read_json(exchange, ChatRequest, reader)
         served = engine.catalog.pick(asked.model, WRITING)
-        _check_chats(served)
+        chats = _chats_of(served)
         submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_size(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
@@ -1280,7 +1260,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
             exchange,
             sum(len(message.content) for message in asked.messages),
             submission.deadline,
-            lambda: _prompt(asked, served),
+            lambda: served.codec.encode_prompt(chats.prompt(asked.messages), "messages"),
         )
         response_format = ChatFormat(asked.alternatives is not None)
         answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
@@ -1308,14 +1288,14 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
             embeds=True,
         )
         spent = submission.timing(event.span)
-        vectors = unit_vectors(event)
+        vectors, tokens = unit_vectors(event), sum(len(one.row) for one in inputs)
         body = {
             "object": "list",
             "model": served.name,
             "data": LazyList(
                 _embedding_items(vectors, event.steps, asked.encoding_format == "base64")
             ),
-            "usage": _embedding_usage(inputs),
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             "stepdial": {
                 "budget": budget_of(submission.decision.served_at(min(event.steps))),
                 "timing": spent,
@@ -1323,7 +1303,7 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
             },
         }
         answered = answer_of(body, vectors.size, server_timing(spent))
-        engine.observe_answer(engine.clock() - event.span.ended_s)
+        engine.answer.observe(engine.clock() - event.span.ended_s)
         return answered
 
     return router

@@ -8,7 +8,6 @@ import asyncio
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from html import escape
@@ -215,53 +214,27 @@ _WEB = Path(__file__).resolve().parent.parent / "web"
 _FRESH = {"cache-control": "no-cache"}
 
 
-@dataclass(frozen=True, slots=True)
-class CachedFile:
-    """A file as it was when it was read."""
-
-    changed_ns: int
-    content: bytes
-    media_type: str
-    etag: str
-
-
-class CachedFiles(StaticFiles):
-    """Files in memory: a page of many small files loads at once, not one thread hop per file."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(directory=folder)
-        self._folder = folder
-        self._kept: dict[str, CachedFile] = {}
+class PageFiles(StaticFiles):
+    """The files of the page. They are many and small: each is read here, not on other threads."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file that browsers revalidate before they use their copy."""
-        kept = self._read(path) if scope["method"] == "GET" else None
-        if kept is None:
+        file = _WEB / path
+        if scope["method"] != "GET" or Path(path).name != path or not file.is_file():
             return await super().get_response(path, scope)  # which makes the error
-        headers = _FRESH | {"etag": kept.etag}
-        response = Response(kept.content, media_type=kept.media_type, headers=headers)
+        content = file.read_bytes()
+        headers = _FRESH | {"etag": f'"{sha256(content).hexdigest()[:32]}"'}
+        media_type = guess_type(path)[0] or "application/octet-stream"
+        response = Response(content, media_type=media_type, headers=headers)
         if self.is_not_modified(response.headers, Headers(scope=scope)):
             return NotModifiedResponse(response.headers)
         return response
-
-    def _read(self, name: str) -> CachedFile | None:
-        path = self._folder / name
-        if Path(name).name != name or not path.is_file():
-            return None
-        changed_ns = path.stat().st_mtime_ns
-        kept = self._kept.get(name)
-        if kept is None or kept.changed_ns != changed_ns:
-            content = path.read_bytes()
-            media_type = guess_type(name)[0] or "application/octet-stream"
-            etag = f'"{sha256(content).hexdigest()[:32]}"'
-            kept = self._kept[name] = CachedFile(changed_ns, content, media_type, etag)
-        return kept
 
 
 def add_page(app: FastAPI) -> None:
     """Add the routes to an application."""
     router = APIRouter(include_in_schema=False, route_class=Route)
-    files = CachedFiles(_WEB) if _WEB.is_dir() else None
+    files = PageFiles(directory=_WEB) if _WEB.is_dir() else None
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:

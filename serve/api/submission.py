@@ -347,7 +347,9 @@ class Submission:
         cls, exchange: Exchange, engine: Engine, served: Served, asked: BudgetFields
     ) -> "Submission":
         """A submission to this model, with the budget that was asked."""
-        exchange.use(served.users)
+        # Counted until the request ends, even if another model replaces it.
+        served.users.count += 1
+        exchange.users.append(served.users)
         exchange.model = served.name
         most = None if exchange.holder is None else exchange.holder.key.max_steps
         decision = decide_within(asked.budget_request, served.manifest, most)
@@ -355,11 +357,6 @@ class Submission:
         if asked.deadline_ms is not None:
             deadline = Deadline(exchange.arrived_s, asked.deadline_ms / 1000)
         return cls(exchange, engine, served, decision, deadline)
-
-    @property
-    def id(self) -> str:
-        """The id of the request: its own, or a new one."""
-        return self.exchange.id
 
     def timing(self, span: Span) -> Timing:
         """Where the time of the request went."""

@@ -71,7 +71,6 @@ Milliseconds = Annotated[float, between(0.0, 1e9)]
 
 
 def steps_in_words(steps: int) -> str:
-    """A count of steps in words."""
     return "1 step" if steps == 1 else f"{steps} steps"
 
 

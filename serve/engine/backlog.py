@@ -286,7 +286,6 @@ class Backlog:
         self._busy_until_s = 0.0
 
     def begin(self, call: Call, now_s: float) -> None:
-        """A call begins."""
         seconds = call.seconds
         if seconds is None and call.kind is not None:
             seconds = call.by.model.cost.usual_s((call.lane, call.kind))

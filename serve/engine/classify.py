@@ -182,12 +182,12 @@ class ClassifyLane:
     """One classification lane: its rows in the order of their deadlines."""
 
     def __init__(self, key: LaneKey, model: EngineModel) -> None:
-        limits, answer = model.common.limits, model.common.answer
+        limits, self._answer_time = model.common.limits, model.common.answer
         self.key = key
         self.model = model
         self.waiting: list[QueuedRow] = []
         self.rechecks = Rechecks(model, model.common.recheck_share)
-        self._costs = ClassifyCosts(model.cost, answer, key, limits.batch_rows)
+        self._costs = ClassifyCosts(model.cost, key, limits.batch_rows)
         self._max_rows, self._max_tokens = limits.batch_rows, limits.batch_tokens
         self._max_wait_s = limits.max_wait_s
         self._shedder = LoadShedder(limits.degrade_wait_s)
@@ -253,7 +253,7 @@ class ClassifyLane:
             return self.model.fail(rung, call.jobs, result)
         begun_s, ran_s, rung, found, answers = result
         model, common = self.model, self.model.common
-        model.worked()
+        model.threw = None
         spent: list[int] = found.evaluations.tolist()
         model.count_call(rung, "classify", len(answers), sum(spent))
         deliveries: Deliveries = []
@@ -320,7 +320,7 @@ class ClassifyLane:
             if row.job in found:
                 continue
             call_s = self._costs.call_s(self._choices(row.job)[0], 1, row.tokens)
-            if now_s + call_s + self._costs.answer_s <= row.ends_s:
+            if now_s + call_s + self._answer_time.seconds <= row.ends_s:
                 break
             found.append(row.job)
         return found
@@ -340,7 +340,7 @@ class ClassifyLane:
         if not self.waiting or self.waiting[-1].due_s > due_s:
             return -math.inf
         done_s = self._least_s * _HEADROOM + self._costs.usual_s(steps) * COST_MARGIN
-        return start_s + done_s + self._costs.answer_s - due_s
+        return start_s + done_s + self._answer_time.seconds - due_s
 
     def late_s(self, job: Job, start_s: float, beside_s: float) -> float:
         """How late a job with a deadline, or a job that it pushes back, would be at worst.
@@ -355,7 +355,7 @@ class ClassifyLane:
         done_s = self._least_s + own_s + each_s * (len(self.waiting) + len(lengths))
         late_s = -math.inf
         behind = self.waiting[place:]
-        added_s = start_s + beside_s + self._costs.answer_s
+        added_s = start_s + beside_s + self._answer_time.seconds
         if not behind or (done_s + call_s) * _HEADROOM + added_s <= behind[0].due_s:
             # Everything behind is done in time anyway.
             done_s -= sum(row.least_s for row in behind) + each_s * len(behind)
@@ -369,7 +369,7 @@ class ClassifyLane:
             done_s -= least_s + each_s
         idle_s = self._costs.idle_s(least, lengths)
         done_s = (done_s - own_s) * _HEADROOM + max(own_s, idle_s, call_s) * COST_MARGIN
-        return start_s + beside_s + max(late_s, done_s - due_s) + self._costs.answer_s
+        return start_s + beside_s + max(late_s, done_s - due_s) + self._answer_time.seconds
 
     def wait_s(self, least: bool) -> float:
         """The time until the queue is empty, at the fewest steps or at the steps it will get.
@@ -404,7 +404,7 @@ class ClassifyLane:
                 fits = share <= allowed
             else:
                 call_s = self._costs.call_s(steps, 1, head.tokens)
-                fits = now_s + call_s + self._costs.answer_s <= head.ends_s
+                fits = now_s + call_s + self._answer_time.seconds <= head.ends_s
             if fits and share * pressure <= 1:
                 return steps
         return choices[0]
@@ -413,7 +413,7 @@ class ClassifyLane:
         """The work at full steps, in seconds a second, that the deadlines here need."""
         if self._least_given_s == math.inf:
             return 0.0
-        answer_s, each_s = self._costs.answer_s, beside_s / self._max_rows
+        answer_s, each_s = self._answer_time.seconds, beside_s / self._max_rows
         done_s = pressure = 0.0
         for position, row in enumerate(self.waiting):
             done_s += row.full_s
@@ -466,7 +466,7 @@ class ClassifyLane:
         if self._least_given_s == math.inf:
             return math.inf
         share = self._costs.share(steps, self.key.steps)
-        done_s, spare_s = now_s + self._costs.answer_s, math.inf
+        done_s, spare_s = now_s + self._answer_time.seconds, math.inf
         for row in self.waiting:
             done_s += share * row.full_s
             if row.ends_s is not None:
@@ -479,7 +479,7 @@ class ClassifyLane:
         if limit_s == math.inf:
             return None
         if head.ends_s is not None:
-            left_s = head.ends_s - self._costs.answer_s - now_s
+            left_s = head.ends_s - self._answer_time.seconds - now_s
             limit_s = min(limit_s, _COMPANY_SHARE * left_s)
         return limit_s
 
@@ -564,7 +564,7 @@ class Rechecks:
     def apply(self, call: Call, result: FloatArray | Exception) -> Deliveries:
         if isinstance(result, Exception):
             return self.model.fail(call.lane, (), result)
-        self.model.worked()
+        self.model.threw = None
         self.model.count_call(call.lane, "recheck", 1)
         one: Recheck = call.what
         self._count(one.early_lane, agrees=answer_of(result[0], one.row) == one.labels)

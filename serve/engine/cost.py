@@ -55,7 +55,6 @@ class AnswerTime:
         self.seconds = min(_MOST_ANSWER_S, self.seconds * (1 + change))
 
     def lower(self) -> None:
-        """Lower it a little."""
         self.seconds = max(IDLE_ANSWER_S, self.seconds * _LOWER)
 
 
@@ -104,15 +103,6 @@ class Cost:
                 return self._speed * parted.seconds(rows, length)
         curve = self._curves.get(cost_key) or self._parted.get(cost_key)
         return None if curve is None else self._speed * curve.seconds(rows, length)
-
-    def decode_line(self, cost_key: CostKey, rows: int) -> CostLine | None:
-        """The cost of a token of this many rows; None if none was seen."""
-        curve = self._curves.get(cost_key)
-        if curve is None:
-            return None
-        a, b, c = curve.factors
-        tokens = self._speed * rows / _SCALE
-        return self._speed * a + tokens * b, tokens * c / _SCALE
 
     def learn(self, latency: Latency) -> None:
         """Start from a measured latency table, of this machine or another."""
@@ -163,11 +153,13 @@ class Cost:
 
     def token(self, key: LaneKey, rows: int) -> CostLine:
         """The cost of a token of this many rows."""
-        known = self.decode_line(CostKey("decode", key.steps), rows)
-        if known is None:
+        curve = self._curves.get(CostKey("decode", key.steps))
+        if curve is None:
             turn: Turn = (key, "decode" if key.kind == "generate" else "search")
             return self.usual_s(turn) or 0.0, 0.0
-        return known
+        a, b, c = curve.factors
+        tokens = self._speed * rows / _SCALE
+        return self._speed * a + tokens * b, tokens * c / _SCALE
 
     def prompts_s(self, key: LaneKey, tokens: int, prompts: int) -> float:
         """The time to prefill these prompts, one after the other."""
@@ -306,20 +298,14 @@ class ClassifyCosts:
     Costs include caution, since admission rests on them; 0 where nothing was measured.
     """
 
-    def __init__(self, cost: Cost, answer: AnswerTime, key: LaneKey, max_rows: int) -> None:
+    def __init__(self, cost: Cost, key: LaneKey, max_rows: int) -> None:
         self._cost = cost
-        self._answer = answer
         self._key = key
         self._max_rows = max_rows
         self._cost_keys: dict[int, CostKey] = {}
         self._usual_tokens = 0.0
         self._usual_rows = 1.0
         self._usual_padding = 1.0  # tokens with padding, per real token
-
-    @property
-    def answer_s(self) -> float:
-        """The time from the end of a call until its answer has left."""
-        return self._answer.seconds
 
     @property
     def caution(self) -> float:

@@ -24,13 +24,14 @@ from serve.engine.job import (
     Deliveries,
     FailedEvent,
     Job,
+    Lane,
     LaneKey,
     Limits,
     State,
     in_requests,
     request_ids,
 )
-from serve.engine.loaded import Call, Common, EngineModel, Lane, Planner, new_cost
+from serve.engine.loaded import Call, Common, EngineModel, Planner, new_cost
 from serve.engine.search import SearchLane
 from serve.engine.writing import Generation
 from serve.errors import (
@@ -152,12 +153,10 @@ class Watchdog:
             self._asked = False
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -273,7 +272,8 @@ class Engine:
         self.clock = clock
         self.cache_bytes = 0
         self._common = Common(limits, metrics, clock, recheck_share)
-        self._jobs, self.unread = self._common.jobs, self._common.unread
+        self._jobs = self._common.jobs
+        self.unread, self.answer = self._common.unread, self._common.answer
         self._models = self._common.models  # by key, those that leave included
         self._leaving: list[Served] = []
         self._rested_s = 0.0  # when checks may run that nobody waits for
@@ -324,11 +324,8 @@ class Engine:
     @property
     def failing(self) -> tuple[str, ...]:
         """Names of the served models whose last call threw."""
-        return tuple(served.name for served in self.catalog if self._failing(served))
-
-    def _failing(self, served: Served) -> bool:
-        model = self._models.get(served.key)
-        return model is not None and model.threw is not None
+        models = [(served.name, self._models.get(served.key)) for served in self.catalog]
+        return tuple(name for name, one in models if one is not None and one.threw is not None)
 
     @property
     def readiness(self) -> dict[str, bool]:
@@ -373,15 +370,6 @@ class Engine:
         """What calls of this model cost; nothing is known of one that is not served."""
         model = self._models.get(served.key)
         return Cost() if model is None else model.cost
-
-    @property
-    def answer_s(self) -> float:
-        """The time from the end of a call until its answer has left; few answers take longer."""
-        return self._common.answer.seconds
-
-    def observe_answer(self, seconds: float) -> None:
-        """Note how long after its last call an answer left. On the event loop."""
-        self._common.answer.observe(seconds)
 
     # Actions, from any thread.
 
@@ -614,11 +602,12 @@ class Engine:
 
     def _sweep(self) -> None:
         """Drop what was held for jobs that have ended."""
+        cached = self._common.cached()
         if self._jobs.ended:
             self._jobs.ended = False
-            for model in self._models.values():
-                model.sweep()
-        self.cache_bytes = sum([lane.nbytes for lane in self._common.cached()])
+            for lane in cached:
+                lane.sweep()
+        self.cache_bytes = sum([lane.nbytes for lane in cached])
 
     def _add(self, served: Served, cost: Cost | None) -> None:
         model = EngineModel(served, cost or new_cost(served), self._common)

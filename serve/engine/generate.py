@@ -85,7 +85,7 @@ class LeadTuner:
         if self._tokens == _TRIAL:
             self._round[self.lead] = self._spent_s
             self._tokens, self._spent_s = 0, 0.0
-            if self._all_tried:
+            if len(self._round) == len(self._leads):
                 self._choose()
 
     @property
@@ -355,7 +355,7 @@ class Prefilling:
             return model.fail(lane.key, call.jobs, result)
         begun_s, ran_s, positions, length, events = result
         model.cost.observe_usual((lane.key, "prefill"), ran_s - begun_s)
-        model.worked()
+        model.threw = None
         lane.prefill_s += ran_s - begun_s
         if events is None:
             return []
@@ -576,7 +576,7 @@ class Decoding:
         parts = [part for part in planned if part.lane not in failed]
         single = len(planned) == len(parts) == 1 and parts[0].whole
         if parts:
-            model.worked()
+            model.threw = None
             self._count(parts)
         deliveries: Deliveries = []
         for lane, error in failed.items():

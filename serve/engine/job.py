@@ -5,7 +5,7 @@ Plain values, so that planning runs in a simulator.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -66,8 +66,8 @@ class Work:
     deliver: "Deliver"
 
 
-class Queue(Protocol):
-    """The lane that a job is in."""
+class Lane(Protocol):
+    """A queue of jobs that may share a batch."""
 
     def add(self, job: "Job") -> None:
         """Put a job at the end of the queue."""
@@ -75,6 +75,10 @@ class Queue(Protocol):
 
     def drop(self, job: "Job") -> None:
         """The job is ending. What of it runs leaves at the next plan."""
+        ...
+
+    def busy(self) -> Sequence[CallKind]:
+        """The kinds of calls that there is work for, now or once there is room."""
         ...
 
 
@@ -95,7 +99,7 @@ class Job:
     state: State = State.QUEUED
     request_id: str = ""  # for logs
     number: int = -1  # order of arrival
-    queue: Queue | None = None  # the lane that it is in
+    queue: Lane | None = None  # that it is in
     queued_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
@@ -126,7 +130,7 @@ def in_requests(ids: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of queue, batches and cache."""
+    """The limits of queue, batches and cache; the settings say which are possible."""
 
     queue_requests: int = 256
     batch_rows: int = 16
@@ -137,17 +141,6 @@ class Limits:
     max_wait_s: float = 0.0  # how long a classification may wait for others to join its batch
     queue_wait_s: float = math.inf  # the longest predicted wait of a new request
     degrade_wait_s: float | None = None  # predicted wait at which steps are cut; None: never
-
-    def __post_init__(self) -> None:
-        for name in ("queue_requests", "batch_rows", "batch_tokens", "decode_rows", "cache_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.max_wait_s < 0:
-            raise ValueError("max_wait_s must not be negative")
-        if self.queue_wait_s <= 0:
-            raise ValueError("queue_wait_s must be greater than 0")
-        if self.degrade_wait_s is not None and self.degrade_wait_s <= 0:
-            raise ValueError("degrade_wait_s must be greater than 0, or None")
 
 
 @dataclass(slots=True)
@@ -205,8 +198,7 @@ class Jobs:
         """Whether there are jobs of this model."""
         return any(job.lane.model == model for job in self._live.values())
 
-    def add(self, job: Job, queue: Queue, now_s: float) -> None:
-        """Queue a job in its lane."""
+    def add(self, job: Job, queue: Lane, now_s: float) -> None:
         assert job.state is State.QUEUED and job.lengths
         job.number, job.queued_s, job.queue = self._arrivals, now_s, queue
         self._arrivals += 1

@@ -20,9 +20,9 @@ from serve.engine.job import (
     FailedEvent,
     Job,
     Jobs,
+    Lane,
     LaneKey,
     Limits,
-    Queue,
     Turn,
     Unread,
     Waiting,
@@ -69,14 +69,6 @@ class Planner(Protocol):
 
     def usual_s(self, call: Call) -> list[float | None]:
         """Recent and predicted times of such calls. From any thread."""
-        ...
-
-
-class Lane(Queue, Protocol):
-    """A queue of jobs that may share a batch."""
-
-    def busy(self) -> Sequence[CallKind]:
-        """The kinds of calls that there is work for, now or once there is room."""
         ...
 
 
@@ -248,11 +240,6 @@ class EngineModel:
         usual_s = self.cost.usual_s
         return sum([usual_s(turn) or 0.0 for turn in self.busy() if turn != but])
 
-    def sweep(self) -> None:
-        """Drop what nobody waits for any more."""
-        for lane in self.cached:
-            lane.sweep()
-
     def classify(self, lane: LaneKey, rows: RowArray) -> EarlyAnswers:
         """The answers to these rows at the steps of a lane."""
         if lane.traced:
@@ -291,10 +278,6 @@ class EngineModel:
         """End the job with this event, unless it has ended."""
         if self.common.jobs.end(job):
             deliveries.append((job.work.deliver, event))
-
-    def worked(self) -> None:
-        """A call of this model succeeded."""
-        self.threw = None
 
     def fail(self, lane: LaneKey, jobs: Iterable[Job], error: Exception) -> Deliveries:
         """A call threw: end the jobs in it."""
@@ -348,7 +331,7 @@ class FailureCheck:
     def apply(self, call: Call, result: Exception | None) -> Deliveries:
         if result is not None:
             return self.model.fail(call.lane, (), result)
-        self.model.worked()
+        self.model.threw = None
         return []
 
     def usual_s(self, call: Call) -> list[float | None]:

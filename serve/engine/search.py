@@ -191,11 +191,9 @@ class SearchLane:
         return sum(source.nbytes for source in self._sources.values())
 
     def occupants(self) -> Sequence[Job]:
-        """Jobs that hold memory or have it reserved."""
         return self.running
 
     def charged_bytes(self, extra: Job | None = None) -> int:
-        """The memory that this lane holds or may come to hold, optionally with one more job."""
         jobs = self.running if extra is None else [*self.running, extra]
         return sum(self._batches.bytes_for(job.positions, 1) for job in jobs)
 
@@ -233,7 +231,7 @@ class SearchLane:
         if isinstance(result, Exception):
             return model.fail(self.key, call.jobs, result)
         begun_s, ran_s, (rows, length), events = result
-        model.worked()
+        model.threw = None
         model.count_call(self.key, "search", rows)
         deliveries: Deliveries = []
         job.tokens_left -= 1

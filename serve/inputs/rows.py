@@ -63,11 +63,6 @@ class Input:
     value: Any
     param: str  # its place in the request
 
-    @property
-    def characters(self) -> int | None:
-        """The length of a text; None for inputs whose reading time does not depend on length."""
-        return len(self.value) if self.kind == "text" else None
-
 
 def check_items(value: object) -> tuple[Input, ...]:
     """The inputs of a request, in order; InvalidField if they are malformed."""
@@ -209,14 +204,13 @@ def read_items(
         return [InputRow(read_points(item.value, spec, item.param)) for item in items]
     assert codec is not None, "texts are read by a codec"
     if manifest.task == "tag":
-        return [_positions(item, codec, truncate) for item in items]
+        encoded = [codec.encode_positions(item.value, truncate, item.param) for item in items]
+        return [
+            InputRow(one.tokens, one.truncated, item.value, one.spans)
+            for item, one in zip(items, encoded, strict=True)
+        ]
     encoded = [codec.encode_input(item.value, truncate, item.param) for item in items]
     return [InputRow(one.tokens, one.truncated) for one in encoded]
-
-
-def _positions(item: Input, codec: TextCodec, truncate: bool) -> InputRow:
-    encoded = codec.encode_positions(item.value, truncate, item.param)
-    return InputRow(encoded.tokens, encoded.truncated, item.value, encoded.spans)
 
 
 def greatest_length(manifest: Manifest) -> int:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -101,23 +101,12 @@ def _rewrites(normalizer: Mapping[str, Any] | None) -> tuple[Rewrite, ...] | Non
         return (str.lower,)
     if normalizer["type"] == "Replace":
         old, new = normalizer["pattern"].get("String"), normalizer["content"]
-        return (partial(_replaced, old, new),) if old and new.isascii() else None
+        return (lambda text: text.replace(old, new),) if old and new.isascii() else None
     if normalizer["type"] == "Sequence":
-        return _joined(_rewrites(part) for part in normalizer["normalizers"])
+        parts = [_rewrites(part) for part in normalizer["normalizers"]]
+        known = [part for part in parts if part is not None]
+        return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
     return None
-
-
-def _joined(parts: Iterable[tuple[Rewrite, ...] | None]) -> tuple[Rewrite, ...] | None:
-    joined: tuple[Rewrite, ...] = ()
-    for part in parts:
-        if part is None:
-            return None
-        joined += part
-    return joined
-
-
-def _replaced(old: str, new: str, text: str) -> str:
-    return text.replace(old, new)
 
 
 # Encoding of texts of any length, at a cost that the model's window bounds.
@@ -291,6 +280,8 @@ class TextCodec:
         with inside_file(bundle.tokenizer_path):
             check_tokenizer(self._tokenizer, bundle.manifest.text_tokenizer)
         self._spec = bundle.manifest.text_tokenizer
+        self.bos_id = self._spec.bos_id  # starts every answer of a translator
+        self.eos_id = self._spec.eos_id  # ends an answer, if there is one
         special = {self._tokenizer.id_to_token(token) for token in self._spec.special_ids}
         # Padding and beginning of sequence, which no answer contains.
         self.banned_tokens = tuple(
@@ -301,20 +292,6 @@ class TextCodec:
         if self._spec.kind == "chars":
             vocab = self._tokenizer.get_vocab()
             self._characters = {text: token for text, token in vocab.items() if text not in special}
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token that starts every answer of a translator."""
-        return self._spec.bos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        """The token that ends an answer, if there is one."""
-        return self._spec.eos_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._spec.vocab_size
 
     def encode_prompt(self, text: str, param: str = "prompt") -> list[int]:
         """The tokens of a prompt, or of a text to translate; they must fit the model's window."""
@@ -331,10 +308,10 @@ class TextCodec:
             encoded = Encoded(list(tokens[:limit]), truncated=True, counted=len(tokens))
             raise self._too_long(encoded, param, self._shorter)
         for index, token in enumerate(tokens):
-            if not 0 <= token < self.vocab_size or token == self._spec.pad_id:
+            if not 0 <= token < self._spec.vocab_size or token == self._spec.pad_id:
                 raise Unprocessable(
                     f"{param}[{index}] is no token of {self._manifest.name}: send ids from 0 to "
-                    f"{self.vocab_size - 1}, without {self._spec.pad_id}, which is padding",
+                    f"{self._spec.vocab_size - 1}, without {self._spec.pad_id}, which is padding",
                     param=f"{param}[{index}]",
                 )
         return list(tokens)

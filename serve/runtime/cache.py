@@ -127,26 +127,19 @@ class _Mapping(NamedTuple):
     file: int
     address: int
     nbytes: int
+    held: int = 0  # bytes of its pages, when it was put aside
 
 
-class _SpareMapping(NamedTuple):
-    """A mapping to reuse, and the bytes of its pages."""
-
-    mapping: _Mapping
-    held: int
-
-
-_spare_mappings: list[
-    _SpareMapping
-] = []  # used by any thread and from finalizers, so without a lock
+# Used by any thread and from finalizers, so without a lock.
+_spare_mappings: list[_Mapping] = []
 
 
 def _take_spare(nbytes: int, most_held: int) -> _Mapping | None:
     for one in _spare_mappings[:]:
-        if one.mapping.nbytes == nbytes and one.held <= most_held:
+        if one.nbytes == nbytes and one.held <= most_held:
             with suppress(ValueError):  # another thread took it
                 _spare_mappings.remove(one)
-                return one.mapping
+                return one
     return None
 
 
@@ -174,13 +167,13 @@ def _nameless_file() -> int:
 
 def _recycle(mapping: _Mapping) -> None:
     """Keep a mapping for reuse, and free the oldest ones beyond the limits."""
-    _spare_mappings.append(_SpareMapping(mapping, os.fstat(mapping.file).st_blocks * 512))
+    _spare_mappings.append(mapping._replace(held=os.fstat(mapping.file).st_blocks * 512))
     with suppress(IndexError):  # another thread took it
         while (
             sum(one.held for one in _spare_mappings[:]) > MOST_SPARE
             or len(_spare_mappings) > _MOST_MAPPINGS
         ):
-            _free(_spare_mappings.pop(0).mapping)
+            _free(_spare_mappings.pop(0))
 
 
 def _free(mapping: _Mapping) -> None:
@@ -342,6 +335,10 @@ class RowCaches:
         self._memory: SharedMemory | None = None
 
     def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
+        """Make room for rows of up to this many positions; True if the buffers moved.
+
+        The first `used` rows keep their positions, which are `held` at most.
+        """
         capacity = self.layout.capacity_for(positions)
         if rows <= self.rows:
             if capacity > self.capacity:
@@ -375,17 +372,23 @@ class RowCaches:
         return True
 
     def arrange(self, lead: int, held: int) -> bool:
+        """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
         if self.rows == 1 and self.lead == lead:
             return False
         self._resize(1, held, 1, self.capacity, lead)
         return True
 
     def along(self, step: int, count: int) -> list[CacheArray]:
+        """The only row's buffers (count, ...) from this step on, each `lead` after the last."""
         assert self.rows == 1
         first = places(self.layout.steps, self.lead)[step]
         return [block[first : first + count, 0] for block in self._blocks]
 
     def join(self, lengths: Sequence[int], other: Any, length: int, positions: int) -> None:
+        """Append the only row of other caches, which has so many positions.
+
+        The rows here have these lengths; each may grow to `positions`.
+        """
         assert isinstance(other, RowCaches)
         row = len(lengths)
         self.reserve(row, max(lengths, default=0), row + 1, positions)
@@ -393,6 +396,10 @@ class RowCaches:
             array[row, :, :length] = theirs[0, :, :length]
 
     def leave(self, row: int, lengths: Sequence[int], positions: int) -> None:
+        """Remove one of the rows of these lengths; the last takes its number.
+
+        Room for this many positions stays.
+        """
         last, length = len(lengths) - 1, lengths[-1]
         if row != last:
             for array in self.arrays:

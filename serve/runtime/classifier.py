@@ -107,7 +107,6 @@ class OrtStepClassifier:
         return EarlyAnswers(logits, evaluations * self._sessions.stages, readouts)
 
     def jumps(self, rows: RowArray) -> FloatArray:
-        """Logits (M, B, ..., C) after each evaluation; the last are the answer."""
         self._check_jumps()
         return self._readouts(rows)
 

@@ -1,7 +1,7 @@
 """A decoder rung on onnxruntime: prefill, and batches of rows that decode together."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, final
@@ -199,23 +199,19 @@ class OrtPasses(Passes):
 CHUNK_TOKENS = 64
 PIECE_TOKENS = 128  # tokens times steps
 
-Opening = Callable[[Sequence[Array], IntArray, int], Pass]  # (caches, tokens (S,), past)
-
 
 @final
 class OrtPrefill:
     """The prefill of one prompt, in pieces, with caches of its own."""
 
-    def __init__(
-        self, caches: Caches, open_pass: Opening, tokens: IntArray, positions: int
-    ) -> None:
+    def __init__(self, passes: Passes, caches: Caches, tokens: IntArray, positions: int) -> None:
         """`caches` are empty; the row may grow to this many positions."""
         self.tokens = tokens  # (S,)
         self.caches = caches
         # At least one position more, since a prompt is there to be continued.
         self.room = min(max(len(tokens) + 1, positions), caches.layout.max_tokens)
         self.caches.reserve(0, 0, 1, self.room)
-        self._open = open_pass
+        self._passes = passes
         self._bound_pass: Pass | None = None
         self._read = self._step = 0
 
@@ -236,7 +232,10 @@ class OrtPrefill:
         assert not self.done, "all has been read"
         chunk = self.tokens[self._read : self._read + CHUNK_TOKENS]
         if self._bound_pass is None:
-            self._bound_pass = self._open(self.caches.arrays, chunk, self._read)
+            last = np.array([len(chunk) - 1], dtype=np.int64)  # the position whose logits matter
+            self._bound_pass = self._passes.open(
+                self.caches.arrays, chunk[None], _one(self._read), last
+            )
             self._bound_pass.begin()
         bound_pass = self._bound_pass
         end = min(bound_pass.steps, self._step + max(1, PIECE_TOKENS // len(chunk)))
@@ -247,11 +246,6 @@ class OrtPrefill:
         self._read += len(chunk)
         self._bound_pass, self._step = None, 0
         return bound_pass.end()[0, 0] if self.done else None
-
-
-def last_of(tokens: IntArray) -> IntArray:
-    """The position whose logits are wanted, as the head takes it."""
-    return np.array([len(tokens) - 1], dtype=np.int64)
 
 
 _NUMBERS = count()  # unique over all batches
@@ -317,7 +311,7 @@ class CachedRows:
             )
         # With the lead of the last row that speculated; the next one probably uses the same.
         caches = self._passes.caches(self._caches.layout, self._lead)
-        return OrtPrefill(caches, self._open_alone, tokens, positions)
+        return OrtPrefill(self._passes, caches, tokens, positions)
 
     def join(self, prefill: Prefill) -> None:
         assert isinstance(prefill, OrtPrefill) and prefill.done, "nothing that was read here"
@@ -405,9 +399,6 @@ class CachedRows:
 
     def _used(self) -> list[Array]:
         return [array[: len(self._past)] for array in self._caches.arrays]
-
-    def _open_alone(self, caches: Sequence[Array], tokens: IntArray, past: int) -> Pass:
-        return self._passes.open(caches, tokens[None], _one(past), last_of(tokens))
 
 
 @final

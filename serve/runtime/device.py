@@ -24,19 +24,18 @@ _CUDA = "CUDAExecutionProvider"
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class DeviceArray:
     """An array in a device's memory, or a part of one along its first axis."""
 
-    def __init__(
-        self, value: Any, shape: Shape, dtype: "np.dtype[Any]", offset_bytes: int = 0
-    ) -> None:
-        self.value = value  # keeps the memory, and has `data_ptr()`: an OrtValue, or a block
-        self.shape, self.dtype = shape, dtype
-        self._offset_bytes = offset_bytes
+    value: Any  # keeps the memory, and has `data_ptr()`: an OrtValue, or a block
+    shape: Shape
+    dtype: "np.dtype[Any]"
+    offset_bytes: int = 0
 
     @property
     def address(self) -> int:
-        return int(self.value.data_ptr()) + self._offset_bytes
+        return int(self.value.data_ptr()) + self.offset_bytes
 
     def __getitem__(self, part: slice) -> "DeviceArray":
         first, end, step = part.indices(self.shape[0])
@@ -46,65 +45,11 @@ class DeviceArray:
             self.value,
             (end - first, *self.shape[1:]),
             self.dtype,
-            self._offset_bytes + first * row_bytes,
+            self.offset_bytes + first * row_bytes,
         )
 
 
 Array = HostArray | DeviceArray  # of one kind of memory each
-
-
-class Caches(Protocol):
-    """The KV caches of a batch: an array (rows, heads, capacity, head_width) a buffer."""
-
-    @property
-    def layout(self) -> CacheLayout: ...
-
-    @property
-    def version(self) -> int:
-        """Changes whenever buffers move."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held now."""
-        ...
-
-    @property
-    def arrays(self) -> Sequence[Any]:
-        """The buffers (Array), step by step; the used rows are the first."""
-        ...
-
-    def reserve(self, used: int, held: int, rows: int, positions: int) -> bool:
-        """Make room for rows of up to this many positions; True if the buffers moved.
-
-        The first `used` rows keep their positions, which are `held` at most.
-        """
-        ...
-
-    def join(self, lengths: Sequence[int], other: Any, length: int, positions: int) -> None:
-        """Append the only row of other caches, which has so many positions.
-
-        The rows here have these lengths; each may grow to `positions`.
-        """
-        ...
-
-    def leave(self, row: int, lengths: Sequence[int], positions: int) -> None:
-        """Remove one of the rows of these lengths; the last takes its number.
-
-        Room for this many positions stays.
-        """
-        ...
-
-    def arrange(self, lead: int, held: int) -> bool:
-        """Keep one row, with steps `lead` apart next to each other; True if the buffers moved."""
-        ...
-
-    def along(self, step: int, count: int) -> Sequence[Any]:
-        """The only row's buffers (count, heads, capacity, head_width), from this step on.
-
-        Each is `lead` steps after the one before.
-        """
-        ...
 
 
 class ArrayMemory(Protocol):
@@ -127,53 +72,6 @@ class ArrayMemory(Protocol):
         ...
 
 
-class Memory(ArrayMemory, Protocol):
-    """Where arrays and caches of sessions of onnxruntime are."""
-
-    def bind_input(self, binding: ort.IOBinding, name: str, array: Array) -> None:
-        """Let the graph read this array."""
-        ...
-
-    def bind_output(self, binding: ort.IOBinding, name: str, array: Array) -> None:
-        """Let the graph write this array."""
-        ...
-
-    def caches(self, layout: CacheLayout, lead: int = 1) -> Caches:
-        """Caches without rows; `lead` as of RowCaches."""
-        ...
-
-    def run(
-        self,
-        session: ort.InferenceSession,
-        outputs: Sequence[str],
-        feeds: Mapping[str, Array],
-    ) -> list[Array]:
-        """Run a graph for these outputs, which stay where they are made.
-
-        What it is fed may be of the host.
-        """
-        ...
-
-    def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> Array:
-        """These rows of an array (B, ...)."""
-        ...
-
-    def joined(self, parts: Sequence[Array]) -> Array:
-        """The rows of all parts, one part behind the other."""
-        ...
-
-    def jumped(self, x: Array, y: Array, left: HostArray) -> Array:
-        """x + left (y - x), in this order; where `left` is 1, exactly y."""
-        ...
-
-
-def memory_for(device: Device, providers: Sequence[str]) -> Memory:
-    """The memory of a session that runs on these providers."""
-    if device.name == "cpu" or _CUDA not in providers:
-        return HOST
-    return ProviderMemory("cuda", device.number, cuda_provider(device))
-
-
 def cuda_provider(device: Device, tf32: bool = False) -> tuple[str, dict[str, str]]:
     """The CUDA provider of this device, with its options."""
     options = {"device_id": str(device.number), "use_tf32": str(int(tf32))}
@@ -186,7 +84,10 @@ def cuda_provider(device: Device, tf32: bool = False) -> tuple[str, dict[str, st
 
 @final
 class HostMemory:
-    """Arrays of numpy. The caller keeps each alive, contiguous and unmoved while it is bound."""
+    """Arrays of numpy. The caller keeps each alive, contiguous and unmoved while it is bound.
+
+    Besides, as in ProviderMemory, where caches are, and what runs there without leaving.
+    """
 
     def empty(self, shape: Shape, kind: npt.DTypeLike) -> HostArray:
         return np.empty(shape, dtype=kind)
@@ -202,31 +103,38 @@ class HostMemory:
         return array
 
     def bind_input(self, binding: ort.IOBinding, name: str, array: Array) -> None:
+        """Let the graph read this array."""
         assert isinstance(array, np.ndarray)
         binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
 
     def bind_output(self, binding: ort.IOBinding, name: str, array: Array) -> None:
+        """Let the graph write this array."""
         assert isinstance(array, np.ndarray)
         binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, _address(array))
 
     def caches(self, layout: CacheLayout, lead: int = 1) -> RowCaches:
+        """Caches without rows; `lead` as of RowCaches."""
         return RowCaches(layout, lead)
 
     def run(
         self, session: ort.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Array]
     ) -> list[Array]:
+        """These outputs of a graph, which stay where they are made. Feeds may be of the host."""
         made: list[Array] = session.run(outputs, feeds)
         return made
 
     def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> HostArray:
+        """These rows of an array (B, ...)."""
         assert isinstance(array, np.ndarray)
         picked: HostArray = array[rows]
         return picked
 
     def joined(self, parts: Sequence[Array]) -> HostArray:
+        """The rows of all parts, one part behind the other."""
         return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
     def jumped(self, x: Array, y: Array, left: HostArray) -> HostArray:
+        """x + left (y - x), in this order; where `left` is 1, exactly y."""
         assert isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
         states: FloatArray = np.subtract(y, x, dtype=np.float32)
         states *= left.astype(np.float32)
@@ -360,7 +268,7 @@ class ProviderMemory:
 
 
 def _device_array(value: ort.OrtValue) -> DeviceArray:
-    return DeviceArray(value, tuple(value.shape()), _TYPES[value.data_type()])
+    return DeviceArray(value, tuple(value.shape()), _OF_NUMBER[value.element_type()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,6 +393,17 @@ class DeviceCaches:
         return self.layout.buffers // self.layout.steps
 
 
+Caches = RowCaches | DeviceCaches
+Memory = HostMemory | ProviderMemory
+
+
+def memory_for(device: Device, providers: Sequence[str]) -> Memory:
+    """The memory of a session that runs on these providers."""
+    if device.name == "cpu" or _CUDA not in providers:
+        return HOST
+    return ProviderMemory("cuda", device.number, cuda_provider(device))
+
+
 def _pads(more: int) -> npt.NDArray[np.int64]:
     """So many positions more behind those that there are."""
     pads = np.zeros(10, dtype=np.int64)
@@ -497,7 +416,7 @@ def _pads(more: int) -> npt.NDArray[np.int64]:
 # its bytes.
 
 
-_KINDS = {
+_KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): 1,
     np.dtype(np.int8): 3,
     np.dtype(np.int32): 6,
@@ -505,13 +424,7 @@ _KINDS = {
     np.dtype(np.bool_): 9,
     np.dtype(np.float16): 10,
 }
-_TYPES: dict[str, np.dtype[Any]] = {
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-    "tensor(bool)": np.dtype(np.bool_),
-    "tensor(float16)": np.dtype(np.float16),
-}
+_OF_NUMBER = {number: kind for kind, number in _KINDS.items()}
 _FLOAT, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
 _OPSET, _IR_VERSION = 21, 10
 Port = tuple[str, "np.dtype[Any]", int]  # name, type, dimensions

@@ -202,7 +202,8 @@ class OrtMix:
         self._sessions = sessions
         self._names = cache_names(sessions.stages, manifest.shape.layers)
         self._calls: dict[Key, _MixCall] = {}
-        self._most_calls = _most_calls(len(self._names) * self.most_batches)
+        parts = len(self._names) * self.most_batches  # that a call maps, at most
+        self._most_calls = max(1, min(_MOST_CALLS, _MOST_PARTS // parts))
         self._apart = False  # whether memory cannot be mapped any more
         self._speculation_calls: SpeculationCalls = {}
 
@@ -356,11 +357,6 @@ class _MixCall:
         array = self._memory.empty(shape, np.float32)
         self._memory.bind_output(self._binding, name, array)
         return array
-
-
-def _most_calls(parts: int) -> int:
-    """Calls that may be kept if each maps up to this many parts."""
-    return max(1, min(_MOST_CALLS, _MOST_PARTS // parts))
 
 
 def _own(batches: Sequence[DecodeBatch]) -> list[OrtDecodeBatch]:

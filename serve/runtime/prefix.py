@@ -49,16 +49,14 @@ def padded(tokens: IntArray, length: int, pad_id: int) -> IntArray:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class PrefixGraph:
     """The graph of one rung."""
 
-    def __init__(
-        self, session: ort.InferenceSession, max_tokens: int, vocab_size: int, pad_id: int
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.vocab_size = vocab_size
-        self.pad_id = pad_id
-        self._session = session
+    session: ort.InferenceSession
+    max_tokens: int
+    vocab_size: int
+    pad_id: int
 
     def after(self, prefixes: Sequence[Prefix]) -> FloatArray:
         """Logits (B, V) for the token after each prefix."""
@@ -100,7 +98,7 @@ class PrefixGraph:
         if sources:
             inputs["source"] = np.stack([one.tokens for one in sources])  # (B, S)
             inputs["memory"] = np.stack([one.memory for one in sources])  # (B, S, D)
-        logits: FloatArray = self._session.run(["logits"], inputs)[0]
+        logits: FloatArray = self.session.run(["logits"], inputs)[0]
         return logits  # (B, K, V)
 
 

@@ -152,7 +152,6 @@ class Cuda:
         self._copy(array.ctypes.data, address, array.nbytes, "cudaMemcpyDeviceToHost")
 
     def wait(self) -> None:
-        """Wait for the stream."""
         self._call("cudaStreamSynchronize", self._opened_stream())
 
     def capture(self, work: Callable[[], None]) -> Any:
@@ -303,7 +302,6 @@ class ContextPool:
             del self._contexts[key]
 
     def close(self) -> None:
-        """Free all of it."""
         self.forget()
         if self._memory:
             self._cuda.free(self._memory)

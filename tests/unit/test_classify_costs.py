@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.engine.cost import AnswerTime, ClassifyCosts, Cost, CostKey
+from serve.engine.cost import ClassifyCosts, Cost, CostKey
 from serve.engine.job import LaneKey
 
 LANE = LaneKey("m", "classify", 8)
@@ -15,7 +15,7 @@ def costs(cost: Callable[[int, int], float], calls: int = 8) -> ClassifyCosts:
     known = Cost()
     for rows, length in ((1, 32), (1, 128), (8, 32), (8, 128), (16, 64)) * calls:
         known.observe(CostKey("classify", 8), rows, length, cost(rows, length))
-    return ClassifyCosts(known, AnswerTime(), LANE, 16)
+    return ClassifyCosts(known, LANE, 16)
 
 
 def test_rows_whose_cost_adds_up_do_not_wait_for_many_others() -> None:
@@ -37,4 +37,4 @@ def test_as_many_are_done_in_a_second_as_in_full_calls(share: float) -> None:
 
 def test_calls_are_filled_while_little_is_known() -> None:
     assert costs(lambda rows, length: 1e-4 * rows * length, calls=1).enough_rows(8, 64) == 16
-    assert ClassifyCosts(Cost(), AnswerTime(), LANE, 16).enough_rows(8, 64) == 16
+    assert ClassifyCosts(Cost(), LANE, 16).enough_rows(8, 64) == 16

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from export.run import ExportRequest, export_run
+from serve import load
 from serve.inputs.text import TextCodec
-from serve.local import load
 from serve.runtime import open_model
 from stepdial import main
 from tests.pretrained_folders import FAMILIES, transformers, write_folder, write_table

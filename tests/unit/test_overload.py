@@ -262,7 +262,7 @@ def test_what_cannot_be_in_time_any_more_is_given_up_before_its_deadline() -> No
     cost, engine = simulation.cost, simulation.engine
     call_s = cost.call_s(CostKey("classify", LADDER[0]), 1, 64)
     assert job is not None and call_s is not None
-    least_s, answer_s = call_s * cost.caution, engine.answer_s
+    least_s, answer_s = call_s * cost.caution, engine.answer.seconds
     assert engine.lapsed(0.05 - least_s - 1.5 * answer_s) == []
     # The call would fit, but its answer would not have left.
     assert engine.lapsed(0.05 - least_s - 0.5 * answer_s) == [job]

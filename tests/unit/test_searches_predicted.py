@@ -116,7 +116,7 @@ def test_searches_and_texts_wait_for_each_other_as_long_as_they_last(done: int) 
         asked = GenerationSize(SOURCE, tokens, 1, BEAMS)
         told_s = clock.backlog.ready_s(lane(kind), asked)
         took_s = clock.until(clock.add(kind, tokens))
-        told_s = (told_s - clock.engine.answer_s) / clock.cost.caution
+        told_s = (told_s - clock.engine.answer.seconds) / clock.cost.caution
         assert told_s == pytest.approx(took_s, rel=0.25)
 
 
@@ -145,7 +145,7 @@ def test_before_any_search_has_run_it_is_priced_as_rows_that_decode() -> None:
     one, four = (
         model_backlog.idle_s(lane("search"), GenerationSize(SOURCE, TOKENS, 1, n)) for n in (1, 4)
     )
-    line = cost.decode_line(CostKey("decode", STEPS), 4)
-    assert line is not None and four > one
+    line = cost.token(lane("generate"), 4)
+    assert line != (0.0, 0.0) and four > one
     steps_s = (TOKENS - 1) * (line[0] + 11 * line[1])
     assert four - IDLE_ANSWER_S == pytest.approx(steps_s)

@@ -135,7 +135,7 @@ def test_what_is_dropped_is_kept_for_the_next_of_its_size(monkeypatch: pytest.Mo
     assert again.file == files[0]
     del again
     del other  # both are more than may be kept: the one that was dropped last stays
-    assert [one.mapping.file for one in cache._spare_mappings] == [files[1]]
+    assert [one.file for one in cache._spare_mappings] == [files[1]]
     assert sum(one.held for one in cache._spare_mappings) <= cache.MOST_SPARE
 
 

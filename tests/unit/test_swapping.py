@@ -154,7 +154,7 @@ def test_models_come_and_go_under_load_while_others_are_measured() -> None:
                 work = [bench.classify(5, 7), bench.generate("abc", 3, steps=4)]
                 with bench.engine._lock:
                     bench.engine._common.lower_caution()  # as after a refusal
-                bench.engine.observe_answer(0.001)
+                bench.engine.answer.observe(0.001)
                 for _, caller in work:
                     caller.last()
         finally:

@@ -93,7 +93,9 @@ def test_every_token_has_the_place_of_its_text_also_behind_broken_characters() -
     tokens = [a, first, b, first, second, a, first]
     wanted = GenerationRequest([a], len(tokens), 99, Sampling(temperature=0.0), logprobs=0)
     work = Generation(wanted, BPE, lambda event: None)
-    scores = [work.accept(one, np.zeros(BPE.vocab_size, np.float32)).logprob for one in tokens]
+    scores = [
+        work.accept(one, np.zeros(BPE._spec.vocab_size, np.float32)).logprob for one in tokens
+    ]
     assert work.text == "a\ufffdbéa\ufffd"
     assert [one and one.offset for one in scores] == [0, 1, 2, 3, 3, 4, 5]
 
