@@ -7,15 +7,16 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 _ENDED = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; returns the exit status of the process."""
-    with EarlySignals() as early:
+    with early_signals() as repeat:
         from serve.settings import parse
 
         line = parse(sys.argv[1:] if argv is None else argv)  # `--help` ends here
@@ -23,39 +24,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         from serve.command import command
 
         gc.enable()
-        return command(line, early.repeat)
+        return command(line, repeat)
 
 
-class EarlySignals:
-    """Signals before there is a server: SIGTERM ends the process, SIGHUP is kept for later."""
+@contextmanager
+def early_signals() -> Iterator[Callable[[], None]]:
+    """Signals before there is a server: SIGTERM ends the process, SIGHUP is kept for later.
 
-    def __enter__(self) -> "EarlySignals":
-        self._hung_up = False
-        wanted = {signal.SIGTERM: self._end, signal.SIGHUP: self._keep}
-        self._before = {number: signal.signal(number, do) for number, do in wanted.items()}
-        return self
+    What is given hands the server the signals that came before.
+    """
+    kept: list[int] = []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def repeat(self) -> None:
-        """Hand the signals that came before to the server."""
-        if self._hung_up:
-            self._hung_up = False
-            signal.raise_signal(signal.SIGHUP)
-
-    def _end(self, sig: int, frame: FrameType | None) -> None:
+    def end(sig: int, frame: FrameType | None) -> None:
         # Nothing was accepted yet, and threads that load models cannot be told to end.
         os._exit(_ENDED)
 
-    def _keep(self, sig: int, frame: FrameType | None) -> None:
-        self._hung_up = True
+    def repeat() -> None:
+        if kept:
+            kept.clear()
+            signal.raise_signal(signal.SIGHUP)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, end),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda sig, frame: kept.append(sig)),
+    }
+    try:
+        yield repeat
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence, Sized
-from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, cast
 
@@ -190,16 +189,8 @@ _LAST_READ_S = 1.5
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
-class _ParserState(Enum):
-    """What the client sends next."""
-
-    NOTHING = auto()  # no request has started
-    HEAD = auto()
-    BODY = auto()
-
-
-# Module constants, since enum lookups are slow and happen several times per request.
-_NOTHING, _HEAD, _BODY = _ParserState
+# What the client sends next; nothing before a request has started.
+_NOTHING, _HEAD, _BODY = range(3)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -264,9 +255,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._chunk_bytes = len(data)
-        if self._reading is _HEAD:
+        if self._reading == _HEAD:
             self._head_bytes += self._chunk_bytes
-        elif self._reading is _BODY:
+        elif self._reading == _BODY:
             self._between_bytes += self._chunk_bytes
         try:
             self.parser.feed_data(data)
@@ -276,18 +267,18 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._problem or BadHttp("this is not a request of HTTP/1.1"))
             return
-        if self._reading is _HEAD:
+        if self._reading == _HEAD:
             problem = problem_of_head(self.settings, self.url, self.headers, self._head_bytes)
             if problem is not None:
                 self._refuse(problem)
             elif self._read_timer is None:
                 self._await_bytes(self.settings.header_timeout_s)
-        elif self._reading is _BODY:
+        elif self._reading == _BODY:
             # Trailers and chunk extensions, which the parser buffers until they are complete.
             problem = problem_of_trailers(self.settings, self._trailers, self._between_bytes)
             if problem is not None:
                 self._refuse(problem)
-        elif self._reading is _NOTHING and self._idle:
+        elif self._reading == _NOTHING and self._idle:
             self._await_next_request()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
@@ -316,7 +307,7 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is not _BODY:
+        if self._reading != _BODY:
             super().on_header(name, value)
             return
         # A trailer, which is not passed on as a header.
@@ -372,10 +363,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_reader()
         elif following is not None:
             self._answering = following
-        elif self._reading is _BODY:
+        elif self._reading == _BODY:
             # Answered before its body arrived, so the body is not read.
             self._await_bytes(self.settings.body_timeout_s)
-        elif self._reading is _NOTHING:
+        elif self._reading == _NOTHING:
             # Many connections may wait for a next request: they keep nothing of the last one.
             self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn's
             self._answering = self._arriving = None
@@ -467,7 +458,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Whether a request that had begun to arrive at that time is still unanswered."""
         if self._table is self.probing:
             return False
-        if self._reading is _HEAD and not self._stopped_reading:
+        if self._reading == _HEAD and not self._stopped_reading:
             assert self._arriving is not None
             if self._arriving.arrived_s <= since_s:
                 return True
@@ -481,7 +472,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if cycle is None or self._idle:
-            if self._reading is _HEAD:
+            if self._reading == _HEAD:
                 self._refuse(problem)
             return
         _exchange(cycle).ended = True  # before the application starts
@@ -499,7 +490,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def make_room(self) -> None:
         self.count_eviction()
-        if self._reading is _HEAD and self._idle:
+        if self._reading == _HEAD and self._idle:
             self._refuse(Crowded("too many connections are open: try again in a moment"))
         else:
             self._close()
@@ -514,17 +505,17 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, problem: ServeError) -> None:
         """Answer with this error, after the answers to earlier requests, and close."""
         self.count_refusal(problem.code)
-        behind = self._reading is _BODY and self._answering is not self.cycle
+        behind = self._reading == _BODY and self._answering is not self.cycle
         if behind:  # of a request that waits for its turn, which never comes
             assert self._answering is not None
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else self._answering
-        if behind or (not self._idle and self._reading is not _BODY):
+        if behind or (not self._idle and self._reading != _BODY):
             self._end_after_answer()
             return
         # The error is in a body: nothing may be written into an answer that has begun.
         begun = self._answering is not None and self._answering.response_started
-        unasked = self._idle and self._reading is not _BODY
+        unasked = self._idle and self._reading != _BODY
         if unasked or (self._answering is self.cycle and not begun):
             path = self.url.partition(b"?")[0].decode("latin-1") if self.scope else ""
             self.transport.write(refusal(problem, path))
@@ -553,7 +544,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._read_timer = None
         if self.transport.is_closing():
             return
-        if self._reading is _HEAD:
+        if self._reading == _HEAD:
             limit_s = self.settings.header_timeout_s
             self._refuse(RequestTimeout(f"the headers did not arrive within {limit_s:g} s"))
         else:

@@ -130,15 +130,17 @@ def budget_of(decision: Decision, evaluations: int | None = None) -> Budget:
     return budget
 
 
+QueueMs = Annotated[float, Field(description="Waiting in the queue, until the first model call.")]
+ComputeMs = Annotated[
+    float, Field(description="From the start of the first model call to the end of the last.")
+]
+
+
 class Timing(TypedDict):
     """Where the time went, in milliseconds."""
 
-    queue_ms: Annotated[
-        float, Field(description="Waiting in the queue, until the first model call.")
-    ]
-    compute_ms: Annotated[
-        float, Field(description="From the start of the first model call to the end of the last.")
-    ]
+    queue_ms: QueueMs
+    compute_ms: ComputeMs
     total_ms: Annotated[float, Field(description="From the arrival of the request to this answer.")]
 
 
@@ -786,7 +788,12 @@ async def read_body(exchange: Exchange, settings: Settings) -> bytes:
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
     if exchange.connection is not None and exchange.has_body:
-        return _fitting(exchange.connection.take_body(), max_bytes)
+        body = exchange.connection.take_body()
+        if body is None:
+            raise ClientGone
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        return body
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             return await _chunks(exchange, max_bytes)
@@ -794,14 +801,6 @@ async def read_body(exchange: Exchange, settings: Settings) -> bytes:
         raise RequestTimeout(
             f"the body did not arrive within {settings.body_timeout_s:g} s: send it at once"
         ) from None
-
-
-def _fitting(body: bytes | None, max_bytes: int) -> bytes:
-    if body is None:
-        raise ClientGone
-    if len(body) > max_bytes:
-        raise _too_large(max_bytes)
-    return body
 
 
 async def _chunks(exchange: Exchange, max_bytes: int) -> bytes:

@@ -21,7 +21,9 @@ from serve.api.body import (
     Answer,
     Budget,
     ClassifyRequest,
+    ComputeMs,
     GenerateRequest,
+    QueueMs,
     Reader,
     Timing,
     budget_of,
@@ -481,10 +483,8 @@ class InferFacts(Answer):
         description="Seed of the first row that was generated. Each further row uses the next "
         "seed.",
     )
-    queue_ms: float = Field(description="Waiting in the queue, until the first model call.")
-    compute_ms: float = Field(
-        description="From the start of the first model call to the end of the last."
-    )
+    queue_ms: QueueMs
+    compute_ms: ComputeMs
     total_ms: float = Field(description="From the arrival of the request to this answer.")
 
 

@@ -30,8 +30,10 @@ from serve.api.body import (
     Answer,
     Budget,
     BudgetFields,
+    ComputeMs,
     Logprobs,
     Problem,
+    QueueMs,
     Reader,
     SamplingFields,
     Timing,
@@ -95,10 +97,8 @@ class ChoiceWork(Answer):
 
     index: int = Field(description=_INDEX)
     seed: int = Field(description="Seed of this answer.")
-    queue_ms: float = Field(description="Waiting in the queue, until the first model call.")
-    compute_ms: float = Field(
-        description="From the start of the first model call to the end of the last."
-    )
+    queue_ms: QueueMs
+    compute_ms: ComputeMs
 
 
 class DialReport(Answer):

@@ -417,7 +417,9 @@ class Decoding:
         if len(lanes) == 1 and lanes[0].calls == 0:
             return [lanes[0].token()]
         if self.most_lanes == 1:
-            return [self._turn(lanes)]
+            first = min(lanes, key=lambda lane: lane.due)
+            first.due += 1
+            return [first.token()]
         longest = max(lane.calls_a_token for lane in lanes)
         chosen = self._fitting(lanes, self.model.common.limits.decode_rows)
         # Calls that it got because there was room do not count against a lane: none gets further
@@ -427,12 +429,6 @@ class Decoding:
             lane.due = min(lane.due + 1 / _share(lane.calls_a_token, longest), latest)
         self._calls += 1
         return [lane.part() for lane in chosen]
-
-    def _turn(self, lanes: list[GenerateLane]) -> DecodePart:
-        """A whole token of the lane that is due."""
-        first = min(lanes, key=lambda lane: lane.due)
-        first.due += 1
-        return first.token()
 
     def _activate(self, lanes: list[GenerateLane]) -> None:
         """Lanes that became busy are due now, like the others."""

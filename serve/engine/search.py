@@ -120,28 +120,19 @@ class Translation(Work):
         self.request = request
         self.deliver = deliver
         self._codec = codec
-        self._beams = Beams(
+        self.beams = Beams(
             request.num_beams, request.max_tokens, codec.bos_id, codec.eos_id, codec.banned_tokens
         )
-
-    @property
-    def prefixes(self) -> npt.NDArray[np.int64]:
-        """The prefixes to run next (B, N)."""
-        return self._beams.prefixes
-
-    @property
-    def over(self) -> bool:
-        return self._beams.over
 
     def accept(self, logits: FloatArray) -> None:
         """Take the logits (B, V) after each prefix; ModelFailure if they are not finite."""
         if not np.isfinite(logits).all():
             raise ModelFailure("the model's scores for the next token are not finite numbers")
-        self._beams.grow(logits)
+        self.beams.grow(logits)
 
     def finished(self, span: Span) -> tuple[TokenEvent, GeneratedEvent]:
         """The whole answer, as one piece of a stream and as its end."""
-        best = self._beams.best
+        best = self.beams.best
         ended = best.tokens[-1] == self._codec.eos_id
         filter_ = StopFilter(self.request.stops)
         text, stopped = filter_.push(self._codec.decode(list(best.tokens)))
@@ -211,7 +202,7 @@ class SearchLane:
         (job,) = call.jobs
         begun_s = self.model.common.clock()
         work = translation_of(job)
-        prefixes = work.prefixes  # (B, N)
+        prefixes = work.beams.prefixes  # (B, N)
         if job not in self._sources:
             translator = self.model.runtime.translator(self.key.steps)
             self._sources[job] = translator.read(np.array(work.request.prompt, np.int64))
@@ -220,7 +211,7 @@ class SearchLane:
         events: tuple[Event, ...] = ()
         try:
             work.accept(logits)
-            if work.over:
+            if work.beams.over:
                 events = work.finished(job.span(ran_s))
         except Exception as error:
             events = (FailedEvent(error_for_client(error, job)),)

@@ -228,7 +228,10 @@ class ProviderMemory:
         for name in outputs:
             binding.bind_output(name, self.kind, self.number)
         session.run_with_iobinding(binding)
-        return [_device_array(value) for value in binding.get_outputs()]
+        return [
+            DeviceArray(value, tuple(value.shape()), _OF_NUMBER[value.element_type()])
+            for value in binding.get_outputs()
+        ]
 
     def pick(self, array: Array, rows: npt.NDArray[np.int64]) -> DeviceArray:
         assert isinstance(array, DeviceArray)
@@ -265,10 +268,6 @@ class ProviderMemory:
     def _bound(self, array: Array) -> tuple[str, int, type[np.generic], Shape, int]:
         assert isinstance(array, DeviceArray)
         return self.kind, self.number, array.dtype.type, array.shape, array.address
-
-
-def _device_array(value: ort.OrtValue) -> DeviceArray:
-    return DeviceArray(value, tuple(value.shape()), _OF_NUMBER[value.element_type()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +447,9 @@ def copy_graph(kind: "np.dtype[Any]", joins: bool) -> bytes:
         nodes.append(_node("Concat", ["made/kept", "made/more"], "made", axis=1))
         ports += [("more", kind, 5), ("more_order", _INT64, 1)]
         ports += [("more_held", _INT64, 1), ("more_pads", _INT64, 1)]
-    constants = [_scalar("first", 0), _scalar("axis", 3)]
+    constants = [
+        _tensor(name, _INT64, np.array([value])) for name, value in (("first", 0), ("axis", 3))
+    ]
     return _model(nodes, ports, ("made", kind, 5), constants)
 
 
@@ -500,10 +501,6 @@ def _model(
     )
     opset = _field(8, _field(1, b"") + _number(2, _OPSET))
     return _number(1, _IR_VERSION) + opset + _field(7, b"".join(parts))
-
-
-def _scalar(name: str, value: int) -> bytes:
-    return _tensor(name, _INT64, np.array([value], dtype=np.int64))
 
 
 def _tensor(name: str, kind: "np.dtype[Any]", values: HostArray) -> bytes:

@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Self, final
 
-from serve.bundle import Bundle, BundleError, Manifest, Rung, Task
+from serve.bundle import Bundle, BundleError, Manifest, Rung
 from serve.runtime.classifier import (
     OrtClassifier,
     OrtStepClassifier,
@@ -156,7 +156,7 @@ class OrtModel:
         return self._device.runs_single_steps(self.bundle.manifest)
 
     def classifier(self, steps: int) -> ParallelClassifier:
-        rung = self._rung(steps, "classify", "tag")
+        rung = rung_for(self.bundle.manifest, steps, "classify", "tag")
         if steps not in self._classifiers:
             self._classifiers[steps] = (
                 self.step_classifier(steps)
@@ -166,14 +166,14 @@ class OrtModel:
         return self._classifiers[steps]
 
     def step_classifier(self, steps: int) -> ParallelStepClassifier:
-        self._rung(steps, "classify", "tag")
+        rung_for(self.bundle.manifest, steps, "classify", "tag")
         if self.bundle.manifest.step is None:
             raise BundleError(f"{self.bundle.manifest.name} has no graphs of one step")
         steps_alone = OrtStepClassifier(self._step_sessions(), self.bundle.manifest, steps)
         return ParallelStepClassifier(steps_alone, self._splitter)
 
     def decoder(self, steps: int) -> OrtDecoder | OrtPrefixDecoder:
-        rung = self._rung(steps, "generate")
+        rung = rung_for(self.bundle.manifest, steps, "generate")
         if steps not in self._decoders:
             manifest = self.bundle.manifest
             self._decoders[steps] = (
@@ -200,7 +200,7 @@ class OrtModel:
         return OrtPrefixDecoder(self._open_graph(rung), manifest)
 
     def translator(self, steps: int) -> OrtTranslator:
-        rung = self._rung(steps, "translate")
+        rung = rung_for(self.bundle.manifest, steps, "translate")
         if steps not in self._translators:
             assert rung.encoder is not None
             manifest = self.bundle.manifest
@@ -334,6 +334,3 @@ class OrtModel:
             manifest.precision in ("int8", "fp16")
             or manifest.files[manifest.weights].bytes > TINY_BYTES
         )
-
-    def _rung(self, steps: int, *tasks: Task) -> Rung:
-        return rung_for(self.bundle.manifest, steps, *tasks)

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
-from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Manifest, Rung, Task
+from serve.bundle import MANIFEST_FILE, Bundle, BundleError, FileEntry, Manifest
 from serve.bundle.folder import check_file, file_entry
 from serve.bundle.part import FileName, Part, Sha256, inside_file, part, read_json, several, text
 from serve.runtime.cache import CacheLayout
@@ -217,13 +217,6 @@ Key = tuple[tuple[str, Dims], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PortName:
-    """The part of onnxruntime's description of inputs and outputs that is used."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Captured:
     """A captured graph, and the context that must stay unchanged as long as it lives."""
 
@@ -336,13 +329,13 @@ class TrtSession:
         self._seen: set[Key] = set()
         pool.grow(max(1, self._engine.device_memory_size_v2))
 
-    def get_inputs(self) -> list[PortName]:
-        """As on a session of onnxruntime."""
-        return [PortName(name) for name in self._inputs]
+    # As on a session of onnxruntime, of whose description only the name is used.
 
-    def get_outputs(self) -> list[PortName]:
-        """As on a session of onnxruntime."""
-        return [PortName(name) for name in self._outputs]
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self._inputs]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self._outputs]
 
     def kind_of(self, name: str) -> "np.dtype[Any]":
         """The type of an input or output."""
@@ -372,12 +365,13 @@ class TrtSession:
         self._cuda.use()
         rows = max(len(array) for name, array in feeds.items() if name not in _SHARED)
         most = self.max_rows
-        parts = [
-            self._run_part(
-                outputs, {name: _rows(name, array, start, most) for name, array in feeds.items()}
-            )
-            for start in range(0, rows, most)
-        ]
+        parts = []
+        for start in range(0, rows, most):
+            fed = {
+                name: array if name in _SHARED else array[start : start + most]
+                for name, array in feeds.items()
+            }
+            parts.append(self._run_part(outputs, fed))
         return [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
 
     def _run_part(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
@@ -703,10 +697,6 @@ def _device(buffer: DeviceOrHost) -> DeviceArray:
     return buffer
 
 
-def _rows(name: str, array: Array, start: int, count: int) -> npt.NDArray[np.generic]:
-    return array if name in _SHARED else array[start : start + count]
-
-
 # engines.json: the engines in a folder, their bundle and their machine. An engine runs only where
 # it was built, so this is checked before one is loaded.
 
@@ -854,11 +844,11 @@ class TrtModel:
         return self._device.runs_single_steps(self.bundle.manifest)
 
     def classifier(self, steps: int) -> OrtClassifier:
-        rung = self._rung(steps, "classify", "tag")
+        rung = rung_for(self.bundle.manifest, steps, "classify", "tag")
         return OrtClassifier(self._session(rung.graph), self.bundle.manifest)
 
     def step_classifier(self, steps: int) -> OrtStepClassifier:
-        self._rung(steps, "classify", "tag")
+        rung_for(self.bundle.manifest, steps, "classify", "tag")
         if not self.single_steps:
             raise BundleError(
                 f"{self.bundle.manifest.name} has one engine for each step count, which cannot "
@@ -867,7 +857,8 @@ class TrtModel:
         return OrtStepClassifier(self._step_sessions(), self.bundle.manifest, steps)
 
     def decoder(self, steps: int) -> CachedDecoder | OrtPrefixDecoder:
-        manifest, rung = self.bundle.manifest, self._rung(steps, "generate")
+        manifest = self.bundle.manifest
+        rung = rung_for(manifest, steps, "generate")
         if not manifest.keeps_caches:
             return OrtPrefixDecoder(self._session(rung.graph), manifest)
         passes = TrtPasses(self._step_sessions(), manifest, self._memory)
@@ -881,7 +872,7 @@ class TrtModel:
         return self.decoder(steps)
 
     def translator(self, steps: int) -> OrtTranslator:
-        rung = self._rung(steps, "translate")
+        rung = rung_for(self.bundle.manifest, steps, "translate")
         assert rung.encoder is not None
         return OrtTranslator(
             self._session(rung.encoder), self._session(rung.graph), self.bundle.manifest
@@ -932,6 +923,3 @@ class TrtModel:
                     self._library, self._cuda, self._pool, path.read_bytes(), engine.profiles
                 )
         return self._sessions[graph]
-
-    def _rung(self, steps: int, *tasks: Task) -> Rung:
-        return rung_for(self.bundle.manifest, steps, *tasks)
