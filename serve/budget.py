@@ -113,9 +113,10 @@ def decide_within(request: BudgetRequest, manifest: Manifest, most: int | None) 
 
 
 def _rung_of(steps: int, manifest: Manifest) -> Rung:
+    for rung in manifest.rungs:
+        if rung.steps == steps:
+            return rung
     ladder = list(manifest.steps)
-    if steps in ladder:
-        return manifest.rung(steps)
     wanted = steps_in_words(steps)
     message = f"{manifest.name} does not offer {wanted}; it has {_listed(ladder)}"
     if manifest.depth == "fixed":
