@@ -557,7 +557,7 @@ def _claims(
                 f"figures stand beside {claim['paper']!r}; say under `differs` of published.toml "
                 "what is not as there"
             )
-        cell = "; ".join(found)
+        cell = _joined(found)
         if missing:
             cell += f"{'<br>' if found else ''}Not run yet: {', '.join(missing)}"
         verdict = f"**{STATES[claim['state']][1]}** {claim['verdict']}"
@@ -565,6 +565,14 @@ def _claims(
             [claim["source"], claim["paper"], cell, claim["differs"] if found else "–", verdict]
         )
     return table(["paper", "claim", "found here", "not as in the paper", "verdict"], rows)
+
+
+def _joined(found: Sequence[str]) -> str:
+    """Figures one after another; the number of seeds once, where all have as many."""
+    ends = {one.rpartition(", ")[2] for one in found}
+    if len(found) > 1 and len(ends) == 1 and "seed" in (end := ends.pop()):
+        return f"{'; '.join(one.rpartition(', ')[0] for one in found)} ({end} each)"
+    return "; ".join(found)
 
 
 def _evidence(

@@ -168,13 +168,13 @@ def test_rotations_are_waves_of_the_depth_and_every_layer_has_its_own_depth() ->
     assert not torch.allclose(seen[0], seen[1])
     depths: list[int] = []
 
-    class EngineGauges(RandomFeedForward):
+    class Noting(RandomFeedForward):
         def __init__(self, width: int, hidden: int, depth: int) -> None:
             depths.append(depth)
             super().__init__(width, hidden, depth)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.families.RandomFeedForward", EngineGauges)
+        patch.setattr("train.families.RandomFeedForward", Noting)
         evolved("random", depth=3)
     assert depths == [1, 2, 3]
 
