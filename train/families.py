@@ -38,7 +38,7 @@ class EvolvingLogits(nn.Module):
         self.width, self.heads = width, heads
         self.query = nn.Linear(width + times, width + times, bias=False)
         self.key = nn.Linear(width + times, width + times, bias=False)
-        limit = math.sqrt(6 / heads)
+        limit = math.sqrt(6 / times)
         self.wave_scales = nn.ParameterList(
             torch.empty(times).uniform_(-limit, limit) for _ in range(depth)
         )

@@ -14,7 +14,7 @@ from train.families import (
     PooledByAttention,
     SetVelocity,
 )
-from train.model import OTTransformer, PatchEmbedding, build_model
+from train.model import OTTransformer, PatchEmbedding, Positions, build_model
 from train.recipe import load_recipe
 
 
@@ -33,6 +33,16 @@ def test_patches_are_cut_in_reading_order_and_projected() -> None:
     assert embed.first is not None
     torch.testing.assert_close(x[1, 0], embed.first[0, 0] + embed.positions(7)[0])
     assert PatchEmbedding(2, 4, 6, 2, 8, first=False)(pixels).state.shape == (3, 6, 8)
+
+
+def test_places_and_the_first_token_of_images_begin_as_large_as_patches() -> None:
+    torch.manual_seed(0)
+    embed = PatchEmbedding(1, 64, 64, 4, 32, first=True)
+    assert embed.first is not None
+    assert float(embed.positions.weight.detach().std()) == pytest.approx(1, rel=0.05)
+    assert float(embed.first.detach().std()) == pytest.approx(1, rel=0.4)
+    words = Positions(256, 32).weight.detach()
+    assert float(words.std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_patches_that_do_not_fill_the_image_are_refused() -> None:
