@@ -361,7 +361,7 @@ def initialise(module: nn.Module, layers: int, scaled: bool = False) -> None:
 
 
 def initialise_glorot(module: nn.Module) -> None:
-    """Linear layers by Glorot's rule, biases zero, token embeddings N(0, 1 / width), tied or not."""
+    """Linear layers by Glorot's rule, biases zero; embeddings N(0, 1 / width), tied or not."""
     for each in module.modules():
         if isinstance(each, nn.Linear):
             nn.init.xavier_uniform_(each.weight)
