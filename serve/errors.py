@@ -39,6 +39,13 @@ class BadRequest(ServeError):
     code = "invalid_json"
 
 
+class ContextLengthExceeded(ServeError):
+    """Of OpenAI's routes only: status and code are those that its clients look for."""
+
+    status = 400
+    code = "context_length_exceeded"
+
+
 class BadHttp(ServeError):
     status = 400
     code = "bad_http"

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serve.api.openai import OpenAIError
+from serve.api.body import OpenAIError
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 from tests.openai_clients import parse_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
