@@ -460,10 +460,10 @@ class TextCodec:
         index, character = next(
             (index, character) for index, character in enumerate(text) if character not in known
         )
-        reads = f"; it reads {''.join(sorted(known))!r}" if len(known) <= _FEW_CHARACTERS else ""
+        few = f"; it reads {''.join(sorted(known))!r}" if len(known) <= _FEW_CHARACTERS else ""
         raise Unprocessable(
             f"{param} has the character {character!r} (U+{ord(character):04X}) at index {index}, "
-            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it{reads}",
+            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it{few}",
             param=param,
             index=index,
             character=character,
