@@ -70,15 +70,16 @@ def flag(field: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that a wrong one probably means, if any: one that is misspelt, is the end of
-    it, or is a little like it. Long names match nothing.
+    """The known name that a wrong one probably means, if any: misspelt, with words before or
+    behind it, cut short, or a little like it. Long names match nothing.
     """
     if len(name) > _LONGEST_NAME:
         return None
     alike = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
-    ends = [one for one in known if name.endswith((f"_{one}", f"-{one}"))]
+    longer = [one for one in known if re.search(rf"(^|[_-]){re.escape(one)}([_-]|$)", name)]
+    shorter = [one for one in known if len(name) > 2 and one.startswith(name)]
     like = difflib.get_close_matches(name, known, n=1)
-    return next(iter([*alike, *ends, *like]), None)
+    return next(iter([*alike, *longer, *shorter, *like]), None)
 
 
 def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:

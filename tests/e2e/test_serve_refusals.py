@@ -64,6 +64,8 @@ def test_impossible_budgets(
         (GENERATE, PROMPT | {"reasoning_effort": "low"}, "reasoning_effort", "mean effort?"),
         (GENERATE, PROMPT | {"num_inference_steps": 2}, "num_inference_steps", "mean steps?"),
         (GENERATE, PROMPT | {"mx_steps": 2}, "mx_steps", "mean max_steps?"),
+        (GENERATE, PROMPT | {"stop_sequences": ["x"]}, "stop_sequences", "mean stop?"),
+        (GENERATE, PROMPT | {"temp": 0}, "temp", "mean temperature?"),
         (EMBED, TEXT | {"reasoning_effort": "low"}, "reasoning_effort", "mean effort?"),
         (CLASSIFY, {"input": ""}, "input", "input is empty"),
         (CLASSIFY, {"input": []}, "input", "send at least 1 item"),
