@@ -260,7 +260,8 @@ def _trained_on(model: "LocalModel") -> list[str]:
 def _kind(path: Path) -> str:
     """How the name of such a table ends; of standard input, its first character decides."""
     if path == _STANDARD:
-        begun = sys.stdin.buffer.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+        standard = cast(io.BufferedReader, sys.stdin.buffer)
+        begun = standard.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
         return ".jsonl" if begun.startswith((b"{", b"[")) else ".csv"
     plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
     kind = plain.suffix.lower()
@@ -276,8 +277,12 @@ def _opened(path: Path) -> IO[str]:
     """A table to read."""
     if path == _STANDARD:
         return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
-    opener = _COMPRESSED.get(path.suffix.lower(), open)
-    return opener(path, "rt", encoding="utf-8-sig", newline="")
+    return _opener(path)(path, "rt", encoding="utf-8-sig", newline="")
+
+
+def _opener(path: Path) -> Callable[..., IO[str]]:
+    """What opens a file of this name as text."""
+    return _COMPRESSED.get(path.suffix.lower(), open)
 
 
 @contextmanager
@@ -358,7 +363,7 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
-    opener = _COMPRESSED.get(path.suffix.lower(), open)
+    opener = _opener(path)
     if path.exists() and not path.is_file():  # a pipe or a device
         with opener(path, "wt", encoding="utf-8", newline="") as file:
             yield file
