@@ -264,15 +264,20 @@ def _panel(axes: Any, points: Sequence[Point], x: str, label: str) -> None:
             capsize=2.5,
             elinewidth=0.8,
         )
+        upright = x == "parameters"  # the dial's points, right of the plain model of its size
+        others = sorted((getattr(p, x), p.value) for p in points if p.dial is not is_dial)
         for index, p in enumerate(shown):
-            beside = (6, -3) if index % 2 else (-6, -3)  # left and right of what stands upright
-            above = (-4, 4) if is_dial else (4, -12)
-            upright = is_dial and x == "parameters"
+            if is_dial and upright:
+                side, offset = ("left", (6, -3)) if index % 2 == 0 else ("right", (-6, -3))
+            elif upright or p.value >= _height(others, getattr(p, x)):
+                side, offset = "right", (-4, 4)  # above its line, where the other one is not
+            else:
+                side, offset = "left", (4, -12)
             axes.annotate(
                 str(p.steps if is_dial else p.blocks),
                 (getattr(p, x), scale * p.value),
-                beside if upright else above,
-                ha="right" if is_dial and (not upright or index % 2 == 0) else "left",
+                offset,
+                ha=side,
                 textcoords="offset points",
                 color=colour,
             )
@@ -292,6 +297,11 @@ def _panel(axes: Any, points: Sequence[Point], x: str, label: str) -> None:
     axes.grid(True, axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.12, y=0.1)
+
+
+def _height(line: Sequence[tuple[float, float]], place: float) -> float:
+    """The value of a line there; minus infinity if there is none."""
+    return float(np.interp(place, *np.array(line).T)) if line else -math.inf
 
 
 def _ticks() -> Any:

@@ -302,11 +302,11 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
         "model.attention_dropout and activation_dropout must be in [0, 1)": (
             0 <= model.attention_dropout < 1 and 0 <= model.activation_dropout < 1
         ),
-        "model.reach must not be negative, and 0 but for encoders and translators of blocks with "
-        "a projection": model.reach == 0
+        "model.reach must not be negative, and 0 but for encoders, taggers and translators of "
+        "blocks with a projection": model.reach == 0
         or (
             model.reach > 0
-            and family in ("encoder", "translator")
+            and family in ("encoder", "tagger", "translator")
             and model.block in ("transformer", "runge-kutta")
             and model.project
             and not model.head_width

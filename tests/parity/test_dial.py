@@ -56,6 +56,7 @@ FORMS: dict[str, tuple[Make, list[str], tuple[str, str, int]]] = {
         ("tag", "none", 1),
     ),
     "tagger that sees the time": (tiny_logic_recipe, ["model.timed=true"], ("tag", "none", 1)),
+    "tagger that sees distances": (tiny_logic_recipe, ["model.reach=3"], ("tag", "none", 1)),
     "classifier": (label_recipe, [*TIME, *LOOP], ("classify", "none", 1)),
     "decoder": (tiny_text_recipe, [*TIME, *LOOP], ("generate", "kv", 2)),
     "decoder without injection": (
