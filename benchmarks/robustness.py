@@ -97,7 +97,7 @@ def measured(
     for one in disturbances(dataset):
         for count in [1] if found.model.discrete else steps:
             clean: float | None = None
-            for place, level in enumerate(one.levels):
+            for level in one.levels:
                 batches = disturbed(dataset, one, level, samples, seed, _size(found))
                 labelled = dataset.labels is not None
                 chosen = method or found.recipe.steps.method
@@ -112,7 +112,7 @@ def measured(
                     *_cells(quality),
                     f"{lost:.4f}",
                 ]
-                rows.append([*cells, *_paper(one.name, place)])
+                rows.append(cells)
     return rows
 
 
@@ -262,10 +262,6 @@ def _cells(quality: Quality) -> list[Cell]:
     return [quality.metric, *(f"{value:.4f}" for value in numbers)]
 
 
-def _paper(name: str, place: int) -> list[Cell]:
-    return [one[place] for one in PAPER[name]] if name in PAPER else [None, None]
-
-
 def _result(
     name: str,
     provenance: Provenance,
@@ -275,7 +271,7 @@ def _result(
 ) -> Result:
     columns = (
         *("run", "disturbance", "steps", "level", "metric", "value", "low", "high"),
-        *("worse by", "paper, baseline", "paper, OT"),
+        "worse by",
     )
     caption = (
         "With 95 % intervals of the rows. characters: each is another one at this rate, in the "

@@ -23,6 +23,7 @@ from loadtest.schedule import (
     parse_lengths,
     parse_levels,
 )
+from loadtest.target import checked_address
 
 # What both commands know, in the words of their flags; `forwarded` hands them on.
 _SHARED = (
@@ -164,7 +165,7 @@ def terms_of(options: argparse.Namespace, url: str | None) -> Terms:
     shape = shape_of(options)
     timeout_s = options.answer_timeout
     return Terms(
-        url=(url or DEFAULT_URL).rstrip("/"),
+        url=checked_address(url or DEFAULT_URL),
         mix=options.mix,
         max_tokens=options.max_tokens,
         timeout_s=timeout_s,

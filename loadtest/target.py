@@ -159,7 +159,10 @@ class Offer:
 
 
 def checked_address(url: str) -> str:
-    """The address without a slash at its end; TargetError if nothing can be sent to it."""
+    """The address without /v1 or a slash at its end; TargetError if nothing can be sent to it.
+
+    Clients of OpenAI's API are given it with /v1.
+    """
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -171,7 +174,7 @@ def checked_address(url: str) -> str:
         raise TargetError(
             f"{url!r} holds a name or a password; write http://host:port and --api-key-file FILE"
         )
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def read_key(path: str) -> str | None:

@@ -38,6 +38,7 @@ from serve.middleware import (
     RequestMiddleware,
     open_traces,
     speaks_oip,
+    speaks_openai,
 )
 from serve.settings import ADMIN_KEY_VARIABLE, Settings
 
@@ -86,12 +87,18 @@ def document_refusals(document: dict[str, Any], needs_key: bool) -> None:
             responses = operation["responses"]
             shape = next(
                 (known["content"] for code, known in responses.items() if code >= "400"),
-                _shape("OipError" if speaks_oip(path) else "ErrorResponse"),
+                _shape(_error_shape(path)),
             )
             for code, about in _REASONS.items():
                 responses.setdefault(code, {"description": about, "content": shape})
             if needs_key and not path.startswith(ADMIN_PREFIX):
                 operation["security"] = [{name: []} for name in _SCHEMES]
+
+
+def _error_shape(path: str) -> str:
+    if speaks_oip(path):
+        return "OipError"
+    return "OpenAIError" if speaks_openai(path) else "ErrorResponse"
 
 
 def _shape(name: str) -> dict[str, Any]:

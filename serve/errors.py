@@ -38,6 +38,19 @@ class BadRequest(ServeError):
     code = "invalid_json"
 
 
+class ContextLengthExceeded(ServeError):
+    """Of OpenAI's routes only: status and code are those that its clients look for.
+
+    The message has the code too, since some clients look there.
+    """
+
+    status = 400
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None, **details: Any) -> None:
+        super().__init__(f"{message} ({self.code})", param=param, **details)
+
+
 class BadHttp(ServeError):
     status = 400
     code = "bad_http"

@@ -198,6 +198,19 @@ def _allowed(scope: Scope) -> list[str]:
     return sorted(methods)
 
 
+def nearby(scope: Scope) -> str | None:
+    """A path that there is, if this one has a slash too many, or /v1 too often or not at all."""
+    sent: str = scope["path"]
+    bare = sent.rstrip("/")
+    found = [context.original_route for context in iter_route_contexts(scope["app"].routes)]
+    routes = [route for route in found if isinstance(route, Route)]
+    for path in (bare, f"/v1{bare}", bare.removeprefix("/v1")):
+        moved = {**scope, "path": path}
+        if path != sent and any(route.matches(moved)[0] is not Match.NONE for route in routes):
+            return path
+    return None
+
+
 class Router:
     """Calls the route of a request.
 

@@ -37,7 +37,7 @@ from serve.errors import (
     Unauthorized,
     Unprocessable,
 )
-from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList
+from serve.exchange import EXCHANGE_KEY, ClientGone, Exchange, HeaderList, nearby
 from serve.keys import Holder, Keys
 from serve.metrics import Metrics
 from serve.settings import SettingsError
@@ -195,7 +195,7 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
     """The error body for a request to this path."""
     if speaks_oip(path):
         return {"error": error.message}
-    if path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings")):
+    if speaks_openai(path):
         body = error.body()
         others = "server_error" if error.status >= 500 else "invalid_request_error"
         body["error"]["type"] = _OPENAI_TYPES.get(error.status, others)
@@ -206,6 +206,11 @@ def error_body(error: ServeError, path: str) -> dict[str, Any]:
 def speaks_oip(path: str) -> bool:
     """Whether this path belongs to the Open Inference Protocol."""
     return path == "/v2" or path.startswith("/v2/")
+
+
+def speaks_openai(path: str) -> bool:
+    """Whether this path is one of OpenAI's API."""
+    return path.startswith(("/v1/completions", "/v1/chat/", "/v1/embeddings", "/v1/models"))
 
 
 # OpenTelemetry traces: one span per request, with its wait and its computation inside. Off, and no
@@ -452,7 +457,7 @@ class RequestMiddleware:
         except ServeError as error:
             shown = error
         except HTTPException as error:
-            shown = _as_serve_error(error, exchange)
+            shown = _as_serve_error(error, exchange, scope)
         else:
             return
         if exchange.status:
@@ -562,11 +567,13 @@ def error_response(error: ServeError, path: str) -> Response:
     )
 
 
-def _as_serve_error(error: HTTPException, exchange: Exchange) -> ServeError:
+def _as_serve_error(error: HTTPException, exchange: Exchange, scope: Scope) -> ServeError:
     """An error of the framework, in our words. Only files refuse a method there."""
     match error.status_code:
         case 404:
-            return NotFound(f"there is nothing at {exchange.path}: see /docs")
+            meant = nearby(scope)
+            hint = "see /docs" if meant is None else f"did you mean {meant}?"
+            return NotFound(f"there is nothing at {exchange.path}: {hint}")
         case 405:
             return MethodNotAllowed(exchange.path, exchange.method, ("GET", "HEAD"))
         case _:

@@ -1,14 +1,19 @@
 """The commands `stepdial predict` and `stepdial sample`: a bundle used without a server."""
 
 import argparse
+import codecs
 import csv
+import gzip
+import io
 import itertools
 import json
+import lzma
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -22,6 +27,9 @@ if TYPE_CHECKING:  # the engine takes a second to load: after the flags are read
 
 READ_AT_ONCE = 4096  # rows of a table that are sorted by length together
 MAX_TOKENS = 128
+# What stands between cells, by how a file is called; "" for a line of JSON each.
+_SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
+_STANDARD = Path("-")  # input or output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,13 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE",
-        help="table to read: .csv, .tsv or .jsonl",
+        help="table to read: .csv, .tsv or .jsonl, plain or as .gz or .xz; -: standard input",
+    )
+    predict.add_argument(
+        "--format",
+        choices=[kind.removeprefix(".") for kind in _SEPARATORS],
+        help="what --input is (default: as its name ends; of standard input jsonl if it begins "
+        "with {, else csv)",
     )
     predict.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to write the labelled table (default: standard output)",
+        help="where to write the labelled table (default, and -: standard output)",
     )
     predict.add_argument(
         "--text",
@@ -103,32 +117,33 @@ def _parser() -> argparse.ArgumentParser:
 def _predict(arguments: argparse.Namespace) -> int:
     from serve.local import LocalModel
 
-    separator = _separator(arguments.input)
-    if not arguments.input.exists():
-        raise ValueError(f"there is no file {arguments.input}")
-    if arguments.output is not None and _separator(arguments.output) != separator:
-        raise ValueError(
-            f"--output {arguments.output}: end it like --input, {arguments.input.suffix}"
-        )
+    kind = f".{arguments.format}" if arguments.format else _kind(arguments.input)
+    separator = _SEPARATORS[kind]
+    name = "standard input" if arguments.input == _STANDARD else str(arguments.input)
+    output = None if arguments.output == _STANDARD else arguments.output
+    if arguments.input != _STANDARD and not arguments.input.exists():
+        raise ValueError(f"there is no file {name}")
+    if output is not None and _kind(output) != kind:
+        raise ValueError(f"--output {output}: end it like --input, {kind}")
     with (
         LocalModel(arguments.bundle, arguments.threads) as model,
-        arguments.input.open(encoding="utf-8-sig", newline="") as source,
-        _reading(arguments.input),
+        _opened(arguments.input) as source,
+        _reading(name),
     ):
         by_number = all(column.isdigit() for column in arguments.text or [""])
-        header, rows = _rows(source, separator, arguments.input, by_number)
+        header, rows = _rows(source, separator, name, by_number)
         first = next(rows, None)
         if first is None:
-            raise ValueError(f"{arguments.input} has no rows")
+            raise ValueError(f"{name} has no rows")
         columns = arguments.text or _trained_on(model)
         missing = [column for column in columns if column not in first[1]]
         if missing:
             raise ValueError(
-                f"{arguments.input} has no column {', '.join(missing)}; it has "
+                f"{name} has no column {', '.join(missing)}; it has "
                 f"{', '.join(first[1])}: name those of the texts with --text"
             )
         names = _added_columns(model)
-        with _output(arguments.output) as target:
+        with _output(output) as target:
             write = _Writer(target, separator, header, names)
             waiting = [first]
             for row in rows:
@@ -140,8 +155,8 @@ def _predict(arguments: argparse.Namespace) -> int:
                 write.all(_labelled(model, waiting, columns, names, arguments))
     if write.empty:
         print(f"{write.empty:,} rows without a text have no label", file=sys.stderr)
-    if arguments.output is not None:
-        print(f"labelled: {write.count - write.empty:,} rows, {arguments.output}")
+    if output is not None:
+        print(f"labelled: {write.count - write.empty:,} rows, {output}")
     return 0
 
 
@@ -242,46 +257,68 @@ def _trained_on(model: "LocalModel") -> list[str]:
         return ["text"]
 
 
-def _separator(path: Path) -> str:
-    """What stands between cells; "" for a line of JSON each."""
-    separators = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
-    if path.suffix.lower() not in separators:
-        raise ValueError(f"{path}: expected .csv, .tsv or .jsonl")
-    return separators[path.suffix.lower()]
+def _kind(path: Path) -> str:
+    """How the name of such a table ends; of standard input, its first character decides."""
+    if path == _STANDARD:
+        standard = cast(io.BufferedReader, sys.stdin.buffer)
+        begun = standard.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+        return ".jsonl" if begun.startswith((b"{", b"[")) else ".csv"
+    plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    kind = plain.suffix.lower()
+    if kind not in _SEPARATORS:
+        raise ValueError(f"{path}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
+    return kind
+
+
+_COMPRESSED: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def _opened(path: Path) -> IO[str]:
+    """A table to read."""
+    if path == _STANDARD:
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
+    return _opener(path)(path, "rt", encoding="utf-8-sig", newline="")
+
+
+def _opener(path: Path) -> Callable[..., IO[str]]:
+    """What opens a file of this name as text."""
+    return _COMPRESSED.get(path.suffix.lower(), open)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(name: str) -> Iterator[None]:
     """Say of which table it is that it cannot be read."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+        raise ValueError(f"{name}: not UTF-8 ({error.reason}); convert it first") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
 
 
 def _rows(
-    source: IO[str], separator: str, path: Path, by_number: bool
+    source: IO[str], separator: str, name: str, by_number: bool
 ) -> tuple[list[str], Iterator[_Row]]:
     """The header, [] where columns have numbers or lines are JSON; and the rows."""
     if not separator:
-        return [], _objects(source, path)
-    lines = _cells(source, separator, path)
+        return [], _objects(source, name)
+    lines = _cells(source, separator, name)
     header = next(lines, [])
     if by_number:
         names, lines = list(map(str, range(len(header)))), itertools.chain([header], lines)
-        return [], _named(names, lines, path) if header else iter(())
-    names = [name.strip() for name in header]
-    twice = next((name for name in names if names.count(name) > 1), None)
+        return [], _named(names, lines, name) if header else iter(())
+    names = [column.strip() for column in header]
+    twice = next((column for column in names if names.count(column) > 1), None)
     if twice is not None:
-        raise ValueError(f"{path}: two columns are called {twice!r}: rename one")
+        raise ValueError(f"{name}: two columns are called {twice!r}: rename one")
     if len(names) == 1 and ";" in names[0]:
         raise ValueError(
-            f"{path}: semicolons seem to separate its columns ({names[0]}): save it with commas"
+            f"{name}: semicolons seem to separate its columns ({names[0]}): save it with commas"
         )
-    return names, _named(names, lines, path)
+    return names, _named(names, lines, name)
 
 
-def _cells(source: IO[str], separator: str, path: Path) -> Iterator[list[str]]:
+def _cells(source: IO[str], separator: str, name: str) -> Iterator[list[str]]:
     """The rows, the header with them, without empty lines."""
     csv.field_size_limit(1 << 24)
     reader = csv.reader(source, delimiter=separator, strict=True)
@@ -293,24 +330,24 @@ def _cells(source: IO[str], separator: str, path: Path) -> Iterator[list[str]]:
                 yield cells
     except csv.Error as error:
         raise ValueError(
-            f"{path} cannot be read: line {read + 1}: {error}; is a quote inside a text not "
+            f"{name} cannot be read: line {read + 1}: {error}; is a quote inside a text not "
             "doubled, or is a quote of a text never closed?"
         ) from None
 
 
-def _named(names: list[str], lines: Iterator[list[str]], path: Path) -> Iterator[_Row]:
+def _named(names: list[str], lines: Iterator[list[str]], name: str) -> Iterator[_Row]:
     for number, cells in enumerate(lines, 1):
-        where = f"{path}, row {number}"
+        where = f"{name}, row {number}"
         if len(cells) != len(names):
             raise ValueError(f"{where}: {len(cells)} cells, but the first line has {len(names)}")
         yield where, dict(zip(names, cells, strict=True))
 
 
-def _objects(source: IO[str], path: Path) -> Iterator[_Row]:
+def _objects(source: IO[str], name: str) -> Iterator[_Row]:
     for number, line in enumerate(source, 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{name}, line {number}"
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -326,8 +363,9 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
+    opener = _opener(path)
     if path.exists() and not path.is_file():  # a pipe or a device
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with opener(path, "wt", encoding="utf-8", newline="") as file:
             yield file
         return
     target = path.resolve()
@@ -335,7 +373,7 @@ def _output(path: Path | None) -> Iterator[IO[str]]:
         raise ValueError(f"--output {path}: there is no folder {path.parent}")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with partial.open("x", encoding="utf-8", newline="") as file:
+        with opener(partial, "xt", encoding="utf-8", newline="") as file:
             yield file
         if target.exists():
             shutil.copymode(target, partial)

@@ -52,6 +52,7 @@ _OF_KUBERNETES = re.compile(r"STEPDIAL_(SERVICE_(HOST|PORT(_.*)?)|PORT_[0-9]+_.*
 
 
 _LONGEST_NAME = 80  # that may be a misspelt one
+_MISSPELT = 0.8  # share of letters in common that a slip of the finger leaves
 
 
 class SettingsError(ValueError):
@@ -69,9 +70,16 @@ def flag(field: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that is most like a misspelt one, if any is. Long names match nothing."""
-    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
-    return close[0] if close else None
+    """The known name that a wrong one probably means, if any: misspelt, with words before or
+    behind it, cut short, or a little like it. Long names match nothing.
+    """
+    if len(name) > _LONGEST_NAME:
+        return None
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    longer = [one for one in known if re.search(rf"(^|[_-]){re.escape(one)}([_-]|$)", name)]
+    shorter = [one for one in known if len(name) > 2 and one.startswith(name)]
+    like = difflib.get_close_matches(name, known, n=1)
+    return next(iter([*alike, *longer, *shorter, *like]), None)
 
 
 def check_names(environ: Mapping[str, str], settings: Collection[str]) -> None:

@@ -361,16 +361,17 @@ def initialise(module: nn.Module, layers: int, scaled: bool = False) -> None:
 
 
 def initialise_glorot(module: nn.Module) -> None:
-    """As Keras: linear layers by Glorot's rule, biases zero, token embeddings within 0.05."""
+    """Linear layers by Glorot's rule, biases zero; embeddings N(0, 1 / width), tied or not."""
     for each in module.modules():
-        if isinstance(each, nn.Embedding):
-            nn.init.uniform_(each.weight, -0.05, 0.05)
         if isinstance(each, nn.Linear):
             nn.init.xavier_uniform_(each.weight)
             if each.bias is not None:
                 nn.init.zeros_(each.bias)
         if isinstance(each, Conditioned):
             nn.init.zeros_(each.down.weight)
+    for each in module.modules():  # last, since a head may share their weights
+        if isinstance(each, nn.Embedding):
+            nn.init.normal_(each.weight, 0.0, each.embedding_dim**-0.5)
 
 
 # Attention depends on time in the same way, or not at all.

@@ -38,7 +38,7 @@ class EvolvingLogits(nn.Module):
         self.width, self.heads = width, heads
         self.query = nn.Linear(width + times, width + times, bias=False)
         self.key = nn.Linear(width + times, width + times, bias=False)
-        limit = math.sqrt(6 / heads)
+        limit = math.sqrt(6 / times)
         self.wave_scales = nn.ParameterList(
             torch.empty(times).uniform_(-limit, limit) for _ in range(depth)
         )
@@ -337,15 +337,24 @@ def _add(y: Tensor, weights: Sequence[float | Tensor], stages: list[Tensor]) -> 
 
 
 class MultiheadBlock(nn.Module):
-    """Attention from queries to other vectors, then one layer, each with a skip (MAB)."""
+    """Attention from queries to other vectors, then one layer, each with a skip (MAB).
+
+    Without `outer_skip` the layer has none.
+    """
 
     def __init__(
-        self, query_width: int, other_width: int, width: int, heads: int, norm: Norm
+        self,
+        query_width: int,
+        other_width: int,
+        width: int,
+        heads: int,
+        norm: Norm,
+        outer_skip: bool = True,
     ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of heads {heads}")
-        self.heads, self.norm = heads, norm
+        self.heads, self.norm, self.outer_skip = heads, norm, outer_skip
         self.query = nn.Linear(query_width, width)
         self.key = nn.Linear(other_width, width)
         self.value = nn.Linear(other_width, width)
@@ -368,12 +377,11 @@ class MultiheadBlock(nn.Module):
             scale=q.shape[-1] ** -0.5,
         )
         y = q + y.transpose(1, 2).reshape(B, N, -1)  # (B, N, D)
-        if self.norm == "pre":
-            y = y + F.relu(self.up(self.norm1(y)))
-        else:
-            y = self.norm1(y)
-            y = self.norm2(y + F.relu(self.up(y)))
-        return y
+        seen = self.norm1(y)
+        y = y if self.norm == "pre" else seen
+        changed = F.relu(self.up(seen))
+        out: Tensor = self.norm2(y + changed if self.outer_skip else changed)
+        return out
 
     def _split(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
@@ -383,12 +391,20 @@ class MultiheadBlock(nn.Module):
 class InducedBlock(nn.Module):
     """Learned points attend to the set, and the set to them: linear in its size (ISAB)."""
 
-    def __init__(self, from_width: int, width: int, heads: int, inducing: int, norm: Norm) -> None:
+    def __init__(
+        self,
+        from_width: int,
+        width: int,
+        heads: int,
+        inducing: int,
+        norm: Norm,
+        outer_skip: bool = True,
+    ) -> None:
         super().__init__()
         self.points = nn.Parameter(torch.empty(1, inducing, width))
         nn.init.xavier_uniform_(self.points)
-        self.gather = MultiheadBlock(width, from_width, width, heads, norm)
-        self.spread = MultiheadBlock(from_width, width, width, heads, norm)
+        self.gather = MultiheadBlock(width, from_width, width, heads, norm, outer_skip)
+        self.spread = MultiheadBlock(from_width, width, width, heads, norm, outer_skip)
 
     def forward(self, x: Tensor) -> Tensor:
         gathered = self.gather(self.points.expand(x.shape[0], -1, -1), x)  # (B, M, D)

@@ -32,6 +32,7 @@ from train.families import (
     BlockFunction,
     EvolvedBlock,
     EvolvedStack,
+    InducedBlock,
     InducedEmbedding,
     PointEmbedding,
     PooledByAttention,
@@ -658,6 +659,12 @@ def _set(c: ModelConfig, sizes: Sizes) -> Stepped:
     if c.depth == "discrete":  # as in the paper, the first block takes the points themselves
         embed = InducedEmbedding(sizes.dimensions, c.width, c.heads, c.inducing, c.norm)
         layers -= 1
+    if c.depth == "chain":
+        chain = nn.ModuleList(
+            InducedBlock(c.width, c.width, c.heads, c.inducing, c.norm, outer_skip=False)
+            for _ in range(layers)
+        )
+        return OTTransformer(embed, chain, head, c.T, c.depth)
     velocity: nn.Module = SetVelocity(layers, c.width, c.heads, c.inducing, c.norm, inside)
     return _looped(c, embed, _in_loop(c, velocity), head)
 

@@ -369,10 +369,10 @@ def _data_and_model_rules(data: DataConfig, model: ModelConfig) -> dict[str, boo
 def _depth_rules(model: ModelConfig, steps: StepsConfig, optim: OptimConfig) -> dict[str, bool]:
     adaptive = steps.solver == "adaptive"
     return {
-        'model.depth "chain" needs model.block "timed", or "transformer" but for sets and '
+        'model.depth "chain" needs model.block "timed", or "transformer" but for '
         "translators": model.depth != "chain"
         or model.block == "timed"
-        or (model.block == "transformer" and model.family not in ("set", "translator")),
+        or (model.block == "transformer" and model.family != "translator"),
         'model.conditioned and timed need model.depth "ode"': model.depth == "ode"
         or not (model.conditioned or model.timed),
         "model.conditioned and timed must not both be on: in either dial one of them is constant "

@@ -8,6 +8,7 @@ Measures nothing. Experiments without a measured run are listed as not run yet.
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import tomllib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Machine, Result
+from benchmarks.lab import Machine, Result, Table
 from benchmarks.papers.measured import FOLDER as MEASURED
 from benchmarks.papers.measured import Measured, Point, read_all
 from benchmarks.papers.queue import PLAN, Place, read_plan, state
@@ -494,7 +495,8 @@ def render(
     sections += tables_sections(published, groups)
     sections += [frontier_section(frontier, groups)] if frontier else []
     sections += [_section(experiment, groups) for experiment in experiments]
-    sections += [robustness_section(extra), _theory_section(extra.get("theory"))]
+    differs = {name: said for one in experiments for name, said in one.get("differs", {}).items()}
+    sections += [robustness_section(extra, differs), _theory_section(extra.get("theory"))]
     sections += [screen_section(screen, screened) for screen in screens.values()]
     return "\n".join([_HEAD, *sections])
 
@@ -534,42 +536,90 @@ def _differences(
     return said
 
 
+# What became of a claim, as it is counted and as a verdict begins; in the order of the page.
+STATES = {
+    "holds": ("{} hold here", "Holds."),
+    "in part": ("{} in part", "Holds in part."),
+    "not seen": ("{} were not seen", "Not seen."),
+    "open": ("{} are open", "Open."),
+}
+
+
 def _claims(
     claims: Sequence[Mapping[str, Any]], groups: Groups, extra: Mapping[str, Result]
 ) -> str:
     """What the papers say, what was found here, and what to make of it."""
     rows = []
     for claim in claims:
-        found = [_here(groups, *one) for one in claim.get("here", [])]
-        found += [_bleu_here(groups, *one) for one in claim.get("bleu", [])]
-        found += [_robust_here(extra, *one) for one in claim.get("robust", [])]
-        if claim.get("theory"):
-            theory = extra.get("theory")
-            found += (
-                [f"{one.what}: {one.shown}" for one in theory.targets]
-                if theory
-                else ["not run yet (`python -m benchmarks.papers.theory`)"]
+        found, missing = _evidence(claim, groups, extra)
+        if found and not claim.get("differs"):
+            raise ValueError(
+                f"figures stand beside {claim['paper']!r}; say under `differs` of published.toml "
+                "what is not as there"
             )
-        rows.append([claim["paper"], "; ".join(found) or "–", claim["verdict"]])
-    return table(["claim", "found here", "verdict"], rows)
+        cell = _joined(found)
+        if missing:
+            cell += f"{'<br>' if found else ''}Not run yet: {', '.join(missing)}"
+        verdict = f"**{STATES[claim['state']][1]}** {claim['verdict']}"
+        rows.append(
+            [claim["source"], claim["paper"], cell, claim["differs"] if found else "–", verdict]
+        )
+    return table(["paper", "claim", "found here", "not as in the paper", "verdict"], rows)
 
 
-def _here(groups: Groups, what: str, group: str, steps: int) -> str:
+def _joined(found: Sequence[str]) -> str:
+    """Figures one after another; the number of seeds once, where all have as many."""
+    ends = {one.rpartition(", ")[2] for one in found}
+    if len(found) > 1 and len(ends) == 1 and "seed" in (end := ends.pop()):
+        return f"{'; '.join(one.rpartition(', ')[0] for one in found)} ({end} each)"
+    return "; ".join(found)
+
+
+def _evidence(
+    claim: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]
+) -> tuple[list[str], list[str]]:
+    """The figures for a claim, and what has no run yet."""
+    shown = [_here(groups, *one) for one in claim.get("here", [])]
+    shown += [_perplexity_here(groups, *one) for one in claim.get("perplexity", [])]
+    shown += [_bleu_here(groups, *one) for one in claim.get("bleu", [])]
+    shown += [_robust_here(extra, *one) for one in claim.get("robust", [])]
+    if claim.get("theory"):
+        proven = extra.get("theory")
+        shown += [(f"{one.what}: {one.shown}", "") for one in proven.targets] if proven else []
+        shown += [] if proven else [("", "`python -m benchmarks.papers.theory`")]
+    return [found for found, _ in shown if found], [missing for _, missing in shown if missing]
+
+
+# Each of these gives a figure, or "", and what to run, or "".
+
+
+def _here(groups: Groups, what: str, group: str, steps: int) -> tuple[str, str]:
     points = [p for run in groups.get(group, []) if (p := run.at(steps)) is not None]
-    return f"{what}: {quality(points)}, {_seeds(points)}" if points else _missing(what, group)
+    if not points:
+        return "", _missing(what, group)
+    unit = " %" if points[0].metric == "accuracy" else " nats"
+    return f"{what}: {quality(points)}{unit}, {_seeds(points)}", ""
 
 
-def _bleu_here(groups: Groups, what: str, group: str) -> str:
+def _perplexity_here(groups: Groups, what: str, group: str) -> tuple[str, str]:
+    """Of models without steps."""
+    found = [math.exp(run.need(1).value) for run in groups.get(group, [])]
+    if not found:
+        return "", _missing(what, group)
+    return f"{what}: {mean(found, '{:.1f}')}, {_seeds(found)}", ""
+
+
+def _bleu_here(groups: Groups, what: str, group: str) -> tuple[str, str]:
     """At the most steps."""
     found = [one.bleu[max(one.bleu, key=int)] for one in groups.get(group, []) if one.bleu]
-    return (
-        f"{what}: {mean(found, '{:.1f}')} BLEU, {_seeds(found)}" if found else _missing(what, group)
-    )
+    if not found:
+        return "", _missing(what, group)
+    return f"{what}: {mean(found, '{:.1f}')} BLEU, {_seeds(found)}", ""
 
 
 def _robust_here(
     extra: Mapping[str, Result], what: str, group: str, disturbance: str, level: str
-) -> str:
+) -> tuple[str, str]:
     """From tables of benchmarks.robustness: a row for each model, a column for each level."""
     for one in extra.values():
         for found in one.tables:
@@ -577,8 +627,8 @@ def _robust_here(
                 for row in found.rows:
                     if row[0] == group:
                         clean = row[found.columns.index("0")]
-                        return f"{what}: {clean} to {row[found.columns.index(level)]}"
-    return f"{what}: not run yet (`python -m benchmarks.robustness --runs RUNS/{group}-*`)"
+                        return f"{what}: {clean} to {row[found.columns.index(level)]}", ""
+    return "", f"{what} (`python -m benchmarks.robustness --runs RUNS/{group}-*`)"
 
 
 def _seeds(found: Sequence[object]) -> str:
@@ -586,14 +636,26 @@ def _seeds(found: Sequence[object]) -> str:
 
 
 def _missing(what: str, group: str) -> str:
-    return f"{what}: not run yet (`--only {group}`)"
+    return f"{what} (`{group}`)"
 
 
 def _overview(published: Mapping[str, Any], groups: Groups, extra: Mapping[str, Result]) -> str:
     """The first page: claims and verdicts, then what is not as in the papers."""
-    gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
+    claims = sorted(published["claim"], key=lambda one: list(STATES).index(one["state"]))
+    answered = [one for one in claims if one["state"] != "open"]
+    waiting = [one for one in claims if one["state"] == "open"]
+    counted = [
+        said.format(count)
+        for state, (said, _) in STATES.items()
+        if (count := sum(one["state"] == state for one in claims))
+    ]
     parts = ["## What the papers claim, and what was found here", published["claims_note"].strip()]
-    parts += [_claims(published["claim"], groups, extra)]
+    parts.append(f"Of {len(claims)} claims {', '.join(counted)}.")
+    if answered:
+        parts.append(_claims(answered, groups, extra))
+    if waiting:
+        parts += ["### Open", published["open_note"].strip(), _claims(waiting, groups, extra)]
+    gaps = [[one["what"], one["why"]] for one in published.get("gap", [])]
     if gaps:
         parts += ["## What is not as in the papers, and why", table(["what", "why"], gaps)]
     return "\n\n".join(parts) + "\n"
@@ -605,17 +667,33 @@ def _theory_section(found: Result | None) -> str:
     return found.markdown
 
 
-def robustness_section(extra: Mapping[str, Result]) -> str:
+def robustness_section(extra: Mapping[str, Result], differs: Mapping[str, str]) -> str:
     """Models beside each other on disturbed data."""
     parts = ["## Robustness"]
     for one in extra.values():
-        tables = [found for found in one.tables if ", by its level" in found.caption]
+        tables = [
+            _with_differences(found, differs)
+            for found in one.tables
+            if ", by its level" in found.caption
+        ]
         if tables:
             shown = dataclasses.replace(one, tables=tables)
             parts.append(shown.markdown.partition("\n\n")[2].strip())
     if len(parts) == 1:
         parts.append("Not run yet: `python -m benchmarks.robustness --runs RUNS`.")
     return "\n\n".join(parts) + "\n"
+
+
+def _with_differences(found: Table, differs: Mapping[str, str]) -> Table:
+    """With what each model has not as in the paper, where the paper's figures are in the table."""
+    papers = [str(row[0]).startswith("paper, ") for row in found.rows]
+    if not any(papers):
+        return found
+    rows = [
+        [*row, None if of_paper else differs[str(row[0])]]
+        for row, of_paper in zip(found.rows, papers, strict=True)
+    ]
+    return dataclasses.replace(found, columns=(*found.columns, "not as in the paper"), rows=rows)
 
 
 def _quality_table(present: list[tuple[str, list[Measured]]], differs: Mapping[str, str]) -> str:

@@ -199,6 +199,18 @@ class ErrorResponse(Answer):
     error: Problem = Field(description="What went wrong.")
 
 
+class OpenAIProblem(Problem):
+    """What went wrong, in OpenAI's format."""
+
+    type: str = Field(description="Type of the error, such as `invalid_request_error`.")
+
+
+class OpenAIError(Answer):
+    """The body of every error, and the last event of a stream that failed."""
+
+    error: OpenAIProblem = Field(description="What went wrong.")
+
+
 # Request fields.
 
 
@@ -836,7 +848,9 @@ def explain(error: ValidationError, schema: type[BaseModel]) -> ServeError:
         return InvalidField(_sentence(param, [first], members), param=param)
     to_blame = _most_informative(problems, first["loc"][0])
     param = _param(to_blame[0]["loc"])
-    return InvalidField(_sentence(param, to_blame, schema.model_fields), param=param)
+    unsent = (str(one["loc"][0]) for one in problems if one["type"] == "missing")
+    sentence = _sentence(param, to_blame, schema.model_fields, next(unsent, None))
+    return InvalidField(sentence, param=param)
 
 
 def _worst(problems: Sequence[ErrorDetails]) -> ErrorDetails:
@@ -877,12 +891,18 @@ def _param(loc: tuple[int | str, ...]) -> str:
     return f"{shown(str(loc[0]))}{indices}"
 
 
-def _sentence(param: str, reasons: Sequence[ErrorDetails], known: Collection[str]) -> str:
+def _sentence(
+    param: str, reasons: Sequence[ErrorDetails], known: Collection[str], missing: str | None = None
+) -> str:
+    """What is wrong, with the names that are known there, and one that was not sent."""
     first = reasons[0]
     if first["type"] == "extra_forbidden":
         close = nearest(str(first["loc"][-1]), known)
-        hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
-        return f"unknown field {param!r}: {hint}"
+        if close:
+            return f"unknown field {param!r}: did you mean {close}?"
+        if missing:
+            return f"unknown field {param!r}: {missing} is missing, did you mean that?"
+        return f"unknown field {param!r}: there are {', '.join(known)}"
     if first["type"] == "missing":
         return f"{param} is missing: send it"
     return f"{param} {', or '.join(dict.fromkeys(map(describe_problem, reasons)))}"

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.responses import Response
 
-from serve.api.body import METRIC, Answer, Health, Reader, read_json
+from serve.api.body import METRIC, Answer, Health, OpenAIError, Reader, read_json
 from serve.api.submission import answer, problems, takes
 from serve.budget import efforts_of
 from serve.bundle import (
@@ -212,7 +212,8 @@ class ModelList(Answer):
     data: list[ModelCard] = Field(description="The models, in the order in which they were loaded.")
 
 
-_UNKNOWN = problems(e404="No model with this name is served.")
+_NO_MODEL = "No model with this name is served."
+_UNKNOWN = problems(OpenAIError, e404=_NO_MODEL)
 
 
 def model_routes(engine: Engine) -> APIRouter:
@@ -452,7 +453,7 @@ def admin_routes(engine: Engine, loading: Loading, keys: Keys, reader: Reader) -
         summary="Unload a model",
         response_model=UnloadResponse,
         response_description="The model gets no new requests; running ones finish.",
-        responses={**_KEY_PROBLEMS, **_UNKNOWN},
+        responses={**_KEY_PROBLEMS, **problems(e404=_NO_MODEL)},
     )
     async def unload(exchange: ThisExchange, name: str) -> Response:
         _check_key(exchange, keys)

@@ -3,7 +3,8 @@
 import base64
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
 
@@ -32,7 +33,7 @@ from serve.api.body import (
     BudgetFields,
     ComputeMs,
     Logprobs,
-    Problem,
+    OpenAIError,
     QueueMs,
     Reader,
     SamplingFields,
@@ -73,6 +74,7 @@ from serve.engine.job import (
 )
 from serve.engine.writing import GenerationRequest
 from serve.errors import (
+    ContextLengthExceeded,
     ImpossibleBudget,
     InvalidField,
     NoEmbeddings,
@@ -81,7 +83,7 @@ from serve.errors import (
 from serve.exchange import Exchange, Route, ThisExchange
 from serve.inputs.chat import ChatTemplate, Messages
 from serve.inputs.rows import MAX_INPUTS, Text, Texts, read_items
-from serve.inputs.text import TextCodec
+from serve.inputs.text import TextCodec, TooLong
 from serve.middleware import error_body
 from serve.runtime.protocol import FloatArray
 from serve.settings import Settings
@@ -289,18 +291,6 @@ class ChatChunk(ChunkObject):
     choices: list[ChatPiece] = Field(
         description="One entry; none in the chunk that carries the usage."
     )
-
-
-class OpenAIProblem(Problem):
-    """What went wrong, in OpenAI's format."""
-
-    type: str = Field(description="Type of the error, such as `invalid_request_error`.")
-
-
-class OpenAIError(Answer):
-    """The body of every error, and the last event of a stream that failed."""
-
-    error: OpenAIProblem = Field(description="What went wrong.")
 
 
 Listed = Callable[[Iterable[Any]], object]  # makes a list of an answer
@@ -547,7 +537,7 @@ def _prompt_of(value: object, param: str, says: str) -> Prompt:
         if not value:
             raise InvalidField(f"{param} is empty: send at least 1 token", param=param)
         if len(value) > MAX_PROMPT_TOKENS:
-            raise InvalidField(
+            raise ContextLengthExceeded(
                 f"{param} has {len(value)} tokens: send at most {MAX_PROMPT_TOKENS}", param=param
             )
         if set(map(type, value)) == {int}:
@@ -929,6 +919,10 @@ class ChunkWriter:
 OPENAI_PROBLEMS = {
     status: documented | {"model": OpenAIError} for status, documented in RUN_PROBLEMS.items()
 }
+_NOT_READ = (
+    "The body is not valid JSON, or the prompt has more tokens than the model reads "
+    "(`context_length_exceeded`)."
+)
 STREAM_ABOUT = (
     "The answer. With `stream`: server-sent events without names, one chunk each, then `[DONE]` "
     "or an error ({chunk}, OpenAIError). If the connection breaks before that, the answer is "
@@ -1039,6 +1033,15 @@ def _submission(
         if error.param == "effort" and asked.reasoning_effort is not None:
             error.param = "reasoning_effort"
         raise
+
+
+@contextmanager
+def _context_length() -> Iterator[None]:
+    """Says of a prompt that is too long what OpenAI says."""
+    try:
+        yield
+    except TooLong as error:
+        raise ContextLengthExceeded(error.message, param=error.param, **error.details) from None
 
 
 def _likelihood(event: GeneratedEvent) -> float:
@@ -1211,7 +1214,11 @@ def _embedding_items(
 
 def _responses(chunk: str) -> dict[int | str, dict[str, Any]]:
     about = STREAM_ABOUT.format(chunk=chunk)
-    return {200: {"description": about, "content": {"text/event-stream": {}}}, **OPENAI_PROBLEMS}
+    return {
+        200: {"description": about, "content": {"text/event-stream": {}}},
+        **OPENAI_PROBLEMS,
+        400: {"model": OpenAIError, "description": _NOT_READ},
+    }
 
 
 def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRouter:
@@ -1231,12 +1238,13 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         max_tokens = asked.limit(settings.max_tokens)
         texts = len(asked.prompt) * asked.candidates
         check_size(texts, max_tokens, asked.logprobs, settings)
-        prompts = await reader.read(
-            exchange,
-            sum(prompt.characters for prompt in asked.prompt),
-            submission.deadline,
-            lambda: [prompt.read(served.codec) for prompt in asked.prompt],
-        )
+        with _context_length():
+            prompts = await reader.read(
+                exchange,
+                sum(prompt.characters for prompt in asked.prompt),
+                submission.deadline,
+                lambda: [prompt.read(served.codec) for prompt in asked.prompt],
+            )
         response_format = CompletionFormat(_echoes(asked, served), asked.logprobs is not None)
         answer = OpenAIAnswer(submission, response_format, asked, prompts, asked.candidates)
         ranks = asked.candidates > asked.answers and asked.logprobs is None
@@ -1256,12 +1264,13 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
         submission = _submission(exchange, engine, served, asked)
         max_tokens = asked.limit(settings.max_tokens)
         check_size(asked.answers, max_tokens, asked.alternatives, settings, asked.limit_field)
-        prompt = await reader.read(
-            exchange,
-            sum(len(message.content) for message in asked.messages),
-            submission.deadline,
-            lambda: served.codec.encode_prompt(chats.prompt(asked.messages), "messages"),
-        )
+        with _context_length():
+            prompt = await reader.read(
+                exchange,
+                sum(len(message.content) for message in asked.messages),
+                submission.deadline,
+                lambda: served.codec.encode_prompt(chats.prompt(asked.messages), "messages"),
+            )
         response_format = ChatFormat(asked.alternatives is not None)
         answer = OpenAIAnswer(submission, response_format, asked, [prompt], asked.answers)
         return await answer.respond(max_tokens, asked.alternatives)

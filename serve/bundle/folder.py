@@ -89,7 +89,8 @@ def read_bundle(folder: Path, verify: bool = True, latency: bool = True) -> Bund
         held = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST_FILE}"))
         if held:
             raise BundleError(
-                f"is no bundle, but holds some ({', '.join(held)}): name one of those",
+                f"is no bundle, but holds some ({', '.join(held)}): name one of those, or to serve "
+                f"all of them: stepdial serve --zoo {folder}",
                 file=str(folder),
             )
         raise BundleError(

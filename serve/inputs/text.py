@@ -245,6 +245,7 @@ def _check_special(tokenizer: Tokenizer, kind: str, token: int, name: str) -> No
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_FEW_CHARACTERS = 32  # of a vocabulary that a message can name
 _SHORT_TOKENS, _KEPT_TEXTS = 2, 1 << 16  # a token, together with the one before it
 
 
@@ -258,6 +259,10 @@ class Encoded(NamedTuple):
     truncated: bool = False
     counted: int | None = None  # tokens of the whole text, if counted
     spans: tuple[Span, ...] = ()  # per token, if asked for: the part of the text that it labels
+
+
+class TooLong(Unprocessable):
+    """A text has more tokens than the model reads."""
 
 
 class TextCodec:
@@ -399,12 +404,12 @@ class TextCodec:
             return "translate it in parts, for example by sentences"
         return "shorten it, for example to its end"
 
-    def _too_long(self, encoded: Encoded, param: str, advice: str) -> Unprocessable:
+    def _too_long(self, encoded: Encoded, param: str, advice: str) -> TooLong:
         limit = len(encoded.tokens)
         # Of a much longer text only the ends were encoded, so its tokens were not counted.
         known = {} if encoded.counted is None else {"tokens": encoded.counted}
         found = f"more than {limit}" if encoded.counted is None else str(encoded.counted)
-        return Unprocessable(
+        return TooLong(
             f"{param} has {found} tokens, but {self._manifest.name} reads at most {limit}: "
             f"{advice}",
             param=param,
@@ -432,9 +437,10 @@ class TextCodec:
         index, character = next(
             (index, character) for index, character in enumerate(text) if character not in known
         )
+        few = f"; it reads {''.join(sorted(known))!r}" if len(known) <= _FEW_CHARACTERS else ""
         raise Unprocessable(
             f"{param} has the character {character!r} (U+{ord(character):04X}) at index {index}, "
-            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it",
+            f"which is outside the vocabulary of {self._manifest.name}: remove or replace it{few}",
             param=param,
             index=index,
             character=character,

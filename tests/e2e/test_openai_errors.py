@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serve.api.openai import OpenAIError
+from serve.api.body import OpenAIError
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 from tests.openai_clients import parse_chunks, sync_client
 from tests.server_process import ServerProcess, server_process
@@ -52,7 +52,6 @@ def asks(number: int) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": [3, "x"]}, "prompt[1]", "must be a token"),
         (COMPLETIONS, {"prompt": [[3, 0]]}, "prompt[0][1]", "is padding"),
         (COMPLETIONS, {"prompt": [3, 10**9]}, "prompt[1]", "is no token of tiny-generate"),
-        (COMPLETIONS, {"prompt": [3] * 161}, "prompt", "161 tokens, but tiny-generate reads at"),
         (COMPLETIONS, {"n": 17}, "n", "at most 16"),
         (COMPLETIONS, {"prompt": ["x"] * 5, "n": 4}, "n", "asks for 20 texts"),
         (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of", "send at least as many"),
@@ -94,7 +93,6 @@ def asks(number: int) -> dict[str, Any]:
         (CHAT, {"messages": "hello"}, "messages", "must be a list"),
         (CHAT, {"messages": []}, "messages", "send at least 1"),
         (CHAT, asks(1025), "messages", "send at most 1024"),
-        (CHAT, asks(100), "messages", "reads at most 160"),
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "no tools"),
         (
             CHAT,
@@ -148,6 +146,31 @@ def test_what_cannot_be_done_is_a_422_that_says_so(
 
 
 @pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"prompt": "a" * 161}, "prompt", "161 tokens, but tiny-generate reads at most 160"),
+        ({"prompt": ["a", "a" * 900_000]}, "prompt[1]", "900000 tokens, but tiny-generate reads"),
+        ({"prompt": [3] * 161}, "prompt", "161 tokens, but tiny-generate reads at most 160"),
+        ({"prompt": [3] * 161, "stream": True}, "prompt", "reads at most 160"),
+        ({"prompt": [3] * (2**17 + 1)}, "prompt", "131073 tokens: send at most 131072"),
+        ({"model": "tiny-translate", "prompt": "a " * 99}, "prompt", "translate it in parts"),
+        ({"messages": asks(100)["messages"]}, "messages", "910 tokens, but tiny-generate reads"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_the_error_that_clients_know(
+    client: OpenAI, changes: dict[str, Any], param: str, said: str
+) -> None:
+    ask = {"model": MODEL, "max_tokens": 2} | changes
+    create: Any = client.chat.completions if "messages" in ask else client.completions
+    with pytest.raises(openai.BadRequestError) as caught:  # of which LangChain reads the text
+        create.create(**ask)
+    error = caught.value
+    assert (error.code, error.type) == ("context_length_exceeded", "invalid_request_error")
+    assert "context_length_exceeded" in str(error)
+    assert error.param == param and said in error.message
+
+
+@pytest.mark.parametrize(
     ("raised", "status", "ask"),
     [
         (openai.NotFoundError, 404, {"model": "nothing"}),
@@ -185,8 +208,18 @@ def test_a_body_that_is_not_json_is_a_bad_request(raw: httpx.Client) -> None:
 
 
 def test_a_model_that_is_not_there(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="nothing"):
+    with pytest.raises(openai.NotFoundError, match="nothing") as caught:
         client.models.retrieve("nothing")
+    error = caught.value
+    assert (error.code, error.type) == ("unknown_model", "invalid_request_error")
+    assert error.param == "model"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny-generate", "/v1/models/x/ladder"])
+def test_errors_about_models_are_of_its_shape(raw: httpx.Client, path: str) -> None:
+    response = raw.delete(path)
+    assert response.status_code in (404, 405)
+    OpenAIError.model_validate(response.json(), strict=True)
 
 
 def test_a_client_that_leaves_stops_all_its_answers(server: ServerProcess) -> None:

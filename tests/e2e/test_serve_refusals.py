@@ -11,7 +11,7 @@ import pytest
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle
 from tests.server_process import ServerProcess, server_process
 
-CLASSIFY, GENERATE = "/v1/classify", "/v1/generate"
+CLASSIFY, GENERATE, EMBED = "/v1/classify", "/v1/generate", "/v1/embeddings"
 TEXT = {"input": "a good film"}
 PROMPT = {"prompt": "To be", "max_tokens": 2}
 
@@ -59,6 +59,14 @@ def test_impossible_budgets(
         (GENERATE, {"promt": "x", "max_tokens": 0}, "promt", "did you mean prompt?"),
         (CLASSIFY, TEXT | {"step": 2}, "step", "did you mean steps?"),
         (CLASSIFY, TEXT | {"zzzzzz": 2}, "zzzzzz", "there are"),
+        (CLASSIFY, {"text": "x"}, "text", "input is missing, did you mean that?"),
+        (GENERATE, {"input": "x"}, "input", "prompt is missing, did you mean that?"),
+        (GENERATE, PROMPT | {"reasoning_effort": "low"}, "reasoning_effort", "mean effort?"),
+        (GENERATE, PROMPT | {"num_inference_steps": 2}, "num_inference_steps", "mean steps?"),
+        (GENERATE, PROMPT | {"mx_steps": 2}, "mx_steps", "mean max_steps?"),
+        (GENERATE, PROMPT | {"stop_sequences": ["x"]}, "stop_sequences", "mean stop?"),
+        (GENERATE, PROMPT | {"temp": 0}, "temp", "mean temperature?"),
+        (EMBED, TEXT | {"reasoning_effort": "low"}, "reasoning_effort", "mean effort?"),
         (CLASSIFY, {"input": ""}, "input", "input is empty"),
         (CLASSIFY, {"input": []}, "input", "send at least 1 item"),
         (CLASSIFY, {"input": ["x"] * 65}, "input", "has 65 items: send at most 64"),
@@ -130,6 +138,28 @@ def test_texts_that_the_model_cannot_read(
 ) -> None:
     error = refused(client.post(path, json=body), 422, "unprocessable")
     assert error["param"] == param and says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ("/v1/models/", "/v1/models"),
+        ("/v1/models/tiny-classify/", "/v1/models/tiny-classify"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/classify/", "/v1/classify"),
+        ("/v1/v2/models/tiny-classify", "/v2/models/tiny-classify"),
+        ("/v1/responses", None),
+        ("/static/nothing.js/", None),
+        ("/v1/", None),
+    ],
+)
+def test_a_path_that_is_almost_right_is_told_so(
+    client: httpx.Client, sent: str, meant: str | None
+) -> None:
+    hint = "see /docs" if meant is None else f"did you mean {meant}?"
+    error = refused(client.get(sent), 404, "not_found")
+    assert error["message"] == f"there is nothing at {sent}: {hint}"
 
 
 @pytest.mark.parametrize(

@@ -250,12 +250,14 @@ def test_first_weights_are_smaller_where_a_block_writes_into_its_skip() -> None:
         assert float(parameter.detach().std()) == pytest.approx(expected, rel=0.05)
 
 
-def test_glorot_weights_are_uniform_within_their_limit() -> None:
+def test_glorot_weights_are_uniform_within_their_limit_and_embeddings_normal() -> None:
     torch.manual_seed(0)
-    layer, embedding = nn.Linear(30, 90), nn.Embedding(100, 16)
-    initialise_glorot(nn.ModuleList([layer, embedding]))
+    layer, embedding, head = nn.Linear(30, 90), nn.Embedding(500, 16), nn.Linear(16, 500)
+    head.weight = embedding.weight
+    initialise_glorot(nn.ModuleList([embedding, head, layer]))
     linear, table = layer.weight.detach(), embedding.weight.detach()
     assert not layer.bias.detach().any()
     limit = (6 / 120) ** 0.5
     assert 0.98 * limit < float(linear.abs().max()) <= limit
-    assert 0.049 < float(table.abs().max()) <= 0.05
+    assert float(table.std()) == pytest.approx(16**-0.5, rel=0.05)
+    assert float(table.abs().max()) > 3 * 16**-0.5  # normal, and not the head's uniform weights

@@ -76,7 +76,8 @@ def test_narrowed_takes_what_the_models_can_do(
 
 
 def test_a_refusal_is_documented_in_the_shape_of_its_protocol(document: dict[str, Any]) -> None:
-    for path, shape in (("/v2", "OipError"), ("/v1/models", "ErrorResponse")):
+    shapes = {"/v2": "OipError", "/v1/models": "OpenAIError", "/metrics": "ErrorResponse"}
+    for path, shape in shapes.items():
         content = document["paths"][path]["get"]["responses"]["401"]["content"]
         assert content["application/json"]["schema"]["$ref"].endswith(f"/{shape}")
 

@@ -52,6 +52,9 @@ def published(
 def test_attention_is_that_of_the_published_formula_at_every_depth(time_width: int) -> None:
     torch.manual_seed(0)
     logits = EvolvingLogits(WIDTH, HEADS, 6, time_width).double()
+    with torch.no_grad():
+        for scales in logits.wave_scales:  # larger than at the start, so that differences show
+            scales.mul_((len(scales) / HEADS) ** 0.5)
     x, y = torch.randn(2, 5, WIDTH).double(), torch.randn(2, 7, WIDTH).double()
     origin = logits.begin(x, y, None)
     seen = [logits.evolve(origin, layer).softmax(-1) for layer in range(6)]
@@ -168,15 +171,26 @@ def test_rotations_are_waves_of_the_depth_and_every_layer_has_its_own_depth() ->
     assert not torch.allclose(seen[0], seen[1])
     depths: list[int] = []
 
-    class EngineGauges(RandomFeedForward):
+    class Noting(RandomFeedForward):
         def __init__(self, width: int, hidden: int, depth: int) -> None:
             depths.append(depth)
             super().__init__(width, hidden, depth)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.families.RandomFeedForward", EngineGauges)
+        patch.setattr("train.families.RandomFeedForward", Noting)
         evolved("random", depth=3)
     assert depths == [1, 2, 3]
+
+
+def test_waves_and_rotations_begin_as_in_the_released_code() -> None:
+    """Uniform within the root of 6 over how many there are: of a block's waves, of a diagonal."""
+    torch.manual_seed(0)
+    logits = EvolvingLogits(512, 8, 2)
+    layer = RandomLinear(512, 2048, 1)
+    for values in (*logits.wave_scales, layer.diagonal):
+        most = float(values.detach().abs().max())
+        assert len(values) == 512 and 0.97 * (6 / 512) ** 0.5 < most <= (6 / 512) ** 0.5
+        assert float(values.detach().std()) == pytest.approx((2 / 512) ** 0.5, rel=0.1)
 
 
 def test_a_random_layer_is_the_product_of_its_parts() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.__main__ import main
+from loadtest.__main__ import build_parser, main
+from loadtest.options import terms_of
 from loadtest.target import (
     Offer,
     TargetError,
@@ -35,6 +36,15 @@ def test_models_and_ladders_are_read() -> None:
                 efforts=("low",),
             ),
         ]
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/"])
+def test_an_address_may_be_that_of_an_openai_client(end: str) -> None:
+    with running_stub() as stub:
+        assert len(read_offers(stub.url + end)) == 2
+        options = build_parser().parse_args(["--url", stub.url + end])
+        assert options.url == stub.url
+        assert terms_of(options, stub.url + end).url == stub.url
 
 
 def test_how_much_text_a_token_is_can_be_asked() -> None:

@@ -1,7 +1,9 @@
 """Bundles used without HTTP: from Python, and by `stepdial predict` and `stepdial sample`."""
 
 import csv
+import gzip
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,104 @@ def test_what_cannot_be_predicted_is_said(
     table = write_rows(tmp_path / "in.csv")
     assert main(["predict", str(ZOO / "topics"), "--input", str(table), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+TABLES = {
+    "csv": "text,id\nStocks fell,1\nThe striker scored twice,2\n",
+    "tsv": "text\tid\nStocks fell\t1\nThe striker scored twice\t2\n",
+    "jsonl": '{"text": "Stocks fell"}\n{"text": "The striker scored twice"}\n',
+}
+
+
+def piped(data: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
+    """What the command does with these bytes as standard input."""
+    words = ["predict", str(ZOO / "topics"), "--input", "-", "--text", "text", "--steps", "1"]
+    command = [sys.executable, "-m", "stepdial", *words, *flags]
+    return subprocess.run(command, input=data, capture_output=True, cwd=ZOO.parent, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "mark"),
+    [
+        ("csv", (), b""),
+        ("csv", ("--output", "-"), b"\xef\xbb\xbf"),
+        ("jsonl", (), b"\xef\xbb\xbf"),
+        ("jsonl", ("--format", "jsonl"), b"\n"),
+        ("tsv", ("--format", "tsv"), b""),
+    ],
+)
+def test_predict_reads_standard_input(kind: str, flags: tuple[str, ...], mark: bytes) -> None:
+    done = piped(mark + TABLES[kind].encode(), *flags)
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = done.stdout.decode().splitlines()
+    if kind == "jsonl":
+        assert [json.loads(line)["predicted_label"] for line in lines] == ["Business", "Sports"]
+        return
+    rows = list(csv.DictReader(lines, delimiter="," if kind == "csv" else "\t"))
+    assert [row["predicted_label"] for row in rows] == ["Business", "Sports"]
+    assert [row["id"] for row in rows] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "said"),
+    [
+        (b"", (), "standard input has no rows"),
+        (b'{"text": "a"}\n{"text": }\n', (), "standard input, line 2: not valid JSON"),
+        (b'[{"text": "a"}]\n', (), "standard input, line 1: expected one object a line"),
+        (b"text\na\nb,c\n", (), "standard input, row 2: 2 cells"),
+        (b"text\n\xff\n", (), "standard input: not UTF-8"),
+        (b"text\na\n", ("--output", "out.jsonl"), "end it like --input, .csv"),
+        (b"text\na\n", ("--format", "tsv", "--output", "out.csv"), "end it like --input, .tsv"),
+    ],
+)
+def test_what_is_wrong_with_standard_input_is_said(
+    data: bytes, flags: tuple[str, ...], said: str
+) -> None:
+    done = piped(data, *flags)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("stepdial predict: ")
+    assert said in done.stderr.decode() and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("pack", [gzip, lzma], ids=["gz", "xz"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
+def test_predict_reads_and_writes_compressed_tables(
+    kind: str, pack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / f"in.{kind}.{'gz' if pack is gzip else 'xz'}"
+    table.write_bytes(pack.compress(TABLES[kind].encode()))
+    shown = predicted(table, "--text", "text", capsys=capsys)
+    assert predicted(table, "--text", "text", "--output", str(table), capsys=capsys)
+    assert pack.decompress(table.read_bytes()).decode().split("\n") == shown
+    plain = tmp_path / f"out.{kind}"
+    table.write_bytes(pack.compress(TABLES[kind].encode()))
+    assert predicted(table, "--text", "text", "--output", str(plain), capsys=capsys)
+    assert plain.read_text().split("\n") == shown and "Sports" in plain.read_text()
+
+
+def test_an_archive_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"{n * 7919}\n" for n in range(20_000))
+    for pack, name in ((gzip, "in.csv.gz"), (lzma, "in.csv.xz")):
+        whole = pack.compress(f"text\n{rows}".encode())
+        altered = whole[:9000] + bytes(byte ^ 255 for byte in whole[9000:9100]) + whole[9100:]
+        for data in (whole[:-500], altered, b"text\na\n"):
+            table = tmp_path / name
+            table.write_bytes(data)
+            words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+            assert main([*words, "--steps", "1", "--output", str(tmp_path / "out.csv")]) == 2
+            assert f"{name} cannot be read: " in capsys.readouterr().err
+            assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_table_of_another_name_is_read_by_its_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "export.txt"
+    table.write_text(TABLES["csv"])
+    lines = predicted(table, "--text", "text", "--format", "csv", capsys=capsys)
+    assert lines[0].startswith("text,id,predicted_label") and ",Business," in lines[1]
 
 
 def test_predict_gives_each_word_a_label(

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from train.checkpoint import read_facts
 from train.data import check_same_meaning, open_dataset
 from train.data.labelled import LabelledDataset
 from train.data.tables import DataError, read_table
+from train.data.tags import read_tags
 from train.data.text import train_tokenizer
 from train.evaluate import evaluate_run
 from train.metrics import read_metrics
@@ -50,6 +53,20 @@ def test_null_and_broken_archives_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no archive")
         with pytest.raises(DataError, match="cannot be read"):
             read_table(table(str(tmp_path)), name)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.jsonl.xz"])
+@pytest.mark.parametrize("words", [False, True])
+def test_archives_that_broke_are_named(tmp_path: Path, name: str, words: bool) -> None:
+    row = '{{"text": ["{}"], "label": ["x"]}}\n' if words else '{{"text": "{}", "label": "x"}}\n'
+    lines = "".join(row.format(number * 7919) for number in range(5000)).encode()
+    whole = gzip.compress(lines) if name.endswith("gz") else lzma.compress(lines)
+    altered = whole[:2000] + bytes(byte ^ 255 for byte in whole[2000:2100]) + whole[2100:]
+    read: Callable[[DataConfig, str], object] = read_tags if words else read_table
+    for data in (whole[:-500], altered, b"no archive"):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=f"{name} cannot be read"):
+            read(table(str(tmp_path)), name)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import tomllib
 from pathlib import Path
 
@@ -73,22 +74,35 @@ def test_a_figure_beside_a_papers_says_what_is_not_as_there() -> None:
         render(silent, groups, read_screens(), read_all(SCREENED))
 
 
+KINDS = ("here", "perplexity", "bleu", "robust")
+
+
 def test_claims_name_runs_that_an_experiment_has() -> None:
     named = {run for experiment in PUBLISHED_FACTS["experiment"] for run in experiment["runs"]}
     for claim in PUBLISHED_FACTS["claim"]:
-        told = [*claim.get("here", []), *claim.get("bleu", []), *claim.get("robust", [])]
+        told = [one for kind in KINDS for one in claim.get(kind, [])]
         assert claim["verdict"] and {group for _, group, *_ in told} <= named
         assert told or claim.get("theory")
 
 
 def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> None:
     scored = small("mnist-discrete", 0.9, 10, bleu={"1": 20.0, "4": 25.0})
-    groups = {"translation-rk4": [scored], "mnist-discrete": [scored]}
-    page = render(PUBLISHED_FACTS, groups, {}, {})
-    assert "RK4: 25.0 BLEU, 1 seed" in page and "discrete, 60k: 90.00, 1 seed" in page
-    assert "residual: not run yet (`--only translation-residual`)" in page
-    assert "not run yet (`python -m benchmarks.papers.theory`)" in page
-    assert "OT: not run yet (`python -m benchmarks.robustness --runs RUNS/mnist-*`)" in page
+    residual = small("ode-transformer-small-residual", 5.0, 10)
+    groups = {
+        "translation-rk4": [scored],
+        "mnist-discrete": [scored],
+        "ode-transformer-small-residual": [residual],
+    }
+    facts = copy.deepcopy(PUBLISHED_FACTS)
+    for claim in facts["claim"]:
+        claim.setdefault("differs", "another text")
+    page = render(facts, groups, {}, {})
+    assert "| RK4: 25.0 BLEU, 1 seed<br>Not run yet: residual (`translation-residual`), " in page
+    assert "| discrete, 60k: 90.00 %, 1 seed<br>Not run yet: " in page
+    assert f"| residual: {math.exp(5):.1f}, 1 seed<br>Not run yet: RK2 (`ode-" in page
+    assert "| Not run yet: `python -m benchmarks.papers.theory` | – |" in page
+    assert "Not run yet: accuracy of the discrete one, 60k, three seeds (`python -m " in page
+    assert ", OT (`python -m benchmarks.robustness --runs RUNS/mnist-*`), lambda 0 (" in page
     provenance = Provenance.now("robustness", [])
     columns = ("model", "what", "steps", "seeds", "0", "0.5")
     rows: list[list[Cell]] = [["mnist", "OT, lambda 0.005", 20, 3, "0.97 ± 0.01", "0.90 ± 0.02"]]
@@ -97,10 +111,40 @@ def test_a_claim_names_figures_of_all_kinds_or_the_command_that_runs_it() -> Non
     )
     target = Target("models with lambda > T L² that are steeper than the bound", 3, "==", 0)
     proven = provenance.result("theory", "The theorem, tried", "", [], [target])
-    page = render(PUBLISHED_FACTS, groups, {}, {}, [robust, proven])
+    page = render(facts, groups, {}, {}, [robust, proven])
     assert "OT: 0.97 ± 0.01 to 0.90 ± 0.02" in page and "## The theorem, tried" in page
     assert "steeper than the bound: 3" in page.partition("## What is not")[0]
     assert "| mnist | OT, lambda 0.005 | 20 |" in page.partition("## Robustness")[2]
+
+
+def test_claims_that_were_answered_come_first_and_are_counted() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    answered, _, waiting = page.partition("## What is not")[0].partition("### Open")
+    states = [claim["state"] for claim in PUBLISHED_FACTS["claim"]]
+    for state, (said, verdict) in papers_page.STATES.items():
+        rows = waiting if state == "open" else answered
+        assert rows.count(f" | **{verdict}** ") == states.count(state)
+        assert said.format(states.count(state)) in answered or state not in states
+    assert "**Open.**" not in answered and "(1 seed each)" in answered
+
+
+def test_a_figure_beside_a_claim_says_what_is_not_as_in_the_paper() -> None:
+    facts = copy.deepcopy(PUBLISHED_FACTS)
+    (claim,) = [one for one in facts["claim"] if "nanoGPT ends at" in one["paper"]]
+    del claim["differs"]
+    with pytest.raises(ValueError, match="figures stand beside 'The transport cost keeps"):
+        render(facts, read_all(), {}, {})
+
+
+def test_noise_beside_the_papers_says_what_is_not_as_there() -> None:
+    noise = PAGE.read_text(encoding="utf-8").partition("## Robustness")[2].partition("\n## ")[0]
+    (experiment,) = [one for one in PUBLISHED_FACTS["experiment"] if one["id"] == "mnist"]
+    parts = noise.split("\n\n")
+    beside = [part for part in parts if "| paper, OT |" in part]
+    assert beside
+    for part in beside:
+        (row,) = [row for row in part.splitlines() if row.startswith("| mnist-discrete |")]
+        assert row.endswith(f" | {experiment['differs']['mnist-discrete']} |")
 
 
 def test_what_the_queue_trains_has_a_place_on_the_page() -> None:

@@ -38,7 +38,8 @@ def test_characters_are_replaced_in_the_text_itself_and_it_is_kept(tmp_path: Pat
     rows = result.tables[-1].rows
     assert len(rows) == 2 * 2 * 5
     assert result.command.startswith("python -m benchmarks.robustness ")
-    assert [row[10] for row in rows[:5]] == [1.44, 1.49, 1.55, 1.95, 2.42]
+    paper = result.tables[0].rows[-1]
+    assert [*paper] == ["paper, OT", None, None, None, "1.44", "1.49", "1.55", "1.95", "2.42"]
     assert rows[0][8] == "0.0000" and float(str(rows[4][8])) > 0
 
 

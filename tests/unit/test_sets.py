@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from train.blocks import Norm
+from train.data.batch import Sizes
 from train.families import (
     InducedBlock,
     InducedEmbedding,
@@ -13,7 +14,8 @@ from train.families import (
     PooledByAttention,
     SetVelocity,
 )
-from train.model import OTTransformer, PatchEmbedding
+from train.model import OTTransformer, PatchEmbedding, Positions, build_model
+from train.recipe import load_recipe
 
 
 def size(module: nn.Module) -> int:
@@ -33,6 +35,16 @@ def test_patches_are_cut_in_reading_order_and_projected() -> None:
     assert PatchEmbedding(2, 4, 6, 2, 8, first=False)(pixels).state.shape == (3, 6, 8)
 
 
+def test_places_and_the_first_token_of_images_begin_as_large_as_patches() -> None:
+    torch.manual_seed(0)
+    embed = PatchEmbedding(1, 64, 64, 4, 32, first=True)
+    assert embed.first is not None
+    assert float(embed.positions.weight.detach().std()) == pytest.approx(1, rel=0.05)
+    assert float(embed.first.detach().std()) == pytest.approx(1, rel=0.4)
+    words = Positions(256, 32).weight.detach()
+    assert float(words.std()) == pytest.approx(0.02, rel=0.05)
+
+
 def test_patches_that_do_not_fill_the_image_are_refused() -> None:
     with pytest.raises(ValueError, match=r"28 x 28 pixels: set model\.patch to a divisor"):
         PatchEmbedding(1, 28, 28, 5, 8, first=True)
@@ -45,6 +57,49 @@ def test_one_head_without_norms_is_the_formula() -> None:
     q, k, v = block.query(x), block.key(y), block.value(y)
     h = q + torch.softmax(q @ k.transpose(1, 2) / 4**0.5, -1) @ v
     torch.testing.assert_close(block(x, y), h + torch.relu(block.up(h)))
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+def test_without_an_outer_skip_the_layer_of_a_block_has_none(norm: Norm) -> None:
+    torch.manual_seed(0)
+    block = InducedBlock(8, 8, 2, 4, norm, outer_skip=False)
+    x = torch.randn(2, 9, 8)
+    inside = block.points.expand(2, -1, -1)
+    for one, queries, others in ((block.gather, inside, x), (block.spread, x, None)):
+        others = inside if others is None else others
+        for module in (one.norm1, one.norm2):
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight)
+        q, other = one.query(one.norm_query(queries)), one.norm_other(others)
+        shares = [
+            torch.softmax(a @ b.transpose(1, 2) / 8**0.5, -1) @ v
+            for a, b, v in zip(
+                q.split(4, -1),
+                one.key(other).split(4, -1),
+                one.value(other).split(4, -1),
+                strict=True,
+            )
+        ]
+        h = q + torch.cat(shares, -1)
+        inside = one.norm2(torch.relu(one.up(one.norm1(h))))
+    torch.testing.assert_close(block(x), inside)
+
+
+def test_a_chain_of_sets_is_one_ode_for_each_induced_block() -> None:
+    overrides = ["model.depth=chain", "model.width=16", "model.inducing=5", "optim.transport=0.05"]
+    torch.manual_seed(0)
+    config = load_recipe("modelnet", overrides).model
+    chain = build_model(config, Sizes(classes=10, dimensions=3)).eval()
+    assert isinstance(chain, OTTransformer) and isinstance(chain.velocity, nn.ModuleList)
+    points = torch.randn(2, 12, 3)
+    x = chain.embed(points).state
+    for block in chain.velocity:
+        assert isinstance(block, InducedBlock) and not block.spread.outer_skip
+        for _ in range(3):
+            x = x + block(x) / 3
+    output = chain(points, steps=3)
+    torch.testing.assert_close(output.logits, chain.head(x))
+    assert len(output.legs) == 2 and output.evaluations == 6
 
 
 def test_norms_stand_where_they_should() -> None:

@@ -28,6 +28,17 @@ def test_characters_outside_the_vocabulary_are_refused_naming_the_first() -> Non
     assert (error.value.param, error.value.details["index"]) == ("prompt", 3)
 
 
+def test_a_small_vocabulary_is_named() -> None:
+    few = generate_bundle()
+    known = {letter: number for number, letter in enumerate("ba.")}
+    small = TextCodec(few)
+    small._characters = known
+    with pytest.raises(Unprocessable, match=r"remove or replace it; it reads '\.ab'$"):
+        small.encode_prompt("x")
+    with pytest.raises(Unprocessable, match=r"remove or replace it$"):
+        CHARS.encode_prompt("é")
+
+
 def test_a_prompt_may_fill_the_window_and_no_more() -> None:
     assert len(CHARS.encode_prompt("a" * 160)) == 160
     with pytest.raises(Unprocessable, match="161 tokens, but tiny-generate reads at most 160"):

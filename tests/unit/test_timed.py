@@ -7,10 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.papers.queue import PLAN, read_plan
 from tests.traced import check_trace
-from train.blocks import TimedAttention, TimedLinear, TimedVelocity
+from train.blocks import Block, BlockVelocity, TimedAttention, TimedLinear, TimedVelocity
+from train.data.batch import Sizes
 from train.interrupt import SolverError
+from train.model import OTTransformer, build_model, count_parameters
 from train.ode import Bound, Embedded, adaptive, integrate, travel
+from train.recipe import load_recipe
 
 WIDTH, HEADS = 8, 4
 
@@ -73,6 +77,23 @@ def test_all_affine_layers_of_timed_attention_know_the_time(inner_skip: bool) ->
         with torch.no_grad():
             layer.drift.add_(1)
         assert not torch.allclose(made(x, mask, t, 0.1), moved)
+
+
+def test_the_vanilla_transformer_beside_an_n_ode_misses_the_time_and_nothing_else() -> None:
+    ours = load_recipe("n-ode-parity").model
+    jobs = [job for job in read_plan(PLAN) if job.group == "n-ode-parity-vanilla"]
+    vanilla = jobs[0].described().model
+    sizes = Sizes(vocabulary=5, classes=2)
+    timed, plain = (build_model(config, sizes) for config in (ours, vanilla))
+    moving = ours.layers * (ours.hidden + ours.width)  # c of each timed layer
+    assert count_parameters(timed) == count_parameters(plain) + moving
+    assert isinstance(plain, OTTransformer) and isinstance(plain.velocity, BlockVelocity)
+    for block in plain.velocity.blocks:
+        assert isinstance(block, Block) and block.feedforward is not None
+        x = torch.randn(2, 5, ours.width)
+        y = x + block.attention(x)
+        inner = torch.relu(block.feedforward.up(y))
+        torch.testing.assert_close(block(x), y + block.feedforward.down(inner))
 
 
 def test_a_chain_integrates_its_velocities_one_after_another_from_time_zero() -> None:

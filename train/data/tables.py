@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,7 @@ from train.recipe import DataConfig
 _log = logging.getLogger("stepdial")
 LONGEST_CELL = 1 << 24
 KINDS = (".csv", ".tsv", ".jsonl", ".json")
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)  # of a file, plain or compressed
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -44,7 +46,7 @@ def read_table(config: DataConfig, name: str) -> Rows:
             ]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
-    except (OSError, EOFError, lzma.LZMAError, json.JSONDecodeError) as error:
+    except (*UNREADABLE, json.JSONDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     kept = [row for row in rows if row[0].strip()]
     if len(kept) < len(rows):

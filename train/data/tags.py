@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from train.data.batch import IGNORED, Batch, Sizes, as_tensor
 from train.data.tables import (
+    UNREADABLE,
     DataError,
     Shuffle,
     digest_of,
@@ -59,6 +60,8 @@ def read_tags(config: DataConfig, name: str) -> list[Tagged]:
                 rows = list(_from_conll(lines, config, str(path)))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first") from None
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
     if not rows:
         raise DataError(f"{path}: no rows")
     return rows
