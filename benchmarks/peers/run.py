@@ -79,10 +79,10 @@ def main(arguments: Sequence[str]) -> int:
         environments = Environments(parsed.environments)
     except NotInstalled as error:
         made.error(str(error))
-    # A part is no result: it would take the place of the whole one.
-    kept = argparse.Namespace(results=parsed.results, quick=parsed.quick or parsed.only is not None)
     measured = partial(measure, options(parsed), parsed, environments)
-    return run("peers.run", arguments, kept, measured)
+    if parsed.only is not None:  # a part is no result: it would take the place of the whole one
+        parsed = argparse.Namespace(**{**vars(parsed), "quick": True})
+    return run("peers.run", arguments, parsed, measured)
 
 
 def measure(

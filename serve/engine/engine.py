@@ -625,6 +625,7 @@ class Engine:
             self._leaving.remove(served)
             model = self._models.pop(served.key)
             self._turns = deque(one for one in self._turns if one.model is not model)
+            model.forget()
         return gone
 
     def _lane(self, job: Job) -> Lane:

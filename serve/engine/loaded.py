@@ -231,6 +231,13 @@ class EngineModel:
         self._batches: dict[int, Batches] = {}
         self._nfe = {rung.steps: rung.nfe for rung in self.manifest.rungs}
 
+    def forget(self) -> None:
+        """Let go of lanes and runtimes. They lead back here, and would wait for the collector."""
+        self.lanes.clear()
+        self.cached.clear()
+        self._classifiers.clear()
+        self._batches.clear()
+
     def busy(self) -> list[Turn]:
         """The lanes and kinds of calls that there is work for."""
         return [(key, kind) for key, lane in self.lanes.items() for kind in lane.busy()]

@@ -22,7 +22,7 @@ from serve.engine.loaded import new_cost
 from serve.errors import ModelGone, UnknownModel
 from serve.loading import measure_first_calls
 from tests.engine_bench import Bench, Caller, classified, generated, running
-from tests.fake_model import FakeModel, Mood
+from tests.fake_model import FakeClassifier, FakeDecoder, FakeModel, FakeTranslator, Mood
 from tests.fixtures.tiny_folders import classify_bundle, generate_bundle, translate_bundle
 
 BUNDLES = (classify_bundle, generate_bundle, translate_bundle)
@@ -196,6 +196,29 @@ def _swap_and_use(bench: Bench, edition: int) -> list[FakeModel]:
     wait_for(lambda: not bench.engine.leaving)
     wait_for(lambda: all(model.closed for model in before if isinstance(model, FakeModel)))
     return [model for model in before if isinstance(model, FakeModel)]
+
+
+def test_what_a_model_that_left_had_opened_is_free_at_once() -> None:
+    """Sessions hold tens of megabytes, and the collector of cycles may come much later."""
+    gc.collect()
+    gc.disable()
+    try:
+        with running() as bench:
+            opened = (FakeClassifier, FakeDecoder, FakeTranslator)
+
+            def held_of_the_first() -> int:
+                found = [one for one in gc.get_objects() if type(one) in opened]
+                return sum(one._mood is bench.mood for one in found)
+
+            for work in (bench.classify(5), bench.generate("abc", 3), bench.search("abc", 3)):
+                work[1].last()
+            assert held_of_the_first() >= 3
+            for number, make in enumerate(BUNDLES):
+                bench.engine.serve(another(make(), 1 + number)[0])
+            wait_for(lambda: not bench.engine.leaving)
+            wait_for(lambda: held_of_the_first() == 0)
+    finally:
+        gc.enable()
 
 
 def held(engine: Engine) -> int:
