@@ -12,7 +12,9 @@ from tests.examples import examples
 from tests.fixtures.tiny_bundles import bpe_tokenizer
 from tests.fixtures.tiny_folders import classify_bundle
 
-CODEC = TextCodec(classify_bundle())
+BUNDLE = classify_bundle()
+CODEC = TextCodec(BUNDLE)
+TOKENS = st.integers(1, BUNDLE.manifest.text_tokenizer.vocab_size - 1)
 FEW = st.text(alphabet="ab\n", max_size=30)
 
 
@@ -50,7 +52,7 @@ def test_no_stop_gets_out_whatever_the_pieces(
 
 
 @settings(deadline=None)
-@given(tokens=st.lists(st.integers(1, CODEC.vocab_size - 1), max_size=40))
+@given(tokens=st.lists(TOKENS, max_size=40))
 def test_pieces_join_to_the_text_of_any_tokens(tokens: list[int]) -> None:
     stream = TextStream(CODEC)
     pieces = [stream.push(token) for token in tokens]
