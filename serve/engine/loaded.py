@@ -232,7 +232,7 @@ class EngineModel:
         self._nfe = {rung.steps: rung.nfe for rung in self.manifest.rungs}
 
     def forget(self) -> None:
-        """Let go of lanes and runtimes. They lead back here, and would wait for the collector."""
+        """Drop lanes and runtimes: as cycles, they would stay until the next garbage collection."""
         self.lanes.clear()
         self.cached.clear()
         self._classifiers.clear()
