@@ -52,7 +52,7 @@ def failed(asked: "Future[httpx.Response]") -> dict[str, Any]:
 def test_a_call_that_hangs_is_ended_and_the_server_goes_on(tmp_path: Path) -> None:
     folder = looping(tmp_path / "looping").folder
     with (
-        server_process([folder]) as server,
+        server_process([folder], "--threads", "1") as server,
         client_of(server) as client,
         ThreadPoolExecutor() as pool,
     ):
