@@ -17,7 +17,8 @@ stepdial train shakespeare --data "$data/tinyshakespeare/input.txt" --out "$runs
 stepdial train sentiment --data "$data/imdb" --out "$runs/sentiment"
 stepdial train topics --data "$data/ag_news" --out "$runs/topics"
 stepdial train mnist-any --data "$data/mnist" --out "$runs/digits"
-stepdial train logic --out "$runs/logic" --set optim.iterations=3500
+stepdial train logic --out "$runs/logic" \
+    --set steps.schedule=fixed --set optim.iterations=3500
 
 # Beside `logic`, with as many parameters and with four times as many.
 stepdial train logic-discrete --out "$runs/logic-plain1"

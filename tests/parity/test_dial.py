@@ -42,6 +42,7 @@ def label_recipe(_: Path, *overrides: str) -> Recipe:
     return tiny_label_recipe(*overrides)
 
 
+FIXED = ["steps.schedule=fixed"]
 # Recipe, settings; then task, cache, and the width of the state beside that of the model.
 FORMS: dict[str, tuple[Make, list[str], tuple[str, str, int]]] = {
     "tagger": (tiny_logic_recipe, [], ("tag", "none", 1)),
@@ -52,7 +53,7 @@ FORMS: dict[str, tuple[Make, list[str], tuple[str, str, int]]] = {
     ),
     "tagger of resolution": (
         tiny_logic_recipe,
-        ["steps.dial=resolution", "steps.exits=[]", "model.velocity=block"],
+        ["steps.dial=resolution", *FIXED, "steps.exits=[]", "model.velocity=block"],
         ("tag", "none", 1),
     ),
     "tagger that sees the time": (tiny_logic_recipe, ["model.timed=true"], ("tag", "none", 1)),
@@ -342,8 +343,7 @@ def test_rows_that_stop_early_leave_the_others_as_they_were(
 
 def test_an_older_run_of_fixed_steps_becomes_a_dial_of_time(tmp_path: Path) -> None:
     """Its full answers are the teacher's; what it is then exports, verifies and is torch's."""
-    fixed = ["steps.schedule=fixed", "steps.jump=0.3"]
-    old = trained(tiny_label_recipe(*QUICK, *fixed), tmp_path)
+    old = trained(tiny_label_recipe(*QUICK, *FIXED, "steps.jump=0.3"), tmp_path)
     run = tmp_path / "any"
     recipe = retrofit(old, run, 0.5, ["steps.dial=time"])
     assert (recipe.steps.dial, recipe.steps.exits, recipe.model) == (
@@ -371,7 +371,7 @@ def test_an_older_run_of_fixed_steps_becomes_a_dial_of_time(tmp_path: Path) -> N
 
 
 def test_a_run_with_the_dial_of_time_is_retrofitted_too(tmp_path: Path) -> None:
-    alone = ["steps.schedule=fixed", "steps.exits=[]"]
+    alone = [*FIXED, "steps.exits=[]"]
     old = trained(tiny_logic_recipe(tmp_path, *QUICK, *alone), tmp_path)
     recipe = retrofit(old, tmp_path / "any", 0.5)
     assert (recipe.steps.schedule, recipe.steps.exits, recipe.steps.jump) == ("fixed", (1, 2), 0)
