@@ -81,6 +81,7 @@ class Exchange:
     id: str = ""
     method: str = ""
     path: str = ""
+    query: bytes = b""
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     header_list: Sequence[Header] = ()
     receive: Receive | None = None

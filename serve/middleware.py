@@ -395,6 +395,7 @@ class RequestMiddleware:
         if exchange is None:  # behind another server than ours
             exchange = scope[EXCHANGE_KEY] = Exchange()
         exchange.method, exchange.path = scope["method"], scope["path"]
+        exchange.query = scope["query_string"]
         exchange.header_list = scope["headers"]
         headers = exchange.headers = dict(exchange.header_list)
         exchange.receive = receive

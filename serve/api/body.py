@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Self, TypeVar, final, get_args, get_origin
+from urllib.parse import parse_qsl
 
 from pydantic import (
     BaseModel,
@@ -671,8 +672,19 @@ _LIST_BYTES, _ELEMENT_BYTES = 64, 32
 
 async def read_json(exchange: Exchange, schema: type[BodyT], reader: Reader) -> BodyT:
     """The body, checked against the schema, whatever content type the client claims."""
+    if exchange.query:
+        _check_query(exchange.query, schema)
     body = await read_body(exchange, reader.settings)
     return await checked_json(exchange, body, schema, reader, explain)
+
+
+def _check_query(query: bytes, schema: type[BaseModel]) -> None:
+    """Refuse fields of the body behind the `?`. Other names there may be a gateway's."""
+    for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name in schema.model_fields:
+            raise InvalidField(
+                f"{name} in the URL is not read: send it in the JSON body", param=name
+            )
 
 
 async def checked_json(

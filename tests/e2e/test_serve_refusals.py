@@ -122,6 +122,16 @@ def test_fields_that_do_not_fit(
     assert "validation" not in error["message"] and "should" not in error["message"]
 
 
+@pytest.mark.parametrize(("path", "query"), [(CLASSIFY, "a=1&steps=2"), (EMBED, "model")])
+def test_a_field_in_the_url_is_told_where_it_belongs(
+    client: httpx.Client, path: str, query: str
+) -> None:
+    error = refused(client.post(f"{path}?{query}", json=TEXT), 422, "invalid_field")
+    name = error["param"]
+    assert error["message"] == f"{name} in the URL is not read: send it in the JSON body"
+    assert client.post(f"{CLASSIFY}?api-version=7&=&%ff", json=TEXT).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
