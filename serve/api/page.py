@@ -81,6 +81,7 @@ def split_answers(
     return own, others
 
 
+_LONG = 1e15  # numbers from here on are shown as 1e30
 _LIMITS = (
     ("minimum", "≥ {}"),
     ("exclusiveMinimum", "> {}"),
@@ -134,6 +135,8 @@ def _limit(value: object) -> str:
     if isinstance(value, str):
         return f"`{value}`"
     assert isinstance(value, int | float)
+    if isinstance(value, float) and abs(value) >= _LONG:
+        return f"{value:g}".replace("e+", "e")
     return f"{int(value) if value == int(value) else value:,}"
 
 

@@ -92,6 +92,7 @@ def test_contents_lead_to_every_route_and_shape(page: Page, server: Served) -> N
     links.filter(has_text="ClassifyResponse").click()
     expect(page.locator("#ClassifyResponse")).to_have_attribute("open", "")
     expect(page.locator("#ClassifyResponse p").first).to_be_visible()
+    expect(page.locator("#PointsItem")).to_contain_text("(≥ -1e30, ≤ 1e30)")
 
 
 def test_the_search_leaves_what_has_every_word(page: Page) -> None:
