@@ -6,6 +6,7 @@ Every figure is read from a kept result. A question whose results are not there 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import mean
 
 from benchmarks.lab import Cell, Result, Table
 
@@ -139,7 +140,10 @@ def _dial(kept: Kept) -> str:
 def _range(kept: Kept) -> str:
     table = kept.table("dial_range_logic", "whole")
     value = table.columns.index("value")
-    found = {str(row[1]): f"{100 * float(row[value] or 0):.1f}" for row in table.rows}
+    seeds: dict[str, list[float]] = {}
+    for row in table.rows:
+        seeds.setdefault(str(row[1]), []).append(100 * float(row[value] or 0))
+    found = {what: f"{mean(shares):.1f}" for what, shares in seeds.items()}
     steps = [what for what in found if what.endswith("steps")]
     plain = [what for what in found if what.startswith("plain")]
     return (
