@@ -4,7 +4,8 @@
 
 DATA holds `imdb/`, `ag_news/`, `mnist/` and `tinyshakespeare/`; RUNS holds the runs that
 benchmarks/make_zoo.sh trained, each model NAME beside NAME-discrete: the same blocks and
-parameters, but an ordinary transformer.
+parameters, but an ordinary transformer. A converted model has its teacher inside its own run: all
+layers of the original, fine-tuned.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab import BASELINES, Provenance
+from train import classifier_report
 from train.checkpoint import MODEL, load_run
+from train.convert import TEACHER
 from train.data.tables import Rows, read_table
 from train.evaluate import evaluate_run
 from train.metrics import METRICS
@@ -35,19 +38,12 @@ FOLDERS = {
 
 
 def bag_of_words(train: Rows, test: Rows) -> dict[str, Any]:
-    """Logistic regression on the words of a text, present or not."""
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-
+    """Words and pairs of words, as `stepdial train` fits them beside a classifier."""
     started = time.process_time()
-    vectorizer = CountVectorizer(binary=True, min_df=2)
-    words = vectorizer.fit_transform([text for text, _ in train])
-    model = LogisticRegression(C=0.1, max_iter=200)
-    model.fit(words, [label for _, label in train])
+    accuracy = classifier_report.bag_of_words(train, test)
+    assert accuracy is not None
     seconds = time.process_time() - started
-    answers = model.predict(vectorizer.transform([text for text, _ in test]))
-    hits = sum(a == label for a, (_, label) in zip(answers, test, strict=True))
-    return _linear(model, hits, len(test), seconds)
+    return _figures(round(accuracy * len(test)), len(test), seconds)
 
 
 def pixels(folder: Path) -> dict[str, Any]:
@@ -61,11 +57,11 @@ def pixels(folder: Path) -> dict[str, Any]:
     seconds = time.process_time() - started
     images, labels = _idx(folder, "t10k")
     hits = int((model.predict(images) == labels).sum())
-    return _linear(model, hits, len(labels), seconds)
+    return _figures(hits, len(labels), seconds)
 
 
-def _linear(model: Any, hits: int, rows: int, seconds: float) -> dict[str, Any]:
-    """The figures of a logistic regression that got so many rows right."""
+def _figures(hits: int, rows: int, seconds: float) -> dict[str, Any]:
+    """Those of a logistic regression that got so many rows right."""
     low, high = wilson(hits, rows)
     return {
         "metric": "accuracy",
@@ -73,7 +69,6 @@ def _linear(model: Any, hits: int, rows: int, seconds: float) -> dict[str, Any]:
         "low": low,
         "high": high,
         "samples": rows,
-        "parameters": int(model.coef_.size + model.intercept_.size),
         "cpu_s": round(seconds, 1),
     }
 
@@ -132,6 +127,11 @@ def main() -> None:
         if _ended(arguments.runs / name):
             found["any_step"] = training_cost(arguments.runs / name)
             print(f"{name}, any step: {found['any_step']}")
+        teacher = arguments.runs / name / TEACHER
+        if _ended(teacher):
+            quality = discrete_quality(teacher, arguments.data / folder)
+            found["original"] = quality | training_cost(teacher)
+            print(f"{name}, all layers of the original: {found['original']}")
         run = arguments.runs / f"{name}-discrete"
         if _ended(run):
             found["discrete"] = discrete_quality(run, arguments.data / folder) | training_cost(run)

@@ -6,9 +6,10 @@
 
 The last form measures every figure of speed in one go on a machine at rest, takes the picture of
 the page, and writes the pages. FOLDER holds trained bundles of the plain models of `logic`, called
-logic-plain and logic-plain4 (four times the size). Those of the other models are only timed, which
-does not depend on what they learnt: where FOLDER has no MODEL-plain, a run of two iterations is
-exported into it. DATA holds `ag_news/`, `imdb/`, `mnist/` and `tinyshakespeare/`.
+logic-plain and logic-plain4 (four times the size), and of `topics`: topics-plain. Those of the
+other models are only timed, which does not depend on what they learnt: where FOLDER has no
+MODEL-plain, a run of two iterations is exported into it. DATA holds `ag_news/`, `imdb/`,
+`mnist/` and `tinyshakespeare/`.
 
 What is between `<!-- figures: NAME -->` and `<!-- end -->` in a page is written here; a cell
 whose measurement is missing says so.
@@ -44,7 +45,6 @@ _MODELS = {
 # Of the models of which a plain one is only timed.
 _RECIPES = {
     "sentiment": ("sentiment", "imdb"),
-    "topics": ("topics", "ag_news"),
     "shakespeare": ("shakespeare", "tinyshakespeare/input.txt"),
     "digits": ("mnist-any", "mnist"),
 }
@@ -52,7 +52,7 @@ _RECIPES = {
 _REQUESTS = {
     "logic": "a text of 36 tokens",
     "sentiment": "a text of 320 tokens",
-    "topics": "a text of 128 tokens",
+    "topics": "a text of 80 tokens",
     "shakespeare": "a token of an answer of 200",
     "digits": "an image",
 }
@@ -306,11 +306,11 @@ def overload() -> str:
 
 def deadline() -> str:
     """What a deadline does to `topics` at twice its load."""
-    rows = _deadline_rows("2 x")
+    rows, full = _deadline_rows("2 x"), _bundle("topics").manifest.full_steps
     names = (
         f"the server chooses the steps ({float(rows[0]['steps'] or 0):.1f} on average)",
-        "always 8 steps, same admission by deadline",
-        "always 8 steps, first come first served",
+        f"always {full} steps, same admission by deadline",
+        f"always {full} steps, first come first served",
     )
     lines = [
         f"| {rows[0]['requests']:,} requests | in time | refused | right, of those in time |",
@@ -331,14 +331,15 @@ def models() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, about in _MODELS.items():
-        times = [_time(name, _REQUESTS[name], steps) for steps in (1, 8)]
+        most = min(8, _bundle(name).manifest.full_steps)
+        times = [_time(name, _REQUESTS[name], steps) for steps in (1, most)]
         cells = [
             f"`{name}`",
             about,
             _ladder(name),
             _plain(name),
             _linear(name),
-            " and ".join(times) if NOT_TIMED not in times else NOT_TIMED,
+            _first_and_last(times, most),
             _time(f"{name}-plain", _REQUESTS[name], 1),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -362,6 +363,9 @@ def saved() -> str:
 
 def _ladder(name: str) -> str:
     manifest = _bundle(name).manifest
+    if manifest.full_steps < 8:
+        counts = ", ".join(map(str, manifest.steps))
+        return f"{counts} steps: {_values(name, [_quality(name, s) for s in manifest.steps])}"
     common = [steps for steps in manifest.steps if steps in (1, 2, 4, 8)]
     values = _values(name, [_quality(name, steps) for steps in common])
     further = [steps for steps in manifest.steps if steps > 8]
@@ -373,8 +377,11 @@ def _plain(name: str) -> str:
     if name == "logic":
         (_, at_small), (_, at_large) = _plain_logic()
         return f"{_percent(at_small)}; four times the size: {_percent(at_large)}"
-    found = _baseline(name, "discrete")
-    return "not measured" if found is None else _values(name, [found])
+    found, whole = _baseline(name, "discrete"), _baseline(name, "original")
+    if found is None:
+        return "not measured"
+    beside = "" if whole is None else f"; the six layers it is made of: {_values(name, [whole])}"
+    return _values(name, [found]) + beside
 
 
 def _linear(name: str) -> str:
@@ -382,6 +389,12 @@ def _linear(name: str) -> str:
         return "does not apply"
     found = _baseline(name, "bag_of_words")
     return "not measured" if found is None else _values(name, [found])
+
+
+def _first_and_last(times: Sequence[str], most: int) -> str:
+    if NOT_TIMED in times:
+        return NOT_TIMED
+    return " and ".join(times) + ("" if most == 8 else f" (at {most})")
 
 
 def _time(name: str, request: str, steps: int) -> str:
@@ -401,8 +414,9 @@ def _percent(value: float) -> str:
 
 def _replicas(steps: int) -> str:
     """How many replicas a load needs: the command, and what it prints."""
+    of_topics = {8: 3, 2: 1}[steps]
     asked = [f"sentiment, a text of 100 tokens, {steps} steps=500"]
-    asked += [f"topics, a text of 128 tokens, {steps} steps=200"]
+    asked += [f"topics, a text of 80 tokens, {of_topics} steps=200"]
     given = ["--p99-ms", "100", "--price-per-hour", "0.10"]
     printed = io.StringIO()
     with redirect_stdout(printed):

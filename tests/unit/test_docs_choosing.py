@@ -31,7 +31,7 @@ def test_the_example_of_a_promise_is_in_the_bundle() -> None:
     assert calibration is not None
     (level,) = (each for each in calibration.levels if each.max_disagreement == 0.01)
     told = re.search(
-        r"`topics` spends ([\d.]+) evaluations instead of 8, and ([\d.]+) % of the answers", BUDGETS
+        r"`topics` spends ([\d.]+) evaluations instead of 3, and ([\d.]+) % of the answers", BUDGETS
     )
     assert told is not None
     assert float(told[1]) == round(level.evaluations, 2)

@@ -25,7 +25,7 @@ def test_labels_are_those_of_the_graphs_in_their_order() -> None:
     with serve.load(ZOO / "topics", threads=1) as model:
         found = model.classify(TEXTS, steps=2)
         assert [one.truncated for one in found] == [False, False, False, True]
-        assert {one.steps for one in found} == {2} and model.steps == (1, 2, 4, 8)
+        assert {one.steps for one in found} == {2} and model.steps == (1, 2, 3)
         served = model._served
         run = open_model(served.bundle, 1).classifier(2)
         import numpy as np
@@ -124,7 +124,7 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ((), "has no column 1, 2; it has id, title, body"),  # its own training had no header
         (("--text", "text"), "name those of the texts with --text"),
-        (("--text", "body", "--steps", "3"), "does not offer 3 steps"),
+        (("--text", "body", "--steps", "4"), "does not offer 4 steps"),
         (("--text", "body", "--output", "out.json"), "expected .csv, .tsv or .jsonl"),
         (("--text", "body", "--output", "nowhere/out.csv"), "there is no folder nowhere"),
     ],

@@ -11,8 +11,14 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 from export.attention import write_out_caches
-from export.tensorrt import TOLERANCES, check_operators, lower_products, sample_rows
-from serve.bundle import BundleError
+from export.tensorrt import (
+    TOLERANCES,
+    check_engines,
+    check_operators,
+    lower_products,
+    sample_rows,
+)
+from serve.bundle import BundleError, read_bundle
 from serve.runtime import open_model
 from serve.runtime.tensorrt import Precision
 from tests.fixtures.tiny_bundles import build_classify, build_generate
@@ -75,11 +81,19 @@ def test_the_parser_knows_every_operator_of_every_rung(tmp_path: Path) -> None:
 
 
 def rung_graphs(zoo: Path) -> list[Path]:
+    """Of the bundles that engines are built from; the others are refused (next test)."""
     return [
         path.parent / rung["graph"]
         for path in sorted(zoo.glob("*/manifest.json"))
-        for rung in json.loads(path.read_text())["rungs"]
+        if (manifest := json.loads(path.read_text()))["precision"] == "fp32"
+        for rung in manifest["rungs"]
     ]
+
+
+def test_a_bundle_of_8_bits_gets_no_engines(tmp_path: Path) -> None:
+    manifest = read_bundle(ZOO / "topics").manifest
+    with pytest.raises(BundleError, match="topics has int8 weights, but engines are built from"):
+        check_engines(manifest.name, manifest.precision, tmp_path / "engines")
 
 
 def test_the_check_of_operators_finds_what_the_parser_would_refuse() -> None:
