@@ -132,7 +132,7 @@ def _dial(kept: Kept) -> str:
     less = kept.figure("quality", "sentiment: worse at 1 than at 8 steps by")
     return (
         f"one step takes {text:.2f} of the time of eight for a text, {token:.2f} for a "
-        f"token. Cost: {100 * less:.1f} points of accuracy (sentiment), {worse:.3f} nats "
+        f"token. Cost: {max(0.0, 100 * less):.1f} points of accuracy (sentiment), {worse:.3f} nats "
         "(shakespeare)"
     )
 

@@ -18,7 +18,7 @@ from stepdial import main
 from tests.fixtures.tiny_families import build_tag
 
 ZOO = Path(__file__).parents[2] / "zoo"
-TEXTS = ["Stocks fell on Monday", "The striker scored twice", "A new phone", "x " * 500]
+TEXTS = ["Stocks fell on Monday", "The team scored twice", "A new phone", "x " * 500]
 
 
 def test_labels_are_those_of_the_graphs_in_their_order() -> None:
@@ -95,7 +95,7 @@ def write_rows(path: Path) -> Path:
         writer.writerow(["id", "title", "body"])
         writer.writerow(["7", "Stocks fell", "Wall street dropped, on Monday"])
         writer.writerow(
-            ["8", "Team wins", 'The "striker" scored twice in the cup final, his coach said']
+            ["8", "Team wins", 'The "keeper" saved twice in the cup final, his coach said']
         )
     return path
 
@@ -138,9 +138,9 @@ def test_what_cannot_be_predicted_is_said(
 
 
 TABLES = {
-    "csv": "text,id\nStocks fell,1\nThe striker scored twice,2\n",
-    "tsv": "text\tid\nStocks fell\t1\nThe striker scored twice\t2\n",
-    "jsonl": '{"text": "Stocks fell"}\n{"text": "The striker scored twice"}\n',
+    "csv": "text,id\nStocks fell,1\nThe team scored twice,2\n",
+    "tsv": "text\tid\nStocks fell\t1\nThe team scored twice\t2\n",
+    "jsonl": '{"text": "Stocks fell"}\n{"text": "The team scored twice"}\n',
 }
 
 
@@ -344,11 +344,11 @@ def test_a_table_without_a_header_gets_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "in.csv"
-    table.write_text("1,Stocks fell\n2,The striker scored twice\n")
+    table.write_text("1,Stocks fell\n2,The team scored twice\n")
     lines = predicted(table, "--text", "1", capsys=capsys)
     assert [line.split(",")[:3] for line in lines[:2]] == [
         ["1", "Stocks fell", "Business"],
-        ["2", "The striker scored twice", "Sports"],
+        ["2", "The team scored twice", "Sports"],
     ]
     assert lines[2:] == [""]
 
