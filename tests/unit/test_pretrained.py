@@ -127,6 +127,17 @@ def test_a_run_from_before_the_exact_gelu_was_renamed_is_read(tmp_path: Path) ->
     assert block[0].feedforward.activation == origin["encoder"]["activation"] == "gelu-exact"
 
 
+def test_dropout_leaves_the_shares_of_attention_alone(tmp_path: Path) -> None:
+    write_folder(tmp_path, "bert")
+    model = converted(read_original(tmp_path), 3, 20, dropout=0.5).train()
+    tokens, _ = batch_of(tmp_path, 0)
+    assert not torch.equal(model(tokens, steps=1).logits, model(tokens, steps=1).logits)
+    velocity: Any = model.velocity
+    attention = velocity.blocks[0].attention
+    x = torch.randn(1, 4, model.origin["encoder"]["width"])
+    assert torch.equal(attention(x), attention(x))
+
+
 def test_layers_as_far_apart_as_can_be() -> None:
     assert [apart(n, 6) for n in (1, 2, 3, 6)] == [(0,), (0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)]
     with pytest.raises(PretrainedError, match="the model has 6 layers"):
