@@ -117,17 +117,20 @@ def _parser() -> argparse.ArgumentParser:
 def _predict(arguments: argparse.Namespace) -> int:
     from serve.local import LocalModel
 
-    kind = f".{arguments.format}" if arguments.format else _kind(arguments.input)
+    piped = arguments.input == _STANDARD
+    name = "standard input" if piped else str(arguments.input)
+    with _reading(name):
+        standard = _standard_input() if piped else None
+        kind = f".{arguments.format}" if arguments.format else _kind(standard or arguments.input)
     separator = _SEPARATORS[kind]
-    name = "standard input" if arguments.input == _STANDARD else str(arguments.input)
     output = None if arguments.output == _STANDARD else arguments.output
-    if arguments.input != _STANDARD and not arguments.input.exists():
+    if not piped and not arguments.input.exists():
         raise ValueError(f"there is no file {name}")
     if output is not None and _kind(output) != kind:
         raise ValueError(f"--output {output}: end it like --input, {kind}")
     with (
         LocalModel(arguments.bundle, arguments.threads) as model,
-        _opened(arguments.input) as source,
+        _opened(standard or arguments.input) as source,
         _reading(name),
     ):
         by_number = all(column.isdigit() for column in arguments.text or [""])
@@ -257,27 +260,37 @@ def _trained_on(model: "LocalModel") -> list[str]:
         return ["text"]
 
 
-def _kind(path: Path) -> str:
+def _kind(table: Path | io.BufferedReader) -> str:
     """How the name of such a table ends; of standard input, its first character decides."""
-    if path == _STANDARD:
-        standard = cast(io.BufferedReader, sys.stdin.buffer)
-        begun = standard.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not isinstance(table, Path):
+        begun = table.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
         return ".jsonl" if begun.startswith((b"{", b"[")) else ".csv"
-    plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    plain = table.with_suffix("") if table.suffix.lower() in _COMPRESSED else table
     kind = plain.suffix.lower()
     if kind not in _SEPARATORS:
-        raise ValueError(f"{path}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
+        raise ValueError(f"{table}: expected .csv, .tsv or .jsonl, plain or as .gz or .xz")
     return kind
 
 
 _COMPRESSED: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
+_MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ\x00"}  # how such data begins
 
 
-def _opened(path: Path) -> IO[str]:
+def _standard_input() -> io.BufferedReader:
+    """Standard input, unpacked if it is compressed."""
+    standard = cast(io.BufferedReader, sys.stdin.buffer)
+    begun = standard.peek(8)
+    for ending, magic in _MAGIC.items():
+        if begun.startswith(magic):
+            return cast(io.BufferedReader, _COMPRESSED[ending](standard, "rb"))
+    return standard
+
+
+def _opened(table: Path | io.BufferedReader) -> IO[str]:
     """A table to read."""
-    if path == _STANDARD:
-        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="")
-    return _opener(path)(path, "rt", encoding="utf-8-sig", newline="")
+    if isinstance(table, Path):
+        return _opener(table)(table, "rt", encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(table, encoding="utf-8-sig", newline="")
 
 
 def _opener(path: Path) -> Callable[..., IO[str]]:

@@ -173,10 +173,23 @@ def test_predict_reads_standard_input(kind: str, flags: tuple[str, ...], mark: b
     assert [row["id"] for row in rows] == ["1", "2"]
 
 
+@pytest.mark.parametrize("pack", [gzip, lzma], ids=["gz", "xz"])
+def test_compressed_standard_input_is_unpacked(pack: Any) -> None:
+    for kind in ("csv", "jsonl"):
+        packed, plain = (
+            piped(data) for data in (pack.compress(TABLES[kind].encode()), TABLES[kind].encode())
+        )
+        assert (packed.returncode, packed.stderr) == (0, b"")
+        assert packed.stdout == plain.stdout and b"Business" in plain.stdout
+
+
 @pytest.mark.parametrize(
     ("data", "flags", "said"),
     [
         (b"", (), "standard input has no rows"),
+        (gzip.compress(b"text\na\n")[:-4], (), "standard input cannot be read: "),
+        (b"\x1f\x8btext\na\n", (), "standard input cannot be read: "),
+        (lzma.compress(b"text\na\n" * 99)[:-20], (), "standard input cannot be read: "),
         (b'{"text": "a"}\n{"text": }\n', (), "standard input, line 2: not valid JSON"),
         (b'[{"text": "a"}]\n', (), "standard input, line 1: expected one object a line"),
         (b"text\na\nb,c\n", (), "standard input, row 2: 2 cells"),
