@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import capacity
 from benchmarks.lab import BASELINES, RESULTS, ROOT, ZOO, Cell, Result, Table
+from benchmarks.texts import window_of
 from serve.bundle import Bundle, read_bundle
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "budgets.md", ROOT / "docs" / "deploying.md")
@@ -48,11 +49,10 @@ _RECIPES = {
     "shakespeare": ("shakespeare", "tinyshakespeare/input.txt"),
     "digits": ("mnist-any", "mnist"),
 }
-# What stands for a model in the table of times, as benchmarks.dial calls it.
+# What stands for a model in the table of times, as benchmarks.dial calls it; of the others a text
+# as long as they take.
 _REQUESTS = {
     "logic": "a text of 36 tokens",
-    "sentiment": "a text of 320 tokens",
-    "topics": "a text of 80 tokens",
     "shakespeare": "a token of an answer of 200",
     "digits": "an image",
 }
@@ -218,7 +218,7 @@ def why() -> str:
 
 def _in_ms(model: str) -> str:
     """Of one step, if it was timed."""
-    found = _compute_ms(model, _REQUESTS[model.removesuffix("-plain")], 1)
+    found = _compute_ms(model, _request(model.removesuffix("-plain")), 1)
     return "" if found is None else f" in {found:.1f} ms"
 
 
@@ -332,7 +332,7 @@ def models() -> str:
     ]
     for name, about in _MODELS.items():
         most = min(8, _bundle(name).manifest.full_steps)
-        times = [_time(name, _REQUESTS[name], steps) for steps in (1, most)]
+        times = [_time(name, _request(name), steps) for steps in (1, most)]
         cells = [
             f"`{name}`",
             about,
@@ -340,24 +340,25 @@ def models() -> str:
             _plain(name),
             _linear(name),
             _first_and_last(times, most),
-            _time(f"{name}-plain", _REQUESTS[name], 1),
+            _time(f"{name}-plain", _request(name), 1),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\nTimes: {_source('dial')}.\n"
 
 
 def saved() -> str:
-    """What fewer steps save: the time at 1, 2 and 4 steps beside that at 8."""
+    """What fewer steps save: the time at 1, 2 and 4 steps beside that at the most."""
     result = _result("dial")
     assert result is not None
-    times: dict[str, dict[Cell, float]] = {}
+    times: dict[str, dict[int, float]] = {}
     for row in result.tables[0].rows:
-        times.setdefault(str(row[0]), {})[row[1]] = float(row[2] or 0)
-    lines = ["| request | 1 | 2 | 4 |", "|---|---:|---:|---:|"]
+        times.setdefault(str(row[0]), {})[int(row[1] or 0)] = float(row[2] or 0)
+    lines = ["| request | most steps | 1 | 2 | 4 |", "|---|---:|---:|---:|---:|"]
     for request, of in times.items():
-        if 8 in of:
-            shares = [f"{of[steps] / of[8]:.2f}" for steps in (1, 2, 4)]
-            lines.append(f"| {request} | {' | '.join(shares)} |")
+        most = min(8, max(of))
+        shares = [f"{of[n] / of[most]:.2f}" if n in of and n < most else "" for n in (1, 2, 4)]
+        if any(shares):
+            lines.append(f"| {request} | {most} | {' | '.join(shares)} |")
     return "\n".join(lines) + f"\n\n{_source('dial')}.\n"
 
 
@@ -412,18 +413,20 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _replicas(steps: int) -> str:
-    """How many replicas a load needs: the command, and what it prints."""
-    of_topics = {8: 3, 2: 1}[steps]
-    asked = [f"sentiment, a text of 100 tokens, {steps} steps=500"]
-    asked += [f"topics, a text of 80 tokens, {of_topics} steps=200"]
+def _request(name: str) -> str:
+    return _REQUESTS.get(name) or f"a text of {window_of(_bundle(name).manifest)} tokens"
+
+
+def _replicas(name: str, steps: tuple[int, int]) -> str:
+    """How many replicas a load needs, at steps of two models: the command, and what it prints."""
+    asked = [f"sentiment, a text of 100 tokens, {steps[0]} steps=500"]
+    asked += [f"topics, a text of 80 tokens, {steps[1]} steps=200"]
     given = ["--p99-ms", "100", "--price-per-hour", "0.10"]
     printed = io.StringIO()
     with redirect_stdout(printed):
         capacity.main([*given, *(word for text in asked for word in ("--ask", text))])
     lines = [f"python -m benchmarks.capacity {' '.join(given)}"]
     lines += [f"    --ask '{text}'" for text in asked]
-    name = f"replicas-{steps}-steps"
     command = " \\\n".join(lines)
     return (
         f"<!-- test: {name} -->\n```bash\n{command}\n```\n\n"
@@ -437,8 +440,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "deadline": deadline,
     "models": models,
     "saved": saved,
-    "replicas": lambda: _replicas(8),
-    "cheaper": lambda: _replicas(2),
+    "replicas": lambda: _replicas("replicas", (8, 3)),
+    "cheaper": lambda: _replicas("cheaper", (2, 1)),
 }
 
 
