@@ -94,7 +94,8 @@ def check_resumable(folder: Path, recipe: Recipe) -> Tokenizer | None:
     kept = recipe_from(read_facts(folder)["recipe"], str(folder / RECIPE)).to_json()
     now = recipe.to_json()
     now["data"]["path"] = kept["data"]["path"]  # it may have moved; its digest is checked
-    now["teacher"]["run"] = kept["teacher"]["run"]  # and so may this
+    if now["teacher"]["run"] and kept["teacher"]["run"]:
+        now["teacher"]["run"] = kept["teacher"]["run"]  # and so may this
     # How it is run and watched may change with the machine; only the seed makes another run.
     now["run"] = kept["run"] | {"seed": now["run"]["seed"]}
     differs = [
@@ -212,7 +213,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimiser: torch.optim.Optim
     state, iteration = _read(folder / STATE)
     weights = {k.removeprefix("model."): v for k, v in _under(state, "model.").items()}
     newest = folder / MODEL
-    if _reached(newest) != iteration:
+    best = read_best(folder)[1]
+    if _reached(newest) not in (iteration, best or iteration):
         # The run ended between the two files of its checkpoint, or this one was damaged.
         write_atomically(newest, save(weights, {"iteration": str(iteration)}))
     load_weights(model, weights)

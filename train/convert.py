@@ -268,7 +268,8 @@ def _train(
     where = f"convert {original.name}"
     first = overridden(table, list(request.overrides), where)
     dataset = open_dataset(first, original.tokenizer)
-    epoch = max(1, _rows(dataset, first.model.window) // first.optim.batch)
+    at_once = first.optim.batch * first.optim.accumulate
+    epoch = max(1, _rows(dataset, first.model.window) // at_once)
     iterations = max(1, round(request.epochs * epoch))
     table["optim"] |= {"iterations": iterations, "warmup": max(1, round(0.06 * iterations))}
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}

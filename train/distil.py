@@ -5,6 +5,7 @@ States are compared at the same share t of the depth: the time of an ODE, or the
 stack.
 """
 
+import fcntl
 import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -104,8 +105,8 @@ def check_teacher(folder: Path, dataset: Dataset) -> None:
     if facts.get("data_sha256") != dataset.digest:
         raise RunError(
             f"the teacher {folder} was trained on other rows, with another tokenizer or cut "
-            "otherwise than this data: train it on the same rows, with the same data settings, "
-            "model.window and run.seed"
+            "otherwise than this data: train it on the same rows, with the same tokenizer, data "
+            "settings, model.window and run.seed"
         )
 
 
@@ -114,19 +115,21 @@ def kept_logits(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
     path = folder / TAUGHT
     reached = str(load_iteration(folder))
     meta = {"of": json.dumps([dataset.digest, reached])}
-    try:
-        with safe_open(path, framework="pt") as file:
-            if file.metadata() == meta:
-                kept: Tensor = file.get_tensor("logits")
-                return kept
-    except (OSError, SafetensorError, KeyError):
-        pass  # not there yet, or of an earlier training
-    teacher = Teacher(folder)
-    batches = list(dataset.training_rows(ROWS_AT_ONCE))
-    logits = torch.zeros(sum(len(at) for at, _ in batches), dataset.sizes.classes)
-    for at, batch in tqdm(batches, desc="teacher's answers", disable=quiet, mininterval=1.0):
-        logits[at] = teacher(*batch.inputs)[0].logits.float()
-    write_atomically(path, save({"logits": logits}, meta))
+    with (folder / ".taught.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another student may be asking just now
+        try:
+            with safe_open(path, framework="pt") as file:
+                if file.metadata() == meta:
+                    kept: Tensor = file.get_tensor("logits")
+                    return kept
+        except (OSError, SafetensorError, KeyError):
+            pass  # not there yet, or of an earlier training
+        teacher = Teacher(folder)
+        batches = list(dataset.training_rows(ROWS_AT_ONCE))
+        logits = torch.zeros(sum(len(at) for at, _ in batches), dataset.sizes.classes)
+        for at, batch in tqdm(batches, desc="teacher's answers", disable=quiet, mininterval=1.0):
+            logits[at] = teacher(*batch.inputs)[0].logits.float()
+        write_atomically(path, save({"logits": logits}, meta))
     return logits
 
 

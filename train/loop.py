@@ -128,8 +128,8 @@ def train(
 
     With an origin, another run, training starts from its weights and keeps them as the teacher.
     With a model, of `otify` for example, that one is trained in place of the one described. With a
-    tokenizer none is learnt; a run that has a teacher has the teacher's. `begin` is called once,
-    in the main process, when the data can be read and before anything is trained.
+    tokenizer none is learnt; without one a run that has a teacher has the teacher's. `begin` is
+    called once, in the main process, when the data can be read and before anything is trained.
     """
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -141,9 +141,11 @@ def train(
         master = Path(recipe.teacher.run) if recipe.teacher.run else None
         if resumed:
             tokenizer = check_resumable(folder, recipe)
-        elif (trained := origin or master) is not None:
+        elif (trained := origin or (None if tokenizer else master)) is not None:
             tokenizer = read_tokenizer(trained)
         dataset = open_dataset(recipe, tokenizer)
+        if master is not None:
+            check_teacher(master, dataset)
         if devices.main and isinstance(dataset, LabelledDataset):
             dataset.warn_of_unseen()
         torch.manual_seed(recipe.run.seed)
@@ -209,7 +211,6 @@ def _master(
     folder: Path, recipe: Recipe, dataset: Dataset, devices: Devices, quiet: bool
 ) -> Teacher | None:
     """The run that is learnt from; none where its answers are kept and its states not compared."""
-    check_teacher(folder, dataset)
     if isinstance(dataset, LabelledDataset) and not recipe.teacher.states:
         with devices.autocast():
             dataset.teach(kept_logits(folder, dataset, quiet))

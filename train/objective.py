@@ -163,12 +163,13 @@ class Objective:
         task = task_loss(logits, targets, self.optim.smoothing, self.class_weights)
         if taught is not None:
             share, soft = self.learning.weight, self.learning.temperature
-            apart = soft**2 * divergence(logits / soft, taught / soft, targets)
+            apart = soft**2 * divergence(logits / soft, taught / soft, targets, self.class_weights)
             task = (1 - share) * task + share * apart
         if aim is None or not turn.distilling:
             return task
         weight = self.steps.distil
-        return (task + weight * divergence(logits, aim, targets)) / (1 + weight)
+        apart = divergence(logits, aim, targets, self.class_weights)
+        return (task + weight * apart) / (1 + weight)
 
 
 class _Lesson(NamedTuple):
@@ -220,13 +221,21 @@ def task_loss(
     )
 
 
-def divergence(logits: Tensor, aim: Tensor, targets: Tensor) -> Tensor:
-    """Mean KL(aim || logits) in nats, over the tokens or rows that count in the task."""
+def divergence(
+    logits: Tensor, aim: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """KL(aim || logits) in nats, the mean over the tokens or rows that count in the task.
+
+    Weighted by the classes of the targets, as the task is, if those have weights.
+    """
     classes = logits.shape[-1]
     mine = logits.float().reshape(-1, classes).log_softmax(-1)
     theirs = aim.float().reshape(-1, classes).log_softmax(-1)
     each = F.kl_div(mine, theirs, reduction="none", log_target=True).sum(-1)  # (B*N,) or (B,)
-    counted = targets.reshape(-1) != IGNORED
+    flat = targets.reshape(-1)
+    counted = (flat != IGNORED).float()
+    if weights is not None:
+        counted = counted * weights[flat.clamp(min=0)]
     return (each * counted).sum() / counted.sum()
 
 

@@ -234,15 +234,17 @@ def read_original(folder: Path) -> Original:
         name.removeprefix(names.prefix).replace(".gamma", ".weight").replace(".beta", ".bias"): w
         for name, w in _read_weights(folder).items()
     }
+    tokenizer = _read_tokenizer(folder)
     encoder = _encoder(config, family, weights, _pooling(folder), folder / CONFIG)
+    if max(tokenizer.get_vocab().values()) >= encoder.vocabulary:
+        raise _misfit(folder, tokenizer, encoder.vocabulary)
+    encoder = dataclasses.replace(encoder, pad_id=_pad_id(folder, tokenizer, encoder.pad_id))
     labels = None
     if encoder.dense:
         numbered = config.get("id2label") or {}
         count = len(weights[f"{names.classifier}.weight"])
         labels = tuple(str(numbered.get(str(i), f"LABEL_{i}")) for i in range(count))
-    return Original(
-        folder.absolute().name, encoder, weights, _read_tokenizer(folder), _licence(folder), labels
-    )
+    return Original(folder.absolute().name, encoder, weights, tokenizer, _licence(folder), labels)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -269,7 +271,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 "are not read, since they may hold code. Save the model with "
                 "save_pretrained(..., safe_serialization=True)"
             )
-        shards = _read_json(folder / INDEX).get("weight_map", {})
+        shards = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise PretrainedError(f"{folder / INDEX}: weight_map must name the file of each weight")
         files = [folder / Path(name).name for name in sorted(set(shards.values()))]
     weights: dict[str, Tensor] = {}
     for file in files:
@@ -304,6 +308,18 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def _pad_id(folder: Path, tokenizer: Tokenizer, noted: int) -> int:
+    """What texts are padded with, as the tokenizer says it: the model's config may say otherwise.
+
+    So it is with multilingual MiniLM, a BERT with the tokenizer of XLM-R.
+    """
+    path = folder / "tokenizer_config.json"
+    token = _read_json(path).get("pad_token") if path.is_file() else None
+    named = token.get("content") if isinstance(token, dict) else token
+    found = tokenizer.token_to_id(named) if isinstance(named, str) else None
+    return noted if found is None else found
+
+
 def _pooling(folder: Path) -> Literal["mean", "first"]:
     """As sentence-transformers notes it beside the model; the mean where nothing is said."""
     path = folder / "1_Pooling" / CONFIG
@@ -328,7 +344,8 @@ def _encoder(
     where: Path,
 ) -> Encoder:
     names = _FAMILIES[family]
-    classifies = f"{names.classifier}.weight" in weights
+    # One that labels tokens has a classifier too, and no layer before it.
+    classifies = all(f"{one}.weight" in weights for one in (names.dense, names.classifier))
 
     def size(name: str) -> Any:
         key = names.sizes.get(name, name)
@@ -346,6 +363,7 @@ def _encoder(
     }
     for key, is_unusual in unusual.items():
         if is_unusual:
+            key = names.sizes.get(key, key)
             raise PretrainedError(f"{where}: {key} = {config.get(key)!r} is not supported")
     tokens, positions = (f"embeddings.{name}_embeddings.weight" for name in ("word", "position"))
     for name in (tokens, positions):
@@ -458,6 +476,7 @@ def _decoder(
     }
     for key, is_usual in usual.items():
         if not is_usual:
+            key = names.get(key, key)
             shown = rope if key == "rope_scaling" else config.get(key)
             raise PretrainedError(f"{where}: {key} = {shown!r} is not supported")
     tokens, _, readout = _ENDS[form]
@@ -521,11 +540,15 @@ def _tokens_of(tokenizer: Tokenizer, rows: int, folder: Path) -> int:
     """The tokens of a tokenizer, without the rows that fill up a table."""
     count = tokenizer.get_vocab_size()
     if max(tokenizer.get_vocab().values()) != count - 1 or count > rows:
-        raise PretrainedError(
-            f"{folder / TOKENIZER} has {count} tokens, whose ids do not fit the {rows} rows of the "
-            "embedding"
-        )
+        raise _misfit(folder, tokenizer, rows)
     return count
+
+
+def _misfit(folder: Path, tokenizer: Tokenizer, rows: int) -> PretrainedError:
+    return PretrainedError(
+        f"{folder / TOKENIZER} has {tokenizer.get_vocab_size()} tokens, whose ids do not fit the "
+        f"{rows} rows of the embedding: give the tokenizer that the model was trained with"
+    )
 
 
 def _special_ids(
@@ -542,7 +565,8 @@ def _special_ids(
     ends = ends[0] if isinstance(ends, list) and ends else ends
     if ends not in special:
         return special[0], None
-    wanted = (config.get("pad_token_id"), config.get("bos_token_id"), *special)
+    around = tokenizer.encode("a").ids  # Llama begins each text with a special token
+    wanted = (config.get("pad_token_id"), *(one for one in special if one not in around), *special)
     for token in wanted:
         if token in special and token != ends:
             return token, ends
@@ -562,7 +586,7 @@ class PretrainedEmbedding(nn.Module):
         self.norm = nn.LayerNorm(inner, eps=encoder.eps)
         self.drop = nn.Dropout(dropout)
         self.project: nn.Module = nn.Identity()
-        if inner != encoder.width:
+        if encoder.family == "albert" or inner != encoder.width:
             self.project = nn.Linear(inner, encoder.width)
 
     def forward(self, tokens: Tensor) -> Embedded:
@@ -572,14 +596,20 @@ class PretrainedEmbedding(nn.Module):
 
 
 class GainVelocity(BlockVelocity):
-    """x' = g (F(x) - x), F the layers."""
+    """x' = g (F(x) - x), F the layers, or one layer several times over."""
 
-    def __init__(self, blocks: Iterable[nn.Module], width: int, gain: float) -> None:
+    def __init__(
+        self, blocks: Iterable[nn.Module], width: int, gain: float, times: int = 1
+    ) -> None:
         super().__init__(blocks, width, final_norm=False)
+        self.times = times
         self.gain = nn.Parameter(torch.full((width,), gain))
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        out: Tensor = self.gain * (super().forward(x, *context) - x)
+        y = x
+        for _ in range(self.times):
+            y = super().forward(y, *context)
+        out: Tensor = self.gain * (y - x)
         return out
 
 
@@ -634,7 +664,8 @@ def converted(
     if isinstance(sizes, Decoder):
         model = converted_from(
             {
-                "decoder": dataclasses.asdict(sizes),
+                # As JSON has it, so that a run is known again.
+                "decoder": dataclasses.asdict(sizes) | {"biases": list(sizes.biases)},
                 "window": window,
                 "layers": list(layers),
                 "gain": gain,
@@ -656,6 +687,7 @@ def converted(
             "window": window,
             "layers": list(layers),
             "gain": gain,
+            "times": len(layers) if encoder.family == "albert" else 1,
             "dropout": dropout,
             "source": original.facts(),
         }
@@ -689,7 +721,8 @@ def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     # ALBERT has one layer for its whole depth.
     blocks = [_block(encoder, dropout) for _ in (kept[:1] if encoder.family == "albert" else kept)]
     if origin["gain"]:
-        velocity: nn.Module = GainVelocity(blocks, width, origin["gain"])
+        times = origin.get("times", 1)  # earlier runs of ALBERT had its layer once
+        velocity: nn.Module = GainVelocity(blocks, width, origin["gain"], times)
     elif encoder.family == "albert":
         velocity = Repeated(blocks, width, len(kept))
     else:

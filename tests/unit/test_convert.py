@@ -1,29 +1,43 @@
 """A pretrained encoder becomes a bundle that answers: distilling, resuming, exporting."""
 
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from export.run import ExportRequest, export_run
 from serve import load
 from serve.inputs.text import TextCodec
 from serve.runtime import open_model
 from stepdial import main
-from tests.pretrained_folders import FAMILIES, transformers, write_folder, write_table
+from tests.pretrained_folders import FAMILIES, transformers, write_corpus, write_folder, write_table
 from train import distil
-from train.checkpoint import BEST, MODEL, STATE, TAUGHT, RunError, load_run, read_facts
+from train.checkpoint import (
+    BEST,
+    MODEL,
+    STATE,
+    TAUGHT,
+    RunError,
+    check_resumable,
+    load_run,
+    read_facts,
+)
 from train.convert import Conversion, convert
 from train.data import open_dataset
 from train.metrics import read_metrics
 from train.pretrained import converted, read_original
-from train.recipe import load_recipe
+from train.recipe import Recipe, load_recipe
 
 pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
 SMALL = (
     "optim.precision=fp32",
     "optim.lr=0.003",
@@ -174,6 +188,86 @@ def test_a_killed_conversion_goes_on_to_the_same_weights(
             assert torch.equal(weight, other[name]), name
 
 
+def test_a_decoder_goes_on_and_begins_with_the_layers_of_its_teacher(tmp_path: Path) -> None:
+    from train.convert import _start_from_teacher
+
+    write_folder(tmp_path / "llama", "llama")
+    corpus = write_corpus(tmp_path / "corpus.txt", 300)
+    request = Conversion(max_tokens=16, epochs=0.2, teacher_epochs=0.2, overrides=SMALL[:4])
+    command = (str(tmp_path / "llama"), tmp_path / "run", request, str(corpus), True)
+    convert(*command)
+    convert(*command)  # the end again
+    teacher = load_run(tmp_path / "run/teacher").model
+    dial = converted(read_original(tmp_path / "llama"), 0, 16, (0, 3), 2.0)
+    _start_from_teacher(dial, tmp_path / "run/teacher", (0, 3))
+    blocks: Any = dial.velocity
+    others: Any = teacher.velocity
+    for mine, theirs in (
+        (blocks.blocks[0], others.blocks[0]),
+        (blocks.blocks[1], others.blocks[3]),
+    ):
+        for name, weight in mine.state_dict().items():
+            assert torch.equal(weight, theirs.state_dict()[name]), name
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path)
+    whole = dataclasses.replace(request, blocks=0, steps=(1,), epochs=0.2)
+    convert(str(folder), tmp_path / "whole", whole, str(table), quiet=True)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    known, special = content["model"]["vocab"], {one["content"] for one in content["added_tokens"]}
+    words = [word for word in known if word not in special]
+    turned = dict(zip(words, reversed([known[word] for word in words]), strict=True))
+    content["model"]["vocab"] = {word: known[word] for word in special} | turned
+    path.write_text(json.dumps(content))
+    taught = dataclasses.replace(request, teacher=tmp_path / "whole")
+    with pytest.raises(RunError, match="another tokenizer"):
+        convert(str(folder), tmp_path / "run", taught, str(table), quiet=True)
+    write_folder(folder, "bert")
+    with pytest.raises(RunError, match="another tokenizer"):  # of fewer pieces
+        pruned = dataclasses.replace(taught, prune=True, overrides=request.overrides)
+        convert(str(folder), tmp_path / "run2", pruned, str(table), quiet=True)
+
+
+def test_batches_that_are_gathered_count_as_one_in_an_epoch(tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path, blocks=0, steps=(1,), epochs=4)
+    gathered = dataclasses.replace(request, overrides=(*request.overrides, "optim.accumulate=4"))
+    once = convert(str(folder), tmp_path / "once", request, str(table), quiet=True)
+    four = convert(str(folder), tmp_path / "four", gathered, str(table), quiet=True)
+    assert once.optim.iterations == 32 and four.optim.iterations == 8
+
+
+def test_students_that_ask_at_once_get_the_same_answers(converted_bert: Path) -> None:
+    teacher = converted_bert / "run/teacher"
+    before = load_file(teacher / TAUGHT)["logits"]
+    (teacher / TAUGHT).unlink()
+    code = (
+        "import os, sys, time, torch; from pathlib import Path; torch.set_num_threads(1)\n"
+        "os.fsync = lambda _: time.sleep(0.5)\n"  # a slow disk
+        "from train import distil; from train.checkpoint import load_run\n"
+        "from train.data import open_dataset\n"
+        "run = load_run(Path(sys.argv[1])); data = open_dataset(run.recipe, run.tokenizer)\n"
+        "print('ready', flush=True); input()\n"
+        "distil.kept_logits(Path(sys.argv[1]), data, True)"
+    )
+    command = [sys.executable, "-c", code, str(teacher)]
+    students = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        for _ in range(2)
+    ]
+    for student in students:
+        assert student.stdout is not None and student.stdout.readline() == b"ready\n"
+    for student in students:
+        assert student.stdin is not None
+        student.stdin.write(b"\n")
+        student.stdin.flush()
+    for student in students:
+        student.communicate(timeout=60)
+        assert student.returncode == 0
+    torch.testing.assert_close(load_file(teacher / TAUGHT)["logits"], before, rtol=1e-4, atol=1e-4)
+
+
 def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
     converted_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +336,15 @@ def test_a_teacher_of_other_rows_or_classes_is_refused(tmp_path: Path) -> None:
         convert(str(folder), tmp_path / "run2", taught, str(table), quiet=True)
 
 
+def test_a_run_with_a_teacher_does_not_go_on_without(converted_bert: Path) -> None:
+    taught = load_run(converted_bert / "run").recipe
+    alone = dataclasses.replace(taught, teacher=dataclasses.replace(taught.teacher, run=""))
+    with pytest.raises(RunError, match=r"differs in teacher\.run"):
+        check_resumable(converted_bert / "run", alone)
+    moved = dataclasses.replace(taught, teacher=dataclasses.replace(taught.teacher, run="moved"))
+    assert check_resumable(converted_bert / "run", moved) is not None
+
+
 def test_the_best_weights_are_kept_and_training_ends_early(tmp_path: Path) -> None:
     folder, table, request = made(tmp_path)
     long = dataclasses.replace(
@@ -258,6 +361,13 @@ def test_the_best_weights_are_kept_and_training_ends_early(tmp_path: Path) -> No
     assert load_run(tmp_path / "run").facts["iteration"] == best["iteration"]
     assert log[-1]["iteration"] - best["iteration"] == 3 * 4
     before = (tmp_path / "run" / MODEL).read_bytes()
+
+    def stopped(_: Recipe) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # the same command, ended while a bag of words is fitted
+        convert(str(folder), tmp_path / "run", long, str(table), quiet=True, begin=stopped)
+    assert (tmp_path / "run" / MODEL).read_bytes() == before
     assert (tmp_path / "run" / BEST).is_file() and (tmp_path / "run" / STATE).is_file()
     convert(str(folder), tmp_path / "run", long, str(table), quiet=True)  # the end again
     assert (tmp_path / "run" / MODEL).read_bytes() == before

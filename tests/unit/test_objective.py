@@ -172,6 +172,19 @@ def test_divergence_is_kl_over_what_counts() -> None:
     assert float(divergence(aim, aim, targets)) == pytest.approx(0, abs=1e-6)
 
 
+def test_classes_weigh_what_a_teacher_says_too() -> None:
+    recipe = recipe_of("optim.smoothing=0.0", 'teacher.run="x"')
+    targets = torch.tensor([0] * 9 + [1])
+    weights = torch.tensor([10 / 18, 10 / 2])  # balanced
+    taught = 8.0 * torch.nn.functional.one_hot(targets, 2) - 4.0
+    logits = torch.zeros(10, 2, requires_grad=True)
+    made = Objective(recipe, model_of(recipe), nullcontext, class_weights=weights)
+    made._task(logits, None, targets, Turn((1,)), taught).backward()
+    assert logits.grad is not None
+    pull = logits.grad.abs().sum(1)
+    torch.testing.assert_close(pull[targets == 0].sum(), pull[targets == 1].sum())
+
+
 def test_a_chain_and_its_adaptive_solution_count_their_evaluations() -> None:
     small = ["model.block=timed", "model.depth=chain", "model.layers=3", "model.heads=4"]
     recipe = recipe_of(*small, "steps.solver=adaptive", "steps.tolerance=1e-3")

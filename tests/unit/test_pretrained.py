@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
-from tests.pretrained_folders import FAMILIES, texts, transformers, write_folder
+from tests.pretrained_folders import FAMILIES, texts, tokenizer_for, transformers, write_folder
+from tests.pretrained_folders import original as transformers_model
 from train.convert import find_original
 from train.pretrained import (
     PretrainedError,
@@ -168,6 +170,17 @@ def spoil_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def spoil_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
+def spoil_vocabulary(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<entity>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def spoil_precision(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
@@ -187,6 +200,8 @@ def change(folder: Path, **changes: Any) -> None:
         (spoil_tokenizer, "has no tokenizer.json"),
         (spoil_activation, "hidden_act = 'silu' is not supported"),
         (spoil_config, "not valid JSON"),
+        (spoil_index, "weight_map must name the file of each weight"),
+        (spoil_vocabulary, r"tokens, whose ids do not fit the \d+ rows of the embedding"),
         (spoil_precision, r"weight is torch\.int8, without its scales"),
     ],
 )
@@ -195,6 +210,86 @@ def test_what_cannot_be_read_is_said(spoil: Any, said: str, tmp_path: Path) -> N
     spoil(tmp_path)
     with pytest.raises(PretrainedError, match=said):
         read_original(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("distilbert", "activation"), ("gpt2", "activation_function")]
+)
+def test_a_setting_that_is_refused_has_its_name_in_that_family(
+    family: str, key: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family)
+    change(tmp_path, **{key: "swish"})
+    with pytest.raises(PretrainedError, match=rf"config\.json: {key} = 'swish' is not supported"):
+        read_original(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_that_labels_tokens_is_read_without_its_classifier(family: str, tmp_path: Path) -> None:
+    model = write_folder(tmp_path, family, "ForTokenClassification", id2label={0: "no", 1: "yes"})
+    original = read_original(tmp_path)
+    assert original.labels is None and original.encoder.pool == "mean"
+    ours = converted(original, classes=2).eval()
+    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
+    with torch.no_grad():
+        inside = model.base_model(input_ids=tokens, attention_mask=present.long())
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+    expected = inside.last_hidden_state
+    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
+def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
+    # As multilingual MiniLM: a BERT of which config.json says 0, and whose texts begin with 0.
+    tokenizer = tokenizer_for("roberta")
+    model = transformers_model("bert", vocab_size=len(tokenizer), pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    original = read_original(tmp_path)
+    assert original.encoder.pad_id == tokenizer.pad_token_id == 1
+    ours = converted(original, classes=2).eval()
+    tokens, present = batch_of(tmp_path, 1)
+    assert tokens[0, 0] == 0 and not present.all()
+    with torch.no_grad():
+        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
+def test_albert_maps_its_embedding_even_to_the_same_width(tmp_path: Path) -> None:
+    model = write_folder(tmp_path, "albert", embedding_size=16)
+    original = read_original(tmp_path)
+    assert original.encoder.embedding_width == original.encoder.width
+    ours = converted(original, classes=2).eval()
+    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
+def test_a_step_of_albert_is_its_one_layer_as_often_as_others_keep_layers(tmp_path: Path) -> None:
+    write_folder(tmp_path, "albert")
+    original = read_original(tmp_path)
+    whole = converted(original, classes=2).eval()
+    dial = converted(original, classes=2, layers=(0, 3), gain=2.0).eval()
+    assert sum(p.numel() for p in dial.parameters()) < 1.1 * sum(
+        p.numel() for p in whole.parameters()
+    )
+    tokens, _ = batch_of(tmp_path, original.encoder.pad_id)
+    dial.head.load_state_dict(whole.head.state_dict())
+    with torch.no_grad():
+        found = dial(tokens, steps=2).logits  # twice two of its four layers
+        torch.testing.assert_close(found, whole(tokens).logits, rtol=1e-5, atol=2e-5)
+
+
+def test_a_decoder_pads_with_what_its_texts_do_not_begin_with(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama")
+    original = read_original(tmp_path)
+    begun = original.tokenizer.encode("the film").ids
+    assert original.sizes.pad_id not in begun and original.sizes.pad_id == 0
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
