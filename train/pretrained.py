@@ -565,8 +565,11 @@ def _special_ids(
     ends = ends[0] if isinstance(ends, list) and ends else ends
     if ends not in special:
         return special[0], None
-    around = tokenizer.encode("a").ids  # Llama begins each text with a special token
-    wanted = (config.get("pad_token_id"), *(one for one in special if one not in around), *special)
+    texts_have = tokenizer.encode("a").ids  # Llama begins each with a special token
+    free = [one for one in special if one not in texts_have]
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    never = [one for one in free if added[one].content != unknown]
+    wanted = (config.get("pad_token_id"), *never, *free, *special)
     for token in wanted:
         if token in special and token != ends:
             return token, ends
