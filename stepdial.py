@@ -14,6 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve.local import LocalModel
 
 __version__ = "0.1.0"
 
@@ -37,6 +41,11 @@ class OwnPackages:
         return importlib.machinery.PathFinder.find_spec(name, [cls.folder])
 
 
+def _find_own_packages() -> None:
+    if OwnPackages not in sys.meta_path:
+        sys.meta_path.insert(0, OwnPackages)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """Where a subcommand lives: `package.module.main`, installed by an extra."""
@@ -56,7 +65,7 @@ COMMANDS = {
         "train",
         _TRAINING,
         True,
-        "convert a pretrained encoder into a model with a choice of step counts",
+        "convert a pretrained encoder or decoder into a model with a choice of step counts",
     ),
     "retrofit": Command(
         "train", _TRAINING, True, "fine-tune a fixed-step run so that any step count works"
@@ -92,6 +101,13 @@ _NO_ZOO = (
 _DEMO_SUMMARY = "serve the zoo; with --train: train, export and serve a small model"
 
 
+def load(bundle: "Path | str", threads: int | None = None) -> "LocalModel":
+    """An open bundle to use from Python: `serve.load`, whatever else is called `serve` there."""
+    _find_own_packages()
+    model: LocalModel = importlib.import_module("serve.local").LocalModel(bundle, threads)
+    return model
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -122,8 +138,7 @@ def _forward(name: str, arguments: list[str]) -> int:
     if name == "evaluate" and any(Path(word, "manifest.json").is_file() for word in arguments):
         command = replace(command, package="export", extra="serve")  # a bundle, not a run
     forwarded = [name, *arguments] if command.takes_name else arguments
-    if OwnPackages not in sys.meta_path:
-        sys.meta_path.insert(0, OwnPackages)
+    _find_own_packages()
     try:
         # Inside the `try` too: a package may import its heavy dependencies when it runs.
         entry = importlib.import_module(f"{command.package}.{command.module}")

@@ -100,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw quality against latency there, as .png, .svg or .pdf",
     )
+    from train.__main__ import add_columns_of_data
+
     evaluate = commands.add_parser(
         "evaluate",
         help="quality of a bundle at each step count",
@@ -114,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where the data is; or another table to measure, whole",
     )
+    add_columns_of_data(evaluate)
     evaluate.add_argument(
         "--samples", type=int, help="use about this many held-out rows (default: all)"
     )
@@ -298,10 +301,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from export.quality import measure_bundle, print_beside_manifest
     from serve.bundle import read_bundle
     from train.__main__ import parse_steps
+    from train.recipe import Columns
 
     bundle = read_bundle(arguments.bundle)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    rows = measure_bundle(bundle, steps, arguments.data, _rows(arguments.samples))
+    columns = Columns(tuple(arguments.text or ()), arguments.label)
+    rows = measure_bundle(bundle, steps, arguments.data, _rows(arguments.samples), columns)
     print_beside_manifest(bundle, rows)
     return 0
 

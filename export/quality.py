@@ -28,7 +28,7 @@ from serve.runtime import Model, open_model
 from serve.runtime.protocol import FloatArray
 from train.data import open_measured
 from train.data.batch import IGNORED, Batch, Dataset
-from train.recipe import RecipeError, data_at, recipe_from
+from train.recipe import Columns, RecipeError, data_at, recipe_from
 from train.tally import Z95, PerRow, Sums
 
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
@@ -199,14 +199,18 @@ def _ahead(one: Measured, other: Measured, sign: int) -> tuple[float, float]:
 
 
 def measure_bundle(
-    bundle: Bundle, steps: list[int] | None, data: str, samples: int | None
+    bundle: Bundle,
+    steps: list[int] | None,
+    data: str,
+    samples: int | None,
+    columns: Columns = Columns(),  # noqa: B008 - immutable
 ) -> dict[int, Measured]:
     """What is measured of each rung, by its steps; only of rungs that the bundle has."""
     manifest = bundle.manifest
     counts = steps or list(manifest.steps)
     for count in counts:
         manifest.rung(count)
-    dataset = dataset_of(bundle, data)
+    dataset = dataset_of(bundle, data, columns)
     model = open_model(bundle)
     return {
         count: measure_rung(model, count, held_out_batches(dataset, manifest, samples))
@@ -214,7 +218,7 @@ def measure_bundle(
     }
 
 
-def dataset_of(bundle: Bundle, data: str) -> Dataset:
+def dataset_of(bundle: Bundle, data: str, columns: Columns = Columns()) -> Dataset:  # noqa: B008
     """The data that a bundle's model was trained for, read from there."""
     manifest = bundle.manifest
     try:
@@ -235,7 +239,7 @@ def dataset_of(bundle: Bundle, data: str) -> Dataset:
         "labels": None if manifest.labels is None else list(manifest.labels),
         "data_sha256": manifest.provenance.get("data_sha256"),
     }
-    return open_measured(data_at(recipe, data), tokenizer, facts)
+    return open_measured(data_at(recipe, data, columns), tokenizer, facts)
 
 
 def print_beside_manifest(bundle: Bundle, rows: dict[int, Measured]) -> None:

@@ -4,6 +4,7 @@ with load("zoo/topics") as model:
     model.classify(["Stocks fell on Monday."], steps=2)
 """
 
+import math
 import queue
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from serve.api.submission import (
 from serve.budget import decide
 from serve.bundle import Effort
 from serve.catalog import Catalog, Served, open_catalog
-from serve.engine.engine import Engine
+from serve.engine.engine import Engine, StallLimits
 from serve.engine.job import (
     ClassifiedEvent,
     Deliver,
@@ -41,6 +42,7 @@ from serve.errors import InvalidField
 from serve.inputs.rows import Input, InputRow, check_kinds, read_items, row_length
 from serve.metrics import Metrics
 from serve.runtime import Device
+from serve.runtime.protocol import FloatArray
 from serve.settings import Settings
 
 ROWS_AT_ONCE = 64  # per job
@@ -75,7 +77,10 @@ class LocalModel:
     def __init__(self, folder: Path | str, threads: int | None = None) -> None:
         self._catalog: Catalog = open_catalog([Path(folder)], threads, Device())
         self._served: Served = next(iter(self._catalog))
-        self._engine = Engine(self._catalog, Settings.read(environ={}).limits, Metrics())
+        limits = Settings.read(environ={}).limits
+        # Nobody waits at a port: a call may take as long as a busy machine makes it.
+        patience = StallLimits(stall_s=math.inf, stall_unknown_s=math.inf)
+        self._engine = Engine(self._catalog, limits, Metrics(), patience=patience)
         self._engine.start()
         self._closed = False
 
@@ -147,8 +152,29 @@ class LocalModel:
             tagged.append(Tagged(tokens, text, taken, row.truncated))
         return tagged
 
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        steps: int | None = None,
+        effort: Effort | None = None,
+        truncate: bool = True,
+    ) -> FloatArray:
+        """A vector of length 1 for each text (N, D), as `/v1/embeddings` gives them."""
+        from serve.api.openai import embedder, unit_vectors
+
+        self._check_open()
+        embedder(self._catalog, self.name)
+        found = self._found(texts, steps, effort, truncate, embeds=True)
+        return unit_vectors([one for one, _, _ in found])
+
     def _found(
-        self, inputs: Sequence[Any], steps: int | None, effort: Effort | None, truncate: bool
+        self,
+        inputs: Sequence[Any],
+        steps: int | None,
+        effort: Effort | None,
+        truncate: bool,
+        embeds: bool = False,
     ) -> list[tuple[Scores | Tags, int, InputRow]]:
         """What the model finds in each input, the steps that it took, and the input as read."""
         manifest = self._served.manifest
@@ -173,7 +199,7 @@ class LocalModel:
         check_kinds(items, manifest)
         rows = read_items(items, manifest, self._served.text, truncate)
         order = sorted(range(len(rows)), key=lambda i: row_length(rows[i].row, manifest))
-        lane = LaneKey(self._served.key, "classify", decision.steps)
+        lane = LaneKey(self._served.key, "classify", decision.steps, embeds=embeds)
         found: dict[int, tuple[Scores | Tags, int, InputRow]] = {}
         for start in range(0, len(order), ROWS_AT_ONCE):
             at = order[start : start + ROWS_AT_ONCE]
@@ -226,9 +252,12 @@ class LocalModel:
         every = dict(zip(self.labels, scores, strict=True))
         return Label(self.labels[best], scores[best], every, steps, row.truncated)
 
-    def _check_task(self, *tasks: str) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self.name} is closed: load it again")
+
+    def _check_task(self, *tasks: str) -> None:
+        self._check_open()
         if self.task not in tasks:
             raise ValueError(f"{self.name} is for the task {self.task}, not {' or '.join(tasks)}")
 

@@ -11,6 +11,7 @@ import lzma
 import os
 import re
 import shutil
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,10 +31,13 @@ MAX_TOKENS = 128
 # What stands between cells, by how a file is called; "" for a line of JSON each.
 _SEPARATORS = {".csv": ",", ".tsv": "\t", ".jsonl": ""}
 _STANDARD = Path("-")  # input or output
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot write
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    # SIGTERM ends it as Ctrl-C does: with nothing left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -87,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "--text",
         action="append",
         metavar="COLUMN",
-        help="column of texts (default: as in training)",
+        help="column of texts; a number if there is no header (default: as in training, if its "
+        "columns had names, else text)",
     )
     sample = commands.add_parser(
         "sample",
@@ -138,7 +143,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         first = next(rows, None)
         if first is None:
             raise ValueError(f"{name} has no rows")
-        columns = arguments.text or _trained_on(model)
+        columns = arguments.text or _columns(model, first[1], name)
         missing = [column for column in columns if column not in first[1]]
         if missing:
             raise ValueError(
@@ -157,7 +162,11 @@ def _predict(arguments: argparse.Namespace) -> int:
             if waiting:
                 write.all(_labelled(model, waiting, columns, names, arguments))
     if write.empty:
-        print(f"{write.empty:,} rows without a text have no label", file=sys.stderr)
+        has = "row without a text has" if write.empty == 1 else "rows without a text have"
+        print(f"{write.empty:,} {has} no label", file=sys.stderr)
+    if write.cut:
+        were = "text was" if write.cut == 1 else "texts were"
+        print(f"{write.cut:,} {were} longer than the model reads, and cut", file=sys.stderr)
     if output is not None:
         print(f"labelled: {write.count - write.empty:,} rows, {output}")
     return 0
@@ -165,6 +174,7 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 # Where a row stands, for messages, and the row.
 _Row = tuple[str, dict[str, Any]]
+_Cells = tuple[Any, ...]  # what is added to a row
 
 
 def _labelled(
@@ -173,16 +183,18 @@ def _labelled(
     columns: list[str],
     names: tuple[str, ...],
     arguments: argparse.Namespace,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Each row with what is added to it, and whether its text was cut."""
     texts = [_words(row, columns, where) for where, row in rows]
     given = [i for i, words in enumerate(texts) if " ".join(words).strip()]
     try:
         found = _answers(model, [texts[i] for i in given], arguments) if given else []
     except ServeError as error:
         raise ValueError(_naming_the_row(error, [rows[i][0] for i in given])) from None
-    cells = dict(zip(given, found, strict=True))
+    answers = dict(zip(given, found, strict=True))
     for i, (_, row) in enumerate(rows):
-        yield row | dict(zip(names, cells.get(i, (None,) * len(names)), strict=True))
+        cells, truncated = answers.get(i, ((None,) * len(names), False))
+        yield row | dict(zip(names, cells, strict=True)), truncated
 
 
 def _added_columns(model: "LocalModel") -> tuple[str, ...]:
@@ -193,15 +205,18 @@ def _added_columns(model: "LocalModel") -> tuple[str, ...]:
 
 def _answers(
     model: "LocalModel", texts: list[list[str]], arguments: argparse.Namespace
-) -> list[tuple[Any, ...]]:
-    """The added cells of each text."""
+) -> list[tuple[_Cells, bool]]:
+    """The added cells of each text, and whether it was cut."""
     joined, steps, effort = list(map(" ".join, texts)), arguments.steps, arguments.effort
     if model.task != "tag":
         labels = model.classify(joined, steps=steps, effort=effort)
-        return [(one.label, round(one.score, 6), one.steps) for one in labels]
+        return [((one.label, round(one.score, 6), one.steps), one.truncated) for one in labels]
     tagged = model.tag(joined, steps=steps, effort=effort)
     return [
-        (_label_of_each(words, one.tokens) if one.text is None else one.text, one.steps)
+        (
+            (_label_of_each(words, one.tokens) if one.text is None else one.text, one.steps),
+            one.truncated,
+        )
         for words, one in zip(texts, tagged, strict=True)
     ]
 
@@ -215,10 +230,7 @@ def _label_of_each(words: list[str], tokens: "list[TokenLabel]") -> list[str | N
 
 def _words(row: dict[str, Any], columns: list[str], where: str) -> list[str]:
     """The words of a text: those of a list, or what spaces separate."""
-    missing = [column for column in columns if column not in row]
-    if missing:
-        raise ValueError(f"{where}: there is no {', '.join(missing)}")
-    cells = [row[column] for column in columns]
+    cells = [row.get(column) for column in columns]  # lines of JSON may leave one out
     if len(cells) == 1 and isinstance(cells[0], list):
         return [str(word) for word in cells[0]]
     # What is missing is null or NaN, the only value that does not equal itself.
@@ -251,6 +263,21 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _columns(model: "LocalModel", first: dict[str, Any], name: str) -> list[str]:
+    """Those of the texts where none are named: as in training, or `text` if those had no names."""
+    columns = _trained_on(model)
+    if not all(column.isdigit() for column in columns):
+        return columns
+    if "text" in first:
+        return ["text"]
+    of = "column" if len(columns) == 1 else "columns"
+    raise ValueError(
+        f"{name} has {', '.join(first)}: name those of the texts with --text. The model was "
+        f"trained on {of} {', '.join(columns)} of a table without a header: for one like that give "
+        "these numbers"
+    )
+
+
 def _trained_on(model: "LocalModel") -> list[str]:
     """The columns of the texts in training, as the bundle notes them."""
     recipe = model._served.manifest.provenance.get("recipe")
@@ -264,7 +291,7 @@ def _kind(table: Path | io.BufferedReader) -> str:
     """How the name of such a table ends; of standard input, its first character decides."""
     if not isinstance(table, Path):
         begun = table.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
-        return ".jsonl" if begun.startswith((b"{", b"[")) else ".csv"
+        return ".jsonl" if begun.startswith((b"{", b"[{")) else ".csv"
     plain = table.with_suffix("") if table.suffix.lower() in _COMPRESSED else table
     kind = plain.suffix.lower()
     if kind not in _SEPARATORS:
@@ -403,16 +430,21 @@ class _Writer:
     ) -> None:
         self._target, self._separator, self._added = target, separator, added[0]
         self._csv = csv.writer(target, delimiter=separator or ",", lineterminator="\n")
-        if header:
-            self._csv.writerow(dict.fromkeys((*header, *added)))
-        self.count = self.empty = 0
+        self._header = list(dict.fromkeys((*header, *added))) if header else []
+        self.count = self.empty = self.cut = 0
 
-    def all(self, rows: Iterator[dict[str, Any]]) -> None:
-        for row in rows:
+    def all(self, rows: Iterator[tuple[dict[str, Any], bool]]) -> None:
+        for row, truncated in rows:
+            if self._header and not self.count:  # not before there is an answer
+                self._csv.writerow(self._header)
             self.count += 1
+            self.cut += truncated
             self.empty += row[self._added] is None
             if not self._separator:
-                self._target.write(json.dumps(row, ensure_ascii=False) + "\n")
+                line = json.dumps(row, ensure_ascii=False)
+                if _HALF_A_CHARACTER.search(line):
+                    line = json.dumps(row)  # as it may have come
+                self._target.write(line + "\n")
                 continue
             if isinstance(row[self._added], list):
                 row[self._added] = " ".join(label or "-" for label in row[self._added])

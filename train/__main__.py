@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from train.interrupt import Diverged, SolverError, in_words, reader_gone
 from train.recipe import (
     Accelerator,
+    Columns,
     RecipeError,
     about_recipe,
     grouped_recipes,
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(
         commands.add_parser(
             "convert",
-            help="make a dial of a pretrained encoder",
+            help="make a dial of a pretrained model",
             description="Fine-tune a pretrained encoder on a table of texts and labels, then "
             "train a few of its layers as the velocity of an ODE, with the fine-tuned original as "
             "the teacher. The same command resumes.",
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where the data is now; or a table to measure instead, whole",
     )
+    add_columns_of_data(look)
     look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
     look.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to this file"
@@ -206,6 +208,18 @@ def _add_epochs(parser: argparse.ArgumentParser, when: str = "") -> None:
     )
     parser.add_argument(
         "--teacher-epochs", type=float, metavar="N", help=f"{when}of all layers before (default 3)"
+    )
+
+
+def add_columns_of_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text",
+        action="append",
+        metavar="COLUMN",
+        help="with --data FILE: column of texts (repeatable; default: as in training)",
+    )
+    parser.add_argument(
+        "--label", default="", metavar="COLUMN", help="with --data FILE: column of labels"
     )
 
 
@@ -392,7 +406,7 @@ def _retrofit(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from train.evaluate import evaluate_run, methods_named
+    from train.evaluate import HELD_OUT, evaluate_run, methods_named
     from train.evaluation_report import (
         check_file,
         check_plot,
@@ -401,9 +415,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         write_json,
     )
 
-    path = arguments.plot or arguments.run / "quality.png"
     if arguments.plot:
-        check_plot(path)
+        check_plot(arguments.plot)
     if arguments.json:
         check_file(arguments.json)
     alpha = arguments.length_penalty
@@ -425,12 +438,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise RecipeError("--forced and --bertscore are for --texts: add that too")
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    report = evaluate_run(arguments.run, steps, methods, arguments.data)
+    columns = Columns(tuple(arguments.text or ()), arguments.label)
+    report = evaluate_run(arguments.run, steps, methods, arguments.data, columns=columns)
     if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
         print("this model has a fixed depth: it has one answer, at 1 step\n")
     print_report(report)
     if arguments.json:  # first: what took hours must not be lost for a picture
         write_json(report, arguments.json)
+    name = "quality.png" if report.measured == HELD_OUT else "quality-elsewhere.png"
+    path = arguments.plot or arguments.run / name
     plot_quality(report, path)
     print(f"plot: {path}")
     shown = sorted({row.steps for row in report.rows if row.steps is not None})

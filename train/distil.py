@@ -115,15 +115,12 @@ def kept_logits(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
     path = folder / TAUGHT
     reached = str(load_iteration(folder))
     meta = {"of": json.dumps([dataset.digest, reached])}
+    if (kept := _read_kept(path, meta)) is not None:
+        return kept
     with (folder / ".taught.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another student may be asking just now
-        try:
-            with safe_open(path, framework="pt") as file:
-                if file.metadata() == meta:
-                    kept: Tensor = file.get_tensor("logits")
-                    return kept
-        except (OSError, SafetensorError, KeyError):
-            pass  # not there yet, or of an earlier training
+        if (kept := _read_kept(path, meta)) is not None:
+            return kept
         teacher = Teacher(folder)
         batches = list(dataset.training_rows(ROWS_AT_ONCE))
         logits = torch.zeros(sum(len(at) for at, _ in batches), dataset.sizes.classes)
@@ -131,6 +128,18 @@ def kept_logits(folder: Path, dataset: LabelledDataset, quiet: bool) -> Tensor:
             logits[at] = teacher(*batch.inputs)[0].logits.float()
         write_atomically(path, save({"logits": logits}, meta))
     return logits
+
+
+def _read_kept(path: Path, meta: dict[str, str]) -> Tensor | None:
+    """The logits in a file; None if it is not there yet, or of an earlier training."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if file.metadata() == meta:
+                kept: Tensor = file.get_tensor("logits")
+                return kept
+    except (OSError, SafetensorError, KeyError):
+        pass
+    return None
 
 
 def load_iteration(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
 from train.quality import Stability, Tally, Trail, agreement, stability
-from train.recipe import Recipe, data_at, ladder_of, steps_of
+from train.recipe import Columns, Recipe, data_at, ladder_of, steps_of
 from train.tally import Gain, Quality, gain
 
 ADAPTIVE = "adaptive"
@@ -54,6 +54,9 @@ class Range:
     gain: Gain
 
 
+HELD_OUT = "held-out data"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     name: str
@@ -65,6 +68,7 @@ class Report:
     lengths: tuple[Spent, ...]  # of the adaptive solver only
     chance: float | None = None  # of a classifier: the share of the most frequent class
     ranges: dict[str, Range] = field(default_factory=dict)  # by method, of several counts
+    measured: str = HELD_OUT  # on what
 
 
 def evaluate_run(
@@ -73,13 +77,14 @@ def evaluate_run(
     methods: list[str] | None = None,
     data: str = "",
     rows: int = 0,
+    columns: Columns = Columns(),  # noqa: B008 - immutable
 ) -> Report:
     """Measure every method at every step count; by default the method of the run's training.
 
     With `rows`, on the first so many held-out ones, in whole batches; otherwise on all.
     """
     model, recipe, tokenizer, facts = load_run(folder)
-    recipe = data_at(recipe, data)
+    recipe = data_at(recipe, data, columns)
     # Each once: a way that is measured twice would count its rows twice.
     steps = list(dict.fromkeys(steps or ladder_of(recipe)))
     methods = list(dict.fromkeys(methods or [recipe.steps.method]))
@@ -92,7 +97,10 @@ def evaluate_run(
     with torch.no_grad():
         for batch in itertools.islice(dataset.held_out(size), batches):
             asked.add(batch)
-    return asked.report(dataset.labels is not None)
+    report = asked.report(dataset.labels is not None)
+    if facts.get("data_sha256") in (None, dataset.digest):
+        return report
+    return replace(report, measured=f"on {data or recipe.data.path}")
 
 
 def methods_named(text: str) -> list[str]:

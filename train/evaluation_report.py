@@ -14,7 +14,7 @@ def print_report(report: "Report") -> None:
     metric = report.rows[0].quality.metric
     for method in dict.fromkeys(row.method for row in report.rows):
         solved = "" if report.discrete else f", {method}"
-        print(f"{report.name}{solved}, held-out data")
+        print(f"{report.name}{solved}, {report.measured}")
         loss = "" if metric == "loss" else f" {'loss':>7}"
         print(f"{'steps':>5} {'nfe':>5} {metric:>9}  {'95 % interval':<19}{loss} {'as full':>8}")
         for row in (row for row in report.rows if row.method == method):

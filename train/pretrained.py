@@ -236,8 +236,7 @@ def read_original(folder: Path) -> Original:
     }
     tokenizer = _read_tokenizer(folder)
     encoder = _encoder(config, family, weights, _pooling(folder), folder / CONFIG)
-    if max(tokenizer.get_vocab().values()) >= encoder.vocabulary:
-        raise _misfit(folder, tokenizer, encoder.vocabulary)
+    _tokens_of(tokenizer, encoder.vocabulary, folder)
     encoder = dataclasses.replace(encoder, pad_id=_pad_id(folder, tokenizer, encoder.pad_id))
     labels = None
     if encoder.dense:
@@ -313,11 +312,19 @@ def _pad_id(folder: Path, tokenizer: Tokenizer, noted: int) -> int:
 
     So it is with multilingual MiniLM, a BERT with the tokenizer of XLM-R.
     """
-    path = folder / "tokenizer_config.json"
-    token = _read_json(path).get("pad_token") if path.is_file() else None
-    named = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.token_to_id(named) if isinstance(named, str) else None
-    return noted if found is None else found
+    found = noted
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        token = _read_json(path).get("pad_token") if path.is_file() else None
+        named = token.get("content") if isinstance(token, dict) else token
+        known = tokenizer.token_to_id(named) if isinstance(named, str) else None
+        found = found if known is None else known
+    if found in tokenizer.encode("a").ids:
+        raise PretrainedError(
+            f"{folder}: padding would be token {found}, which stands in every text: give the "
+            "tokenizer_config.json of the model, whose pad_token says what padding is"
+        )
+    return found
 
 
 def _pooling(folder: Path) -> Literal["mean", "first"]:
@@ -540,15 +547,11 @@ def _tokens_of(tokenizer: Tokenizer, rows: int, folder: Path) -> int:
     """The tokens of a tokenizer, without the rows that fill up a table."""
     count = tokenizer.get_vocab_size()
     if max(tokenizer.get_vocab().values()) != count - 1 or count > rows:
-        raise _misfit(folder, tokenizer, rows)
+        raise PretrainedError(
+            f"{folder / TOKENIZER} has {count} tokens, whose ids do not fit the {rows} rows of the "
+            "embedding: give the tokenizer that the model was trained with"
+        )
     return count
-
-
-def _misfit(folder: Path, tokenizer: Tokenizer, rows: int) -> PretrainedError:
-    return PretrainedError(
-        f"{folder / TOKENIZER} has {tokenizer.get_vocab_size()} tokens, whose ids do not fit the "
-        f"{rows} rows of the embedding: give the tokenizer that the model was trained with"
-    )
 
 
 def _special_ids(
@@ -690,10 +693,11 @@ def converted(
             "window": window,
             "layers": list(layers),
             "gain": gain,
-            "times": len(layers) if encoder.family == "albert" else 1,
             "dropout": dropout,
             "source": original.facts(),
         }
+        # A step of ALBERT is its one layer several times over.
+        | ({"times": len(layers)} if gain and encoder.family == "albert" else {})
     )
     with _loading(original):
         _load(model, original, layers, own_head)
@@ -724,7 +728,7 @@ def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     # ALBERT has one layer for its whole depth.
     blocks = [_block(encoder, dropout) for _ in (kept[:1] if encoder.family == "albert" else kept)]
     if origin["gain"]:
-        times = origin.get("times", 1)  # earlier runs of ALBERT had its layer once
+        times = origin.get("times", 1)
         velocity: nn.Module = GainVelocity(blocks, width, origin["gain"], times)
     elif encoder.family == "albert":
         velocity = Repeated(blocks, width, len(kept))

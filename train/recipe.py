@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 _SINGLE_STEP = ("residual", "rk2", "rk2-gamma1", "rk2-learned", "rk4")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -590,8 +590,19 @@ def load_recipe(source: str, overrides: list[str] | None = None, data: str = "")
     return data_at(recipe, data or recipe.data.path)
 
 
-def data_at(recipe: Recipe, path: str) -> Recipe:
+class Columns(NamedTuple):
+    """What a table of one's own calls the columns of texts and labels; empty: as in training."""
+
+    text: tuple[str, ...] = ()
+    label: str = ""
+
+
+def data_at(recipe: Recipe, path: str, columns: Columns = Columns()) -> Recipe:  # noqa: B008 - immutable
     """The recipe with its data at a path, if one is given; refuses what would not be read."""
+    if any(columns) and not (path and recipe.data.kind == "table"):
+        raise RecipeError(
+            "--text and --label name columns of --data FILE, a table of labelled texts"
+        )
     if not path:
         return recipe
     if recipe.data.kind in _MADE:
@@ -600,7 +611,11 @@ def data_at(recipe: Recipe, path: str) -> Recipe:
             f"read {path}: leave that out; `stepdial train text` and `stepdial train classifier` "
             "take data of your own"
         )
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path))
+    data = dataclasses.replace(recipe.data, path=path)
+    if any(columns):  # another table, whose labels are those of the model
+        text, label = columns.text or data.text, columns.label or data.label
+        data = dataclasses.replace(data, text=text, label=label, values=(), test="")
+    return dataclasses.replace(recipe, data=data)
 
 
 def overridden(table: dict[str, Any], overrides: list[str], where: str) -> Recipe:

@@ -68,6 +68,7 @@ from serve.engine.job import (
     FinishReason,
     GeneratedEvent,
     ScoredToken,
+    Scores,
     Span,
     Tags,
     TokenEvent,
@@ -1188,9 +1189,8 @@ def _embedding_submission(
     return submission
 
 
-def unit_vectors(event: ClassifiedEvent) -> FloatArray:
+def unit_vectors(found: Sequence[Scores | Tags]) -> FloatArray:
     """The vectors of all texts (B, D), each of length 1."""
-    found = [row.found for row in event.rows]
     states = np.array([one for one in found if not isinstance(one, Tags)])  # (B, D)
     lengths = np.sqrt((states**2).sum(axis=1, keepdims=True))
     vectors: FloatArray = (states / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
@@ -1297,7 +1297,8 @@ def openai_routes(settings: Settings, engine: Engine, reader: Reader) -> APIRout
             embeds=True,
         )
         spent = submission.timing(event.span)
-        vectors, tokens = unit_vectors(event), sum(len(one.row) for one in inputs)
+        vectors = unit_vectors([row.found for row in event.rows])
+        tokens = sum(len(one.row) for one in inputs)
         body = {
             "object": "list",
             "model": served.name,

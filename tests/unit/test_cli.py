@@ -308,6 +308,23 @@ sys.exit(stepdial.main(sys.argv[1:]))
 """
 
 
+def test_a_bundle_is_loaded_beside_a_file_called_serve(tmp_path: Path) -> None:
+    (tmp_path / "serve.py").write_text("raise SystemExit('this is not the server')\n")
+    topics = ROOT / "zoo" / "topics"
+    code = (
+        "import stepdial\n"
+        f"with stepdial.load({str(topics)!r}, threads=1) as model:\n"
+        "    print(model.classify(['Stocks fell'])[0].label)\n"
+    )
+    (tmp_path / "use.py").write_text(code)
+    command = [sys.executable, "use.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "Business"), done.stderr
+
+
 def test_bundles_are_inspected_where_only_the_server_is_installed(tmp_path: Path) -> None:
     topics = str(ROOT / "zoo" / "topics")
     shown = run_python(SERVER_ONLY, "inspect", topics)

@@ -268,6 +268,17 @@ def test_students_that_ask_at_once_get_the_same_answers(converted_bert: Path) ->
     torch.testing.assert_close(load_file(teacher / TAUGHT)["logits"], before, rtol=1e-4, atol=1e-4)
 
 
+def test_kept_answers_are_read_where_nothing_may_be_written(
+    converted_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = converted_bert / "run/teacher"
+    run = load_run(teacher)
+    dataset: Any = open_dataset(run.recipe, run.tokenizer)
+    kept = distil.kept_logits(teacher, dataset, True)
+    monkeypatch.setattr("train.distil.fcntl", None)  # no lock
+    assert torch.equal(distil.kept_logits(teacher, dataset, True), kept)
+
+
 def test_the_teachers_answers_are_kept_and_every_batch_brings_those_of_its_rows(
     converted_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,15 +4,19 @@ import csv
 import gzip
 import json
 import lzma
+import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import serve
-from serve.errors import ImpossibleBudget, InvalidField, Unprocessable
+from serve.errors import ImpossibleBudget, InvalidField, ServeError, Unprocessable
+from serve.local import LocalModel
 from serve.runtime import open_model
 from stepdial import main
 from tests.fixtures.tiny_families import build_tag
@@ -28,8 +32,6 @@ def test_labels_are_those_of_the_graphs_in_their_order() -> None:
         assert {one.steps for one in found} == {2} and model.steps == (1, 2, 3)
         served = model._served
         run = open_model(served.bundle, 1).classifier(2)
-        import numpy as np
-
         for text, one in zip(TEXTS, found, strict=True):
             tokens = np.array([served.codec.encode_input(text, True).tokens])
             logits = run.run(tokens)[0]
@@ -122,7 +124,7 @@ def test_predict_labels_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "has no column 1, 2; it has id, title, body"),  # its own training had no header
+        ((), "has id, title, body: name those of the texts with --text. The model was trained"),
         (("--text", "text"), "name those of the texts with --text"),
         (("--text", "body", "--steps", "4"), "does not offer 4 steps"),
         (("--text", "body", "--output", "out.json"), "expected .csv, .tsv or .jsonl"),
@@ -135,6 +137,82 @@ def test_what_cannot_be_predicted_is_said(
     table = write_rows(tmp_path / "in.csv")
     assert main(["predict", str(ZOO / "topics"), "--input", str(table), *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_name_of_a_column_a_table_with_a_header_is_read_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of `topics` the columns of the training were numbers.
+    table = tmp_path / "in.csv"
+    table.write_text("id,text\n1,Stocks fell\n")
+    assert "1,Stocks fell,Business," in predicted(table, capsys=capsys)[1]
+    table.write_text("id,body\n1,Stocks fell\n")
+    assert main(["predict", str(ZOO / "topics"), "--input", str(table)]) == 2
+    said = capsys.readouterr()
+    assert "has id, body: name those of the texts with --text" in said.err and not said.out
+    table.write_text('1,2,"Stocks fell"\n')
+    assert "Business" in predicted(table, "--text", "2", capsys=capsys)[0]
+
+
+def test_texts_that_are_cut_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text(f"text\nStocks fell\n{'Shares slide. ' * 99}\n")
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "1"]
+    assert main(words) == 0
+    assert "1 text was longer than the model reads, and cut" in capsys.readouterr().err
+
+
+def test_nothing_is_written_before_there_is_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("text\nStocks fell\n")
+    assert main(["predict", str(ZOO / "topics"), "--input", str(table), "--steps", "16"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_half_a_character_in_another_column_is_handed_on() -> None:
+    done = piped(b'{"text": "Stocks fell", "x": "\\ud800", "y": "\xc3\xa4"}\n{"x": 1}\n')
+    assert done.returncode == 0 and b"1 row without a text has no label" in done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert (first["x"], first["y"], first["predicted_label"]) == ("\ud800", "ä", "Business")
+    assert second["predicted_label"] is None
+
+
+def test_the_end_of_its_process_leaves_no_half_of_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "in.csv"
+    table.write_text("text\n" + "Shares of a bank fell on Wall Street\n" * 200_000)
+    words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
+    command = [sys.executable, "-m", "stepdial", *words, "--output", str(tmp_path / "out.csv")]
+    with subprocess.Popen(command, cwd=ZOO.parent, stderr=subprocess.PIPE) as running:
+        deadline = time.monotonic() + 60
+        while not any(path.name.startswith(".out.csv") for path in tmp_path.iterdir()):
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.05)
+        running.terminate()
+        assert running.wait(30) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_a_process_that_gets_no_time_waits_for_its_answers(tmp_path: Path) -> None:
+    with LocalModel(ZOO / "topics", threads=1) as model:
+        patience = model._engine._patience
+        assert patience.stall_s == patience.stall_unknown_s == math.inf
+
+
+def test_embeddings_are_those_of_the_server() -> None:
+    texts = ["Stocks fell sharply.", "The coach signs a pitcher.", "A new telescope."]
+    with serve.load(ZOO / "topics", threads=1) as model:
+        vectors = model.embed(texts, steps=2)
+        assert vectors.shape == (3, 384)
+        np.testing.assert_allclose((vectors**2).sum(axis=1), 1, rtol=1e-5)
+        np.testing.assert_allclose(model.embed(texts[1:2], steps=2)[0], vectors[1], atol=1e-5)
+        assert abs(model.embed(texts, steps=1) - vectors).max() > 0.01
+    with (
+        serve.load(ZOO / "digits", threads=1) as model,
+        pytest.raises(ServeError, match="gives no embeddings"),
+    ):
+        model.embed(["a"])
 
 
 TABLES = {
@@ -377,16 +455,13 @@ def test_a_row_without_a_text_has_no_label(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "in.jsonl"
-    table.write_text('{"text": "Stocks fell"}\n{"text": " "}\n{"text": null}\n')
+    table.write_text('{"text": "Stocks fell"}\n{"text": " "}\n{"text": null}\n{"id": 3}\n')
     words = ["predict", str(ZOO / "topics"), "--input", str(table), "--text", "text"]
     assert main(words) == 0
     printed = capsys.readouterr()
     labels = [json.loads(line)["predicted_label"] for line in printed.out.splitlines()]
-    assert labels == ["Business", None, None]
-    assert printed.err == "2 rows without a text have no label\n"
-    table.write_text('{"text": "a"}\n{"body": "b"}\n')
-    assert main(words) == 2
-    assert "in.jsonl, line 2: there is no text" in capsys.readouterr().err
+    assert labels == ["Business", None, None, None]
+    assert printed.err == "3 rows without a text have no label\n"
     table.write_text('{"text": "a"}\n{"text": }\n')
     assert main(words) == 2
     assert "in.jsonl, line 2: not valid JSON" in capsys.readouterr().err

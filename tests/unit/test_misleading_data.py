@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from train.data.tags import read_tags
 from train.data.text import train_tokenizer
 from train.evaluate import evaluate_run
 from train.metrics import read_metrics
-from train.recipe import DataConfig, RecipeError, load_recipe
+from train.recipe import Columns, DataConfig, RecipeError, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -109,16 +110,37 @@ def test_another_table_is_measured_whole(tmp_path: Path, caplog: pytest.LogCaptu
     own, other = tmp_path / "own.csv", tmp_path / "other.csv"
     own.write_text("text,label\n" + "".join(lines))
     other.write_text("text,label\nword 1,a\nword 2,c\nword 3,c\n")  # no row of a class
+    named = tmp_path / "named.csv"
+    named.write_text("id,title,kind\n1,word 1,a\n2,word 2,c\n")
+    columns = Columns(("title",), "kind")
     small = ["model.width=16", "model.heads=2", "model.layers=1", "model.hidden=16"]
     short = ["optim.iterations=1", "steps.full=2", "steps.short=[1]", "optim.precision=fp32"]
     run = trained(load_recipe("classifier", [*small, *short], str(own)), tmp_path)
     assert evaluate_run(run, [1]).rows[0].quality.samples == 6
     assert "not the data" not in caplog.text
-    assert evaluate_run(run, [1], data=str(other)).rows[0].quality.samples == 3
+    assert evaluate_run(run, [1]).measured == "held-out data"
+    elsewhere = evaluate_run(run, [1], data=str(other))
+    assert elsewhere.rows[0].quality.samples == 3 and elsewhere.measured == f"on {other}"
+    found = evaluate_run(run, [1], data=str(named), columns=columns)
+    assert found.rows[0].quality.samples == 2
+    with pytest.raises(RecipeError, match="name columns of --data FILE"):
+        evaluate_run(run, [1], columns=columns)
     assert "not the data it was trained on: all its rows are measured" in caplog.text
     bundle = export_run(run, ExportRequest(tmp_path / "b", (1,), latency=False), say=lambda _: None)
     assert measure_bundle(bundle, [1], str(own), None)[1].quality.samples == 6
     assert measure_bundle(bundle, [1], str(other), None)[1].quality.samples == 3
+    assert measure_bundle(bundle, [1], str(named), None, columns)[1].quality.samples == 2
+
+
+def test_long_texts_are_said_to_be_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = tmp_path / "own.csv"
+    lines = [f"{'word ' * (40 if i % 2 else 3)},{'ab'[i % 2]}\n" for i in range(40)]
+    own.write_text("text,label\n" + "".join(lines))
+    small = ["model.width=16", "model.heads=2", "model.layers=1", "model.hidden=16"]
+    short = ["optim.iterations=1", "optim.precision=fp32", "data.head=9", "data.tail=1"]
+    recipe = load_recipe("classifier", [*small, *short, "model.window=10"], str(own))
+    trained(recipe, tmp_path)
+    assert re.search(r"1\d of the 3\d texts to train on have more than 10 tokens", caplog.text)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:

@@ -181,6 +181,13 @@ def spoil_vocabulary(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def spoil_ids(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words[max(words, key=words.__getitem__)] += 5  # a hole in the ids
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
 def spoil_precision(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name: w.to(torch.int8) for name, w in load_file(path).items()}, path)
@@ -201,6 +208,7 @@ def change(folder: Path, **changes: Any) -> None:
         (spoil_activation, "hidden_act = 'silu' is not supported"),
         (spoil_config, "not valid JSON"),
         (spoil_index, "weight_map must name the file of each weight"),
+        (spoil_ids, "whose ids do not fit"),
         (spoil_vocabulary, r"tokens, whose ids do not fit the \d+ rows of the embedding"),
         (spoil_precision, r"weight is torch\.int8, without its scales"),
     ],
@@ -255,6 +263,27 @@ def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
         start = ours.embed(tokens)
         found = ours.velocity(start.state, *start.context)
     torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
+def test_padding_that_every_text_has_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("roberta")
+    model = transformers_model("bert", vocab_size=len(tokenizer), pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))  # and nothing that names it
+    with pytest.raises(PretrainedError, match=r"padding would be token 0, which stands in every"):
+        read_original(tmp_path)
+
+
+def test_a_run_from_before_a_step_of_albert_was_repeated_goes_on(tmp_path: Path) -> None:
+    write_folder(tmp_path / "bert", "bert")
+    write_folder(tmp_path / "albert", "albert")
+    for family in ("bert", "albert"):
+        whole = converted(read_original(tmp_path / family), classes=2)
+        assert "times" not in whole.origin  # as it was noted before
+    dial = converted(read_original(tmp_path / "albert"), classes=2, layers=(0, 3), gain=2.0)
+    earlier = {key: value for key, value in dial.origin.items() if key != "times"}
+    again: Any = converted_from(earlier).velocity
+    assert again.times == 1
 
 
 def test_albert_maps_its_embedding_even_to_the_same_width(tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ class LabelledDataset:
         )
         self._classes = {value: i for i, value in enumerate(values)}
         self._cut = (window, config.head, config.tail)
+        self._longer = 0  # texts that were cut so far
         self._used = self._pack([train[i] for i in used])
+        self.longer = self._longer  # texts to train on that were cut
         self._held = self._pack([train[i] for i in held])
         self._test = self._held if test is None else self._pack(test)
         self.digest = digest_of(
@@ -232,7 +234,15 @@ class LabelledDataset:
         return [int(count) for count in counts]
 
     def warn_of_unseen(self) -> None:
-        """Say which classes a training on this will not learn."""
+        """Say what a training will not see: the rest of long texts, classes without rows."""
+        if self.longer:
+            _log.warning(
+                "%d of the %d texts to train on have more than %d tokens and are cut: a larger "
+                "model.window (of `convert` --max-tokens) reads more of them",
+                self.longer,
+                len(self._used),
+                len(max((ids for ids, _ in self._used), key=len)),
+            )
         unseen = [
             label for label, rows in zip(self.labels, self.class_counts, strict=True) if not rows
         ]
@@ -262,7 +272,10 @@ class LabelledDataset:
                 "the file writes them) and data.labels (as they are shown)"
             )
         texts = (text for text, _ in rows)
-        ids = [cut(each, *self._cut) for each in ids_of(self.tokenizer, texts)]
+        ids: list[Ids] = []
+        for each in ids_of(self.tokenizer, texts):
+            ids.append(cut(each, *self._cut))
+            self._longer += len(ids[-1]) < len(each)
         lost = next((text for row, (text, _) in zip(ids, rows, strict=True) if not row.any()), None)
         if lost is not None:
             raise DataError(

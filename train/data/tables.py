@@ -73,7 +73,7 @@ def table_path(config: DataConfig, name: str) -> Path:
     if not base.exists():
         own = plain_name(base).suffix.lower() in KINDS
         raise DataError(
-            f"{base} does not exist"
+            f"{base} does not exist: pass --data FILE, the table or where it is now"
             if own
             else f"{base} does not exist: pass --data FOLDER, the folder that holds {name}, or "
             "--data FILE, a table of your own"
