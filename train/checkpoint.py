@@ -135,6 +135,20 @@ def check_same_data(folder: Path, digest: str) -> None:
         )
 
 
+def check_same_teacher(folder: Path, teacher: Path | None) -> None:
+    """Refuse to go on with another teacher than the run began with; it may have moved."""
+    known = read_facts(folder).get("teacher_sha256")  # earlier runs have none
+    if teacher is not None and known not in (None, digest_of_weights(teacher)):
+        raise RunError(
+            f"{folder} learnt from another teacher than {teacher}, or that one was trained "
+            "further: choose another --out, or pass the teacher it was started with to go on"
+        )
+
+
+def digest_of_weights(folder: Path) -> str:
+    return hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
+
+
 def read_facts(folder: Path) -> dict[str, Any]:
     """What a run keeps about itself."""
     path = folder / RECIPE

@@ -91,7 +91,8 @@ class Baseline:
             why = "that needs scikit-learn (pip install scikit-learn)"
         else:
             self.accuracy = bag_of_words(train, test)
-            why = "no word is in two texts"
+            one = len({label for _, label in train}) == 1
+            why = "all rows to train on have one label" if one else "no word is in two texts"
         if self.accuracy is None:
             said = f"There is no bag of words to compare with: {why}."
         else:
@@ -112,7 +113,7 @@ class Baseline:
 
 
 def bag_of_words(train: Rows, test: Rows) -> float | None:
-    """Accuracy of TF-IDF with logistic regression; None if no word is in two texts."""
+    """Accuracy of TF-IDF with logistic regression; None of one class, or of no common word."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline

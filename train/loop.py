@@ -26,6 +26,8 @@ from train.checkpoint import (
     average_checkpoints,
     check_resumable,
     check_same_data,
+    check_same_teacher,
+    digest_of_weights,
     keep_for_average,
     load_best,
     load_checkpoint,
@@ -164,6 +166,7 @@ def train(
         first = Reached()
         if resumed:
             check_same_data(folder, dataset.digest)
+            check_same_teacher(folder, master)
             first = load_checkpoint(folder, model, optimiser)
             move_state(optimiser)
         else:
@@ -177,6 +180,8 @@ def train(
                 "own_model": own
                 and not isinstance(model, OtifiedTransformer | ConvertedTransformer),
             }
+            if master is not None:
+                facts["teacher_sha256"] = digest_of_weights(master)
             if origin is not None:
                 check_same_data(origin, dataset.digest)
                 facts["origin"] = start_from(origin, folder, model)

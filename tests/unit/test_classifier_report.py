@@ -15,6 +15,7 @@ from train.checkpoint import load_run
 from train.classifier_report import (
     Baseline,
     ClassifierReport,
+    _rows_of,
     at_chance,
     confusion_lines,
     print_report,
@@ -97,6 +98,11 @@ def test_where_no_word_is_in_two_texts_it_says_so(
     baseline.say(load_recipe("classifier", data=str(table)))
     assert baseline.accuracy is None
     assert "no word is in two texts" in capsys.readouterr().out
+    table.write_text("text,label\n" + "a word,a\n" * 10 + "another word,b\n")
+    recipes = (load_recipe("classifier", [f"run.seed={n}"], data=str(table)) for n in range(200))
+    alone = next(one for one in recipes if {label for _, label in _rows_of(one)[0]} == {"a"})
+    baseline.say(alone)
+    assert "all rows to train on have one label" in capsys.readouterr().out
 
 
 def test_held_out_texts_that_are_trained_on_are_counted(

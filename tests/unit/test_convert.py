@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from train.checkpoint import (
     TAUGHT,
     RunError,
     check_resumable,
+    check_same_teacher,
     load_run,
     read_facts,
 )
@@ -354,6 +356,10 @@ def test_a_run_with_a_teacher_does_not_go_on_without(converted_bert: Path) -> No
         check_resumable(converted_bert / "run", alone)
     moved = dataclasses.replace(taught, teacher=dataclasses.replace(taught.teacher, run="moved"))
     assert check_resumable(converted_bert / "run", moved) is not None
+    shutil.copytree(converted_bert / "run/teacher", converted_bert / "moved")
+    check_same_teacher(converted_bert / "run", converted_bert / "moved")
+    with pytest.raises(RunError, match="learnt from another teacher than"):
+        check_same_teacher(converted_bert / "run", converted_bert / "run")
 
 
 def test_the_best_weights_are_kept_and_training_ends_early(tmp_path: Path) -> None:
