@@ -79,7 +79,9 @@ def test_bad_tables_name_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("text;label\na;b\n")
     with pytest.raises(DataError, match=r"t\.csv: semicolons seem to separate its columns"):
         read_table(table(str(tmp_path)), "t.csv")
-    with pytest.raises(DataError, match=r"/own\.csv does not exist$"):
+    with pytest.raises(
+        DataError, match=r"/own\.csv does not exist: pass --data FILE, where the table is$"
+    ):
         read_table(table(str(tmp_path / "own.csv")), "t.csv")
     (tmp_path / "t.csv").write_text("")
     with pytest.raises(DataError, match="no rows"):

@@ -73,7 +73,7 @@ def table_path(config: DataConfig, name: str) -> Path:
     if not base.exists():
         own = plain_name(base).suffix.lower() in KINDS
         raise DataError(
-            f"{base} does not exist: pass --data FILE, the table or where it is now"
+            f"{base} does not exist: pass --data FILE, where the table is"
             if own
             else f"{base} does not exist: pass --data FOLDER, the folder that holds {name}, or "
             "--data FILE, a table of your own"
