@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw quality against latency there, as .png, .svg or .pdf",
     )
-    from train.__main__ import add_columns_of_data
+    from train.__main__ import add_columns
 
     evaluate = commands.add_parser(
         "evaluate",
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where the data is; or another table to measure, whole",
     )
-    add_columns_of_data(evaluate)
+    add_columns(evaluate)
     evaluate.add_argument(
         "--samples", type=int, help="use about this many held-out rows (default: all)"
     )
@@ -305,7 +305,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     bundle = read_bundle(arguments.bundle)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    columns = Columns(tuple(arguments.text or ()), arguments.label)
+    columns = Columns(tuple(arguments.text or ()), arguments.label or "")
     rows = measure_bundle(bundle, steps, arguments.data, _rows(arguments.samples), columns)
     print_beside_manifest(bundle, rows)
     return 0

@@ -28,7 +28,7 @@ from serve.runtime import Model, open_model
 from serve.runtime.protocol import FloatArray
 from train.data import open_measured
 from train.data.batch import IGNORED, Batch, Dataset
-from train.recipe import Columns, RecipeError, data_at, recipe_from
+from train.recipe import AS_TRAINED, Columns, RecipeError, data_at, recipe_from
 from train.tally import Z95, PerRow, Sums
 
 EVALUATION_TOKENS = 8192  # positions of one evaluation batch
@@ -203,7 +203,7 @@ def measure_bundle(
     steps: list[int] | None,
     data: str,
     samples: int | None,
-    columns: Columns = Columns(),  # noqa: B008 - immutable
+    columns: Columns = AS_TRAINED,
 ) -> dict[int, Measured]:
     """What is measured of each rung, by its steps; only of rungs that the bundle has."""
     manifest = bundle.manifest
@@ -218,7 +218,7 @@ def measure_bundle(
     }
 
 
-def dataset_of(bundle: Bundle, data: str, columns: Columns = Columns()) -> Dataset:  # noqa: B008
+def dataset_of(bundle: Bundle, data: str, columns: Columns = AS_TRAINED) -> Dataset:
     """The data that a bundle's model was trained for, read from there."""
     manifest = bundle.manifest
     try:

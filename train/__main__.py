@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("recipe", help="a name that `stepdial recipes` lists, or a .toml file")
     make.add_argument("--data", default="", metavar="PATH", help="the file or folder of the data")
-    _add_columns(make)
+    add_columns(make)
+    _add_class_weights(make)
     make.add_argument(
         "--from",
         dest="pretrained",
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="where the data is now; or a table to measure instead, whole",
     )
-    add_columns_of_data(look)
+    add_columns(look)
     look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
     look.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to this file"
@@ -172,7 +173,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the table, of a decoder the text, or a recipe's folder",
     )
-    _add_columns(parser)
+    add_columns(parser)
+    _add_class_weights(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
     parser.add_argument(
         "--recipe",
@@ -211,19 +213,7 @@ def _add_epochs(parser: argparse.ArgumentParser, when: str = "") -> None:
     )
 
 
-def add_columns_of_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text",
-        action="append",
-        metavar="COLUMN",
-        help="with --data FILE: column of texts (repeatable; default: as in training)",
-    )
-    parser.add_argument(
-        "--label", default="", metavar="COLUMN", help="with --data FILE: column of labels"
-    )
-
-
-def _add_columns(parser: argparse.ArgumentParser) -> None:
+def add_columns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         action="append",
@@ -231,6 +221,9 @@ def _add_columns(parser: argparse.ArgumentParser) -> None:
         help="column of a table that holds texts (repeatable)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="column of a table that holds labels")
+
+
+def _add_class_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--class-weights",
         choices=("equal", "balanced"),
@@ -438,7 +431,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise RecipeError("--forced and --bertscore are for --texts: add that too")
     methods = None if arguments.method is None else methods_named(arguments.method)
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
-    columns = Columns(tuple(arguments.text or ()), arguments.label)
+    columns = Columns(tuple(arguments.text or ()), arguments.label or "")
     report = evaluate_run(arguments.run, steps, methods, arguments.data, columns=columns)
     if report.discrete and (steps not in (None, [1]) or methods not in (None, ["euler"])):
         print("this model has a fixed depth: it has one answer, at 1 step\n")

@@ -15,7 +15,7 @@ from train.model import Output, Stepped
 from train.objective import straightness_gap
 from train.ode import METHODS, method_named
 from train.quality import Stability, Tally, Trail, agreement, stability
-from train.recipe import Columns, Recipe, data_at, ladder_of, steps_of
+from train.recipe import AS_TRAINED, Columns, Recipe, data_at, ladder_of, steps_of
 from train.tally import Gain, Quality, gain
 
 ADAPTIVE = "adaptive"
@@ -77,7 +77,7 @@ def evaluate_run(
     methods: list[str] | None = None,
     data: str = "",
     rows: int = 0,
-    columns: Columns = Columns(),  # noqa: B008 - immutable
+    columns: Columns = AS_TRAINED,
 ) -> Report:
     """Measure every method at every step count; by default the method of the run's training.
 

@@ -597,7 +597,10 @@ class Columns(NamedTuple):
     label: str = ""
 
 
-def data_at(recipe: Recipe, path: str, columns: Columns = Columns()) -> Recipe:  # noqa: B008 - immutable
+AS_TRAINED = Columns()
+
+
+def data_at(recipe: Recipe, path: str, columns: Columns = AS_TRAINED) -> Recipe:
     """The recipe with its data at a path, if one is given; refuses what would not be read."""
     if any(columns) and not (path and recipe.data.kind == "table"):
         raise RecipeError(

@@ -13,6 +13,7 @@ from tests.pretrained_folders import FAMILIES, texts, tokenizer_for, transformer
 from tests.pretrained_folders import original as transformers_model
 from train.convert import find_original
 from train.pretrained import (
+    Original,
     PretrainedError,
     apart,
     converted,
@@ -38,20 +39,26 @@ def batch_of(folder: Path, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.ne(pad_id)
 
 
+def check_states(original: Original, theirs: Any, folder: Path) -> None:
+    """All layers of an original give the states of the model of transformers."""
+    ours = converted(original, classes=2).eval()
+    tokens, present = batch_of(folder, original.encoder.pad_id)
+    assert not present.all()
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, attention_mask=present.long()).last_hidden_state
+        start = ours.embed(tokens)
+        found = ours.velocity(start.state, *start.context)
+    assert float(expected[present].std()) > 0.3
+    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_the_original_depth_states_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
     model = write_folder(tmp_path, family)
     original = read_original(tmp_path)
-    ours = converted(original, classes=3).eval()
-    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
-    with torch.no_grad():
-        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
-        start = ours.embed(tokens)
-        found = ours.velocity(start.state, *start.context)
-    assert float(expected[present].std()) > 0.3
-    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+    check_states(original, model, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -237,14 +244,7 @@ def test_one_that_labels_tokens_is_read_without_its_classifier(family: str, tmp_
     model = write_folder(tmp_path, family, "ForTokenClassification", id2label={0: "no", 1: "yes"})
     original = read_original(tmp_path)
     assert original.labels is None and original.encoder.pool == "mean"
-    ours = converted(original, classes=2).eval()
-    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
-    with torch.no_grad():
-        inside = model.base_model(input_ids=tokens, attention_mask=present.long())
-        start = ours.embed(tokens)
-        found = ours.velocity(start.state, *start.context)
-    expected = inside.last_hidden_state
-    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+    check_states(original, model.base_model, tmp_path)
 
 
 def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
@@ -255,14 +255,8 @@ def test_padding_is_what_the_tokenizer_says(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     original = read_original(tmp_path)
     assert original.encoder.pad_id == tokenizer.pad_token_id == 1
-    ours = converted(original, classes=2).eval()
-    tokens, present = batch_of(tmp_path, 1)
-    assert tokens[0, 0] == 0 and not present.all()
-    with torch.no_grad():
-        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
-        start = ours.embed(tokens)
-        found = ours.velocity(start.state, *start.context)
-    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+    assert original.tokenizer.encode("a film").ids[0] == 0
+    check_states(original, model, tmp_path)
 
 
 def test_padding_that_every_text_has_is_refused(tmp_path: Path) -> None:
@@ -290,13 +284,7 @@ def test_albert_maps_its_embedding_even_to_the_same_width(tmp_path: Path) -> Non
     model = write_folder(tmp_path, "albert", embedding_size=16)
     original = read_original(tmp_path)
     assert original.encoder.embedding_width == original.encoder.width
-    ours = converted(original, classes=2).eval()
-    tokens, present = batch_of(tmp_path, original.encoder.pad_id)
-    with torch.no_grad():
-        expected = model(input_ids=tokens, attention_mask=present.long()).last_hidden_state
-        start = ours.embed(tokens)
-        found = ours.velocity(start.state, *start.context)
-    torch.testing.assert_close(found[present], expected[present], rtol=1e-5, atol=2e-5)
+    check_states(original, model, tmp_path)
 
 
 def test_a_step_of_albert_is_its_one_layer_as_often_as_others_keep_layers(tmp_path: Path) -> None:
