@@ -114,7 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         help="where the data is now; or a table to measure instead, whole",
     )
     add_columns(look)
-    look.add_argument("--plot", type=Path, help="picture to write (default RUN/quality.png)")
+    look.add_argument(
+        "--plot",
+        type=Path,
+        help="picture to write (default RUN/quality.png, of another table quality-elsewhere.png)",
+    )
     look.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to this file"
     )
