@@ -139,7 +139,10 @@ def _predict(arguments: argparse.Namespace) -> int:
         _reading(name),
     ):
         by_number = all(column.isdigit() for column in arguments.text or [""])
-        header, rows = _rows(source, separator, name, by_number)
+        lines: Iterator[str] = source
+        if arguments.text != ["0"]:  # else a line may be one text, with semicolons of its own
+            lines, separator = _separated(source, separator)
+        header, rows = _rows(lines, separator, name, by_number)
         first = next(rows, None)
         if first is None:
             raise ValueError(f"{name} has no rows")
@@ -337,7 +340,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _rows(
-    source: IO[str], separator: str, name: str, by_number: bool
+    source: Iterator[str], separator: str, name: str, by_number: bool
 ) -> tuple[list[str], Iterator[_Row]]:
     """The header, [] where columns have numbers or lines are JSON; and the rows."""
     if not separator:
@@ -351,14 +354,18 @@ def _rows(
     twice = next((column for column in names if names.count(column) > 1), None)
     if twice is not None:
         raise ValueError(f"{name}: two columns are called {twice!r}: rename one")
-    if len(names) == 1 and ";" in names[0]:
-        raise ValueError(
-            f"{name}: semicolons seem to separate its columns ({names[0]}): save it with commas"
-        )
     return names, _named(names, lines, name)
 
 
-def _cells(source: IO[str], separator: str, name: str) -> Iterator[list[str]]:
+def _separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
+    """The lines of a table, and what separates its columns: see docs/own-data.md."""
+    first = next(lines, "")
+    if separator == "," and ";" in first and "," not in first:
+        separator = ";"
+    return itertools.chain([first], lines), separator
+
+
+def _cells(source: Iterator[str], separator: str, name: str) -> Iterator[list[str]]:
     """The rows, the header with them, without empty lines."""
     csv.field_size_limit(1 << 24)
     reader = csv.reader(source, delimiter=separator, strict=True)
@@ -383,7 +390,7 @@ def _named(names: list[str], lines: Iterator[list[str]], name: str) -> Iterator[
         yield where, dict(zip(names, cells, strict=True))
 
 
-def _objects(source: IO[str], name: str) -> Iterator[_Row]:
+def _objects(source: Iterator[str], name: str) -> Iterator[_Row]:
     for number, line in enumerate(source, 1):
         if not line.strip():
             continue

@@ -387,13 +387,26 @@ def test_a_table_may_be_labelled_in_place(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
+def test_a_table_with_semicolons_is_labelled_with_semicolons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text('id;text\n1;"Shares slide; oil, too."\n')
+    lines = predicted(source, "--text", "text", capsys=capsys)
+    assert lines[0] == "id;text;predicted_label;predicted_score;predicted_steps"
+    assert lines[1].startswith('1;"Shares slide; oil, too.";')
+    source.write_text("Shares slide; oil too.\n")  # a table of texts alone
+    line, _ = predicted(source, "--text", "0", capsys=capsys)
+    assert line.startswith("Shares slide; oil too.,")
+
+
 @pytest.mark.parametrize(
     ("table", "flags", "said"),
     [
         ("text\na\n", ("--steps", "16"), "does not offer 16 steps"),
         ("text\na\nb,c\n", (), "in.csv, row 2: 2 cells, but the first line has 1"),
         ("text,id,id\na,1,2\n", (), "two columns are called 'id': rename one"),
-        ("text;id\na;1\n", (), "semicolons seem to separate its columns (text;id)"),
+        ("text;id\na;1;2\n", (), "in.csv, row 1: 3 cells, but the first line has 2"),
         ('text\na\n"b" c\n', (), "line 3: "),
         ('text\na\n"b\n', (), "is a quote of a text never closed?"),
         ("text\na\n\xe4\n", (), "not UTF-8"),

@@ -7,6 +7,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import logging
 import lzma
@@ -107,16 +108,13 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    rows = _cells(csv.reader(file, delimiter=separator, strict=True), path)
+    lines, separator = separated(file, separator)
+    rows = _cells(csv.reader(lines, delimiter=separator, strict=True), path)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
     header = None if by_number else [name.strip() for name in next(rows, [])]
     for column in (*config.text, config.label):
         if header is not None and header.count(column) > 1:
             raise DataError(f"{path}: two columns are called {column}: rename one")
-    if header is not None and len(header) == 1 and ";" in header[0]:
-        raise DataError(
-            f"{path}: semicolons seem to separate its columns ({header[0]}): save it with commas"
-        )
     width = None if header is None else len(header)
     for number, cells in enumerate(rows, 1):
         width = width or len(cells)
@@ -124,12 +122,23 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
             first = "first row" if header is None else "header"
             raise DataError(
                 f"{path}, row {number}: {len(cells)} cells, but the {first} has {width}: put a "
-                "text that holds commas, tabs or line ends in quotes"
+                "text that holds commas, semicolons, tabs or line ends in quotes"
             )
         yield (
             f"row {number}",
             cells if header is None else dict(zip(header, cells, strict=True)),
         )
+
+
+def separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
+    """The lines of a table, and what separates its columns.
+
+    Spreadsheets write semicolons where a comma is for decimals: the first line has no comma then.
+    """
+    first = next(lines, "")
+    if separator == "," and ";" in first and "," not in first:
+        separator = ";"
+    return itertools.chain([first], lines), separator
 
 
 def _cells(reader: Any, path: Path) -> Iterator[list[str]]:
@@ -169,7 +178,8 @@ def _row(record: Any, config: DataConfig, where: str) -> tuple[str, str]:
         missing = " and ".join(column for column in wanted if column not in known)
         raise DataError(
             f"{where}: no column {missing}; there are {', '.join(known)}. "
-            "Name yours with --text COLUMN --label COLUMN. Commas separate columns, tabs in .tsv."
+            "Name yours with --text COLUMN --label COLUMN. Commas or semicolons separate columns, "
+            "tabs in .tsv."
         ) from None
     if not label:
         raise DataError(f"{where}: {config.label} is empty; give it a value or remove the row")
