@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -212,10 +213,12 @@ def measure_bundle(
         manifest.rung(count)
     dataset = dataset_of(bundle, data, columns)
     model = open_model(bundle)
-    return {
-        count: measure_rung(model, count, held_out_batches(dataset, manifest, samples))
-        for count in counts
-    }
+    batches = partial(held_out_batches, dataset, manifest, samples)
+    if one_way(manifest):
+        return {
+            count: one.measured() for count, one in on_the_way(model, counts, batches()).items()
+        }
+    return {count: measure_rung(model, count, batches()) for count in counts}
 
 
 def dataset_of(bundle: Bundle, data: str, columns: Columns = AS_TRAINED) -> Dataset:
@@ -272,16 +275,57 @@ def compare(
     opened: Model, reference: Model, steps: int, batches: Iterable[Batch]
 ) -> tuple[Measured, AgainstFp32]:
     """The quality of a rung, and how it differs from the other's on the same rows."""
-    labelled = opened.bundle.manifest.labelled
-    tally, reference_tally = Sums(), Sums()
-    same = counted = 0
+    found = Found(opened.bundle.manifest.labelled)
     for batch in batches:
-        pair = [logits_of(one, steps, batch) for one in (opened, reference)]
-        add_answers(tally, batch, pair[0])
-        add_answers(reference_tally, batch, pair[1])
+        found.add(batch, *(logits_of(one, steps, batch) for one in (opened, reference)))
+    return found.measured(), found.against()
+
+
+# Rungs on one way: with the dial of time the state after a step is what fewer steps end with, so
+# the most steps answer for all of them.
+
+
+def one_way(manifest: Manifest) -> bool:
+    """Whether one pass gives the answers of every rung."""
+    stepped = manifest.labelled and manifest.step is not None
+    return stepped and manifest.dial == "time" and manifest.method == "euler"
+
+
+def on_the_way(
+    opened: Model, counts: Sequence[int], batches: Iterable[Batch], reference: Model | None = None
+) -> dict[int, "Found"]:
+    """What one pass over the rows finds at each of these counts, beside a reference if given."""
+    found = {count: Found(opened.bundle.manifest.labelled) for count in counts}
+    models = [opened] if reference is None else [opened, reference]
+    for batch in batches:
+        rows = np.ascontiguousarray(np.asarray(batch.inputs[0]))
+        passed = [one.step_classifier(max(counts)).jumps(rows) for one in models]  # (M, B, ..., C)
+        for count, one in found.items():
+            one.add(batch, *(logits[count - 1] for logits in passed))
+    return found
+
+
+class Found:
+    """The answers of a rung so far, and those of a reference to the same rows."""
+
+    def __init__(self, labelled: bool) -> None:
+        self._labelled = labelled
+        self._tally, self._reference = Sums(), Sums()
+        self._same = self._counted = 0
+
+    def add(self, batch: Batch, logits: FloatArray, reference: FloatArray | None = None) -> None:
+        add_answers(self._tally, batch, logits)
+        if reference is None:
+            return
+        add_answers(self._reference, batch, reference)
         kept = np.asarray(batch.targets) != IGNORED
-        same += int((pair[0].argmax(-1) == pair[1].argmax(-1))[kept].sum())
-        counted += int(kept.sum())
-    measured = measured_by(tally, labelled)
-    change = measured.quality.value - reference_tally.quality(labelled).value
-    return measured, AgainstFp32(same / counted, change, counted)
+        self._same += int((logits.argmax(-1) == reference.argmax(-1))[kept].sum())
+        self._counted += int(kept.sum())
+
+    def measured(self) -> Measured:
+        return measured_by(self._tally, self._labelled)
+
+    def against(self) -> AgainstFp32:
+        """How the rung differs from the reference."""
+        change = self.measured().quality.value - self._reference.quality(self._labelled).value
+        return AgainstFp32(self._same / self._counted, change, self._counted)

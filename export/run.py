@@ -29,6 +29,8 @@ from export.quality import (
     held_out_batches,
     measure_rung,
     named_rungs,
+    on_the_way,
+    one_way,
     range_of,
 )
 from export.trace import Traced, trace
@@ -36,6 +38,7 @@ from export.verify import Answers, samples_of, torch_threads, verify_mix, verify
 from serve.bundle import (
     LABELLING,
     MAX_RUNGS,
+    AgainstFp32,
     Bundle,
     Cache,
     Calibration,
@@ -125,40 +128,71 @@ class Trial:
 
     def run(self, opened: OpenedModel, reference: OpenedModel | None = None) -> Tried:
         """Every rung, verified and measured; the reference too, if there is one."""
-        attempt = partial(self._attempt, opened, reference)
         for one in (opened, reference):
             if one is not None:
                 _open_shared(one)
-        self.say("measuring quality on held-out rows, most steps first; a line for each step count")
         with torch_threads(self._threads), ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 mixing = pool.submit(self._mix, opened)
-                found = list(pool.map(attempt, reversed(self.draft.rungs)))[::-1]
+                tried = self._tried(pool, opened, reference)
                 mixing.result()
             except BaseException:
                 self._given_up.set()  # other rungs, and Ctrl-C, wait for one batch only
                 raise
             finally:
                 pool.shutdown(cancel_futures=True)
-        measured = {rung.steps: one for rung, one in found}
+        measured = {rung.steps: found for rung, found in tried}
         return Tried(
-            named_rungs(tuple(rung for rung, _ in found), measured),
+            named_rungs(tuple(rung for rung, _ in tried), measured),
             choose_default(measured),
             range_of(measured),
             self._certified(opened),
         )
 
+    def _tried(
+        self, pool: ThreadPoolExecutor, opened: OpenedModel, reference: OpenedModel | None
+    ) -> list[tuple[Rung, Measured]]:
+        """Every rung, verified before it is measured."""
+        rungs, measuring = self.draft.rungs, "measuring quality on held-out rows"
+        if not one_way(self.draft):
+            self.say(f"{measuring}, most steps first; a line for each step count")
+            attempt = partial(self._attempt, opened, reference)
+            return list(pool.map(attempt, reversed(rungs)))[::-1]
+        verified = list(pool.map(partial(self._verified, opened, reference), rungs))
+        self.say(f"{measuring}, every step count in one pass")
+        found = on_the_way(
+            open_model(opened.bundle),
+            self.draft.steps,
+            self._batches(),
+            None if reference is None else open_model(reference.bundle),
+        )
+        return [
+            self._with_quality(
+                rung, checked, one.measured(), None if reference is None else one.against()
+            )
+            for rung, checked, one in zip(rungs, verified, found.values(), strict=True)
+        ]
+
     def _attempt(
         self, opened: OpenedModel, reference: OpenedModel | None, rung: Rung
     ) -> tuple[Rung, Measured]:
-        expected = self.answers.at(rung.steps)
-        verified = verify_rung(opened, rung, expected)
+        verified = self._verified(opened, reference, rung)
+        against = None
         if reference is None:
-            against = None
             measured = measure_rung(opened, rung.steps, self._batches())
         else:
-            verify_rung(reference, rung, expected)
             measured, against = compare(opened, reference, rung.steps, self._batches())
+        return self._with_quality(rung, verified, measured, against)
+
+    def _verified(self, opened: OpenedModel, reference: OpenedModel | None, rung: Rung) -> Verified:
+        expected = self.answers.at(rung.steps)
+        if reference is not None:
+            verify_rung(reference, rung, expected)
+        return verify_rung(opened, rung, expected)
+
+    def _with_quality(
+        self, rung: Rung, verified: Verified, measured: Measured, against: AgainstFp32 | None
+    ) -> tuple[Rung, Measured]:
         tried = dataclasses.replace(
             rung, verified=verified, quality=measured.quality, against_fp32=against
         )
