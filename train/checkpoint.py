@@ -309,11 +309,13 @@ def new_model(folder: Path | None, recipe: Recipe, sizes: Sizes) -> Stepped:
             f"{folder} trained a module of your own: build it and load {MODEL} into it, or pass it "
             "to `train` to go on"
         )
-    if facts.get("otify"):
-        return otified_from(facts["otify"])
-    if facts.get("pretrained"):
-        return converted_from(facts["pretrained"])
-    return build_model(recipe.model, sizes, recipe.steps)
+    if not (facts.get("otify") or facts.get("pretrained")):
+        return build_model(recipe.model, sizes, recipe.steps)
+    model = (
+        otified_from(facts["otify"]) if facts.get("otify") else converted_from(facts["pretrained"])
+    )
+    model.dial, model.full = recipe.steps.dial, recipe.steps.full
+    return model
 
 
 class Run(NamedTuple):

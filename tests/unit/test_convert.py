@@ -190,6 +190,25 @@ def test_a_killed_conversion_goes_on_to_the_same_weights(
             assert torch.equal(weight, other[name]), name
 
 
+def test_the_dial_of_time_is_that_of_the_loaded_run_and_of_the_bundle(tmp_path: Path) -> None:
+    folder, table, request = made(tmp_path)
+    dial = ("steps.dial=time", "steps.exits=[1,2]", "steps.schedule=fixed")
+    request = dataclasses.replace(request, overrides=(*request.overrides, *dial))
+    convert(str(folder), tmp_path / "run", request, str(table), quiet=True)
+    model = load_run(tmp_path / "run").model
+    tokens = torch.tensor([[2, 7, 8, 9, 3]])
+    with torch.no_grad():
+        on_the_way = model(tokens, steps=3, exits=(1, 2))
+        for steps, logits in zip((1, 2, 3), (*on_the_way.early, on_the_way.logits), strict=True):
+            assert torch.equal(model(tokens, steps=steps).logits, logits)
+    asked = ExportRequest(tmp_path / "bundle", (1, 2, 3), samples=4, latency=False)
+    bundle = export_run(tmp_path / "run", asked, say=lambda _: None)
+    assert (bundle.manifest.dial, bundle.manifest.grid_steps) == ("time", 3)
+    found = open_model(bundle, 1).step_classifier(3).jumps(tokens.numpy())
+    expected = torch.stack([*on_the_way.early, on_the_way.logits]).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_a_decoder_goes_on_and_begins_with_the_layers_of_its_teacher(tmp_path: Path) -> None:
     from train.convert import _start_from_teacher
 
