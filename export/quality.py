@@ -281,8 +281,8 @@ def compare(
     return found.measured(), found.against()
 
 
-# Rungs on one way: with the dial of time the state after a step is what fewer steps end with, so
-# the most steps answer for all of them.
+# With the dial of time, fewer steps are the beginning of more: the state after k steps is what the
+# rung of k steps reads out. So one pass with the most steps measures every rung.
 
 
 def one_way(manifest: Manifest) -> bool:
@@ -294,7 +294,7 @@ def one_way(manifest: Manifest) -> bool:
 def on_the_way(
     opened: Model, counts: Sequence[int], batches: Iterable[Batch], reference: Model | None = None
 ) -> dict[int, "Found"]:
-    """What one pass over the rows finds at each of these counts, beside a reference if given."""
+    """What one pass with the most of these steps finds at each of them, beside a reference."""
     found = {count: Found(opened.bundle.manifest.labelled) for count in counts}
     models = [opened] if reference is None else [opened, reference]
     for batch in batches:
@@ -306,7 +306,7 @@ def on_the_way(
 
 
 class Found:
-    """The answers of a rung so far, and those of a reference to the same rows."""
+    """How right the answers of a rung are so far, and how often a reference gives the same."""
 
     def __init__(self, labelled: bool) -> None:
         self._labelled = labelled

@@ -108,7 +108,7 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
                 yield f"line {number}", _json_line(line, f"{path}, line {number}")
         return
     csv.field_size_limit(LONGEST_CELL)
-    lines, separator = separated(file, separator)
+    lines, separator = _separated(file, separator)
     rows = _cells(csv.reader(lines, delimiter=separator, strict=True), path)
     by_number = all(column.isdigit() for column in (*config.text, config.label))
     header = None if by_number else [name.strip() for name in next(rows, [])]
@@ -130,10 +130,11 @@ def _records(file: IO[str], path: Path, config: DataConfig) -> Iterator[tuple[st
         )
 
 
-def separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
+def _separated(lines: Iterator[str], separator: str) -> tuple[Iterator[str], str]:
     """The lines of a table, and what separates its columns.
 
-    Spreadsheets write semicolons where a comma is for decimals: the first line has no comma then.
+    A .csv whose first line has semicolons and no comma is separated by semicolons: spreadsheets
+    save it so where a comma is for decimals.
     """
     first = next(lines, "")
     if separator == "," and ";" in first and "," not in first:
