@@ -265,7 +265,7 @@ def test_compressed_standard_input_is_unpacked(pack: Any) -> None:
     ("data", "flags", "said"),
     [
         (b"", (), "standard input has no rows"),
-        (gzip.compress(b"text\na\n")[:-4], (), "standard input cannot be read: "),
+        (gzip.compress(b"text\na\n", mtime=0)[:-4], (), "standard input cannot be read: "),
         (b"\x1f\x8btext\na\n", (), "standard input cannot be read: "),
         (lzma.compress(b"text\na\n" * 99)[:-20], (), "standard input cannot be read: "),
         (b'{"text": "a"}\n{"text": }\n', (), "standard input, line 2: not valid JSON"),
@@ -274,6 +274,18 @@ def test_compressed_standard_input_is_unpacked(pack: Any) -> None:
         (b"text\n\xff\n", (), "standard input: not UTF-8"),
         (b"text\na\n", ("--output", "out.jsonl"), "end it like --input, .csv"),
         (b"text\na\n", ("--format", "tsv", "--output", "out.csv"), "end it like --input, .tsv"),
+    ],
+    ids=[
+        "empty",
+        "gzip-cut-off",
+        "gzip-damaged",
+        "xz-cut-off",
+        "json-damaged",
+        "json-list",
+        "cells-too-many",
+        "not-utf-8",
+        "output-of-another-format",
+        "output-of-another-table",
     ],
 )
 def test_what_is_wrong_with_standard_input_is_said(
