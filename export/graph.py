@@ -1,8 +1,9 @@
 """Graphs stitched from traced pieces: of one step, and of a whole rung."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,17 @@ from export.draft import WEIGHTS, encoder_name, graph_name, step_files
 from export.half import Products, half_caches, half_of, use_half
 from export.int8 import Ranges, measured_ranges, quantise, use_integers
 from export.int8_cache import Scales, cache_bytes
-from export.pieces import FLOAT, KEEP, OPSET, Content, Contents, Piece, Port, WeightsFile
+from export.pieces import (
+    FLOAT,
+    KEEP,
+    OPSET,
+    Content,
+    Contents,
+    Piece,
+    Port,
+    WeightsFile,
+    with_branches,
+)
 from export.trace import Parts, StepParts, Traced
 from serve.bundle import LABELLING, Cache, Precision
 from serve.runtime.protocol import RowArray
@@ -69,6 +80,40 @@ class GraphBuilder:
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=name))
         return name
 
+    def choose(self, name: str, number: str, makers: Sequence[Callable[[], str]]) -> str:
+        """The value that one of these makes: the first if the number (a scalar) is 0, and so on.
+
+        What they make of constants alone stays outside, where a runtime computes it once.
+        """
+        *rest, last = [self._branch(f"{name}/{index}", make) for index, make in enumerate(makers)]
+        for index in range(len(rest) - 1, -1, -1):
+            condition = f"{name}/is{index}"
+            asked = helper.make_node(
+                "Less", [number, self.constant(index + 0.5)], [condition], name=condition
+            )
+            value = f"{name}/from{index}" if index else name
+            choice = helper.make_node(
+                "If", [condition], [value], value, then_branch=rest[index], else_branch=last
+            )
+            if not index:
+                self.nodes += [asked, choice]
+            last = _graph(f"{name}/else{index}", [asked, choice], value)
+        return name
+
+    def _branch(self, name: str, make: Callable[[], str]) -> onnx.GraphProto:
+        before = len(self.nodes)
+        value = make()
+        made, self.nodes = self.nodes[before:], self.nodes[:before]
+        constants = {*self.initializers, *(out for node in self.nodes for out in node.output)}
+        inside: list[onnx.NodeProto] = []
+        for node in made:
+            if constants.issuperset(filter(None, node.input)):
+                constants.update(node.output)
+                self.nodes.append(node)
+            else:
+                inside.append(node)
+        return _graph(name, inside, value)
+
     def join(self, one: str, other: str, name: str) -> str:
         """Two values side by side along their last dimension."""
         self.nodes.append(helper.make_node("Concat", [one, other], [name], name=name, axis=-1))
@@ -119,7 +164,7 @@ class GraphBuilder:
             list(self.initializers.values()),
         )
         opsets = [helper.make_opsetid("", OPSET)]
-        if any(node.domain == CONTRIB for node in self.nodes):
+        if any(node.domain == CONTRIB for node in with_branches(self.nodes)):
             opsets.append(helper.make_opsetid(CONTRIB, 1))
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="stepdial"
@@ -164,6 +209,11 @@ class GraphBuilder:
         return name
 
 
+def _graph(name: str, nodes: Sequence[onnx.NodeProto], value: str) -> onnx.GraphProto:
+    """A branch that gives a value; it sees the values of the graph around it."""
+    return helper.make_graph(nodes, name, [], [helper.make_empty_tensor_value_info(value)])
+
+
 def _value(port: Port) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(port.name, port.kind, list(port.shape))
 
@@ -179,7 +229,7 @@ def _renamed(names: Mapping[str, str], value: str, copy: str) -> str:
 #     step: x, h, [t,] [previous, history,] context, caches -> y, [v,] caches
 #
 # The step size h and the time t are given per row, so that rows of different rungs can share a
-# call.
+# call. Only where each step has a velocity of its own all rows are at the step of the first.
 
 
 H, TIME = Port("h", FLOAT, ("batch",)), Port("t", FLOAT, ("batch",))
@@ -255,6 +305,7 @@ def _step(build: GraphBuilder, parts: Parts, one: StepParts, table: Method) -> o
     previous, first = (Port(name, FLOAT, state.shape) for name in ("previous", "v"))
     h = build.by_row(H.name, len(state.shape))
     t = build.by_row(TIME.name, len(state.shape)) if one.timed else ""
+    takes_time = one.timed or len(one.velocities) > 1
     stages: list[str] = []
     for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
         x = _advance(build, f"at{stage}", start, h, row, stages)
@@ -272,7 +323,7 @@ def _step(build: GraphBuilder, parts: Parts, one: StepParts, table: Method) -> o
         context += [previous, HISTORY]
     else:
         y = _advance(build, "next", start, h, table.b, stages)
-    inputs = [state, H, *([TIME] if one.timed else []), *context, *write.taken]
+    inputs = [state, H, *([TIME] if takes_time else []), *context, *write.taken]
     return build.model("step", inputs, {given(y, "after"): after} | outputs)
 
 
@@ -318,14 +369,37 @@ class _Writer:
                 for pair in range(one.caches.pairs)
                 for kind in ("k", "v")
             ]
+        if len(one.velocities) > 1:
+            assert not ports
+            return build.choose(
+                name,
+                _step_of_first(build),
+                [
+                    partial(_only, build, piece, f"velocity{index}", f"{name}/{index}", inputs)
+                    for index, piece in enumerate(one.velocities)
+                ],
+            )
         v, *given = build.paste(
-            one.velocity, "velocity", name, inputs + [port.name for port in ports]
+            one.velocities[0], "velocity", name, inputs + [port.name for port in ports]
         )
         self.taken += ports
         for value, port in zip(given, ports, strict=True):
             self.given[value] = Port(f"{port.name}_out", port.kind, port.shape)
         self._stages += 1
         return v
+
+
+def _step_of_first(build: GraphBuilder) -> str:
+    """The number of the step that the first row is at, t / h, as a scalar."""
+    if "first" not in build.initializers:
+        build.initializers["first"] = numpy_helper.from_array(np.array(0), "first")
+    steps = build.node("Div", [TIME.name, H.name], "steps_done")  # (B,)
+    return build.node("Gather", [steps, "first"], "step")
+
+
+def _only(build: GraphBuilder, piece: Piece, owner: str, copy: str, inputs: list[str]) -> str:
+    (v,) = build.paste(piece, owner, copy, inputs)
+    return v
 
 
 # Rungs: copies of a traced evaluation joined into a fixed-step graph by a method's tableau.
@@ -336,7 +410,7 @@ def stitch(parts: Parts, method: str, steps: int) -> onnx.ModelProto:
     table = method_named(method)
     build = GraphBuilder()
     x, *context = build.paste(parts.embed, "embed", "embed", [port.name for port in parts.inputs])
-    for index in range(len(parts.velocities)):
+    for index in range(1 if parts.by_step else len(parts.velocities)):
         if parts.depth == "discrete":
             x = _evaluate(build, parts, index, "pass", [x, *context])
         else:
@@ -362,7 +436,9 @@ def _integrate(
     h = parts.T / grid
     before: str | None = None
     for step in range(steps):
-        name = f"flow{index}/step{step}" if len(parts.velocities) > 1 else f"step{step}"
+        flows = 1 if parts.by_step else len(parts.velocities)
+        name = f"flow{index}/step{step}" if flows > 1 else f"step{step}"
+        which = min(step, len(parts.velocities) - 1) if parts.by_step else index
         stages: list[str] = []
         for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
             terms = [(h * a, v) for a, v in zip(row, stages, strict=True)]
@@ -370,7 +446,7 @@ def _integrate(
             if parts.timed:
                 t = parts.T * step / grid + c * h
                 inputs += [build.constant(t, parts.rank), build.constant(h, parts.rank)]
-            stages.append(_evaluate(build, parts, index, f"{name}/f{stage}", inputs))
+            stages.append(_evaluate(build, parts, which, f"{name}/f{stage}", inputs))
         if table.history and before is not None:
             terms = [(h * (1 + table.history), stages[0]), (-h * table.history, before)]
         else:

@@ -17,6 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
+from export.pieces import with_branches
 from serve.bundle import Precision
 from serve.runtime.protocol import RowArray
 from train.data.batch import Dataset
@@ -110,14 +111,14 @@ def replace_nodes(
     kept: list[onnx.NodeProto] = []
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
-            needed.update(node.input)
+            needed.update(name for one in with_branches([node]) for name in one.input)
             kept.append(node)
     initializers = [tensor for tensor in (*graph.initializer, *made) if tensor.name in needed]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(reversed(kept))
     graph.initializer.extend(initializers)
     domains = {opset.domain for opset in model.opset_import}
-    if CONTRIB not in domains and any(node.domain == CONTRIB for node in kept):
+    if CONTRIB not in domains and any(node.domain == CONTRIB for node in with_branches(kept)):
         model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
 
 
@@ -135,6 +136,7 @@ ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
 SMALLER_BLOCKS = 32, 16, 8  # of weights that are floats in memory; the first that fits
 TABLE_BLOCK = 32
+LEAST_MERGED = 4096  # numbers of a matrix that is a part of others
 LEAST_TABLE = 1 << 21  # numbers of a table that becomes bytes: 8 MB as float32
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
 ACCURACY_LEVEL = 4
@@ -228,6 +230,14 @@ class _Quantising:
         self.made: dict[str, onnx.TensorProto] = {}
         self._matrices: dict[tuple[str, bool], _Matrix] = {}
         self._layers = Layers(graph)
+        self._constants = {tensor.name for tensor in graph.initializer}
+        self._merged = {
+            tensor.name: tensor
+            for tensor in graph.initializer
+            if tensor.data_type == onnx.TensorProto.FLOAT
+            and len(tensor.dims) == 2
+            and tensor.dims[0] * tensor.dims[1] >= LEAST_MERGED
+        }
         self._tables = {
             tensor.name: tensor
             for tensor in graph.initializer
@@ -240,6 +250,9 @@ class _Quantising:
         """The node, or what takes its place."""
         if node.op_type == "Gather" and node.input[0] in self._tables and looks_up_rows(node):
             return self._looked_up(node)
+        if self.floats and self._constants.issuperset(filter(None, node.input)):
+            self._constants.update(node.output)
+            return self._of_bytes(node)
         layer = self._layers.of(node)
         if layer is None:
             return [node]
@@ -261,6 +274,20 @@ class _Quantising:
         if layer.bias:
             nodes.append(node_of("Add", [times, layer.bias], answer))
         return nodes
+
+    def _of_bytes(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """A node that makes weights of weights, which are bytes before."""
+        nodes: list[onnx.NodeProto] = []
+        for index, name in enumerate(node.input):
+            if name not in self._merged:
+                continue
+            if (name, True) not in self._matrices:
+                values = numpy_helper.to_array(self._merged[name])
+                matrix = _Matrix(f"{name}.rows", *values.shape)
+                self._matrices[name, True] = matrix
+                nodes += self._floats(matrix, values)
+            node.input[index] = f"{name}.rows/rows"
+        return [*nodes, node]
 
     def _looked_up(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """Rows of bytes, each times its scale."""

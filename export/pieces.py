@@ -6,7 +6,7 @@ import gc
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -448,6 +448,14 @@ def _piece(graph: onnx.GraphProto, inputs: list[str], outputs: list[str]) -> Pie
     initializers = {t.name: t for t in graph.initializer if t.name in needed}
     contents = known_contents(initializers)
     return Piece(tuple(reversed(nodes)), initializers, tuple(inputs), tuple(outputs), contents)
+
+
+def with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, and those of the branches that they choose from."""
+    for node in nodes:
+        yield node
+        for each in node.attribute:
+            yield from with_branches(each.g.node)
 
 
 # Named inputs and outputs of graphs, with their types and sizes.

@@ -59,6 +59,7 @@ from serve.runtime.classifier import present_positions
 from serve.runtime.protocol import RowArray
 from serve.runtime.session import usable_cores
 from train.checkpoint import load_run
+from train.corrections import CorrectedVelocity
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset
 from train.model import Stepped
@@ -482,6 +483,14 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
     method_named(method)
     if model.discrete:
         return Ladder((1,), "euler")
+    if isinstance(getattr(model, "velocity", None), CorrectedVelocity):
+        if method != "euler":
+            raise ValueError(f"the steps of {recipe.name} have weights of their own: no --method")
+        if half_of(request.precision) is not None:
+            raise ValueError(
+                f"the steps of {recipe.name} have weights of their own, which are not written as "
+                f"{request.precision}: use --precision int8 or fp32"
+            )
     if len(request.steps) > MAX_RUNGS:
         raise ValueError(f"--steps has {len(request.steps)} counts: a bundle takes {MAX_RUNGS}")
     return Ladder(request.steps or tuple(ladder_of(recipe)), method)

@@ -35,6 +35,7 @@ from export.pieces import (
     trace_functions,
 )
 from serve.bundle import Cache, Task
+from train.corrections import CorrectedVelocity
 from train.model import (
     Coda,
     Embedding,
@@ -64,6 +65,7 @@ class Parts:
     embed: Piece  # *inputs -> x, *context
     velocities: tuple[Piece, ...]  # x, *context, [t, h,] caches -> v, caches
     timed: bool
+    by_step: bool  # whether they are those of the steps, and not of one trajectory each
     head: Piece  # x, [*context,] [keep] -> outputs
     head_sees_context: bool
     inputs: tuple[Port, ...]  # of the embedding
@@ -80,7 +82,7 @@ class StepParts:
     """The pieces of the graphs of one step, beside the head."""
 
     embed: Piece  # *inputs -> x, *context
-    velocity: Piece  # x, *context, [t, h,] caches -> v, caches
+    velocities: tuple[Piece, ...]  # x, *context, [t, h,] caches -> v, caches; one, or of each step
     timed: bool
     inputs: tuple[Port, ...]  # of the embedding
     state: Port  # x
@@ -115,7 +117,8 @@ class Traced:
     @property
     def velocities(self) -> int:
         """Velocities that one answer crosses, one after another."""
-        return len(self.graph.velocities) + (len(self.encoder.velocities) if self.encoder else 0)
+        own = 1 if self.graph.by_step else len(self.graph.velocities)
+        return own + (len(self.encoder.velocities) if self.encoder else 0)
 
 
 class _Embed(nn.Module):
@@ -198,8 +201,8 @@ def trace(
         step = _cached_step(plan, velocity=pieces[1], embed=pieces[count])
     elif model.depth == "ode":
         state, *context = plan.states
-        embed, velocity = fused(pieces[0]), fused(pieces[1])
-        step = StepParts(embed, velocity, plan.timed, inputs, state, tuple(context))
+        embed, *velocities = map(fused, pieces[: count - 1])
+        step = StepParts(embed, tuple(velocities), plan.timed, inputs, state, tuple(context))
     else:
         step = None
     return Traced(task, plan.width, graph, None, step)
@@ -214,7 +217,7 @@ class _Plan:
         self.keeps, self.head_sees_context = keeps, head_sees_context
         self.functions: list[Function] = []
         self.states: list[Port] = []  # x and the context, as the embedding gives them
-        self.timed = False
+        self.timed = self.by_step = False
         self.width = self.rank = 0  # of the state that the head reads
 
     def follow(
@@ -226,6 +229,9 @@ class _Plan:
     ) -> None:
         """Note each function with what it gets when the two examples come through."""
         velocities = flows(velocity, self.depth)
+        self.by_step = isinstance(velocity, CorrectedVelocity)
+        if isinstance(velocity, CorrectedVelocity):
+            velocities = [velocity.at(step) for step in range(velocity.steps)]
         self.timed = getattr(velocities[0], "timed", False)
         self._note(embed, *examples)
         (x, *context), (y, *other) = embed(*examples[0]), embed(*examples[1])
@@ -256,6 +262,7 @@ class _Plan:
             written_out(embed),
             tuple(map(written_out, velocities)),
             self.timed,
+            self.by_step,
             written_out(head),
             self.head_sees_context,
             inputs,
@@ -296,7 +303,7 @@ def _cached_step(plan: _Plan, velocity: Piece, embed: Piece) -> StepParts:
     state, *injected = plan.states
     return StepParts(
         after_past(embed),
-        with_caches(velocity),
+        (with_caches(velocity),),
         plan.timed,
         inputs,
         state,

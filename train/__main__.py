@@ -190,6 +190,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", help="which layers, e.g. 0,5 (default: as far apart as can be)")
     parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="give each step after the first corrections of this rank to its weights, which begin "
+        "as the layers at its depth (default 0: all steps have the same weights)",
+    )
+    parser.add_argument(
         "--steps", default="1,2,3", help="step counts to train (default 1,2,3); 1: a plain stack"
     )
     parser.add_argument(
@@ -308,6 +316,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             _whole("--layers", part) for part in (arguments.layers or "").split(",") if part
         ),
         steps=steps,
+        rank=arguments.rank,
         recipe=arguments.recipe,
         teacher=arguments.teacher,
         max_tokens=arguments.max_tokens,

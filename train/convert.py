@@ -25,17 +25,20 @@ from train.pretrained import (
     Original,
     PretrainedError,
     apart,
+    begin_with_layers,
     check_layers,
     converted,
     kind_of,
     read_original,
     special_ends,
+    spread,
 )
 from train.recipe import Recipe, load_recipe, overridden
 from train.vocabulary import pruned
 
 TEACHER = "teacher"  # its run, inside that of the dial
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
+SEEN = 4  # batches that corrections are fitted to before training
 WINDOW = 256  # tokens of such a window, unless more are asked for
 Begin = Callable[[Recipe], None]
 _HUB_NAME = re.compile(r"(?!\.)([\w.-]+/)?[\w.-]+")
@@ -55,6 +58,7 @@ class Conversion:
     max_tokens: int = 0  # 0: the recipe's
     prune: bool = False  # keep only the pieces of the vocabulary that the training texts use
     gain: float = 0.0  # 0: layers of the original / layers kept
+    rank: int = 0  # of the corrections that each step after the first has; 0: none
     overrides: tuple[str, ...] = ()  # of data and run for the teacher as well
 
 
@@ -73,7 +77,9 @@ def convert(
     request = _with_window(request)
     original = find_original(model)
     count = original.sizes.layers
-    layers = request.layers or apart(request.blocks or count, count)
+    layers = request.layers or _layers(request, count)
+    if request.rank:
+        _check_rank(original, request, layers)
     whole = layers == tuple(range(count)) and request.steps == (1,)
     base = _base(original, request, data)
     if request.prune:
@@ -92,13 +98,36 @@ def convert(
         # What is wrong with the second run is said before the first, which may take hours.
         check_layers(original, layers)
         table = _table_of_run(original, base, layers, teacher, request)
-        overridden(table, list(request.overrides), f"convert {original.name}")
+        _overridden(table, request, original)
         _train_whole(original, base, teacher, request, quiet, begin)
         begin = None
     if not quiet and not whole:
         form = "a stack" if request.steps == (1,) else f"a dial of {_joined(request.steps)} steps"
         print(f"training {form} of the layers {_joined(layers)}: {folder}", flush=True)
     return _train(original, base, folder, layers, teacher, request, quiet, begin)
+
+
+def _layers(request: Conversion, count: int) -> tuple[int, ...]:
+    """The layers that are kept; with corrections, those that each step begins as."""
+    kept = apart(request.blocks or count, count)
+    return spread(len(kept) * max(request.steps), count) if request.rank else kept
+
+
+def _check_rank(original: Original, request: Conversion, layers: tuple[int, ...]) -> None:
+    steps = max(request.steps)
+    if steps == 1:
+        raise PretrainedError("--rank is of steps after the first: ask for more with --steps")
+    if original.decodes or original.encoder.family == "albert":
+        raise PretrainedError(
+            f"--rank: {original.name} is "
+            + ("a decoder" if original.decodes else "an ALBERT, whose layers are all the same")
+            + ", whose steps cannot have corrections; leave --rank out"
+        )
+    if len(layers) % steps:
+        raise PretrainedError(
+            f"--layers with --rank are those of each step, one after the other: {len(layers)} "
+            f"cannot be shared out among {steps} steps"
+        )
 
 
 def _joined(numbers: tuple[int, ...]) -> str:
@@ -265,17 +294,18 @@ def _train(
     """One run of some layers of the original."""
     table = _table_of_run(original, base, layers, teacher, request)
     depth = table["model"]["depth"]
-    where = f"convert {original.name}"
-    first = overridden(table, list(request.overrides), where)
+    first = _overridden(table, request, original)
     dataset = open_dataset(first, original.tokenizer)
     at_once = first.optim.batch * first.optim.accumulate
     epoch = max(1, _rows(dataset, first.model.window) // at_once)
     iterations = max(1, round(request.epochs * epoch))
     table["optim"] |= {"iterations": iterations, "warmup": max(1, round(0.06 * iterations))}
     table["run"] = table["run"] | {"evaluate_every": max(1, min(epoch // 2, iterations))}
-    recipe = overridden(table, list(request.overrides), where)
-    gain = request.gain or original.sizes.layers / len(layers)
-    model = _model(original, recipe, dataset, layers, gain if depth == "ode" else 0.0, folder)
+    recipe = _overridden(table, request, original)
+    steps = max(request.steps) if request.rank else 1
+    gain = request.gain or (float(steps) if request.rank else original.sizes.layers / len(layers))
+    form = _Form(layers, gain if depth == "ode" else 0.0, steps, request.rank)
+    model = _model(original, recipe, dataset, form, folder)
     train(recipe, folder, quiet, model=model, tokenizer=original.tokenizer, begin=begin)
     return recipe
 
@@ -290,16 +320,21 @@ def _table_of_run(
     """The recipe of one run, without how long it takes."""
     full, depth = max(request.steps), "discrete" if request.steps == (1,) else "ode"
     taught = teacher is not None
+    short = sorted(set(request.steps) - {full})
+    steps = {
+        "full": full,
+        "short": short or [1],
+        "schedule": "any" if depth == "ode" else "fixed",
+        "full_probability": 0.5,
+        "grow": 0.0,
+    }
+    if request.rank:  # a step is another function than the one before: they cannot be stretched
+        steps |= {"dial": "time", "schedule": "fixed", "exits": short, "full_probability": 0.4}
+    blocks = len(layers) // full if request.rank else len(layers)
     return base | {
         "model": base["model"]
-        | {"layers": len(layers), "depth": depth, "dropout": 0.0 if taught else 0.1},
-        "steps": {
-            "full": full,
-            "short": sorted(set(request.steps) - {full}) or [1],
-            "schedule": "any" if depth == "ode" else "fixed",
-            "full_probability": 0.5,
-            "grow": 0.0,
-        },
+        | {"layers": blocks, "depth": depth, "dropout": 0.0 if taught else 0.1},
+        "steps": steps,
         "optim": base["optim"] | {"lr": 1e-4 if taught else 5e-5},
         "teacher": {"run": str(teacher) if taught else ""},
     }
@@ -313,13 +348,29 @@ def _rows(dataset: Dataset, window: int) -> int:
     return len(dataset.train_ids) // window
 
 
+def _overridden(table: dict[str, Any], request: Conversion, original: Original) -> Recipe:
+    recipe = overridden(table, list(request.overrides), f"convert {original.name}")
+    steps, full = recipe.steps, max(request.steps)
+    if request.rank and (steps.dial, steps.method, steps.full) != ("time", "euler", full):
+        raise PretrainedError(
+            f'--rank needs steps.dial "time", steps.method "euler" and steps.full {full}: '
+            "leave --set of those out"
+        )
+    return recipe
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How layers become the depth of a model."""
+
+    layers: tuple[int, ...]
+    gain: float  # 0: one pass
+    steps: int  # that the layers are of
+    rank: int
+
+
 def _model(
-    original: Original,
-    recipe: Recipe,
-    dataset: Dataset,
-    layers: tuple[int, ...],
-    gain: float,
-    folder: Path,
+    original: Original, recipe: Recipe, dataset: Dataset, form: _Form, folder: Path
 ) -> ConvertedTransformer:
     import torch
 
@@ -328,28 +379,38 @@ def _model(
         original,
         dataset.sizes.classes,
         recipe.model.window,
-        layers,
-        gain,
+        form.layers,
+        form.gain,
         recipe.model.dropout,
+        form.steps,
+        form.rank,
     )
-    teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
-    if teacher is not None and not (folder / STATE).is_file():
-        _start_from_teacher(model, teacher, layers)
     if (folder / STATE).is_file():
         kept = read_facts(folder).get("pretrained")
         if kept != model.origin:
             raise RunError(f"{folder} holds a run of another conversion: choose another --out")
+        return model
+    teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
+    taught = None if teacher is None else _start_from_teacher(model, teacher, form.layers)
+    if form.rank:
+        window = recipe.model.window
+        whole = taught or converted(original, dataset.sizes.classes, window, form.layers).eval()
+        layers = taught.origin["layers"] if taught else list(form.layers)
+        rows = (dataset.batch(i, recipe.optim.batch, 0).inputs[0] for i in range(SEEN))
+        begin_with_layers(model, whole, [layers.index(layer) for layer in form.layers], rows)
     return model
 
 
-def _start_from_teacher(model: ConvertedTransformer, folder: Path, layers: tuple[int, ...]) -> None:
-    """Begin with the fine-tuned layers, embedding and readout, where the teacher has the same."""
+def _start_from_teacher(
+    model: ConvertedTransformer, folder: Path, layers: tuple[int, ...]
+) -> ConvertedTransformer | None:
+    """Begin with the fine-tuned layers, embedding and readout: the teacher, if it has the same."""
     taught = load_run(folder).model
     if not isinstance(taught, ConvertedTransformer):
-        return
+        return None
     mine, theirs = model.origin, taught.origin
     if any(mine.get(key) != theirs.get(key) for key in ("encoder", "decoder", "window")):
-        return
+        return None
     model.embed.load_state_dict(taught.embed.state_dict())
     model.head.load_state_dict(taught.head.state_dict())
     places = {layer: i for i, layer in enumerate(theirs["layers"])}
@@ -358,3 +419,4 @@ def _start_from_teacher(model: ConvertedTransformer, folder: Path, layers: tuple
     for block, layer in zip(blocks, layers, strict=False):
         if layer in places:
             block.load_state_dict(others[min(places[layer], len(others) - 1)].state_dict())
+    return taught if places.keys() >= set(layers) else None

@@ -20,11 +20,11 @@ would double the time of an iteration, since torch has no fused attention with d
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,7 @@ from train.blocks import (
     ParallelBlock,
     RootNorm,
 )
+from train.corrections import CorrectedVelocity, moments_of
 from train.model import Embedding, OTTransformer, PooledHead, Positions, TokenHead
 from train.ode import Embedded
 
@@ -655,11 +656,15 @@ def converted(
     layers: tuple[int, ...] = (),
     gain: float = 0.0,
     dropout: float = 0.0,
+    steps: int = 1,
+    rank: int = 0,
 ) -> ConvertedTransformer:
     """A model of an original's layers, all of them by default, with its weights.
 
-    With a gain it is an ODE, otherwise one pass. The readout of an encoder is the original's if
-    that has one for so many classes, and new otherwise; a decoder has its own.
+    With a gain it is an ODE, otherwise one pass. With a rank the layers are those of all steps, one
+    after the other: the first step's are kept, with corrections of that rank for the others. The
+    readout of an encoder is the original's if that has one for so many classes, and new otherwise;
+    a decoder has its own.
     """
     sizes = original.sizes
     window = window or sizes.positions
@@ -698,10 +703,34 @@ def converted(
         }
         # A step of ALBERT is its one layer several times over.
         | ({"times": len(layers)} if gain and encoder.family == "albert" else {})
+        | ({"steps": steps, "rank": rank} if rank else {})
     )
     with _loading(original):
         _load(model, original, layers, own_head)
     return model
+
+
+def begin_with_layers(
+    model: ConvertedTransformer,
+    whole: ConvertedTransformer,
+    layers: Sequence[int],
+    rows: Iterable[Tensor] = (),
+) -> None:
+    """Give a model with corrections the weights of a stack: of these of its blocks, all steps'.
+
+    Rows (B, N) of tokens are what they should be near for.
+    """
+    velocity, stack = model.velocity, cast(BlockVelocity, whole.velocity).blocks
+    assert isinstance(velocity, CorrectedVelocity)
+    chosen = [stack[layer] for layer in layers]
+    rows = list(rows)
+
+    def run() -> None:
+        for tokens in rows:
+            whole(tokens)
+
+    moments = moments_of(chosen, run) if rows else None
+    velocity.begin_with(chosen, moments)
 
 
 @contextmanager
@@ -724,12 +753,15 @@ def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
         given = given | {"activation": "gelu-exact"}
     encoder = Encoder(**given)
     width, dropout, classes = encoder.width, origin["dropout"], origin["classes"]
-    kept = origin["layers"]
+    steps, rank = origin.get("steps", 1), origin.get("rank", 0)
+    kept = origin["layers"][: len(origin["layers"]) // steps]
     # ALBERT has one layer for its whole depth.
     blocks = [_block(encoder, dropout) for _ in (kept[:1] if encoder.family == "albert" else kept)]
-    if origin["gain"]:
+    if rank:
+        velocity: nn.Module = CorrectedVelocity(blocks, width, origin["gain"], steps, rank)
+    elif origin["gain"]:
         times = origin.get("times", 1)
-        velocity: nn.Module = GainVelocity(blocks, width, origin["gain"], times)
+        velocity = GainVelocity(blocks, width, origin["gain"], times)
     elif encoder.family == "albert":
         velocity = Repeated(blocks, width, len(kept))
     else:
@@ -954,7 +986,12 @@ def apart(blocks: int, layers: int) -> tuple[int, ...]:
         raise PretrainedError(f"--blocks {blocks}: the model has {layers} layers")
     if blocks == 1:
         return (0,)
-    return tuple(round(i * (layers - 1) / (blocks - 1)) for i in range(blocks))
+    return spread(blocks, layers)
+
+
+def spread(places: int, layers: int) -> tuple[int, ...]:
+    """The layers at so many places from the first to the last; repeated where there are fewer."""
+    return tuple(round(i * (layers - 1) / max(1, places - 1)) for i in range(places))
 
 
 def special_ends(tokenizer: Tokenizer) -> tuple[int, int]:

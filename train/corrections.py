@@ -1,0 +1,223 @@
+"""Steps that differ a little: one set of weights, and a low-rank correction for each further step.
+
+    step 0    W               b
+    step k    W + up_k down_k b + own_k
+
+As in "Relaxed Recursive Transformers" (Bae et al., 2024): where the layers of a pretrained model
+become one velocity, the corrections begin as the best approximation of what each step's layers
+have otherwise. Best is here what changes least of what a layer gives for the inputs that it has
+(as in "SVD-LLM", Wang et al., 2024); for the weights alone it takes many times the rank.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from train.blocks import BlockVelocity
+
+
+class CorrectedVelocity(BlockVelocity):
+    """x' = g (F_k(x) - x) at step k of a dial of time: the layers F with the corrections of k."""
+
+    timed = True
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], width: int, gain: float, steps: int, rank: int
+    ) -> None:
+        super().__init__(blocks, width, final_norm=False)
+        self.steps, self.rank = steps, rank
+        self.gain = nn.Parameter(torch.full((width,), gain))
+        self.corrections = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name.replace(".", "-"): _correction(weight, steps - 1, rank)
+                    for name, weight in block.named_parameters()
+                }
+            )
+            for block in self.blocks
+        )
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        *context, t, h = rest
+        step = self.step_at(t, h)
+        y = x
+        for index, block in enumerate(self.blocks):
+            weights = self._weights(index, step)
+            y = functional_call(block, weights, (y, *context)) if weights else block(y, *context)
+        out: Tensor = self.gain * (y - x)
+        return out
+
+    def step_at(self, t: float, h: float) -> int:
+        """The step that begins at t; those beyond the last are like the last."""
+        return min(round(t / h), self.steps - 1)
+
+    def begin_with(self, layers: Sequence[nn.Module], moments: "Sequence[Moments] | None") -> None:
+        """Take the weights of these layers, those of each step in turn, as near as can be.
+
+        Moments are of the inputs of each of the layers; None: any input is as likely.
+        """
+        blocks = len(self.blocks)
+        for index, block in enumerate(self.blocks):
+            block.load_state_dict(layers[index].state_dict())
+            for name, weight in block.named_parameters():
+                correction: Any = self._correction(index, name)
+                for step in range(1, self.steps):
+                    layer = step * blocks + index
+                    seen = None if moments is None else moments[layer].get(name)
+                    other = layers[layer].get_parameter(name)
+                    with torch.no_grad():
+                        correction.begin_with(step - 1, other - weight, seen)
+
+    def at(self, step: int) -> nn.Module:
+        """The velocity of one step, a function of the state alone."""
+        return _AtStep(self, min(step, self.steps - 1))
+
+    def weights_at(self, index: int, step: int) -> dict[str, tuple[Tensor, Any]]:
+        """Each weight of a block, and its correction for a step, if the step has any."""
+        return {
+            name: (weight, self._correction(index, name) if step else None)
+            for name, weight in self.blocks[index].named_parameters()
+        }
+
+    def _weights(self, index: int, step: int) -> dict[str, Tensor]:
+        if not step:
+            return {}
+        return {
+            name: weight + correction(step - 1)
+            for name, (weight, correction) in self.weights_at(index, step).items()
+        }
+
+    def _correction(self, index: int, name: str) -> nn.Module:
+        corrections: Any = self.corrections[index]
+        found: nn.Module = corrections[name.replace(".", "-")]
+        return found
+
+
+def _correction(weight: Tensor, steps: int, rank: int) -> nn.Module:
+    if weight.dim() == 2 and rank < min(weight.shape):
+        return LowRank(weight.shape[0], weight.shape[1], steps, rank)
+    return Own(weight.shape, steps)
+
+
+class LowRank(nn.Module):
+    """What is added to a matrix (N, K) at each step: of a rank."""
+
+    def __init__(self, N: int, K: int, steps: int, rank: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(steps, rank, N))
+        self.down = nn.Parameter(torch.empty(steps, rank, K).normal_(0.0, K**-0.5))
+
+    def forward(self, step: int) -> Tensor:
+        return self.up[step].t() @ self.down[step]
+
+    def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
+        """The nearest of its rank to a matrix; seen is the mean of x x^T over its inputs x (K)."""
+        if not difference.any():
+            return  # what is zero on both sides cannot be learnt
+        rank, K = self.up.shape[1], difference.shape[1]
+        root, inverse = _roots(torch.eye(K) if seen is None else seen)
+        left, sizes, right = torch.linalg.svd(difference @ root, full_matrices=False)
+        self.up[step] = (left[:, :rank] * sizes[:rank]).t()
+        self.down[step] = right[:rank] @ inverse
+
+
+class Own(nn.Module):
+    """What is added to a small weight at each step."""
+
+    def __init__(self, shape: Sequence[int], steps: int) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(steps, *shape))
+
+    def forward(self, step: int) -> Tensor:
+        return self.own[step]
+
+    def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
+        self.own[step] = difference
+
+
+def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of a symmetric matrix, and its inverse; directions never seen count a bit."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    values = values.clamp_min(1e-4 * values.mean())
+    root, inverse = (vectors * values**power @ vectors.t() for power in (0.5, -0.5))
+    return root.float(), inverse.float()
+
+
+Moments = dict[str, Tensor]  # by the name of a weight in its block: the mean of x x^T of its input
+
+
+def moments_of(blocks: Iterable[nn.Module], run: Callable[[], None]) -> list[Moments]:
+    """What the linear layers of blocks are given while something is run."""
+    found: list[Moments] = []
+    with ExitStack() as hooks:
+        for block in blocks:
+            of_block: Moments = {}
+            found.append(of_block)
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Linear):
+                    watch = partial(_add_moment, of_block, f"{name}.weight")
+                    hooks.callback(module.register_forward_pre_hook(watch).remove)
+        with torch.no_grad():
+            run()
+    return found
+
+
+def _add_moment(found: Moments, name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    rows = inputs[0].detach().flatten(0, -2).float()  # (R, K)
+    found[name] = found.get(name, 0) + rows.t() @ rows / len(rows)
+
+
+class _AtStep(nn.Module):
+    """x' = g (F_k(x) - x) for one k, as ordinary layers."""
+
+    def __init__(self, velocity: CorrectedVelocity, step: int) -> None:
+        super().__init__()
+        self.gain = velocity.gain
+        self.blocks = nn.ModuleList(
+            _corrected(block, velocity.weights_at(index, step), step)
+            for index, block in enumerate(velocity.blocks)
+        )
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(y, *context)
+        out: Tensor = self.gain * (y - x)
+        return out
+
+
+class _CorrectedLinear(nn.Module):
+    """x (W + up down)^T + b; W is shared with the other steps."""
+
+    def __init__(self, linear: nn.Linear, correction: LowRank, step: int) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.up, self.down = (nn.Parameter(p[step]) for p in (correction.up, correction.down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.up.t() @ self.down, self.bias)
+
+
+def _corrected(block: nn.Module, weights: dict[str, tuple[Tensor, Any]], step: int) -> nn.Module:
+    """A copy of a block as it is at a step; it shares the weights that have no correction."""
+    shared = {id(weight): weight for weight, _ in weights.values()}
+    made = copy.deepcopy(block, shared)
+    for name, (weight, correction) in weights.items():
+        if correction is None:
+            continue
+        path, _, last = name.rpartition(".")
+        owner = made.get_submodule(path)
+        if isinstance(correction, LowRank):
+            assert isinstance(owner, nn.Linear)
+            above, _, own = path.rpartition(".")
+            setattr(made.get_submodule(above), own, _CorrectedLinear(owner, correction, step - 1))
+        else:
+            setattr(owner, last, nn.Parameter(weight + correction(step - 1)))
+    return made
