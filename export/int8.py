@@ -134,8 +134,8 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 BLOCK = 64
 ZERO = 128  # the byte of 0.0, as MatMulNBits takes it unless told otherwise
 LARGEST = 127  # the farthest a byte is from ZERO, either way
-SMALLER_BLOCKS = 32, 16, 8  # of weights that are floats in memory; the first that fits
-TABLE_BLOCK = 32
+UNEVEN_BLOCKS = 64, 32, 16, 8  # of weights that are floats in memory; the first that fits
+TABLE_BLOCK = 64
 LEAST_MERGED = 4096  # numbers of a matrix that is a part of others
 LEAST_TABLE = 1 << 21  # numbers of a table that becomes bytes: 8 MB as float32
 # Activations to 8 bits, a row and block at a time; otherwise it is many times slower than float32.
@@ -190,7 +190,7 @@ def to_uneven_bytes(
     The least and the greatest number of each block are exact.
     """
     N, K = matrix.shape
-    size = next(size for size in (*SMALLER_BLOCKS, K) if K % size == 0)
+    size = next(size for size in (*UNEVEN_BLOCKS, K) if K % size == 0)
     blocked = matrix.reshape(N, K // size, size)
     lows = blocked.min(axis=2, keepdims=True)  # (N, blocks, 1)
     scales = (blocked.max(axis=2, keepdims=True) - lows) / np.float32(LEVELS)

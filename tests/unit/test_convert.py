@@ -110,8 +110,9 @@ def test_every_family_converts_exports_verifies_and_answers(
 
 
 @pytest.mark.minilm
+@pytest.mark.parametrize("rank", [0, 64])
 def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
-    minilm: Path, tmp_path: Path
+    rank: int, minilm: Path, tmp_path: Path
 ) -> None:
     original = read_original(minilm)
     # As BERT's uncased tokenizer reads it: golden ids.
@@ -127,7 +128,7 @@ def test_minilm_of_the_hub_becomes_a_small_bundle_that_answers(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     table = write_table(tmp_path / "table.csv", 120)
     few = ("run.threads=1", "optim.batch=16", 'data.text="body"', 'data.label="topic"')
-    request = Conversion(max_tokens=24, epochs=2, teacher_epochs=2, overrides=few)
+    request = Conversion(rank=rank, max_tokens=24, epochs=2, teacher_epochs=2, overrides=few)
     convert(str(minilm), tmp_path / "run", request, str(table), quiet=True)
     asked = ExportRequest(
         tmp_path / "bundle", (1, 2, 3), precision="int8", samples=12, latency=False

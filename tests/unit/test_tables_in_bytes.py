@@ -34,7 +34,7 @@ def test_a_large_table_becomes_bytes_and_gives_nearly_the_same_rows(width: int) 
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("width", "size"), [(192, 32), (201, 201), (200, 8)])
+@pytest.mark.parametrize(("width", "size"), [(192, 64), (160, 32), (201, 201), (200, 8)])
 def test_weights_that_are_floats_in_memory_round_no_activation(
     width: int, size: int, plain: bool
 ) -> None:
