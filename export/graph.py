@@ -80,25 +80,24 @@ class GraphBuilder:
         self.nodes.append(helper.make_node(op, list(inputs), [name], name=name))
         return name
 
-    def choose(self, name: str, number: str, makers: Sequence[Callable[[], str]]) -> str:
-        """The value that one of these makes: the first if the number (a scalar) is 0, and so on.
+    def choose(self, name: str, number: str, x: str, makers: Sequence[Callable[[], str]]) -> str:
+        """The value, of the kind of x, that one of these makes: the first if the number is 0, ...
 
-        What they make of constants alone stays outside, where a runtime computes it once.
+        The number is a scalar; above the last it is the last. What they make of constants alone
+        stays outside, where a runtime computes it once. The choices stand one after the other:
+        ONNX Runtime packs no weights for one inside another.
         """
-        *rest, last = [self._branch(f"{name}/{index}", make) for index, make in enumerate(makers)]
-        for index in range(len(rest) - 1, -1, -1):
-            condition = f"{name}/is{index}"
-            asked = helper.make_node(
-                "Less", [number, self.constant(index + 0.5)], [condition], name=condition
+        nearest = self.node("Round", [number], f"{name}/nearest")
+        which = self.node("Min", [nearest, self.constant(len(makers) - 1)], f"{name}/which")
+        for index, make in enumerate(makers):
+            made, before = self._branch(f"{name}/{index}", make), f"{name}/before{index}"
+            unmade = _graph(before, [helper.make_node("Identity", [x], [before])], before)
+            chosen = self.node("Equal", [which, self.constant(index)], f"{name}/is{index}")
+            x = f"{name}/after{index}"
+            self.nodes.append(
+                helper.make_node("If", [chosen], [x], x, then_branch=made, else_branch=unmade)
             )
-            value = f"{name}/from{index}" if index else name
-            choice = helper.make_node(
-                "If", [condition], [value], value, then_branch=rest[index], else_branch=last
-            )
-            if not index:
-                self.nodes += [asked, choice]
-            last = _graph(f"{name}/else{index}", [asked, choice], value)
-        return name
+        return x
 
     def _branch(self, name: str, make: Callable[[], str]) -> onnx.GraphProto:
         before = len(self.nodes)
@@ -374,6 +373,7 @@ class _Writer:
             return build.choose(
                 name,
                 _step_of_first(build),
+                state,
                 [
                     partial(_only, build, piece, f"velocity{index}", f"{name}/{index}", inputs)
                     for index, piece in enumerate(one.velocities)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
+from export.pieces import with_branches
 from export.run import ExportRequest, export_run
 from serve.runtime import open_model
 from tests.pretrained_folders import write_folder, write_table
@@ -166,6 +168,17 @@ def test_the_matrices_of_a_bundle_are_there_once(
         )
         sizes[steps] = export_run(run, asked, say=lambda _: None).weights_path.stat().st_size
     assert sizes[1, 2] < sizes[1,] * 1.01
+    step = onnx.load(tmp_path / "bundle" / "step.onnx", load_external_data=False).graph
+    inside = list(with_branches(step.node))
+    choices = [node for node in step.node if node.op_type == "If"]
+    # One inside another would be slower; and what makes weights is outside, where it is done once.
+    assert len(choices) == len([node for node in inside if node.op_type == "If"]) == 2
+    outside = {name for node in step.node for name in node.output}
+    outside |= {tensor.name for tensor in step.initializer}
+    products = [
+        node for one in choices for node in with_branches([one]) if node.op_type == "MatMul"
+    ]
+    assert len(products) == 16 and all(node.input[1] in outside for node in products)
 
 
 @pytest.mark.parametrize(
