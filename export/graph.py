@@ -103,7 +103,10 @@ class GraphBuilder:
         before = len(self.nodes)
         value = make()
         made, self.nodes = self.nodes[before:], self.nodes[:before]
-        constants = {*self.initializers, *(out for node in self.nodes for out in node.output)}
+        constants = set(self.initializers)
+        for node in self.nodes:
+            if constants.issuperset(filter(None, node.input)):
+                constants.update(node.output)
         inside: list[onnx.NodeProto] = []
         for node in made:
             if constants.issuperset(filter(None, node.input)):

@@ -31,6 +31,17 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEAST_ELEMENTS = SMALL_BYTES // 4  # smaller matrices stay inside their graph, as they are
 
 
+OWN_WEIGHTS = (
+    "the steps of {} have weights of their own, which are not written as {}: use --precision int8 "
+    "or fp32, on the run"
+)
+
+
+def chooses(step: onnx.ModelProto) -> bool:
+    """Whether a graph of one step chooses among the weights of several."""
+    return any(node.op_type == "If" for node in step.graph.node)
+
+
 def half_of(precision: Precision) -> Half | None:
     """The 16-bit type of the weights, if they have one."""
     return precision if precision in ("fp16", "bf16") else None

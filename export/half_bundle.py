@@ -16,7 +16,7 @@ import onnx
 from export.draft import UNCOMPARED, UNMEASURED, model_card
 from export.early import REFUSED
 from export.graph import keep_shapes
-from export.half import Half, Products, half_caches, use_half
+from export.half import OWN_WEIGHTS, Half, Products, chooses, half_caches, use_half
 from export.pieces import WeightsFile
 from export.quality import Measured, choose_default, compare, logits_of, named_rungs, range_of
 from export.run import CARD, sealed_trial
@@ -46,6 +46,10 @@ def halve_bundle(
             f"{manifest.name} is {manifest.precision_in_words} already: name a bundle of fp32, or "
             "the run that it was made of"
         )
+    if manifest.step is not None:
+        step = onnx.load(str(bundle.folder / manifest.step.step), load_external_data=False)
+        if chooses(step):
+            raise ValueError(OWN_WEIGHTS.format(manifest.name, half))
     rungs = tuple(
         dataclasses.replace(rung, verified=UNMEASURED, against_fp32=UNCOMPARED)
         for rung in manifest.rungs

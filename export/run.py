@@ -16,7 +16,7 @@ from export.attention import HEAD_WIDTH_MULTIPLE
 from export.draft import TOKENIZER, draft_manifest, model_card
 from export.early import REFUSED, Jumps, certify
 from export.graph import Ladder, stitch, write_graphs
-from export.half import half_of
+from export.half import OWN_WEIGHTS, half_of
 from export.inspect import check_plain, flat_in_words, plain_in_words
 from export.int8 import NOTHING_LARGE, NOTHING_UNSEEN, Layers, unseen_rows
 from export.int8_cache import CachePrecision, Scales, measured_scales
@@ -59,7 +59,7 @@ from serve.runtime.classifier import present_positions
 from serve.runtime.protocol import RowArray
 from serve.runtime.session import usable_cores
 from train.checkpoint import load_run
-from train.corrections import CorrectedVelocity
+from train.corrections import CorrectedVelocity, check_steps
 from train.data import check_same_meaning, open_dataset
 from train.data.batch import Batch, Dataset
 from train.model import Stepped
@@ -483,14 +483,10 @@ def _ladder(model: Stepped, recipe: Recipe, request: ExportRequest) -> Ladder:
     method_named(method)
     if model.discrete:
         return Ladder((1,), "euler")
-    if isinstance(getattr(model, "velocity", None), CorrectedVelocity):
-        if method != "euler":
-            raise ValueError(f"the steps of {recipe.name} have weights of their own: no --method")
-        if half_of(request.precision) is not None:
-            raise ValueError(
-                f"the steps of {recipe.name} have weights of their own, which are not written as "
-                f"{request.precision}: use --precision int8 or fp32"
-            )
+    check_steps(model, recipe.steps, method)
+    half = half_of(request.precision)
+    if half is not None and isinstance(getattr(model, "velocity", None), CorrectedVelocity):
+        raise ValueError(OWN_WEIGHTS.format(recipe.name, half))
     if len(request.steps) > MAX_RUNGS:
         raise ValueError(f"--steps has {len(request.steps)} counts: a bundle takes {MAX_RUNGS}")
     return Ladder(request.steps or tuple(ladder_of(recipe)), method)

@@ -16,6 +16,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from export.attention import write_out_caches
+from export.pieces import with_branches
 from serve.bundle import (
     Bundle,
     BundleError,
@@ -378,7 +379,7 @@ def _build(
 
 def check_operators(model: onnx.ModelProto, file: str) -> None:
     """BundleError unless all operators are plain ones; which of those it has, the parser says."""
-    for node in model.graph.node:
+    for node in with_branches(model.graph.node):
         if node.domain not in ("", "ai.onnx"):
             raise BundleError(
                 f"has the operator {node.op_type} of {node.domain}, which only onnxruntime knows; "

@@ -188,7 +188,11 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", default="2", help="layers to keep, or `all` with --steps 1 (default 2)"
     )
-    parser.add_argument("--layers", help="which layers, e.g. 0,5 (default: as far apart as can be)")
+    parser.add_argument(
+        "--layers",
+        help="which layers, e.g. 0,5 (default: as far apart as can be); with --rank those of each "
+        "step in turn, e.g. 0,1,2,3,4,5",
+    )
     parser.add_argument(
         "--rank",
         type=int,

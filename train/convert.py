@@ -114,7 +114,7 @@ def _layers(request: Conversion, count: int) -> tuple[int, ...]:
 
 
 def _check_rank(original: Original, request: Conversion, layers: tuple[int, ...]) -> None:
-    steps = max(request.steps)
+    steps, sizes = max(request.steps), original.sizes
     if steps == 1:
         raise PretrainedError("--rank is of steps after the first: ask for more with --steps")
     if original.decodes or original.encoder.family == "albert":
@@ -123,10 +123,20 @@ def _check_rank(original: Original, request: Conversion, layers: tuple[int, ...]
             + ("a decoder" if original.decodes else "an ALBERT, whose layers are all the same")
             + ", whose steps cannot have corrections; leave --rank out"
         )
+    if not 1 <= request.rank < sizes.width:
+        raise PretrainedError(
+            f"--rank {request.rank}: from 1 to below the width of {original.name}, {sizes.width}"
+        )
     if len(layers) % steps:
         raise PretrainedError(
-            f"--layers with --rank are those of each step, one after the other: {len(layers)} "
-            f"cannot be shared out among {steps} steps"
+            f"--layers with --rank names those of each step, one after the other, such as "
+            f"{_joined(spread(2 * steps, sizes.layers))}: {len(layers)} cannot be shared out among "
+            f"{steps} steps"
+        )
+    if not request.layers and len(layers) > sizes.layers:
+        raise PretrainedError(
+            f"--blocks {len(layers) // steps} at each of {steps} steps are {len(layers)} layers, "
+            f"and {original.name} has {sizes.layers}: ask for fewer --blocks or --steps"
         )
 
 
@@ -391,32 +401,31 @@ def _model(
             raise RunError(f"{folder} holds a run of another conversion: choose another --out")
         return model
     teacher = Path(recipe.teacher.run) if recipe.teacher.run else None
-    taught = None if teacher is None else _start_from_teacher(model, teacher, form.layers)
+    if teacher is not None:
+        _start_from_teacher(model, teacher, form.layers)
     if form.rank:
-        window = recipe.model.window
-        whole = taught or converted(original, dataset.sizes.classes, window, form.layers).eval()
-        layers = taught.origin["layers"] if taught else list(form.layers)
+        stack = converted(original, dataset.sizes.classes, recipe.model.window, form.layers).eval()
+        if teacher is not None:
+            _start_from_teacher(stack, teacher, form.layers)
         rows = (dataset.batch(i, recipe.optim.batch, 0).inputs[0] for i in range(SEEN))
-        begin_with_layers(model, whole, [layers.index(layer) for layer in form.layers], rows)
+        begin_with_layers(model, stack, rows)
     return model
 
 
-def _start_from_teacher(
-    model: ConvertedTransformer, folder: Path, layers: tuple[int, ...]
-) -> ConvertedTransformer | None:
-    """Begin with the fine-tuned layers, embedding and readout: the teacher, if it has the same."""
+def _start_from_teacher(model: ConvertedTransformer, folder: Path, layers: tuple[int, ...]) -> None:
+    """Begin with the fine-tuned layers, embedding and readout, where the teacher has the same."""
     taught = load_run(folder).model
     if not isinstance(taught, ConvertedTransformer):
-        return None
+        return
     mine, theirs = model.origin, taught.origin
     if any(mine.get(key) != theirs.get(key) for key in ("encoder", "decoder", "window")):
-        return None
+        return
     model.embed.load_state_dict(taught.embed.state_dict())
     model.head.load_state_dict(taught.head.state_dict())
-    places = {layer: i for i, layer in enumerate(theirs["layers"])}
+    kept = theirs["layers"][: len(theirs["layers"]) // theirs.get("steps", 1)]
+    places = {layer: i for i, layer in enumerate(kept)}
     blocks: Any = model.velocity.blocks
     others: Any = taught.velocity.blocks
     for block, layer in zip(blocks, layers, strict=False):
         if layer in places:
             block.load_state_dict(others[min(places[layer], len(others) - 1)].state_dict())
-    return taught if places.keys() >= set(layers) else None

@@ -10,7 +10,7 @@ have otherwise. Best is here what changes least of what a layer gives for the in
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from train.blocks import BlockVelocity
+from train.recipe import StepsConfig
 
 
 class CorrectedVelocity(BlockVelocity):
@@ -32,7 +33,7 @@ class CorrectedVelocity(BlockVelocity):
         self, blocks: Iterable[nn.Module], width: int, gain: float, steps: int, rank: int
     ) -> None:
         super().__init__(blocks, width, final_norm=False)
-        self.steps, self.rank = steps, rank
+        self.steps = steps
         self.gain = nn.Parameter(torch.full((width,), gain))
         self.corrections = nn.ModuleList(
             nn.ModuleDict(
@@ -58,10 +59,10 @@ class CorrectedVelocity(BlockVelocity):
         """The step that begins at t; those beyond the last are like the last."""
         return min(round(t / h), self.steps - 1)
 
-    def begin_with(self, layers: Sequence[nn.Module], moments: "Sequence[Moments] | None") -> None:
+    def begin_with(self, layers: Sequence[nn.Module], moments: "Sequence[Moments]") -> None:
         """Take the weights of these layers, those of each step in turn, as near as can be.
 
-        Moments are of the inputs of each of the layers; None: any input is as likely.
+        Moments are of the inputs of each of the layers; where there are none any is as likely.
         """
         blocks = len(self.blocks)
         for index, block in enumerate(self.blocks):
@@ -70,7 +71,7 @@ class CorrectedVelocity(BlockVelocity):
                 correction: Any = self._correction(index, name)
                 for step in range(1, self.steps):
                     layer = step * blocks + index
-                    seen = None if moments is None else moments[layer].get(name)
+                    seen = moments[layer].get(name)
                     other = layers[layer].get_parameter(name)
                     with torch.no_grad():
                         correction.begin_with(step - 1, other - weight, seen)
@@ -100,8 +101,25 @@ class CorrectedVelocity(BlockVelocity):
         return found
 
 
+def check_steps(model: nn.Module, steps: StepsConfig, method: str) -> None:
+    """ValueError if a model whose steps have weights of their own would be evaluated between."""
+    velocity = getattr(model, "velocity", None)
+    if not isinstance(velocity, CorrectedVelocity):
+        return
+    if method != "euler":
+        raise ValueError(
+            f"the steps of this model have weights of their own, and {method} evaluates between "
+            "steps: the method must be euler"
+        )
+    if (steps.dial, steps.full) != ("time", velocity.steps):
+        raise ValueError(
+            "the steps of this model have weights of their own: steps.dial must be time, and "
+            f"steps.full {velocity.steps}"
+        )
+
+
 def _correction(weight: Tensor, steps: int, rank: int) -> nn.Module:
-    if weight.dim() == 2 and rank < min(weight.shape):
+    if weight.dim() == 2:
         return LowRank(weight.shape[0], weight.shape[1], steps, rank)
     return Own(weight.shape, steps)
 
@@ -129,17 +147,19 @@ class LowRank(nn.Module):
 
 
 class Own(nn.Module):
-    """What is added to a small weight at each step."""
+    """What is added to a bias or a norm at each step."""
 
     def __init__(self, shape: Sequence[int], steps: int) -> None:
         super().__init__()
-        self.own = nn.Parameter(torch.zeros(steps, *shape))
+        # One for each step: what has two dimensions decays in training, as matrices do.
+        self.own = nn.ParameterList(torch.zeros(*shape) for _ in range(steps))
 
     def forward(self, step: int) -> Tensor:
-        return self.own[step]
+        added: Tensor = self.own[step]
+        return added
 
     def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
-        self.own[step] = difference
+        self.own[step].copy_(difference)
 
 
 def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,28 +170,33 @@ def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return root.float(), inverse.float()
 
 
-Moments = dict[str, Tensor]  # by the name of a weight in its block: the mean of x x^T of its input
+# By the name of a weight in its block: the sum of x x^T over the inputs x that it is given.
+Moments = dict[str, Tensor]
 
 
-def moments_of(blocks: Iterable[nn.Module], run: Callable[[], None]) -> list[Moments]:
-    """What the linear layers of blocks are given while something is run."""
+def moments_of(
+    blocks: Iterable[nn.Module], model: nn.Module, rows: Iterable[Tensor], pad_id: int
+) -> list[Moments]:
+    """What the linear layers of a model's blocks are given for rows (B, N), without padding."""
     found: list[Moments] = []
-    with ExitStack() as hooks:
+    present = torch.empty(0)
+
+    def note(into: Moments, name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen = inputs[0][present].float()  # (positions, K)
+        into[name] = into.get(name, 0) + seen.t() @ seen
+
+    with ExitStack() as hooks, torch.no_grad():
         for block in blocks:
             of_block: Moments = {}
             found.append(of_block)
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
-                    watch = partial(_add_moment, of_block, f"{name}.weight")
+                    watch = partial(note, of_block, f"{name}.weight")
                     hooks.callback(module.register_forward_pre_hook(watch).remove)
-        with torch.no_grad():
-            run()
+        for tokens in rows:
+            present = tokens != pad_id
+            model(tokens)
     return found
-
-
-def _add_moment(found: Moments, name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    rows = inputs[0].detach().flatten(0, -2).float()  # (R, K)
-    found[name] = found.get(name, 0) + rows.t() @ rows / len(rows)
 
 
 class _AtStep(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoint import load_run
+from train.corrections import check_steps
 from train.data import open_measured
 from train.data.batch import Batch, Sizes
 from train.model import Output, Stepped
@@ -90,6 +91,8 @@ def evaluate_run(
     methods = list(dict.fromkeys(methods or [recipe.steps.method]))
     if model.discrete:
         steps, methods = [1], ["discrete"]
+    for method in methods:
+        check_steps(model, recipe.steps, method)
     dataset = open_measured(recipe, tokenizer, facts)
     asked = _Evaluation(model, recipe, steps, methods)
     size = rows_at_once(recipe, dataset.sizes)

@@ -42,6 +42,7 @@ from train.checkpoint import (
     start_run,
     write_atomically,
 )
+from train.corrections import check_steps
 from train.data import open_dataset
 from train.data.batch import Batch, Dataset
 from train.data.labelled import LabelledDataset
@@ -158,6 +159,7 @@ def train(
             check_fits(model, dataset, recipe)
         model.to(devices.device)
         model.checkpoint = recipe.steps.checkpoint
+        check_steps(model, recipe.steps, recipe.steps.method)
         model.dial, model.full = recipe.steps.dial, recipe.steps.full
         model.backprop = recipe.steps.backprop
         if recipe.steps.solver == "adaptive":

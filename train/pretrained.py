@@ -20,11 +20,11 @@ would double the time of an iteration, since torch has no fused attention with d
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -711,26 +711,17 @@ def converted(
 
 
 def begin_with_layers(
-    model: ConvertedTransformer,
-    whole: ConvertedTransformer,
-    layers: Sequence[int],
-    rows: Iterable[Tensor] = (),
+    model: ConvertedTransformer, whole: ConvertedTransformer, rows: Iterable[Tensor] = ()
 ) -> None:
-    """Give a model with corrections the weights of a stack: of these of its blocks, all steps'.
+    """Give a model with corrections the weights of a stack of its layers, those of all steps.
 
     Rows (B, N) of tokens are what they should be near for.
     """
-    velocity, stack = model.velocity, cast(BlockVelocity, whole.velocity).blocks
-    assert isinstance(velocity, CorrectedVelocity)
-    chosen = [stack[layer] for layer in layers]
-    rows = list(rows)
-
-    def run() -> None:
-        for tokens in rows:
-            whole(tokens)
-
-    moments = moments_of(chosen, run) if rows else None
-    velocity.begin_with(chosen, moments)
+    velocity, stack = model.velocity, whole.velocity
+    assert isinstance(velocity, CorrectedVelocity) and isinstance(stack, BlockVelocity)
+    pad_id = whole.origin["encoder"]["pad_id"]
+    layers = list(stack.blocks)
+    velocity.begin_with(layers, moments_of(layers, whole, rows, pad_id))
 
 
 @contextmanager
@@ -984,8 +975,6 @@ def apart(blocks: int, layers: int) -> tuple[int, ...]:
     """So many of the layers, as far apart as can be: the first, the last and some between."""
     if not 1 <= blocks <= layers:
         raise PretrainedError(f"--blocks {blocks}: the model has {layers} layers")
-    if blocks == 1:
-        return (0,)
     return spread(blocks, layers)
 
 

@@ -1,6 +1,8 @@
 """Steps with low-rank corrections: the model, the command, the graphs."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,28 @@ import onnx
 import pytest
 import torch
 
+from export.graph import stitch, stitch_step
+from export.half_bundle import halve_bundle
+from export.int8 import quantise
 from export.pieces import with_branches
 from export.run import ExportRequest, export_run
+from export.trace import Traced, trace
 from serve.runtime import open_model
 from tests.pretrained_folders import write_folder, write_table
 from train.blocks import BlockVelocity
 from train.checkpoint import load_run
 from train.convert import Conversion, convert
-from train.corrections import CorrectedVelocity, LowRank
-from train.pretrained import ConvertedTransformer, begin_with_layers, converted, read_original
+from train.corrections import CorrectedVelocity, LowRank, check_steps
+from train.evaluate import evaluate_run
+from train.loop import TrainingLoop
+from train.pretrained import (
+    ConvertedTransformer,
+    Encoder,
+    begin_with_layers,
+    converted,
+    converted_from,
+    read_original,
+)
 
 TOKENS = torch.tensor([[2, 7, 8, 9, 3], [2, 11, 3, 0, 0]])
 ALL_LAYERS = (0, 1, 2, 3)
@@ -38,8 +53,6 @@ REQUEST = Conversion(
     ),
 )
 
-STRETCHED = ("steps.dial=resolution", "steps.exits=[]")
-
 
 def of_bert(
     folder: Path, rank: int, rows: tuple[torch.Tensor, ...] = ()
@@ -52,7 +65,7 @@ def of_bert(
     dial.dial, dial.full = "time", 2
     stack = converted(original, 2, 12).eval()
     stack.head.load_state_dict(dial.head.state_dict())
-    begin_with_layers(dial, stack, ALL_LAYERS, rows)
+    begin_with_layers(dial, stack, rows)
     return dial, stack
 
 
@@ -62,7 +75,7 @@ def velocity_of(model: ConvertedTransformer) -> CorrectedVelocity:
 
 
 def test_with_whole_corrections_the_steps_are_all_layers(tmp_path: Path) -> None:
-    dial, stack = of_bert(tmp_path, rank=10_000)
+    dial, stack = of_bert(tmp_path, rank=16)
     with torch.no_grad():
         full, expected = dial(TOKENS, steps=2, exits=(1,)), stack(TOKENS).logits
     torch.testing.assert_close(full.logits, expected, atol=1e-5, rtol=0)
@@ -156,35 +169,74 @@ def test_bundles_give_the_answers_of_the_run(
         np.testing.assert_allclose(answer, expected[steps - 1], atol=near)
 
 
-def test_the_matrices_of_a_bundle_are_there_once(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {}
-    monkeypatch.setattr("export.int8.LEAST_ELEMENTS", 256)
-    monkeypatch.setattr("export.int8.LEAST_MERGED", 64)
-    for steps in ((1,), (1, 2)):
-        asked = ExportRequest(
-            tmp_path / "bundle", steps, samples=8, latency=False, precision="int8"
-        )
-        sizes[steps] = export_run(run, asked, say=lambda _: None).weights_path.stat().st_size
-    assert sizes[1, 2] < sizes[1,] * 1.01
-    step = onnx.load(tmp_path / "bundle" / "step.onnx", load_external_data=False).graph
-    inside = list(with_branches(step.node))
-    choices = [node for node in step.node if node.op_type == "If"]
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    """Of a model so wide that the exporter adds up no weights itself."""
+    encoder = Encoder(
+        family="bert",
+        vocabulary=200,
+        width=192,
+        heads=4,
+        hidden=768,
+        layers=2,
+        positions=64,
+        first_position=0,
+        embedding_width=192,
+        eps=1e-12,
+        activation="gelu-exact",
+        pad_id=0,
+        pool="mean",
+        dense="",
+    )
+    origin = {"encoder": dataclasses.asdict(encoder), "classes": 2, "window": 32, "layers": [0, 1]}
+    torch.manual_seed(0)
+    model = converted_from(origin | {"gain": 2.0, "dropout": 0.0, "steps": 2, "rank": 64}).eval()
+    with torch.no_grad():
+        for weight in velocity_of(model).corrections.parameters():
+            weight.normal_(0.0, 0.02)
+    model.dial, model.full = "time", 2
+    return trace(model, (TOKENS[:1],), (torch.ones(3, 7, dtype=torch.int64),), labelled=True)
+
+
+def test_matrices_are_bytes_and_there_once(traced: Traced) -> None:
+    assert traced.step is not None
+    step = stitch_step(traced.graph, traced.step, "euler").step
+    graphs = [step, *(stitch(traced.graph, "euler", steps) for steps in (1, 2))]
+    matrices: list[set[bytes]] = []
+    for graph, plain in zip(graphs, (False, True, True), strict=True):
+        quantise(graph, plain, floats=True)
+        onnx.checker.check_model(graph)
+        mine = [one for one in graph.graph.initializer if one.name.startswith("velocity")]
+        large = [one for one in mine if math.prod(one.dims) >= 4096]
+        assert {one.data_type for one in large} == {onnx.TensorProto.UINT8}
+        matrices.append({one.raw_data for one in large})
+    # A block has 4 matrices; a correction 2 for each. The rungs bring none of their own.
+    assert len(matrices[0]) == 4 + 8 and matrices[1] < matrices[2] == matrices[0]
+    block = 192 * (3 * 192 + 192 + 768 + 768)
+    corrections = 64 * (4 * 192 + 2 * 192 + 2 * (192 + 768))
+    assert sum(map(len, matrices[0])) == block + corrections
+
+
+def test_choices_stand_beside_each_other_and_make_no_weights(traced: Traced) -> None:
+    assert traced.step is not None
+    step = stitch_step(traced.graph, traced.step, "euler").step
+    quantise(step, plain=False, floats=True)
+    choices = [node for node in step.graph.node if node.op_type == "If"]
     # One inside another would be slower; and what makes weights is outside, where it is done once.
-    assert len(choices) == len([node for node in inside if node.op_type == "If"]) == 2
-    outside = {name for node in step.node for name in node.output}
-    outside |= {tensor.name for tensor in step.initializer}
-    products = [
-        node for one in choices for node in with_branches([one]) if node.op_type == "MatMul"
-    ]
-    assert len(products) == 16 and all(node.input[1] in outside for node in products)
+    everywhere = [node for node in with_branches(step.graph.node) if node.op_type == "If"]
+    assert len(choices) == len(everywhere) == 2
+    outside = {name for node in step.graph.node for name in node.output}
+    products = [node for node in with_branches(choices) if node.op_type == "MatMul"]
+    assert len(products) == 8 and all(node.input[1] in outside for node in products)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"steps": (1,)}, "--rank is of steps after the first"),
+        ({"rank": -1}, "--rank -1: from 1 to below the width of bert, 16"),
+        ({"rank": 16}, "--rank 16: from 1 to below the width of bert, 16"),
+        ({"steps": (1, 2, 3)}, "--blocks 2 at each of 3 steps are 6 layers, and bert has 4"),
         ({"layers": (0, 1, 2)}, "3 cannot be shared out among 2 steps"),
         ({"layers": (0, 1, 2, 9)}, "has the layers 0 to 3"),
         (
@@ -218,7 +270,10 @@ def test_models_whose_steps_are_all_the_same_have_none(
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"method": "heun"}, "no --method"), ({"precision": "fp16"}, "use --precision int8 or fp32")],
+    [
+        ({"method": "heun"}, "heun evaluates between steps"),
+        ({"precision": "fp16"}, "use --precision int8 or fp32"),
+    ],
 )
 def test_what_cannot_be_exported_is_refused(
     changes: dict[str, Any], said: str, run: Path, tmp_path: Path
@@ -227,3 +282,78 @@ def test_what_cannot_be_exported_is_refused(
     with pytest.raises(ValueError, match=said):
         export_run(run, asked, say=lambda _: None)
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_bundle_is_not_halved(run: Path, tmp_path: Path) -> None:
+    asked = ExportRequest(tmp_path / "bundle", latency=False, samples=4)
+    bundle = export_run(run, asked, say=lambda _: None)
+    with pytest.raises(ValueError, match="use --precision int8 or fp32, on the run"):
+        halve_bundle(bundle, tmp_path / "half", "fp16", Iterator)
+
+
+def test_methods_and_step_counts_that_do_not_fit_are_refused(run: Path) -> None:
+    table = str(run.parent / "table.csv")
+    with pytest.raises(ValueError, match="heun evaluates between steps"):
+        evaluate_run(run, methods=["euler", "heun"], data=table)
+    assert [row.steps for row in evaluate_run(run, [1, 2], data=table).rows] == [1, 2]
+    model, recipe = load_run(run).model, load_run(run).recipe
+    longer = dataclasses.replace(recipe.steps, full=3)
+    with pytest.raises(ValueError, match=r"steps\.full 2"):
+        check_steps(model, longer, "euler")
+    check_steps(model, recipe.steps, "euler")
+
+
+def test_more_steps_than_there_are_repeat_the_last(run: Path, tmp_path: Path) -> None:
+    asked = ExportRequest(tmp_path / "bundle", (1, 4), latency=False, samples=4)
+    opened = open_model(export_run(run, asked, say=lambda _: None), 1)
+    with torch.no_grad():
+        expected = load_run(run).model(TOKENS, steps=4).logits.numpy()
+    np.testing.assert_allclose(opened.classifier(4).run(TOKENS.numpy()), expected, atol=1e-4)
+    in_steps = opened.step_classifier(4).jumps(TOKENS.numpy())[-1]
+    np.testing.assert_allclose(in_steps, expected, atol=1e-4)
+
+
+@pytest.mark.long
+def test_a_killed_conversion_goes_on_to_the_same_weights(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = dataclasses.replace(
+        REQUEST,
+        teacher=run / "teacher",
+        overrides=(*REQUEST.overrides, "run.checkpoint_every=2"),
+    )
+    again = (str(run.parent / "bert"), tmp_path / "cut", request, str(run.parent / "table.csv"))
+    iterate, count = TrainingLoop.iterate, 0
+
+    def killed(loop: TrainingLoop, iteration: int) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise RuntimeError("killed")
+        return iterate(loop, iteration)
+
+    monkeypatch.setattr(TrainingLoop, "iterate", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        convert(*again, quiet=True)
+    convert(*again, quiet=True)
+    one, other = (load_run(at).model.state_dict() for at in (run, tmp_path / "cut"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+    with pytest.raises(ValueError, match="another conversion"):
+        convert(*again[:2], dataclasses.replace(request, rank=5), again[3], quiet=True)
+
+
+@pytest.mark.long
+def test_a_teacher_gives_the_layers_that_it_has(run: Path, tmp_path: Path) -> None:
+    """Of a teacher with corrections those of the first step, the others from the original."""
+    folder, table = str(run.parent / "bert"), str(run.parent / "table.csv")
+    still = dataclasses.replace(
+        REQUEST, teacher=run, epochs=0.01, overrides=(*REQUEST.overrides, "optim.lr=1e-30")
+    )
+    convert(folder, tmp_path / "again", still, table, quiet=True)
+    teacher, again = (velocity_of(load_run(at).model) for at in (run, tmp_path / "again"))  # type: ignore[arg-type]
+    for one, other in zip(teacher.blocks.parameters(), again.blocks.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    original = read_original(Path(folder)).weights["encoder.layer.3.attention.output.dense.bias"]
+    bias, correction = again.weights_at(1, 1)["attention.out.bias"]
+    torch.testing.assert_close(bias + correction(0), original)
