@@ -47,6 +47,17 @@ NOTHING_LARGE = (
 )
 
 
+def matrices_of(graph: onnx.GraphProto, least: int) -> dict[str, TensorProto]:
+    """The float32 matrices of a graph that have so many numbers or more, by name."""
+    return {
+        tensor.name: tensor
+        for tensor in graph.initializer
+        if tensor.data_type == TensorProto.FLOAT
+        and len(tensor.dims) == 2
+        and tensor.dims[0] * tensor.dims[1] >= least
+    }
+
+
 class Layers:
     """Which nodes of a graph are layers, and their matrices."""
 
@@ -54,13 +65,7 @@ class Layers:
         """`least` numbers make a matrix large, if not LEAST_ELEMENTS."""
         least = LEAST_ELEMENTS if least is None else least
         self._graph = graph
-        self._large = {
-            tensor.name: tensor
-            for tensor in graph.initializer
-            if tensor.data_type == TensorProto.FLOAT
-            and len(tensor.dims) == 2
-            and tensor.dims[0] * tensor.dims[1] >= least
-        }
+        self._large = matrices_of(graph, least)
         self._transposed = {
             node.output[0]: node.input[0]
             for node in graph.node
@@ -231,20 +236,8 @@ class _Quantising:
         self._matrices: dict[tuple[str, bool], _Matrix] = {}
         self._layers = Layers(graph)
         self._constants = {tensor.name for tensor in graph.initializer}
-        self._merged = {
-            tensor.name: tensor
-            for tensor in graph.initializer
-            if tensor.data_type == onnx.TensorProto.FLOAT
-            and len(tensor.dims) == 2
-            and tensor.dims[0] * tensor.dims[1] >= LEAST_MERGED
-        }
-        self._tables = {
-            tensor.name: tensor
-            for tensor in graph.initializer
-            if tensor.data_type == onnx.TensorProto.FLOAT
-            and len(tensor.dims) == 2
-            and tensor.dims[0] * tensor.dims[1] >= LEAST_TABLE
-        }
+        self._merged = matrices_of(graph, LEAST_MERGED)
+        self._tables = matrices_of(graph, LEAST_TABLE)
 
     def rewritten(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The node, or what takes its place."""

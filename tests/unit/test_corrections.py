@@ -22,9 +22,10 @@ from tests.pretrained_folders import write_folder, write_table
 from train.blocks import BlockVelocity
 from train.checkpoint import load_run
 from train.convert import Conversion, convert
-from train.corrections import CorrectedVelocity, LowRank, check_steps
+from train.corrections import CorrectedVelocity, LowRank, check_steps, moments_of
 from train.evaluate import evaluate_run
 from train.loop import TrainingLoop
+from train.model import Stepped
 from train.pretrained import (
     ConvertedTransformer,
     Encoder,
@@ -69,7 +70,8 @@ def of_bert(
     return dial, stack
 
 
-def velocity_of(model: ConvertedTransformer) -> CorrectedVelocity:
+def velocity_of(model: Stepped) -> CorrectedVelocity:
+    assert isinstance(model, ConvertedTransformer)
     assert isinstance(model.velocity, CorrectedVelocity)
     return model.velocity
 
@@ -115,6 +117,18 @@ def test_corrections_are_nearest_for_the_rows_that_were_seen(tmp_path: Path) -> 
     assert far[1] < far[0] / 10
 
 
+def test_padding_is_not_seen(tmp_path: Path) -> None:
+    _, stack = of_bert(tmp_path, 2)
+    assert isinstance(stack.velocity, BlockVelocity)
+    padded, bare = (
+        moments_of(stack.velocity.blocks, stack, [rows], 0) for rows in (TOKENS[1:], TOKENS[1:, :3])
+    )
+    for one, other in zip(padded, bare, strict=True):
+        assert one.keys() == other.keys() and len(one) == 4
+        for name, moment in one.items():
+            torch.testing.assert_close(moment, other[name])
+
+
 def test_a_step_alone_is_what_the_model_takes_there(tmp_path: Path) -> None:
     velocity = velocity_of(of_bert(tmp_path, 3)[0])
     x = torch.randn(2, 5, velocity.gain.shape[0])
@@ -152,7 +166,7 @@ def test_bundles_give_the_answers_of_the_run(
     monkeypatch.setattr("export.int8.LEAST_ELEMENTS", 256)
     monkeypatch.setattr("export.int8.LEAST_MERGED", 64)
     model = load_run(run).model
-    assert model.dial == "time" and isinstance(model.velocity, CorrectedVelocity)
+    assert model.dial == "time" and velocity_of(model).steps == 2
     with torch.no_grad():
         found = model(TOKENS, steps=2, exits=(1,))
     expected = torch.stack([*found.early, found.logits]).numpy()
@@ -351,7 +365,7 @@ def test_a_teacher_gives_the_layers_that_it_has(run: Path, tmp_path: Path) -> No
         REQUEST, teacher=run, epochs=0.01, overrides=(*REQUEST.overrides, "optim.lr=1e-30")
     )
     convert(folder, tmp_path / "again", still, table, quiet=True)
-    teacher, again = (velocity_of(load_run(at).model) for at in (run, tmp_path / "again"))  # type: ignore[arg-type]
+    teacher, again = (velocity_of(load_run(at).model) for at in (run, tmp_path / "again"))
     for one, other in zip(teacher.blocks.parameters(), again.blocks.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     original = read_original(Path(folder)).weights["encoder.layer.3.attention.output.dense.bias"]
