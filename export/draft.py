@@ -116,7 +116,9 @@ def _shape(config: ModelConfig, model: Stepped, traced: Traced) -> Shape:
 
 def step_files(traced: Traced) -> StepFiles | None:
     """The graphs of one step that a bundle has."""
-    return None if traced.step is None else STEP_FILES
+    if traced.step is None:
+        return None
+    return dataclasses.replace(STEP_FILES, endings=traced.graph.endings > 0)
 
 
 def graph_name(steps: int) -> str:

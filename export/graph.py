@@ -231,7 +231,8 @@ def _renamed(names: Mapping[str, str], value: str, copy: str) -> str:
 #     step: x, h, [t,] [previous, history,] context, caches -> y, [v,] caches
 #
 # The step size h and the time t are given per row, so that rows of different rungs can share a
-# call. Only where each step has a velocity of its own all rows are at the step of the first.
+# call. Only where each step has a velocity of its own all rows are at the step of the first; a step
+# that a shorter answer ends with is then at the time -(t + h), if it has one of its own too.
 
 
 H, TIME = Port("h", FLOAT, ("batch",)), Port("t", FLOAT, ("batch",))
@@ -289,7 +290,7 @@ def _head(build: GraphBuilder, parts: Parts, one: StepParts) -> onnx.ModelProto:
 
 
 def _step(build: GraphBuilder, parts: Parts, one: StepParts, table: Method) -> onnx.ModelProto:
-    write = _Writer(one)
+    write = _Writer(one, parts.endings)
     state, context = _state(one), list(one.context)
     after = Port("y", FLOAT, state.shape)
     start, kept = state.name, list[str]()
@@ -351,8 +352,8 @@ def _later(build: GraphBuilder, name: str, t: str, h: str, c: float) -> str:
 class _Writer:
     """Pastes evaluations, and notes the caches that each takes and gives."""
 
-    def __init__(self, one: StepParts) -> None:
-        self.one = one
+    def __init__(self, one: StepParts, endings: int = 0) -> None:
+        self.one, self.endings = one, endings
         self.taken: list[Port] = []
         self.given: dict[str, Port] = {}
         self._stages = 0
@@ -375,7 +376,7 @@ class _Writer:
             assert not ports
             return build.choose(
                 name,
-                _step_of_first(build),
+                _step_of_first(build, self.endings),
                 state,
                 [
                     partial(_only, build, piece, f"velocity{index}", f"{name}/{index}", inputs)
@@ -392,12 +393,13 @@ class _Writer:
         return v
 
 
-def _step_of_first(build: GraphBuilder) -> str:
-    """The number of the step that the first row is at, t / h, as a scalar."""
+def _step_of_first(build: GraphBuilder, endings: int) -> str:
+    """The place, among the velocities, of the step that the first row is at, as a scalar."""
     if "first" not in build.initializers:
         build.initializers["first"] = numpy_helper.from_array(np.array(0), "first")
     steps = build.node("Div", [TIME.name, H.name], "steps_done")  # (B,)
-    return build.node("Gather", [steps, "first"], "step")
+    step = build.node("Gather", [steps, "first"], "step")
+    return build.node("Add", [step, build.constant(endings)], "place") if endings else step
 
 
 def _only(build: GraphBuilder, piece: Piece, owner: str, copy: str, inputs: list[str]) -> str:
@@ -441,7 +443,7 @@ def _integrate(
     for step in range(steps):
         flows = 1 if parts.by_step else len(parts.velocities)
         name = f"flow{index}/step{step}" if flows > 1 else f"step{step}"
-        which = min(step, len(parts.velocities) - 1) if parts.by_step else index
+        which = _of_step(parts, step, steps) if parts.by_step else index
         stages: list[str] = []
         for stage, (row, c) in enumerate(zip(table.a, table.c, strict=True)):
             terms = [(h * a, v) for a, v in zip(row, stages, strict=True)]
@@ -457,6 +459,13 @@ def _integrate(
         x = build.combine(name, x, terms)
         before = stages[0]
     return x
+
+
+def _of_step(parts: Parts, step: int, steps: int) -> int:
+    """The velocity of a step among so many."""
+    if step + 1 == steps <= parts.endings:
+        return parts.endings - steps
+    return min(parts.endings + step, len(parts.velocities) - 1)
 
 
 def _evaluate(build: GraphBuilder, parts: Parts, index: int, name: str, inputs: list[str]) -> str:

@@ -66,6 +66,7 @@ class Parts:
     velocities: tuple[Piece, ...]  # x, *context, [t, h,] caches -> v, caches
     timed: bool
     by_step: bool  # whether they are those of the steps, and not of one trajectory each
+    endings: int  # the first so many are of steps that a shorter answer ends with, the last first
     head: Piece  # x, [*context,] [keep] -> outputs
     head_sees_context: bool
     inputs: tuple[Port, ...]  # of the embedding
@@ -218,6 +219,7 @@ class _Plan:
         self.functions: list[Function] = []
         self.states: list[Port] = []  # x and the context, as the embedding gives them
         self.timed = self.by_step = False
+        self.endings = 0
         self.width = self.rank = 0  # of the state that the head reads
 
     def follow(
@@ -231,7 +233,8 @@ class _Plan:
         velocities = flows(velocity, self.depth)
         self.by_step = isinstance(velocity, CorrectedVelocity)
         if isinstance(velocity, CorrectedVelocity):
-            velocities = [velocity.at(step) for step in range(velocity.steps)]
+            velocities = [velocity.at(step) for step in velocity.every()]
+            self.endings = len(velocities) - velocity.steps
         self.timed = getattr(velocities[0], "timed", False)
         self._note(embed, *examples)
         (x, *context), (y, *other) = embed(*examples[0]), embed(*examples[1])
@@ -263,6 +266,7 @@ class _Plan:
             tuple(map(written_out, velocities)),
             self.timed,
             self.by_step,
+            self.endings,
             written_out(head),
             self.head_sees_context,
             inputs,

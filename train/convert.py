@@ -37,6 +37,7 @@ from train.recipe import Recipe, load_recipe, overridden
 from train.vocabulary import pruned
 
 TEACHER = "teacher"  # its run, inside that of the dial
+ENDINGS = 2  # the rank of a step that a shorter answer ends with is so small a part of the others
 BATCH, WINDOWS = 32, 8  # rows of a batch: labelled texts, and windows of a text to continue
 SEEN = 4  # batches that corrections are fitted to before training
 WINDOW = 256  # tokens of such a window, unless more are asked for
@@ -394,6 +395,7 @@ def _model(
         recipe.model.dropout,
         form.steps,
         form.rank,
+        max(1, form.rank // ENDINGS) if form.rank else 0,
     )
     if (folder / STATE).is_file():
         kept = read_facts(folder).get("pretrained")

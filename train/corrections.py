@@ -7,13 +7,18 @@ As in "Relaxed Recursive Transformers" (Bae et al., 2024): where the layers of a
 become one velocity, the corrections begin as the best approximation of what each step's layers
 have otherwise. Best is here what changes least of what a layer gives for the inputs that it has
 (as in "SVD-LLM", Wang et al., 2024); for the weights alone it takes many times the rank.
+
+An answer of fewer steps ends with a step of its own: that step with a further, smaller correction,
+an ending. What an answer is read from and what later steps go on from need not be the same state
+then, so an answer after one step takes nothing from that after all. Endings learn with the rest
+held as it is (as in "LoRA", Hu et al., 2021).
 """
 
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +28,41 @@ from torch.func import functional_call
 from train.blocks import BlockVelocity
 from train.recipe import StepsConfig
 
+# Endings begin at nothing and change as they are, with the rest held: they learn at so many times
+# the rate of weights that are fine-tuned.
+PACE = 10.0
+
 
 class CorrectedVelocity(BlockVelocity):
-    """x' = g (F_k(x) - x) at step k of a dial of time: the layers F with the corrections of k."""
+    """x' = g (F_k(x) - x) at step k of a dial of time: the layers F with the corrections of k.
+
+    Where step k is the last of a shorter answer, it is called -1 - k, and begins at the time
+    -(k + 1) h.
+    """
 
     timed = True
 
     def __init__(
-        self, blocks: Iterable[nn.Module], width: int, gain: float, steps: int, rank: int
+        self,
+        blocks: Iterable[nn.Module],
+        width: int,
+        gain: float,
+        steps: int,
+        rank: int,
+        ending_rank: int = 0,
     ) -> None:
         super().__init__(blocks, width, final_norm=False)
-        self.steps = steps
+        self.steps, self.ends = steps, ending_rank > 0
         self.gain = nn.Parameter(torch.full((width,), gain))
-        self.corrections = nn.ModuleList(
+        self.corrections = self._corrections_of(rank)
+        if self.ends:
+            self.endings = self._corrections_of(ending_rank, PACE)
+
+    def _corrections_of(self, rank: int, pace: float = 1.0) -> nn.ModuleList:
+        return nn.ModuleList(
             nn.ModuleDict(
                 {
-                    name.replace(".", "-"): _correction(weight, steps - 1, rank)
+                    name.replace(".", "-"): _correction(weight, self.steps - 1, rank, pace)
                     for name, weight in block.named_parameters()
                 }
             )
@@ -47,13 +71,26 @@ class CorrectedVelocity(BlockVelocity):
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         *context, t, h = rest
-        step = self.step_at(t, h)
+        return self._moved(x, self.step_at(t, h), context)
+
+    def _moved(self, x: Tensor, step: int, context: Sequence[Any]) -> Tensor:
         y = x
         for index, block in enumerate(self.blocks):
             weights = self._weights(index, step)
             y = functional_call(block, weights, (y, *context)) if weights else block(y, *context)
-        out: Tensor = self.gain * (y - x)
+        gain = self.gain if step >= 0 else self.gain.detach()
+        out: Tensor = gain * (y - x)
         return out
+
+    def last(self, x: Tensor, t: float, h: float, *context: Any) -> Tensor | None:
+        """The velocity of a step that an answer ends with, if it is not that of any other.
+
+        Gradients come to the ending alone.
+        """
+        step = self.step_at(t, h)
+        if not self.ends or step + 1 >= self.steps:
+            return None
+        return self._moved(x.detach(), -1 - step, context)
 
     def step_at(self, t: float, h: float) -> int:
         """The step that begins at t; those beyond the last are like the last."""
@@ -80,23 +117,35 @@ class CorrectedVelocity(BlockVelocity):
         """The velocity of one step, a function of the state alone."""
         return _AtStep(self, min(step, self.steps - 1))
 
-    def weights_at(self, index: int, step: int) -> dict[str, tuple[Tensor, Any]]:
-        """Each weight of a block, and its correction for a step, if the step has any."""
+    def every(self) -> list[int]:
+        """All steps, the endings first and the last of those before the others."""
+        return list(range(1 - self.steps if self.ends else 0, self.steps))
+
+    def weights_at(self, index: int, step: int) -> dict[str, tuple[Tensor, list["At"]]]:
+        """Each weight of a block, and what a step adds to it."""
+        among = step if step >= 0 else -1 - step
         return {
-            name: (weight, self._correction(index, name) if step else None)
+            name: (
+                weight,
+                ([At(self._correction(index, name), among - 1)] if among else [])
+                + ([At(self._correction(index, name, ending=True), among)] if step < 0 else []),
+            )
             for name, weight in self.blocks[index].named_parameters()
         }
 
     def _weights(self, index: int, step: int) -> dict[str, Tensor]:
-        if not step:
-            return {}
-        return {
-            name: weight + correction(step - 1)
-            for name, (weight, correction) in self.weights_at(index, step).items()
-        }
+        made: dict[str, Tensor] = {}
+        for name, (weight, added) in self.weights_at(index, step).items():
+            if not added:
+                continue
+            *before, last = added
+            for each in before:
+                weight = weight + each.value()
+            made[name] = (weight if step >= 0 else weight.detach()) + last.value()
+        return made
 
-    def _correction(self, index: int, name: str) -> nn.Module:
-        corrections: Any = self.corrections[index]
+    def _correction(self, index: int, name: str, ending: bool = False) -> nn.Module:
+        corrections: Any = (self.endings if ending else self.corrections)[index]
         found: nn.Module = corrections[name.replace(".", "-")]
         return found
 
@@ -118,22 +167,27 @@ def check_steps(model: nn.Module, steps: StepsConfig, method: str) -> None:
         )
 
 
-def _correction(weight: Tensor, steps: int, rank: int) -> nn.Module:
+def _correction(weight: Tensor, steps: int, rank: int, pace: float) -> nn.Module:
     if weight.dim() == 2:
-        return LowRank(weight.shape[0], weight.shape[1], steps, rank)
-    return Own(weight.shape, steps)
+        return LowRank(weight.shape[0], weight.shape[1], steps, rank, pace)
+    return Own(weight.shape, steps, pace)
 
 
 class LowRank(nn.Module):
     """What is added to a matrix (N, K) at each step: of a rank."""
 
-    def __init__(self, N: int, K: int, steps: int, rank: int) -> None:
+    def __init__(self, N: int, K: int, steps: int, rank: int, pace: float = 1.0) -> None:
         super().__init__()
+        self.pace = pace
         self.up = nn.Parameter(torch.zeros(steps, rank, N))
         self.down = nn.Parameter(torch.empty(steps, rank, K).normal_(0.0, K**-0.5))
 
     def forward(self, step: int) -> Tensor:
-        return self.up[step].t() @ self.down[step]
+        return self.up_at(step).t() @ self.down[step]
+
+    def up_at(self, step: int) -> Tensor:
+        """The matrix (R, N) that is multiplied by that (R, K) of down."""
+        return self.pace * self.up[step]
 
     def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
         """The nearest of its rank to a matrix; seen is the mean of x x^T over its inputs x (K)."""
@@ -149,13 +203,14 @@ class LowRank(nn.Module):
 class Own(nn.Module):
     """What is added to a bias or a norm at each step."""
 
-    def __init__(self, shape: Sequence[int], steps: int) -> None:
+    def __init__(self, shape: Sequence[int], steps: int, pace: float = 1.0) -> None:
         super().__init__()
+        self.pace = pace
         # One for each step: what has two dimensions decays in training, as matrices do.
         self.own = nn.ParameterList(torch.zeros(*shape) for _ in range(steps))
 
     def forward(self, step: int) -> Tensor:
-        added: Tensor = self.own[step]
+        added: Tensor = self.pace * self.own[step]
         return added
 
     def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
@@ -168,6 +223,18 @@ def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     values = values.clamp_min(1e-4 * values.mean())
     root, inverse = (vectors * values**power @ vectors.t() for power in (0.5, -0.5))
     return root.float(), inverse.float()
+
+
+class At(NamedTuple):
+    """A correction at one of its steps."""
+
+    correction: nn.Module
+    step: int
+
+    def value(self) -> Tensor:
+        """What it adds to a weight."""
+        added: Tensor = self.correction(self.step)
+        return added
 
 
 # By the name of a weight in its block: the sum of x x^T over the inputs x that it is given.
@@ -206,7 +273,7 @@ class _AtStep(nn.Module):
         super().__init__()
         self.gain = velocity.gain
         self.blocks = nn.ModuleList(
-            _corrected(block, velocity.weights_at(index, step), step)
+            _corrected(block, velocity.weights_at(index, step))
             for index, block in enumerate(velocity.blocks)
         )
 
@@ -219,30 +286,38 @@ class _AtStep(nn.Module):
 
 
 class _CorrectedLinear(nn.Module):
-    """x (W + up down)^T + b; W is shared with the other steps."""
+    """x (W + up down + ...)^T + b; W is shared with the other steps."""
 
-    def __init__(self, linear: nn.Linear, correction: LowRank, step: int) -> None:
+    def __init__(self, linear: nn.Linear, added: Sequence[At]) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.up, self.down = (nn.Parameter(p[step]) for p in (correction.up, correction.down))
+        self.ups, self.downs = nn.ParameterList(), nn.ParameterList()
+        for low, step in added:
+            assert isinstance(low, LowRank)
+            self.ups.append(nn.Parameter(low.up_at(step)))
+            self.downs.append(nn.Parameter(low.down[step]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight + self.up.t() @ self.down, self.bias)
+        weight: Tensor = self.weight
+        for up, down in zip(self.ups, self.downs, strict=True):
+            weight = weight + up.t() @ down
+        return F.linear(x, weight, self.bias)
 
 
-def _corrected(block: nn.Module, weights: dict[str, tuple[Tensor, Any]], step: int) -> nn.Module:
+def _corrected(block: nn.Module, weights: dict[str, tuple[Tensor, list[At]]]) -> nn.Module:
     """A copy of a block as it is at a step; it shares the weights that have no correction."""
     shared = {id(weight): weight for weight, _ in weights.values()}
     made = copy.deepcopy(block, shared)
-    for name, (weight, correction) in weights.items():
-        if correction is None:
+    for name, (weight, added) in weights.items():
+        if not added:
             continue
         path, _, last = name.rpartition(".")
         owner = made.get_submodule(path)
-        if isinstance(correction, LowRank):
+        if isinstance(added[0].correction, LowRank):
             assert isinstance(owner, nn.Linear)
             above, _, own = path.rpartition(".")
-            setattr(made.get_submodule(above), own, _CorrectedLinear(owner, correction, step - 1))
+            setattr(made.get_submodule(above), own, _CorrectedLinear(owner, added))
         else:
-            setattr(owner, last, nn.Parameter(weight + correction(step - 1)))
+            value = sum((each.value() for each in added), weight)
+            setattr(owner, last, nn.Parameter(value))
     return made

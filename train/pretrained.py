@@ -658,11 +658,13 @@ def converted(
     dropout: float = 0.0,
     steps: int = 1,
     rank: int = 0,
+    ending_rank: int = 0,
 ) -> ConvertedTransformer:
     """A model of an original's layers, all of them by default, with its weights.
 
     With a gain it is an ODE, otherwise one pass. With a rank the layers are those of all steps, one
-    after the other: the first step's are kept, with corrections of that rank for the others. The
+    after the other: the first step's are kept, with corrections of that rank for the others; with
+    an ending's rank, shorter answers end with a step that is corrected once more. The
     readout of an encoder is the original's if that has one for so many classes, and new otherwise;
     a decoder has its own.
     """
@@ -703,7 +705,7 @@ def converted(
         }
         # A step of ALBERT is its one layer several times over.
         | ({"times": len(layers)} if gain and encoder.family == "albert" else {})
-        | ({"steps": steps, "rank": rank} if rank else {})
+        | ({"steps": steps, "rank": rank, "ending_rank": ending_rank} if rank else {})
     )
     with _loading(original):
         _load(model, original, layers, own_head)
@@ -749,7 +751,8 @@ def converted_from(origin: dict[str, Any]) -> ConvertedTransformer:
     # ALBERT has one layer for its whole depth.
     blocks = [_block(encoder, dropout) for _ in (kept[:1] if encoder.family == "albert" else kept)]
     if rank:
-        velocity: nn.Module = CorrectedVelocity(blocks, width, origin["gain"], steps, rank)
+        endings = origin.get("ending_rank", 0)
+        velocity: nn.Module = CorrectedVelocity(blocks, width, origin["gain"], steps, rank, endings)
     elif origin["gain"]:
         times = origin.get("times", 1)
         velocity = GainVelocity(blocks, width, origin["gain"], times)

@@ -219,11 +219,13 @@ class Shape(Part):
 class StepFiles(Part):
     """The graphs of one step: embedding, step, and head."""
 
+    OPTIONAL = frozenset({"endings"})
     IGNORED = frozenset({"mixed", "groups"})  # of a graph for rows of several rungs
 
     embed: FileName
     step: FileName
     head: FileName
+    endings: bool = False  # whether a shorter answer ends with a step of its own, at time -(t + h)
 
     @property
     def graphs(self) -> dict[str, str]:
@@ -415,7 +417,8 @@ _RULES = (
     ),
     Rule({"task": ("generate", "classify", "translate")}, {"rungs[].quality.exact": NULL}),
     Rule({"dial": ("time",)}, {"grid_steps": GIVEN}),
-    Rule({"dial": ("resolution",)}, {"grid_steps": NULL}),
+    Rule({"dial": ("resolution",)}, {"grid_steps": NULL, "step.endings": one_of(False)}),
+    Rule({"task": ("generate",)}, {"step.endings": one_of(False)}),
     # Only one ODE has one clock to stop.
     Rule({"depth": ("fixed", "chain")}, {"dial": one_of("resolution"), "calibration": NULL}),
     # With weights that differ by depth there is one rung, of one step.
@@ -425,7 +428,10 @@ _RULES = (
     Rule({"depth": ("fixed", "chain"), "cache": ("none",)}, {"step": NULL}),
     Rule({"cache": ("kv", "kv_fp16", "kv_int8")}, {"step": GIVEN}),
     Rule({"cache": ("none",)}, {"shape.state": NULL}),
-    Rule({"method": ("ab2", "midpoint", "heun", "rk4")}, {"calibration": NULL}),
+    Rule(
+        {"method": ("ab2", "midpoint", "heun", "rk4")},
+        {"calibration": NULL, "step.endings": one_of(False)},
+    ),
     Rule({"precision": ("fp32",), "cache": ("kv", "none")}, {"rungs[].against_fp32": NULL}),
     Rule({"precision": ("fp16", "bf16", "int8")}, {"rungs[].against_fp32": GIVEN}),
     Rule({"cache": ("kv_fp16", "kv_int8")}, {"rungs[].against_fp32": GIVEN}),

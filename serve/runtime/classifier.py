@@ -80,19 +80,21 @@ class OrtStepClassifier:
         shape = (len(rows), *positions, len(self._manifest.labels or ()))
         logits = np.empty(shape, dtype=np.float32)
         for step in range(self._steps):
-            y = self._step(step, x, beside)
-            found = self._read(self._end(step, x, y), beside)  # (L, ..., C)
+            end, y = self._ended(step, x, beside)
+            found = self._read(end, beside)  # (L, ..., C)
             sure = ahead(found, None if present is None else present[left]) >= threshold
             if step + 1 == self._steps:
                 sure[:] = True
             logits[left[sure]], evaluations[left[sure]] = found[sure], step + 1
             if sure.all():
                 break
-            x, left = y, left[~sure]
+            left = left[~sure]
             if sure.any():
                 rest = np.flatnonzero(~sure)
-                x = self._memory.pick(y, rest)
+                x = self._memory.pick(x, rest)
+                y = None if y is None else self._memory.pick(y, rest)
                 beside = {name: self._memory.pick(array, rest) for name, array in beside.items()}
+            x = self._step(step, x, beside) if y is None else y
         return EarlyAnswers(logits, evaluations)
 
     def traced(self, rows: RowArray, threshold: float | None) -> EarlyAnswers:
@@ -112,29 +114,35 @@ class OrtStepClassifier:
 
     def _run(self, output: str, rows: RowArray) -> FloatArray:
         x, beside = self._embed(rows)
-        for step in range(self._steps):
+        for step in range(self._steps - 1):
             x = self._step(step, x, beside)
-        return self._read(x, beside, output)
+        end, _ = self._ended(self._steps - 1, x, beside)
+        return self._read(end, beside, output)
 
     def _readouts(self, rows: RowArray) -> FloatArray:
         logits: list[FloatArray] = []
         x, beside = self._embed(rows)
         for step in range(self._steps):
-            y = self._step(step, x, beside)
-            logits.append(self._read(self._end(step, x, y), beside))
-            x = y
+            end, y = self._ended(step, x, beside)
+            logits.append(self._read(end, beside))
+            if step + 1 < self._steps:
+                x = self._step(step, x, beside) if y is None else y
         return np.stack(logits)
 
-    def _end(self, step: int, x: Array, y: Array) -> Array:
-        """The state to read out after a step from x to y.
+    def _ended(self, step: int, x: Array, beside: Beside) -> tuple[Array, Array | None]:
+        """The state to read out after a step from x, and that to go on from.
 
-        With the dial of time, y. Otherwise the jump to the end along this step's velocity, if the
-        method allows it.
+        With the dial of time they are the same; where an answer ends with a step of its own there
+        is none to go on from yet. Otherwise what is read out is the jump to the end along this
+        step's velocity, if the method allows it.
         """
+        if self._sessions.ends_apart(step):
+            return self._step(step, x, beside, ending=True), None
+        y = self._step(step, x, beside)
         left = self._steps - step
         if left == 1 or self._manifest.dial == "time" or self._manifest.method != "euler":
-            return y
-        return self._memory.jumped(x, y, np.array(left, dtype=np.float32))
+            return y, y
+        return self._memory.jumped(x, y, np.array(left, dtype=np.float32)), y
 
     def _check_jumps(self) -> None:
         if self._manifest.method != "euler":
@@ -153,13 +161,13 @@ class OrtStepClassifier:
             beside["previous"] = x  # without weight at the first step
         return x, beside
 
-    def _step(self, step: int, x: Array, beside: Beside) -> Array:
+    def _step(self, step: int, x: Array, beside: Beside, ending: bool = False) -> Array:
         """The next state; for methods that need it, the velocity is put beside it."""
         sessions = self._sessions
         context = {name: beside[name] for name in sessions.contexts}
         if sessions.history:
             context["previous"] = beside["previous"]
-        times = sessions.times(step, self._steps, x.shape[0])
+        times = sessions.times(step, self._steps, x.shape[0], ending)
         outputs = ["y", "v"] if sessions.history else ["y"]
         y, *v = self._memory.run(sessions.step, outputs, {"x": x, **times, **context})
         if v:

@@ -533,6 +533,7 @@ class StepSessions:
     stages: int  # evaluations a step
     T: float
     grid_steps: int | None  # dial of time: steps that cross [0, T]
+    endings: bool  # whether a shorter answer ends with a step of its own
     contexts: tuple[str, ...]  # outputs of the embedding that the step takes besides the state
     head_contexts: tuple[str, ...]  # and that the head takes
     memory: Memory = HOST  # where states and caches are
@@ -541,9 +542,17 @@ class StepSessions:
         """The session for a step of this many tokens."""
         return self.single if tokens == 1 else self.step
 
-    def times(self, step: int, steps: int, rows: int) -> dict[str, FloatArray]:
-        """The time and size inputs of a rung's step, for each row."""
+    def ends_apart(self, step: int) -> bool:
+        """Whether an answer that ends with this step has another one in its place."""
+        return self.endings and self.grid_steps is not None and step + 1 < self.grid_steps
+
+    def times(
+        self, step: int, steps: int, rows: int, ending: bool = False
+    ) -> dict[str, FloatArray]:
+        """The time and size inputs of a rung's step, for each row; of its ending, if it has one."""
         values: dict[str, float] = {}
+        if ending:
+            step = -1 - step
         if self.sized:
             values["h"] = self.T / (self.grid_steps or steps)
         if self.timed:
@@ -613,6 +622,7 @@ def step_sessions(
         stages=EVALUATIONS_PER_STEP[manifest.method],
         T=manifest.T,
         grid_steps=manifest.grid_steps,
+        endings=manifest.step is not None and manifest.step.endings,
         contexts=tuple(name for name in given if name != "x" and name in names),
         head_contexts=tuple(name for name in given if name != "x" and name in head_names),
         memory=memory,

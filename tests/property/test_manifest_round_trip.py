@@ -190,6 +190,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     stops = step is not None and task in LABELLING and rungs[0].method == "euler"
     calibrated = stops and draw(st.booleans())
     timed = depth == "ode" and draw(st.booleans())
+    if step is not None and stops and timed:
+        step = replace(step, endings=draw(st.booleans()))
     names = ["w.bin", *(file for rung in rungs for file in rung.graphs.values())]
     names += step.graphs.values() if step is not None else ()
     return Manifest(

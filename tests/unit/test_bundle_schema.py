@@ -122,6 +122,7 @@ OPTIONAL = {
     "Shape": {"state"},
     "Quality": {"exact"},
     "TextInput": {"exact"},
+    "StepFiles": {"endings"},
 }
 # And these they have, which readers ignore.
 IGNORED = {"StepFiles": {"mixed", "groups"}}

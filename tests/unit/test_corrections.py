@@ -62,7 +62,7 @@ def of_bert(
     write_folder(folder, "bert")
     original = read_original(folder)
     torch.manual_seed(0)
-    dial = converted(original, 2, 12, ALL_LAYERS, 2.0, steps=2, rank=rank).eval()
+    dial = converted(original, 2, 12, ALL_LAYERS, 2.0, steps=2, rank=rank, ending_rank=2).eval()
     dial.dial, dial.full = "time", 2
     stack = converted(original, 2, 12).eval()
     stack.head.load_state_dict(dial.head.state_dict())
@@ -96,9 +96,9 @@ def test_a_higher_rank_begins_nearer_to_the_layers(tmp_path: Path) -> None:
         wanted = dict(blocks.blocks[3].named_parameters())
         weights = velocity.weights_at(1, 1)
         far = 0.0
-        for name, (weight, correction) in weights.items():
+        for name, (weight, (correction,)) in weights.items():
             with torch.no_grad():
-                difference = weight + correction(0) - wanted[name]
+                difference = weight + correction.value() - wanted[name]
             far += float(difference.square().sum())
             if weight.dim() == 1:  # biases and norms are taken as they are
                 torch.testing.assert_close(
@@ -129,11 +129,51 @@ def test_padding_is_not_seen(tmp_path: Path) -> None:
             torch.testing.assert_close(moment, other[name])
 
 
+def test_a_shorter_answer_ends_with_a_step_of_its_own(tmp_path: Path) -> None:
+    dial, _ = of_bert(tmp_path, 3)
+    velocity = velocity_of(dial)
+
+    def answers() -> list[torch.Tensor]:
+        with torch.no_grad():
+            both, alone = dial(TOKENS, steps=2, exits=(1,)), dial(TOKENS, steps=1)
+        torch.testing.assert_close(both.early[0], alone.logits)
+        return [alone.logits, both.logits]
+
+    before = answers()
+    with torch.no_grad():
+        for weight in velocity.endings.parameters():
+            weight.normal_(0.0, 0.1)
+    after = answers()
+    assert not torch.equal(before[0], after[0])
+    torch.testing.assert_close(before[1], after[1], rtol=0, atol=0)
+
+
+def test_an_ending_learns_with_the_rest_held(tmp_path: Path) -> None:
+    dial, _ = of_bert(tmp_path, 3)
+    found = dial(TOKENS, steps=2, exits=(1,))
+    found.early[0].sum().backward()
+    learning = {name for name, weight in dial.named_parameters() if weight.grad is not None}
+    learning = {name for name in learning if not name.startswith("head.")}
+    assert learning and all(name.startswith("velocity.endings.") for name in learning)
+    dial.zero_grad()
+    dial(TOKENS, steps=2).logits.sum().backward()
+    assert all(w.grad is None or not w.grad.any() for w in velocity_of(dial).endings.parameters())
+    assert velocity_of(dial).blocks[0].get_parameter("feedforward.up.weight").grad is not None
+
+
 def test_a_step_alone_is_what_the_model_takes_there(tmp_path: Path) -> None:
     velocity = velocity_of(of_bert(tmp_path, 3)[0])
     x = torch.randn(2, 5, velocity.gain.shape[0])
     mask = TOKENS != 0
-    for step, t in ((0, 0.0), (1, 0.5), (2, 1.0)):  # the last: beyond the steps there are
+    with torch.no_grad():
+        for weight in velocity.endings.parameters():
+            weight.normal_(0.0, 0.1)
+        end = velocity.last(x, 0.0, 0.5, mask)
+        assert end is not None and velocity.last(x, 0.5, 0.5, mask) is None
+        torch.testing.assert_close(end, velocity.at(-1)(x, mask))
+    assert velocity.every() == [-1, 0, 1]
+    # -1: step 0 as an ending, at the time -(0 + h). 2: beyond the steps there are.
+    for step, t in ((-1, -0.5), (0, 0.0), (1, 0.5), (2, 1.0)):
         with torch.no_grad():
             torch.testing.assert_close(velocity.at(step)(x, mask), velocity(x, mask, t, 0.5))
     assert not torch.equal(velocity(x, mask, 0.0, 0.5), velocity(x, mask, 0.5, 0.5))
@@ -204,9 +244,11 @@ def traced() -> Traced:
     )
     origin = {"encoder": dataclasses.asdict(encoder), "classes": 2, "window": 32, "layers": [0, 1]}
     torch.manual_seed(0)
-    model = converted_from(origin | {"gain": 2.0, "dropout": 0.0, "steps": 2, "rank": 64}).eval()
+    ranks = {"steps": 2, "rank": 64, "ending_rank": 48}
+    model = converted_from(origin | {"gain": 2.0, "dropout": 0.0} | ranks).eval()
+    velocity = velocity_of(model)
     with torch.no_grad():
-        for weight in velocity_of(model).corrections.parameters():
+        for weight in (*velocity.corrections.parameters(), *velocity.endings.parameters()):
             weight.normal_(0.0, 0.02)
     model.dial, model.full = "time", 2
     return trace(model, (TOKENS[:1],), (torch.ones(3, 7, dtype=torch.int64),), labelled=True)
@@ -224,10 +266,12 @@ def test_matrices_are_bytes_and_there_once(traced: Traced) -> None:
         large = [one for one in mine if math.prod(one.dims) >= 4096]
         assert {one.data_type for one in large} == {onnx.TensorProto.UINT8}
         matrices.append({one.raw_data for one in large})
-    # A block has 4 matrices; a correction 2 for each. The rungs bring none of their own.
-    assert len(matrices[0]) == 4 + 8 and matrices[1] < matrices[2] == matrices[0]
+    # A block has 4 matrices; a correction 2 for each, and so has the ending of one step. The rungs
+    # bring none of their own: one step is the ending alone, two are all but it.
+    assert len(matrices[0]) == 4 + 8 + 8 and len(matrices[1]) == len(matrices[2]) == 4 + 8
+    assert len(matrices[1] & matrices[2]) == 4 and matrices[1] | matrices[2] == matrices[0]
     block = 192 * (3 * 192 + 192 + 768 + 768)
-    corrections = 64 * (4 * 192 + 2 * 192 + 2 * (192 + 768))
+    corrections = (64 + 48) * (4 * 192 + 2 * 192 + 2 * (192 + 768))
     assert sum(map(len, matrices[0])) == block + corrections
 
 
@@ -238,10 +282,10 @@ def test_choices_stand_beside_each_other_and_make_no_weights(traced: Traced) -> 
     choices = [node for node in step.graph.node if node.op_type == "If"]
     # One inside another would be slower; and what makes weights is outside, where it is done once.
     everywhere = [node for node in with_branches(step.graph.node) if node.op_type == "If"]
-    assert len(choices) == len(everywhere) == 2
+    assert len(choices) == len(everywhere) == 3
     outside = {name for node in step.graph.node for name in node.output}
     products = [node for node in with_branches(choices) if node.op_type == "MatMul"]
-    assert len(products) == 8 and all(node.input[1] in outside for node in products)
+    assert len(products) == 12 and all(node.input[1] in outside for node in products)
 
 
 @pytest.mark.parametrize(
@@ -369,5 +413,5 @@ def test_a_teacher_gives_the_layers_that_it_has(run: Path, tmp_path: Path) -> No
     for one, other in zip(teacher.blocks.parameters(), again.blocks.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     original = read_original(Path(folder)).weights["encoder.layer.3.attention.output.dense.bias"]
-    bias, correction = again.weights_at(1, 1)["attention.out.bias"]
-    torch.testing.assert_close(bias + correction(0), original)
+    bias, (correction,) = again.weights_at(1, 1)["attention.out.bias"]
+    torch.testing.assert_close(bias + correction.value(), original)
