@@ -223,6 +223,24 @@ def test_bundles_give_the_answers_of_the_run(
         np.testing.assert_allclose(answer, expected[steps - 1], atol=near)
 
 
+def test_early_answers_are_those_of_endings(run: Path, tmp_path: Path) -> None:
+    asked = ExportRequest(tmp_path / "bundle", (1, 2), samples=8, latency=False)
+    opened = open_model(export_run(run, asked, say=lambda _: None), 1)
+    rows = TOKENS.numpy().repeat(3, axis=0)
+    rows[:, 1] = [7, 8, 9, 11, 12, 13]
+    classifier = opened.step_classifier(2)
+    readouts = classifier.jumps(rows)  # (M, B, C)
+    top = np.sort(readouts[0], axis=-1)
+    margins = top[:, -1] - top[:, -2]
+    threshold = float(np.sort(margins)[2:4].mean())
+    found = classifier.early(rows, threshold)
+    assert sorted(found.evaluations) == [1, 1, 1, 2, 2, 2]
+    expected = np.where((margins >= threshold)[:, None], *readouts)
+    np.testing.assert_allclose(found.logits, expected, atol=1e-5)
+    np.testing.assert_allclose(classifier.traced(rows, threshold).logits, expected, atol=1e-5)
+    np.testing.assert_allclose(opened.step_classifier(1).run(rows), readouts[0], atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def traced() -> Traced:
     """Of a model so wide that the exporter adds up no weights itself."""
