@@ -26,14 +26,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from train.blocks import BlockVelocity
+from train.ode import EndsApart
 from train.recipe import StepsConfig
 
-# Endings begin at nothing and change as they are, with the rest held: they learn at so many times
-# the rate of weights that are fine-tuned.
-PACE = 10.0
 
-
-class CorrectedVelocity(BlockVelocity):
+class CorrectedVelocity(BlockVelocity, EndsApart):
     """x' = g (F_k(x) - x) at step k of a dial of time: the layers F with the corrections of k.
 
     Where step k is the last of a shorter answer, it is called -1 - k, and begins at the time
@@ -56,13 +53,13 @@ class CorrectedVelocity(BlockVelocity):
         self.gain = nn.Parameter(torch.full((width,), gain))
         self.corrections = self._corrections_of(rank)
         if self.ends:
-            self.endings = self._corrections_of(ending_rank, PACE)
+            self.endings = self._corrections_of(ending_rank)
 
-    def _corrections_of(self, rank: int, pace: float = 1.0) -> nn.ModuleList:
+    def _corrections_of(self, rank: int) -> nn.ModuleList:
         return nn.ModuleList(
             nn.ModuleDict(
                 {
-                    name.replace(".", "-"): _correction(weight, self.steps - 1, rank, pace)
+                    name.replace(".", "-"): _correction(weight, self.steps - 1, rank)
                     for name, weight in block.named_parameters()
                 }
             )
@@ -167,27 +164,22 @@ def check_steps(model: nn.Module, steps: StepsConfig, method: str) -> None:
         )
 
 
-def _correction(weight: Tensor, steps: int, rank: int, pace: float) -> nn.Module:
+def _correction(weight: Tensor, steps: int, rank: int) -> nn.Module:
     if weight.dim() == 2:
-        return LowRank(weight.shape[0], weight.shape[1], steps, rank, pace)
-    return Own(weight.shape, steps, pace)
+        return LowRank(weight.shape[0], weight.shape[1], steps, rank)
+    return Own(weight.shape, steps)
 
 
 class LowRank(nn.Module):
     """What is added to a matrix (N, K) at each step: of a rank."""
 
-    def __init__(self, N: int, K: int, steps: int, rank: int, pace: float = 1.0) -> None:
+    def __init__(self, N: int, K: int, steps: int, rank: int) -> None:
         super().__init__()
-        self.pace = pace
         self.up = nn.Parameter(torch.zeros(steps, rank, N))
         self.down = nn.Parameter(torch.empty(steps, rank, K).normal_(0.0, K**-0.5))
 
     def forward(self, step: int) -> Tensor:
-        return self.up_at(step).t() @ self.down[step]
-
-    def up_at(self, step: int) -> Tensor:
-        """The matrix (R, N) that is multiplied by that (R, K) of down."""
-        return self.pace * self.up[step]
+        return self.up[step].t() @ self.down[step]
 
     def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
         """The nearest of its rank to a matrix; seen is the mean of x x^T over its inputs x (K)."""
@@ -196,21 +188,23 @@ class LowRank(nn.Module):
         rank, K = self.up.shape[1], difference.shape[1]
         root, inverse = _roots(torch.eye(K) if seen is None else seen)
         left, sizes, right = torch.linalg.svd(difference @ root, full_matrices=False)
-        self.up[step] = (left[:, :rank] * sizes[:rank]).t()
-        self.down[step] = right[:rank] @ inverse
+        up, down = (left[:, :rank] * sizes[:rank]).t(), right[:rank] @ inverse  # (R, N), (R, K)
+        # Both sides of a rank are of one size: an optimiser changes each by as much as the other.
+        size, other = (side.norm(dim=1, keepdim=True) for side in (up, down))
+        share = (other / size.clamp_min(1e-8 * other.max())).sqrt()
+        self.up[step], self.down[step] = up * share, down / share
 
 
 class Own(nn.Module):
     """What is added to a bias or a norm at each step."""
 
-    def __init__(self, shape: Sequence[int], steps: int, pace: float = 1.0) -> None:
+    def __init__(self, shape: Sequence[int], steps: int) -> None:
         super().__init__()
-        self.pace = pace
         # One for each step: what has two dimensions decays in training, as matrices do.
         self.own = nn.ParameterList(torch.zeros(*shape) for _ in range(steps))
 
     def forward(self, step: int) -> Tensor:
-        added: Tensor = self.pace * self.own[step]
+        added: Tensor = self.own[step]
         return added
 
     def begin_with(self, step: int, difference: Tensor, seen: Tensor | None) -> None:
@@ -294,7 +288,7 @@ class _CorrectedLinear(nn.Module):
         self.ups, self.downs = nn.ParameterList(), nn.ParameterList()
         for low, step in added:
             assert isinstance(low, LowRank)
-            self.ups.append(nn.Parameter(low.up_at(step)))
+            self.ups.append(nn.Parameter(low.up[step]))
             self.downs.append(nn.Parameter(low.down[step]))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -227,18 +227,25 @@ def _master(
     return teacher
 
 
+PACE = "pace"  # of a group of parameters: how many times the learning rate it learns at
+
+
 def make_optimiser(model: Stepped, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only, and not on embeddings."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
+    endings: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inside = name.startswith(("embed.blocks.", "embed.project."))  # of a prelude
         matrix = parameter.dim() >= 2 and (inside or not name.startswith("embed"))
-        (decayed if matrix else plain).append(parameter)
+        ending = name.startswith("velocity.endings.")
+        (endings if ending else decayed if matrix else plain).append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay, PACE: 1.0},
+        {"params": plain, "weight_decay": 0.0, PACE: 1.0},
     ]
+    if endings:  # they begin at nothing, and change alone
+        groups.append({"params": endings, "weight_decay": 0.0, PACE: 10.0})
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), fused=True)
 
 
@@ -388,7 +395,7 @@ class TrainingLoop:
         self.devices.seed(seed * 7_368_787 + iteration)  # dropout
         rate = learning_rate(iteration, self.recipe)
         for group in self.optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group[PACE]
         turn = turn_for(iteration, optim.iterations, self.steps, seed)
         started, total, cost = time.perf_counter(), 0.0, 0.0
         tokens = evaluations = 0  # of this process

@@ -83,9 +83,10 @@ def integrate(
 ) -> Path:
     """Carry x0 from 0 to T in `steps` steps; only positions of `mask` (B, N) count in the cost.
 
-    With `checkpoint` a step keeps only the state it starts from, and runs again going backward.
-    With `backprop` gradients go back through so many steps at most: from the end, and from those
-    of `exits` that lie before it. Steps that none of them reaches are taken without gradients.
+    With `checkpoint` a step keeps only the state it starts from, and runs again going backward;
+    not one that only an answer ends with. With `backprop` gradients go back through so many steps
+    at most: from the end, and from those of `exits` that lie before it. Steps that none of them
+    reaches are taken without gradients.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -94,7 +95,7 @@ def integrate(
     x, cost = x0, x0.new_zeros((), dtype=torch.float32)
     before: Tensor | None = None
     passed: list[Tensor] = []
-    last = getattr(velocity, "last", None)  # of a velocity whose answers may end with another step
+    last = velocity.last if isinstance(velocity, Bound) else None
     for m in range(steps):
         t = T * m / steps  # a fraction of the interval: adding h up would drift
         start = x
@@ -278,6 +279,14 @@ class Journey(NamedTuple):
     exits: tuple[Tensor, ...] = ()  # (B, N, D) each: the states after the counts asked for
 
 
+class EndsApart:
+    """A velocity of a dial of time whose shorter answers may end with a step of their own."""
+
+    def last(self, x: Tensor, t: float, h: float, *context: Tensor) -> Tensor | None:
+        """The velocity at x of such a step, where the step from t has one."""
+        raise NotImplementedError
+
+
 class Bound:
     """A velocity with its context: a function of the state, and of time if it is timed."""
 
@@ -289,11 +298,11 @@ class Bound:
         out: Tensor = self.velocity(x, *self.context, *time)
         return out
 
-    def last(self, x: Tensor, *time: float) -> Tensor | None:
-        """The velocity of a step that an answer ends with, where the model has one of its own."""
-        of_model = getattr(self.velocity, "last", None)
-        out: Tensor | None = None if of_model is None else of_model(x, *time, *self.context)
-        return out
+    def last(self, x: Tensor, t: float, h: float) -> Tensor | None:
+        """The velocity of a step that an answer ends with, where it is not that of any other."""
+        if not isinstance(self.velocity, EndsApart):
+            return None
+        return self.velocity.last(x, t, h, *self.context)
 
 
 def travel(

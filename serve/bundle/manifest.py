@@ -225,7 +225,7 @@ class StepFiles(Part):
     embed: FileName
     step: FileName
     head: FileName
-    endings: bool = False  # whether a shorter answer ends with a step of its own, at time -(t + h)
+    endings: Flag = False  # whether a shorter answer ends with a step of its own, at time -(t + h)
 
     @property
     def graphs(self) -> dict[str, str]:

@@ -117,6 +117,29 @@ def test_corrections_are_nearest_for_the_rows_that_were_seen(tmp_path: Path) -> 
     assert far[1] < far[0] / 10
 
 
+def test_both_sides_of_a_correction_begin_at_one_size(tmp_path: Path) -> None:
+    """An optimiser that changes all numbers alike would break what begins lopsided."""
+    many = tuple(TOKENS.repeat(50, 1) for _ in range(4))
+    sizes = []
+    for rows in ((TOKENS,), many):
+        velocity = velocity_of(of_bert(tmp_path, 4, rows)[0])
+        for name, parameter in velocity.corrections.named_parameters():
+            if name.endswith(".up"):
+                up, down = parameter[0], velocity.corrections.get_parameter(name[:-2] + "down")[0]
+                torch.testing.assert_close(up.norm(dim=1), down.norm(dim=1))
+                sizes.append(float(up.norm().detach()))
+    assert sizes[: len(sizes) // 2] == pytest.approx(sizes[len(sizes) // 2 :], rel=1e-3)
+
+
+def test_directions_without_size_can_be_learnt() -> None:
+    low = LowRank(6, 5, steps=1, rank=3)
+    wanted = torch.outer(torch.arange(6.0), torch.ones(5))
+    with torch.no_grad():
+        low.begin_with(0, wanted, None)
+    torch.testing.assert_close(low(0), wanted, atol=1e-4, rtol=0)
+    assert (low.down[0].norm(dim=1) > 0).all()
+
+
 def test_padding_is_not_seen(tmp_path: Path) -> None:
     _, stack = of_bert(tmp_path, 2)
     assert isinstance(stack.velocity, BlockVelocity)
@@ -153,7 +176,7 @@ def test_an_ending_learns_with_the_rest_held(tmp_path: Path) -> None:
     found = dial(TOKENS, steps=2, exits=(1,))
     found.early[0].sum().backward()
     learning = {name for name, weight in dial.named_parameters() if weight.grad is not None}
-    learning = {name for name in learning if not name.startswith("head.")}
+    learning = {name for name in learning if not name.startswith("head.")}  # which all answers have
     assert learning and all(name.startswith("velocity.endings.") for name in learning)
     dial.zero_grad()
     dial(TOKENS, steps=2).logits.sum().backward()
